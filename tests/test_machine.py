@@ -18,7 +18,7 @@ from ratchet.executors.threads import (
     choose_threads,
     count_usable_cores,
     describe_threads,
-    limit_threads,
+    find_thread_limit,
     measure_worker_count,
     read_width,
 )
@@ -77,7 +77,7 @@ def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, m
     frozen = freeze(config(tmp_path, threads=2))
     assert workers_of(frozen) == [2, 2]
     assert workers_of(freeze(config(tmp_path, threads=2, learner={"workers": 1}))) == [1, 1]
-    assert freeze(config(tmp_path)).threads <= limit_threads()[0]
+    assert freeze(config(tmp_path)).threads <= find_thread_limit()[0]
     monkeypatch.setattr(
         machine, "measure_worker_count", lambda threads: pytest.fail("nothing was left to measure")
     )
@@ -89,7 +89,7 @@ def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, m
 )
 def test_omp_num_threads_bounds_the_automatic_choice(value, expected, monkeypatch):
     monkeypatch.setattr(threads_module, "count_usable_cores", lambda: 4)
-    threads, reason = limit_threads({"OMP_NUM_THREADS": value})
+    threads, reason = find_thread_limit({"OMP_NUM_THREADS": value})
     assert threads == expected
     assert ("OMP_NUM_THREADS" in reason) == (expected < 4)
     monkeypatch.setenv("OMP_NUM_THREADS", value)
@@ -116,7 +116,7 @@ def test_a_containers_quota_bounds_the_cores(files, expected, tmp_path, monkeypa
 
 
 def test_one_thread_is_chosen_unless_more_are_faster(tmp_path, monkeypatch):
-    monkeypatch.setattr(threads_module, "limit_threads", lambda: (2, "2 usable cores"))
+    monkeypatch.setattr(threads_module, "find_thread_limit", lambda: (2, "2 usable cores"))
     model = config(tmp_path).model
     assert read_width(model) == 64
     for alone, expected in ((1.0, 1), (1.04, 1), (1.5, 2)):
@@ -159,7 +159,7 @@ def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
         # by default some hundreds or thousands, by the version of Python
         assert gc.get_threshold()[0] > 10_000
         prepare_process("auto")
-        assert torch.get_num_threads() == limit_threads()[0]
+        assert torch.get_num_threads() == find_thread_limit()[0]
         # once is enough: garbage of an earlier run must not stay for ever
         assert gc.get_freeze_count() <= frozen
     finally:

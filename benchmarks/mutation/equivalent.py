@@ -83,7 +83,7 @@ EQUIVALENT: Table = {
     "predicts it",
     (
         COMMON,
-        "index_as_one",
+        "put_all_in_one_bin",
         "return (torch.zeros(len(x), dtype=torch.int64), 1) -> return (torch.zeros(len(x), "
         "dtype=torch.int64), 2)",
     ): "one index more, which does not occur: what is made for it is never read",

@@ -20,8 +20,10 @@ from ratchet.protocols import Learner
 async def fill_columns(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> Batch:
     """Run the scoring passes in order and fill their columns.
 
-    Consecutive passes of the same role, tag and top_k are computed in one call. Raises DataError if
-    no pass fills a column for some task's tag: its rows would have no teacher.
+    Consecutive passes of the same role, tag and top_k are computed in one call.
+
+    Raises DataError if a task has a tag for which no pass fills a column: rows with this tag would
+    have no teacher.
     """
     _require_every_tag(batch, algo)
     for (role, tag, top_k), consecutive in itertools.groupby(

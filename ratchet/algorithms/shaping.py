@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ratchet.algorithms.advantages.common import (
     collect_attempts,
-    index_as_one,
     index_attempts,
     mean_by,
+    put_all_in_one_bin,
     std_by,
     sum_by,
 )
@@ -139,7 +139,7 @@ def normalise_rewards(
         index = attempts.groups
         row_S = batch.group_S
         if over == "batch":
-            index = index_as_one(rewards_A)
+            index = put_all_in_one_bin(rewards_A)
             row_S = torch.zeros_like(batch.group_S)
         mean_S = mean_by(index, rewards_A)[row_S]
         std_S = std_by(index, rewards_A)[row_S]

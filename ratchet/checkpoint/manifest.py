@@ -73,12 +73,12 @@ def list_files(directory: Path) -> list[str]:
             continue
         if not stat.S_ISREG(mode):
             raise CheckpointError(f"{directory}: '{name}' is a link or a device, not a plain file")
-        check_format(directory, name)
+        require_safe_file_type(directory, name)
         names.append(name)
     return names
 
 
-def check_format(location: Path | str, name: str) -> None:
+def require_safe_file_type(location: Path | str, name: str) -> None:
     """Raise CheckpointError unless the file has an allowed format, which never executes code."""
     path = PurePosixPath(name)
     if path.suffix not in ALLOWED_SUFFIXES and not (

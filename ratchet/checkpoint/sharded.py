@@ -60,6 +60,7 @@ def save_blocks(
                 "sizes": tuple(block.tensor.shape),
             }
         )
+    # "numbers" is the key of the metadata in the files of checkpoints.
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / f"rank-{rank}.safetensors")

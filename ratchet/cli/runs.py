@@ -32,7 +32,7 @@ def compare_runs(
     paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more runs.")],
     json: Json = False,
 ) -> None:
-    """Show how recipes differ, from which step on the numbers differ, and where the runs end."""
+    """Show how the recipes differ, the first step with different metrics, and the last metrics."""
     from ratchet.commands.runs import compare_runs as show
 
     if len(paths) < 2:

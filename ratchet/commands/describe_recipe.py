@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.checks.model import known_context
+from ratchet.config.checks.placement import is_distributed
 from ratchet.config.checks.staleness import cautions
 from ratchet.config.length import count_warmup_steps
 from ratchet.config.schema import RunConfig, StageConfig
@@ -31,7 +32,7 @@ def describe(
     """Return a description of the run and the batch arithmetic of each stage.
 
     Args:
-        config: The recipe. If the passes of a stage are not yet converted to steps, what depends on
+        config: The recipe. If a stage's length is still in passes over the data, what depends on
             the number of steps is left out.
         lengths: The length of stages in words, by index (`Lengths.notes`).
         threads: What `threads: auto` means on this machine, which this module does not measure.
@@ -69,7 +70,7 @@ def describe(
 def _describe_ranks(config: RunConfig) -> str:
     """Return a line on the ranks of a distributed learner, which are the same in all stages."""
     learner = config.stages[0].learner
-    if not hasattr(learner, "provider"):
+    if not is_distributed(learner):
         return ""
     sizes = {key: getattr(learner, key, 1) for key in LEARNER_PARALLELISM}
     shares = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
@@ -102,19 +103,19 @@ def _describe_workers(config: RunConfig) -> str:
 def _describe_rows_per_rank(stage: StageConfig) -> str:
     """Return a line on the rows of an optimizer step, as divided among data-parallel ranks."""
     learner: Any = stage.learner
-    if not hasattr(learner, "provider"):
+    if not is_distributed(learner):
         return ""
     rows = -(-stage.batch_size // stage.minibatches) * stage.attempts
     ranks = prod(getattr(learner, key) for key in learner.data_parallel_keys)
-    idle_ranks = (
-        f": {_format_count(ranks - rows, 'data rank')} without one, computing fillers"
-        if rows < ranks
-        else " each"
-    )
-    return (
+    summary = (
         f"{_format_count(rows, 'row')} for {_format_count(ranks, 'data rank')}, "
-        f"about {-(-rows // ranks)}{idle_ranks}"
+        f"about {-(-rows // ranks)} each"
     )
+    n_idle = max(0, ranks - rows)
+    if n_idle:
+        verbs = "gets none and computes" if n_idle == 1 else "get none and compute"
+        summary += f"; {_format_count(n_idle, 'data rank')} {verbs} filler rows"
+    return summary
 
 
 def _describe_stage(stage: StageConfig, first_step: int, length: str) -> list[str]:
@@ -182,7 +183,7 @@ def _describe_replay(stage: StageConfig) -> str:
     return (
         ""
         if replay is None
-        else f"up to {_format_count(replay.groups, 'group')} more a step, of earlier ones"
+        else f"plus up to {_format_count(replay.groups, 'earlier group')} in each step"
     )
 
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ratchet.errors import suggest_install
-from ratchet.executors.threads import count_usable_cores, limit_threads
+from ratchet.executors.threads import count_usable_cores, find_thread_limit
 from ratchet.kernels.build import load_library
 from ratchet.utils.terminal_text import make_console
 
@@ -44,7 +44,7 @@ PURPOSES = {
     "gymnasium": ("envs", "environments of gymnasium"),
     "gem-llm": ("gem", "environments of gem"),
     "verifiers": ("verifiers", "environments of verifiers"),
-    "peft": ("lora", "adapters: their files, and those of models that transformers runs"),
+    "peft": ("lora", "adapter files, and adapters on models that transformers runs"),
     "vllm": ("vllm", "generation by vLLM, in processes of its own"),
     "megatron-core": ("megatron", "learner.kind=megatron"),
     "bitsandbytes": ("quantised", "optimizer states in 8 bits, and frozen weights in 4"),
@@ -89,7 +89,7 @@ def report() -> int:
         f"python {platform.python_version()} ({sys.executable}), {platform.system()} "
         f"{platform.machine()}"
     )
-    threads, reason = limit_threads()
+    threads, reason = find_thread_limit()
     console.print(
         f"cores this process may use: {count_usable_cores()}; threads: auto takes up to "
         f"{threads} ({reason})"
@@ -107,8 +107,8 @@ def _describe_accelerators() -> str:
 
     if not torch.cuda.is_available():
         return (
-            f"torch {torch.__version__}: no accelerator, `device: auto` means the CPU in "
-            "float32, whose cores ranks share"
+            f"torch {torch.__version__}: no accelerator, `device: auto` means float32 on the CPU; "
+            "ranks share its cores"
         )
     count = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))

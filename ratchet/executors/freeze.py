@@ -18,7 +18,7 @@ from ratchet.data.chat.chat_templates import may_print_date, today
 from ratchet.data.config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig, LocalClusterConfig
-from ratchet.executors.threads import choose_threads, limit_threads, measure_worker_count
+from ratchet.executors.threads import choose_threads, find_thread_limit, measure_worker_count
 from ratchet.executors.torchrun import TorchrunRank
 from ratchet.kernels.build import load_library
 
@@ -40,7 +40,7 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
     """
     import torch
 
-    torch.set_num_threads(limit_threads()[0] if threads == "auto" else threads)
+    torch.set_num_threads(find_thread_limit()[0] if threads == "auto" else threads)
     keep_freed_memory()
     # A step creates some hundred objects per attempt, hardly any in a reference cycle. By default
     # Python collects garbage after every 700 new objects, and sometimes traverses all objects of
@@ -130,7 +130,7 @@ def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = config.threads
     if threads == "auto":
-        threads, reason = choose_threads(config.model) if device == "cpu" else limit_threads()
+        threads, reason = choose_threads(config.model) if device == "cpu" else find_thread_limit()
         if reasons is not None:
             reasons.append(f"threads=auto became {threads} ({reason})")
     is_auto = any(getattr(stage.learner, "workers", 1) == "auto" for stage in config.stages)

@@ -22,7 +22,7 @@ from typing import Any
 PROTOCOL = 1  # version: increase it with every change of the messages
 HEAD = struct.Struct("!BQI")  # kind, call number, count of pieces
 LENGTH = struct.Struct("!Q")
-SMALL_PIECE_BYTES = 2**16  # smaller pieces, in bytes, are joined before they are sent
+SMALL_PIECE_BYTES = 2**16  # pieces below this size are joined into one send
 
 
 class FrameKind(IntEnum):
@@ -45,7 +45,7 @@ class Parcel:
     Its buffers are the memory of the arrays, which must not change until the parcel is sent.
     """
 
-    head: bytes
+    pickled: bytes  # the value's pickle; in a HELLO frame, JSON
     buffers: tuple[memoryview, ...] = ()
 
 
@@ -81,7 +81,7 @@ def unpack(parcel: Parcel) -> Any:
 
     Its arrays and tensors share the memory of the parcel's buffers, and are writable if those are.
     """
-    return pickle.loads(parcel.head, buffers=parcel.buffers)
+    return pickle.loads(parcel.pickled, buffers=parcel.buffers)
 
 
 class _Pickler(pickle.Pickler):
@@ -126,7 +126,9 @@ def send(
     connection: socket.socket, kind: FrameKind, number: int = 0, parcel: Parcel | None = None
 ) -> None:
     """Send a frame. Raises OSError if the other side is gone."""
-    pieces: Sequence[bytes | memoryview] = () if parcel is None else (parcel.head, *parcel.buffers)
+    pieces: Sequence[bytes | memoryview] = (
+        () if parcel is None else (parcel.pickled, *parcel.buffers)
+    )
     lengths = [LENGTH.pack(memoryview(piece).nbytes) for piece in pieces]
     joined = bytearray(HEAD.pack(kind, number, len(pieces)) + b"".join(lengths))
     for piece in pieces:

@@ -363,7 +363,7 @@ class RayWorkerHandle(WorkerHandle):
             self._since_beat_s = 0.0
             self._when_done(self._actor.beat.remote(), self._handle_beat)
 
-    def share(self, request: Parcel) -> Any:
+    def prepare_shared(self, request: Parcel) -> Any:
         return ray.put(box_parcel(request))
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ Box = tuple[bytes, list[Any]]  # a Parcel with its buffers as arrays, which Ray 
 
 def box_parcel(parcel: Parcel) -> Box:
     """Return a parcel in the form that Ray sends."""
-    return parcel.head, [
+    return parcel.pickled, [
         np.frombuffer(buffer, np.uint8) if buffer.nbytes else np.empty(0, np.uint8)
         for buffer in parcel.buffers
     ]
@@ -30,8 +30,8 @@ def box_parcel(parcel: Parcel) -> Box:
 
 def unbox_parcel(box: Box) -> Parcel:
     """Return a box's parcel, copied because Ray's shared memory is read-only."""
-    head, arrays = box
-    return Parcel(head, tuple(memoryview(bytearray(array)) for array in arrays))
+    pickled, arrays = box
+    return Parcel(pickled, tuple(memoryview(bytearray(array)) for array in arrays))
 
 
 class WorkerActor:

@@ -17,7 +17,9 @@ from ratchet.utils.thread_pool import ThreadPool
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
-MIN_SPEEDUP = 1.2  # a smaller speedup may be noise of a busy machine
+# Minimum speedup for which all threads share each operation. A smaller one may be noise of a busy
+# machine.
+MIN_SHARING_SPEEDUP = 1.2
 MIN_THREAD_SPEEDUP = 1.05  # minimum speedup for which a run takes more than one thread
 TIMED_ROUNDS = 5
 TIMED_ROWS = 512  # rows of the timed products: the number of tokens of a small micro-batch
@@ -57,7 +59,7 @@ def _read_cpu_quota(root: Path = CGROUP) -> float | None:
     return None
 
 
-def limit_threads(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
+def find_thread_limit(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
     """Return the largest number that `threads: auto` may choose, and the reason in words."""
     cores = count_usable_cores()
     requested_threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -72,19 +74,23 @@ def limit_threads(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
 
 def describe_threads() -> str:
     """Return what `threads: auto` means on this machine, without measuring."""
-    limit, reason = limit_threads()
-    timing_note = "" if limit == 1 else f"; a run of a small model times 1 against {limit}"
+    limit, reason = find_thread_limit()
+    timing_note = (
+        ""
+        if limit == 1
+        else f"; a run of a small model first compares the speed of 1 thread and of {limit}"
+    )
     return f"auto: at most {limit} ({reason}){timing_note}"
 
 
 def choose_threads(model: ModelConfig) -> tuple[int, str]:
     """Return the number of threads for a run on the CPU, and the reason in words.
 
-    It is the limit of `limit_threads`, or 1 if a layer of the model's width takes hardly longer
+    It is the limit of `find_thread_limit`, or 1 if a layer of the model's width takes hardly longer
     with one thread. The measurement takes some tens of milliseconds, and reflects the load of other
     programs on the machine.
     """
-    limit, reason = limit_threads()
+    limit, reason = find_thread_limit()
     width = read_width(model) or USUAL_WIDTH
     if limit == 1 or width > MAX_TIMED_WIDTH:
         return limit, reason
@@ -103,7 +109,8 @@ def choose_threads(model: ModelConfig) -> tuple[int, str]:
     one_thread_s, all_threads_s = (
         median(durations[1:]) for durations in durations_by_threads.values()
     )
-    ratio = f"a layer takes 1 thread {one_thread_s / all_threads_s:.2f} times as long as {limit}"
+    slowdown = one_thread_s / all_threads_s
+    ratio = f"with 1 thread a layer takes {slowdown:.2f} times as long as with {limit}"
     return (limit if one_thread_s > all_threads_s * MIN_THREAD_SPEEDUP else 1), f"{reason}; {ratio}"
 
 
@@ -140,7 +147,7 @@ def measure_worker_count(threads: int) -> int:
         separate_s = measure_shortest(lambda: pool.run([layer] * workers))
     finally:
         torch.set_num_threads(previous_threads)
-    return 1 if shared_s * MIN_SPEEDUP < separate_s else workers
+    return 1 if shared_s * MIN_SHARING_SPEEDUP < separate_s else workers
 
 
 def make_layer(width: int) -> Callable[[], None]:

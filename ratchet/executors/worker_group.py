@@ -1,8 +1,9 @@
 """A worker group: the ranks of one role, called together.
 
-Every wait has an owner, a name and a deadline. A rank's exception is raised again in the caller,
-with the rank's name. A rank that dies, is silent, or misses a deadline ends the group, because the
-other ranks would wait for it forever in a collective. Independent workers are groups of one.
+Every wait has a name, a deadline, and an owner: the component that waits. A rank's exception is
+raised again in the caller, with the rank's name. A rank that dies, is silent, or misses a deadline
+ends the group, because the other ranks would wait for it forever in a collective. Independent
+workers are groups of one.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class WorkerGroup:
         """Create a group of running workers.
 
         Args:
-            places: one for each rank. At first the ports in `rendezvous` are a range, "first-last"
-                ("" for any port). `build` reserves one of them and sets it.
+            places: one for each rank. `rendezvous` ends with the allowed ports, "first-last" or ""
+                for any. `build` reserves one and replaces the range by it.
             members: one handle for each rank.
             timeout_s: deadline of a call.
         """
@@ -93,20 +94,23 @@ class WorkerGroup:
         await asyncio.wrap_future(self._build(factory, arguments or {}))
 
     def build_now(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Create the component of each rank like `build`, but block."""
+        """Create the component of each rank like `build`, but block the calling thread."""
         self._reserve().result()
         self._build(factory, arguments or {}).result()
 
     async def call(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]:
         """Call a method of every rank's component and return the results by rank.
 
-        Raises the first rank's exception with a note that names the rank (as WorkerRaised if it
-        can't be sent), WorkerDied, or CallTimeout.
+        Raises the exception that arrived first, with a note that names its rank (as WorkerRaised if
+        it can't be sent), WorkerDied, or CallTimeout.
         """
         return await asyncio.wrap_future(self.submit(method, *arguments, **keywords))
 
     def call_now(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]:
-        """Call a method like `call`, but block, even the running event loop."""
+        """Call a method like `call`, but block the calling thread.
+
+        This also blocks any event loop that runs in the thread.
+        """
         return self.submit(method, *arguments, **keywords).result()
 
     async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
@@ -117,12 +121,12 @@ class WorkerGroup:
         return await asyncio.wrap_future(self.submit_each(method, arguments_by_rank))
 
     def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call a method like `each`, but block."""
+        """Call a method like `each`, but block the calling thread."""
         return self.submit_each(method, arguments_by_rank).result()
 
     def submit(self, method: str, /, *arguments: Any, **keywords: Any) -> Future[list[Any]]:
         """Start a call and return the future of its results."""
-        return self._submit(method, self._share_request(("call", (method, arguments, keywords))))
+        return self._submit(method, self._pack_shared(("call", (method, arguments, keywords))))
 
     def submit_each(
         self, method: str, arguments_by_rank: Sequence[Sequence[Any]]
@@ -139,7 +143,9 @@ class WorkerGroup:
             key = id(arguments)
             if key not in request_by_id:
                 request = pack(("call", (method, tuple(arguments), {})))
-                request_by_id[key] = self.members[0].share(request) if counts[key] > 1 else request
+                request_by_id[key] = (
+                    self.members[0].prepare_shared(request) if counts[key] > 1 else request
+                )
         return self._submit(
             method, [request_by_id[id(arguments)] for arguments in arguments_by_rank]
         )
@@ -151,8 +157,8 @@ class WorkerGroup:
         """
         self._state.close()
 
-    def _share_request(self, request: Any) -> list[Any]:
-        return [self.members[0].share(pack(request))] * self.size
+    def _pack_shared(self, request: Any) -> list[Any]:
+        return [self.members[0].prepare_shared(pack(request))] * self.size
 
     def _reserve(self) -> Future[list[Any]]:
         """Reserve a rendezvous on the host of rank 0."""
@@ -217,9 +223,10 @@ class _State:
         failed_call: _PendingCall | None = None,
         cause: Exception | None = None,
     ) -> None:
-        """End the group with an error.
+        """End the group.
 
-        failed_call: the call that fails with `cause` instead of `error`, if there is a cause.
+        All pending calls fail with `error`, except `failed_call`, which fails with `cause` if that
+        is given.
         """
         if self.final_error is not None or self.closed:
             return

@@ -47,8 +47,8 @@ class WorkerHandle(abc.ABC):
         self.name = name
         self.gone: Future[WorkerError | None] = Future()
         self.closing = False
-        self._silence_s = silence_s
-        self._silent_s: float = 0.0
+        self._max_silence_s = silence_s
+        self._silent_for_s: float = 0.0
         # Process id and host as the worker reported them.
         self.pid: int | None = None
         self.reported_host = ""
@@ -75,8 +75,11 @@ class WorkerHandle(abc.ABC):
         self._send(number, request)
         return answer
 
-    def share(self, request: Parcel) -> Any:
-        """Return the form of a request that is sent to several workers of this kind."""
+    def prepare_shared(self, request: Parcel) -> Any:
+        """Prepare a request once, so that it can be submitted to several workers.
+
+        (Ray: put it in the object store.)
+        """
         return request
 
     def check(self, passed_s: float) -> None:
@@ -87,12 +90,12 @@ class WorkerHandle(abc.ABC):
         """
         if self.gone.done():
             return
-        self._silent_s += passed_s
-        if self._silent_s > (self._silence_s if self._greeted else START_S):
+        self._silent_for_s += passed_s
+        if self._silent_for_s > (self._max_silence_s if self._greeted else START_S):
             detail = "" if self._greeted else ": it never started"
             error = self.make_death_error(
-                f"was silent for {self._silent_s:.0f} s{detail}{self.describe_state()}, and was "
-                "killed"
+                f"was silent for {self._silent_for_s:.0f} s{detail}{self.describe_state()}, and "
+                "was killed"
             )
             error.add_note(format_report())
             self.give_up(error)
@@ -138,7 +141,7 @@ class WorkerHandle(abc.ABC):
     # --- events that subclasses report
 
     def _reset_silence(self) -> None:
-        self._silent_s = 0.0
+        self._silent_for_s = 0.0
 
     def _check_greeting(self, greeting: Mapping[str, Any]) -> None:
         """Check the worker's greeting. Raises VersionMismatch."""
@@ -168,7 +171,8 @@ class WorkerHandle(abc.ABC):
     def _end(self, error: WorkerError | None) -> None:
         """Fail all calls, then report the end.
 
-        The calls fail first, with this error, since the end of `gone` closes the whole group.
+        The calls fail first, because completing `gone` makes the worker group close all workers,
+        and their errors must not hide this one.
         """
         with self._lock:
             if self._final_error is not None:
@@ -231,7 +235,7 @@ class SocketWorkerHandle(WorkerHandle):
             while True:
                 kind, number, parcel = receive(self._connection, self._reset_silence)
                 if kind is FrameKind.HELLO:
-                    self._check_greeting(json.loads(parcel.head))
+                    self._check_greeting(json.loads(parcel.pickled))
                 elif not self._greeted:
                     raise VersionMismatch(
                         f"{self.name} speaks another protocol than the driver: install the same "

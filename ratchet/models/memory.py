@@ -32,7 +32,8 @@ def require_memory(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
 def memory_bytes(device: torch.device) -> int | None:
     """Return the total memory of a device in bytes; None if it is neither a CPU nor CUDA.
 
-    For the CPU it is the machine's memory, or a lower limit of this process or its cgroup.
+    For the CPU it is the machine's memory, or the limit of this process or its cgroup if that is
+    smaller.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

@@ -7,8 +7,8 @@ formulas reads and writes memory two to three times as often. This saves a third
 step for models of 0.1 to 10 M parameters on a CPU, which spend about as much time in these
 operations as in matrix products.
 
-T = tokens, H = heads (query heads where K = key/value heads also occurs), D = head_dim, C = D / 2,
-F = size of the gated layer, d = inputs, o = outputs.
+T = tokens, H = heads (only the query heads, where K, the key/value heads, is used too),
+D = head_dim, C = D / 2, F = size of the gated layer, d = inputs, o = outputs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def split_heads(
     Returns queries [T, H, D], keys [T, K, D] and values [T, K, D].
     """
     q_weight, k_weight = norms
-    if _has_compiled_heads(qkv, norms, cos_T1D, sin_T1C):
+    if _kernel_supports_heads(qkv, norms, cos_T1D, sin_T1C):
         return cpu.split_heads(qkv, norms, cos_T1D, sin_T1C, sizes, eps)
     qk, v_TKD = qkv.split([sum(sizes), sizes[1]], dim=1)
     # Queries and keys are normalised together: small models are bound by the number of operations.
@@ -85,7 +85,7 @@ def split_heads(
     return q_THD, k_TKD, v_TKD
 
 
-def _has_compiled_heads(qkv: Tensor, norms: cpu.Norms, cos: Tensor, sin: Tensor) -> bool:
+def _kernel_supports_heads(qkv: Tensor, norms: cpu.Norms, cos: Tensor, sin: Tensor) -> bool:
     """True if the compiled kernel supports these inputs."""
     rows, _, size = qkv.shape
     q, k = norms

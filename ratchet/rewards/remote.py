@@ -39,7 +39,9 @@ class Remote:
 
         If the endpoint's response is unusable, all attempts sent to it fail.
         """
-        outcomes: list[Outcome] = [_initial_outcome(trajectory) for trajectory in trajectories]
+        outcomes: list[Outcome] = [
+            _outcome_before_judging(trajectory) for trajectory in trajectories
+        ]
         indices = [
             i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failed | Cancelled)
         ]
@@ -63,8 +65,11 @@ class Remote:
         return outcomes
 
 
-def _initial_outcome(trajectory: Trajectory) -> Outcome:
-    """Return the final outcome of an attempt that can't be judged, else a placeholder."""
+def _outcome_before_judging(trajectory: Trajectory) -> Outcome:
+    """Return Failed or Cancelled for an attempt that can't be judged.
+
+    Any other outcome is replaced after judging.
+    """
     if isinstance(trajectory.outcome, Failed | Cancelled):
         return trajectory.outcome
     if not any(message.role == "assistant" for message in trajectory.messages):

@@ -25,8 +25,8 @@ from ratchet.checkpoint.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     Checkpoint,
-    check_format,
     read_body,
+    require_safe_file_type,
     seal,
     unseal,
     verify,
@@ -206,7 +206,7 @@ class MirroredRun:
         try:
             body = read_body(where, cached[1], step)
             for name, listed_file in body["files"].items():
-                check_format(where, name)
+                require_safe_file_type(where, name)
                 if name not in entries or entries[name].size != listed_file["size"]:
                     size = entries[name].size if name in entries else "no"
                     raise CheckpointError(
@@ -258,7 +258,7 @@ class MirroredRun:
         directory: Path,
         is_selected: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """Fetch the files of `directory` that differ from the index.
+        """Fetch the listed files that `directory` lacks, or whose copies there match no entry.
 
         Args:
             index: The index of the run's files.

@@ -203,7 +203,10 @@ def fetch_run_model(location: str, step: int | None = None) -> Path:
 
 
 def fetch_weights(location: str) -> Path:
-    """Return a local directory with weights in any format."""
+    """Return a local directory with the final weights of the run at an address.
+
+    If no run is there, it is a copy of the whole directory, whose weights may have any format.
+    """
     check_address(location)
     with _translate_os_errors(location):
         return (

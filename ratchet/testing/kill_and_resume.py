@@ -1,7 +1,7 @@
 """Kill a run at every failpoint and at random times, resume it, and compare the results.
 
-Embedded runs on a CPU are deterministic. So wherever the process is killed, the resumed run must
-end with the same files, bit by bit, as an uninterrupted run.
+Runs within one process on a CPU are deterministic. So wherever the process is killed, the resumed
+run must end with the same files, bit by bit, as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def list_differences(a: Path, b: Path) -> list[str]:
 def _list_compared_files(run: Path) -> set[str]:
     """Return the names of the files that are compared by bit.
 
-    They are the files outside NOT_COMPARED, and the files of checkpoints except manifests.
+    They are the files outside NOT_COMPARED_NAMES, and the files of checkpoints except manifests.
     """
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     return {

@@ -64,15 +64,18 @@ class SavedWeights:
 
 
 def find_saved(place: str | Path) -> SavedWeights | None:
-    """Return the saved weights that a path or an address names; None if it names no run.
+    """Return the saved weights that a path or an address names.
+
+    Return None if it names no run, and for every address without a step (the caller looks there).
 
     Raises:
-        RunDirectoryError: A step is named, but no run; or the run has no finished model.
+        RunDirectoryError: The place names a step, but its directory holds no run; or it names a run
+            that has no finished model.
         CheckpointError: The run at the address has no such checkpoint.
     """
     text, step = split_step(str(place).rstrip("/"))
     if is_address(text) and step is None:
-        return None  # the caller finds out whether it names a run or a model
+        return None
     path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
     directory = RunDirectory(path)
     if not directory.used:
@@ -95,9 +98,9 @@ def find_saved(place: str | Path) -> SavedWeights | None:
 
 
 def replace_saved_model(config: RunConfig) -> RunConfig:
-    """Return the recipe with a model of the same shape in place of a run in `model.path`.
+    """If `model.path` names a run, return the recipe with a model of the same shape instead.
 
-    It is the run's finished model, or for a checkpoint the model that the run began with.
+    This model is the run's finished one, or for a checkpoint the one that the run began with.
 
     Raises:
         RunDirectoryError: The run has no finished model, and no step is named.
@@ -109,8 +112,8 @@ def replace_saved_model(config: RunConfig) -> RunConfig:
     if saved.step is None:
         model = config.model.model_copy(update={"path": str(saved.path)})
         return config.model_copy(update={"model": model})
-    first = localize_model(load_recipe(saved.run, saved.load()), saved.run)
-    changes = {"model": first.model, "tokenizer": first.tokenizer}
+    source_config = localize_model(load_recipe(saved.run, saved.load()), saved.run)
+    changes = {"model": source_config.model, "tokenizer": source_config.tokenizer}
     return replace_saved_model(config.model_copy(update=changes))
 
 

@@ -15,10 +15,10 @@ class UserCodeFailed(Exception):
 
 
 def is_user_error(error: BaseException) -> bool:
-    """False for a Ctrl-C and for a cancellation of the current task; True for all else.
+    """False for Ctrl-C, GeneratorExit and a cancellation of the current task; True for all else.
 
-    SystemExit is an error of user code too, and so is what derives from BaseException alone, as
-    panics of libraries in Rust do.
+    SystemExit counts as an error of user code. So does an exception derived directly from
+    BaseException, such as a panic of a Rust library.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
@@ -29,8 +29,8 @@ def is_user_error(error: BaseException) -> bool:
 async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
     """Await user code, and raise UserCodeFailed for anything that it raises.
 
-    A coroutine that becomes a task of its own must be guarded inside: an event loop does not keep a
-    task's SystemExit for who awaits it, but ends.
+    If user code runs as its own task, call run_guarded inside that task: a SystemExit that leaves a
+    task stops the event loop instead of reaching the awaiting code.
 
     A cancellation of the current task is raised unchanged.
     """

@@ -83,8 +83,8 @@ def test_what_ranks_share_out():
         run(stage(name="sft", algorithm={"kind": "sft"}, batch_size=3, learner=learner))
     )
     assert (
-        "  ranks         3 rows for 4 data ranks, about 1: 1 data rank without one, computing "
-        "fillers" in text
+        "  ranks         3 rows for 4 data ranks, about 1 each; 1 data rank gets none and computes "
+        "filler rows" in text
     )
 
 
@@ -98,7 +98,7 @@ def test_a_mark_on_the_last_step_is_not_counted_twice():
 
 def test_what_is_trained_on_again():
     text = describe(run(stage(name="rl", rollouts={"replay": {"groups": 3}})))
-    assert "  replay        up to 3 groups more a step, of earlier ones\n" in text
+    assert "  replay        plus up to 3 earlier groups in each step\n" in text
 
 
 def test_a_teacher_that_is_not_there_yet_is_said(tmp_path):

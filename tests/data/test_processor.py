@@ -140,7 +140,7 @@ def test_messages_and_placeholders_have_to_agree():
         (none, "1 x image, .* for no media"),
     ):
         with pytest.raises(DataError, match=words):
-            made._expand_media([(t, None) for t in tokenizer.encode(made.template.render([asked(picture(1))], None, prompt=True),
+            made._expand_placeholders([(t, None) for t in tokenizer.encode(made.template.render([asked(picture(1))], None, prompt=True),
                                                                  allow_special=True)], [asked(picture(1))])  # fmt: skip
     made = renderer()
     with pytest.raises(DataError, match="not all of them are in the tokens"):

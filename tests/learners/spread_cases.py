@@ -141,7 +141,11 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
         shard_model(policy, policy.layers(), mesh, autocast=autocast)
     else:
         spread = DistributedShard(
-            mesh.part, mesh.tensor, mesh.context, mesh.experts, sequence=config.sequence_parallel
+            mesh.model_shard,
+            mesh.tensor,
+            mesh.context,
+            mesh.experts,
+            sequence=config.sequence_parallel,
         )
         policy = DistributedPolicy(
             shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks

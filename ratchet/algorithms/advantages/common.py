@@ -1,4 +1,4 @@
-"""The estimators' shared arithmetic: attempts and their returns, steps, and statistics by index.
+"""The estimators' shared arithmetic: attempts and their returns, steps, and statistics by bin.
 
 Statistics are float64 and count *attempts*: an attempt whose history forked has several sequences,
 but is one sample of the policy. Only scored training attempts count.
@@ -18,43 +18,43 @@ from ratchet.batch import Batch
 from ratchet.errors import DataError
 
 # A division of n entries into `size` bins: (the bin of each entry, int64 [n] in 0..size-1; size).
-Index = tuple[Tensor, int]
+Bins = tuple[Tensor, int]
 
 
 @dataclass(frozen=True)
 class Attempts:
     """The scored training attempts of a batch, over which advantages are computed.
 
-    R = rows: the sequences of these attempts.
+    R = the sequences of these attempts.
     """
 
     batch: Batch
-    is_row_S: Tensor  # bool: True if the sequence is a row
-    attempt_R: Tensor  # the attempt of each row
+    is_counted_S: Tensor  # bool: True for a sequence of one of these attempts
+    attempt_R: Tensor  # the attempt of each of these sequences
     group_A: Tensor
     rewards_A: Tensor  # without token rewards
 
-    def sum_rows(self, x_S: Tensor) -> Tensor:
-        """Sum a column over the rows of each attempt. [S] -> [A]"""
-        return sum_by(self.attempt_R, x_S[self.is_row_S], len(self.group_A))
+    def sum_sequences(self, x_S: Tensor) -> Tensor:
+        """Sum a column over the sequences of each attempt. [S] -> [A]"""
+        return sum_by(self.attempt_R, x_S[self.is_counted_S], len(self.group_A))
 
-    def to_rows(self, x_A: Tensor) -> Tensor:
-        """Give each row the value of its attempt, and other sequences 0. [A] -> [S]"""
+    def to_sequences(self, x_A: Tensor) -> Tensor:
+        """Give each sequence the value of its attempt, or 0 if that is not counted. [A] -> [S]"""
         x_S = torch.zeros(self.batch.n_sequences, dtype=x_A.dtype)
-        x_S[self.is_row_S] = x_A[self.attempt_R]
+        x_S[self.is_counted_S] = x_A[self.attempt_R]
         return x_S
 
     @cached_property
     def returns_A(self) -> Tensor:
-        """The reward of each attempt plus the sum of the token rewards of its rows."""
+        """The reward of each attempt plus the sum of the token rewards of its sequences."""
         if not self.batch.has("token_rewards"):
             return self.rewards_A
-        return self.rewards_A + self.sum_rows(
+        return self.rewards_A + self.sum_sequences(
             self.batch.sequence_sum(self.batch.need("token_rewards"))
         )
 
     @property
-    def groups(self) -> Index:
+    def groups(self) -> Bins:
         return self.group_A, self.batch.n_groups
 
 
@@ -63,10 +63,10 @@ def collect_attempts(batch: Batch) -> Attempts:
 
     Raises DataError if the sequences of one attempt carry different rewards.
     """
-    is_row_S = batch.train_S & batch.scored_S
-    keys = torch.stack([batch.group_S[is_row_S], batch.attempt_S[is_row_S]], dim=1)
+    is_counted_S = batch.train_S & batch.scored_S
+    keys = torch.stack([batch.group_S[is_counted_S], batch.attempt_S[is_counted_S]], dim=1)
     pairs, attempt_R = torch.unique(keys, dim=0, return_inverse=True)
-    rewards_R = batch.rewards_S[is_row_S]
+    rewards_R = batch.rewards_S[is_counted_S]
     rewards_A = torch.zeros(len(pairs), dtype=torch.float64)
     rewards_A[attempt_R] = rewards_R
     is_different_R = rewards_A[attempt_R] != rewards_R
@@ -76,13 +76,13 @@ def collect_attempts(batch: Batch) -> Attempts:
             f"group {batch.group_ids[group]}: the sequences of attempt {attempt} carry different "
             "rewards. Give all sequences of an attempt the same reward."
         )
-    return Attempts(batch, is_row_S, attempt_R, pairs[:, 0], rewards_A)
+    return Attempts(batch, is_counted_S, attempt_R, pairs[:, 0], rewards_A)
 
 
-def index_attempts(batch: Batch) -> Index:
-    """Return the attempt of each sequence, as an index over all attempts of the batch.
+def index_attempts(batch: Batch) -> Bins:
+    """Divide the sequences into bins, one for each attempt of the batch.
 
-    The attempts are sorted by group. They include attempts without a reward.
+    The bins are sorted by group. They include attempts without a reward.
     """
     pairs, attempt_S = torch.unique(
         torch.stack([batch.group_S, batch.attempt_S], dim=1), dim=0, return_inverse=True
@@ -90,60 +90,60 @@ def index_attempts(batch: Batch) -> Index:
     return attempt_S, len(pairs)
 
 
-def sum_by(index: Tensor, x: Tensor, size: int) -> Tensor:
+def sum_by(bin_n: Tensor, x: Tensor, size: int) -> Tensor:
     """Sum x over the entries of each bin. [n] -> [size]"""
-    return torch.zeros(size, dtype=x.dtype).index_add(0, index, x)
+    return torch.zeros(size, dtype=x.dtype).index_add(0, bin_n, x)
 
 
-def count_by(bins: Index) -> Tensor:
+def count_by(bins: Bins) -> Tensor:
     """Count the entries of each bin, float64 [size]."""
-    index, size = bins
-    return sum_by(index, torch.ones(len(index), dtype=torch.float64), size)
+    bin_n, size = bins
+    return sum_by(bin_n, torch.ones(len(bin_n), dtype=torch.float64), size)
 
 
-def mean_by(bins: Index, x: Tensor) -> Tensor:
+def mean_by(bins: Bins, x: Tensor) -> Tensor:
     """Return the mean of x in each bin, and 0 for an empty bin."""
-    index, size = bins
-    return sum_by(index, x, size) / count_by(bins).clamp(min=1)
+    bin_n, size = bins
+    return sum_by(bin_n, x, size) / count_by(bins).clamp(min=1)
 
 
-def is_equal_by(bins: Index, x: Tensor) -> Tensor:
+def is_equal_by(bins: Bins, x: Tensor) -> Tensor:
     """True for each bin whose x are all equal, bool [size].
 
     A bin with one entry or none counts as equal.
     """
-    index, size = bins
-    minimum = torch.full((size,), torch.inf, dtype=x.dtype).scatter_reduce(0, index, x, "amin")
-    maximum = torch.full((size,), -torch.inf, dtype=x.dtype).scatter_reduce(0, index, x, "amax")
+    bin_n, size = bins
+    minimum = torch.full((size,), torch.inf, dtype=x.dtype).scatter_reduce(0, bin_n, x, "amin")
+    maximum = torch.full((size,), -torch.inf, dtype=x.dtype).scatter_reduce(0, bin_n, x, "amax")
     return maximum <= minimum
 
 
-def std_by(bins: Index, x: Tensor) -> Tensor:
+def std_by(bins: Bins, x: Tensor) -> Tensor:
     """Return the sample standard deviation (ddof 1) of each bin, exactly 0 if all x are equal."""
-    index, size = bins
-    squares = sum_by(index, (x - mean_by(bins, x)[index]).square(), size)
+    bin_n, size = bins
+    squares = sum_by(bin_n, (x - mean_by(bins, x)[bin_n]).square(), size)
     return torch.where(
         is_equal_by(bins, x), 0.0, (squares / (count_by(bins) - 1).clamp(min=1)).sqrt()
     )
 
 
-def normalise_by(bins: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
+def normalise_by(bins: Bins, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
     """Normalise x within each bin: return (x - mean) / (std + epsilon).
 
     std is the sample standard deviation (ddof 1). scale="none" gives x - mean.
 
-    The result is exactly 0 if all x of a bin are equal. Otherwise the rounding error of their mean,
-    divided by a tiny standard deviation, would become a signal.
+    The result is exactly 0 if all x of a bin are equal. Without this rule, the rounding error of
+    the mean divided by a tiny standard deviation would become a signal.
     """
-    index, _ = bins
-    centred = x - mean_by(bins, x)[index]
+    bin_n, _ = bins
+    centred = x - mean_by(bins, x)[bin_n]
     if scale == "std":
-        centred = centred / (std_by(bins, x) + epsilon)[index]
-    return torch.where(is_equal_by(bins, x)[index], 0.0, centred)
+        centred = centred / (std_by(bins, x) + epsilon)[bin_n]
+    return torch.where(is_equal_by(bins, x)[bin_n], 0.0, centred)
 
 
-def index_as_one(x: Tensor) -> Index:
-    """Return an index with all entries of x in one bin."""
+def put_all_in_one_bin(x: Tensor) -> Bins:
+    """Return bins of which one holds all entries of x."""
     return torch.zeros(len(x), dtype=torch.int64), 1
 
 

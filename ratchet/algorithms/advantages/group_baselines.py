@@ -22,10 +22,10 @@ from ratchet.algorithms.advantages.common import (
     collect_attempts,
     count_by,
     discounted_sums,
-    index_as_one,
     is_equal_by,
     mean_by,
     normalise_by,
+    put_all_in_one_bin,
     standardise,
     std_by,
     sum_by,
@@ -49,7 +49,7 @@ def group_relative(
     """
     attempts = collect_attempts(batch)
     advantages_A = normalise_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
-    return broadcast_to_tokens(batch, attempts.to_rows(advantages_A))
+    return broadcast_to_tokens(batch, attempts.to_sequences(advantages_A))
 
 
 def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: float = 1e-6) -> Batch:
@@ -78,7 +78,7 @@ def opo(batch: Batch, state: AlgoState) -> Batch:
     answer, this baseline minimises their variance. OPO (arXiv:2505.23585) eq. 7.
     """
     attempts = collect_attempts(batch)
-    lengths_A = attempts.sum_rows(batch.sequence_sum(batch.trainable_T.double()))
+    lengths_A = attempts.sum_sequences(batch.sequence_sum(batch.trainable_T.double()))
     total_G = sum_by(attempts.group_A, lengths_A, batch.n_groups)
     weighted_G = sum_by(attempts.group_A, lengths_A * attempts.returns_A, batch.n_groups)
     baseline_G = weighted_G / total_G.clamp(min=1)
@@ -93,7 +93,7 @@ def _to_rows_unless_equal(attempts: Attempts, advantages_A: Tensor) -> Tensor:
     Without this, rounding would leave tiny advantages in those groups.
     """
     has_equal_returns_A = is_equal_by(attempts.groups, attempts.returns_A)[attempts.group_A]
-    return attempts.to_rows(torch.where(has_equal_returns_A, 0.0, advantages_A))
+    return attempts.to_sequences(torch.where(has_equal_returns_A, 0.0, advantages_A))
 
 
 def remax(batch: Batch, state: AlgoState) -> Batch:
@@ -108,7 +108,7 @@ def remax(batch: Batch, state: AlgoState) -> Batch:
     has_baseline_G = count_by((batch.group_S[greedy_S], batch.n_groups)) > 0
     advantages_A = attempts.returns_A - baseline_G[attempts.group_A]
     return broadcast_to_tokens(
-        keep_rows(batch, has_baseline_G[batch.group_S]), attempts.to_rows(advantages_A)
+        keep_rows(batch, has_baseline_G[batch.group_S]), attempts.to_sequences(advantages_A)
     )
 
 
@@ -130,14 +130,14 @@ def reinforce_pp(
     rewards_A = attempts.rewards_A
     if baseline == "group":
         rewards_A = normalise_by(attempts.groups, rewards_A, scale="none", epsilon=0.0)
-    returns_T = attempts.to_rows(rewards_A)[batch.sequence_T]
+    returns_T = attempts.to_sequences(rewards_A)[batch.sequence_T]
     if batch.has("token_rewards"):
         steps = AttemptSteps.from_batch(batch)
         rewards_to_go_AL = discounted_sums(
             steps.pad(batch.need("token_rewards")), torch.ones(len(steps.count_A)).double()
         )
         returns_T = returns_T + steps.unpad(rewards_to_go_AL)
-    is_scored_T = batch.trainable_T & attempts.is_row_S[batch.sequence_T]
+    is_scored_T = batch.trainable_T & attempts.is_counted_S[batch.sequence_T]
     advantages_T = torch.zeros_like(returns_T)
     advantages_T[is_scored_T] = standardise(returns_T[is_scored_T], epsilon=epsilon)
     return batch.fill_tokens(advantages=advantages_T)
@@ -171,7 +171,7 @@ def gdpo(
     total_A = torch.zeros_like(attempts.rewards_A)
     for name, weight in (weights or dict.fromkeys(names, 1.0)).items():
         part_A = torch.full_like(total_A, torch.nan)
-        part_A[attempts.attempt_R] = batch.need(f"reward/{name}")[attempts.is_row_S]
+        part_A[attempts.attempt_R] = batch.need(f"reward/{name}")[attempts.is_counted_S]
         has_part_A = ~part_A.isnan()
         groups = (attempts.group_A[has_part_A], batch.n_groups)
         total_A[has_part_A] += weight * normalise_by(
@@ -179,9 +179,9 @@ def gdpo(
         )
     # Each part sums to 0 over its group, so the mean over the batch differs from 0 by rounding
     # errors alone. A total of 0 must stay exactly 0.
-    normalised_A = normalise_by(index_as_one(total_A), total_A, scale="std", epsilon=epsilon)
+    normalised_A = normalise_by(put_all_in_one_bin(total_A), total_A, scale="std", epsilon=epsilon)
     advantages_A = torch.where(total_A == 0, 0.0, normalised_A)
-    return broadcast_to_tokens(batch, attempts.to_rows(advantages_A))
+    return broadcast_to_tokens(batch, attempts.to_sequences(advantages_A))
 
 
 def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None:

@@ -229,7 +229,7 @@ def gigpo(
     occurs only once.
     """
     attempts = collect_attempts(batch)
-    episode_S = attempts.to_rows(
+    episode_S = attempts.to_sequences(
         normalise_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
     )
     turns = _TurnReturns.from_batch(batch, gamma=gamma)

@@ -17,7 +17,8 @@ Objective = Annotated[
         "of forward and reverse."
     ),
 ]
-MIXED = ("js", "skewed_forward", "skewed_reverse", "mixed")  # objectives that read `mix`
+# The objectives that read `mix`.
+OBJECTIVES_WITH_MIX = ("js", "skewed_forward", "skewed_reverse", "mixed")
 
 
 class DistillationConfig(AlgorithmConfig):
@@ -33,14 +34,14 @@ class DistillationConfig(AlgorithmConfig):
         default=None,
         gt=0,
         lt=1,
-        description="Share of the teacher in the mixture of js, and of the unmixed distribution in "
-        "skewed_*; weight of forward in mixed; null: 0.5.",
+        description="js and skewed_forward: share of the teacher in the mixture. skewed_reverse: "
+        "share of the student in it. mixed: weight of the forward KL. null: 0.5.",
     )
     top_k: int | None = Field(
         default=64,
         ge=1,
-        description="Number of the teacher's likeliest tokens to compare; all others count as one. "
-        "null: compare the whole vocabulary, if it is small.",
+        description="Number of the teacher's likeliest tokens to compare; all other tokens count "
+        "as one outcome. null: compare the whole vocabulary (use only if it is small).",
     )
 
     @property
@@ -49,15 +50,18 @@ class DistillationConfig(AlgorithmConfig):
 
     @property
     def tau(self) -> float:
-        """The softmax temperature for demonstrations, which have no sampling temperature."""
+        """The softmax temperature of tokens that no sampler wrote.
+
+        Sampled tokens use their sampling temperature.
+        """
         return 1.0
 
     @model_validator(mode="after")
     def _check_keys_agree(self) -> DistillationConfig:
-        if self.mix is not None and self.objective not in MIXED:
+        if self.mix is not None and self.objective not in OBJECTIVES_WITH_MIX:
             raise ValueError(
                 f"mix is not read with objective={self.objective}: set objective to "
-                f"{', '.join(MIXED)}, or remove mix"
+                f"{', '.join(OBJECTIVES_WITH_MIX)}, or remove mix"
             )
         return self
 

@@ -106,7 +106,8 @@ class KTOConfig(AlgorithmConfig):
 
     builds: ClassVar[str] = "ratchet.algorithms.preference:build_kto"
     source: ClassVar[Source] = "labelled"
-    # Each row comes with the answer to another prompt.
+    # Each row gets a second one: its prompt with the answer to another prompt, for the reference
+    # point.
     reference_rows: ClassVar[bool] = True
 
     beta: Beta = 0.1

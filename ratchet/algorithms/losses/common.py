@@ -1,8 +1,9 @@
 """Losses that many algorithms share: pure functions `(out, batch, *, options) -> (x, metrics)`.
 
 x is minimised. It has one value per token or row (the term's level) and is not yet weighted.
-Metrics are detached, and have the level and the weights of x. T = tokens, S = sequences (rows).
-Entry t of a [T] column belongs to the prediction of token t.
+Metrics are detached. They have the same level as x, and are later averaged with x's weights.
+
+T = tokens, S = sequences (rows). Entry t of a [T] column belongs to the prediction of token t.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `ratchet import`: convert a peer's configuration to a recipe.
 
-A peer is another library. The account says what became of each key. It is printed to the terminal,
-and written as comments at the top of the recipe.
+A peer is another library. The account lists the keys that could not simply be taken over. It is
+printed to the terminal, and written as comments at the top of the recipe.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def format_recipe(result: ImportResult, name: str, *, with_inert: bool = True) -
 
 
 def format_account(result: ImportResult, *, with_inert: bool = True) -> Iterator[str]:
-    """Yield the lines of the account, which lists the keys that were not simply taken over.
+    """Yield the lines of the account, which lists the keys that could not simply be taken over.
 
-    Those to decide on come first: they have no counterpart. The others mean something else in
-    Ratchet, could not be read, or have no effect. Keys that the import chose itself and problems of
-    the recipe follow.
+    First come keys without a counterpart, which the user must decide on; then keys that mean
+    something else, could not be read, or have no effect. Keys that the import chose itself and
+    problems of the recipe follow.
 
     Args:
         with_inert: List the keys without effect, and not only their number.

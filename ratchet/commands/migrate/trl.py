@@ -69,9 +69,9 @@ ROLLOUT_ROWS = (
         "max_steps",
         "steps",
         "counts batches here and optimizer steps there, minibatches x epochs of them per batch",
-        to.batches,
+        to.convert_max_steps,
     ),
-    KeyRow("num_train_epochs", "passes", convert=to.epochs, default=3.0),
+    KeyRow("num_train_epochs", "passes", convert=to.convert_epochs, default=3.0),
     KeyRow("max_completion_length", "sampling.max_new_tokens", convert=whole, default=512),
     KeyRow("temperature", "sampling.temperature", convert=number, default=1.0),
     KeyRow("top_p", "sampling.top_p", convert=number),
@@ -141,7 +141,10 @@ ROLLOUT_ROWS = (
         "reward_model_name_or_path",
     ),
     *covered("loss_type", "epsilon_high", "importance_sampling_level"),
-    *dropped("algorithm.loss is ppo, gspo, cispo, sapo, gmpo, topr or kimi", "vespo_*"),
+    *dropped(
+        "has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, topr or kimi",
+        "vespo_*",
+    ),
     *inert(shared.KV_CACHE, "vllm_gpu_memory_utilization"),
     *dropped(
         "the run starts vLLM itself; cluster.colocated lets it share the learner's accelerators",
@@ -178,10 +181,14 @@ ROLLOUT_ROWS = (
 
 # Rows of all methods that train on a dataset without sampling.
 OFFLINE_ROWS = (
-    KeyRow("per_device_train_batch_size", "batch_size", ROWS_NOTE, to.rows, default=8),
-    KeyRow("gradient_accumulation_steps", "batch_size", ROWS_NOTE, to.rows, default=1),
-    KeyRow("max_steps", "steps", convert=to.batches),
-    KeyRow("num_train_epochs", "passes", convert=to.epochs, default=3.0),
+    KeyRow(
+        "per_device_train_batch_size", "batch_size", ROWS_NOTE, to.convert_batch_size, default=8
+    ),
+    KeyRow(
+        "gradient_accumulation_steps", "batch_size", ROWS_NOTE, to.convert_batch_size, default=1
+    ),
+    KeyRow("max_steps", "steps", convert=to.convert_max_steps),
+    KeyRow("num_train_epochs", "passes", convert=to.convert_epochs, default=3.0),
     *dropped(
         "rows are never truncated: a row that exceeds the model's context is an error that names "
         "it",

@@ -1,7 +1,7 @@
 """Convert values of TRL's configurations to values of a recipe.
 
-A function of (value, config) converts the key of a row in `trl` or `training_arguments`. "there" in
-a note means TRL; "here" means Ratchet.
+Functions of (value, config) are the converters in the tables of the modules `trl` and
+`training_arguments`. "there" in a note means TRL; "here" means Ratchet.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def updates_per_batch(config: PeerConfig) -> int:
     return minibatches(config) * config.whole("num_iterations") if config["num_generations"] else 1
 
 
-def batches(value: Any, config: PeerConfig) -> Any:
+def convert_max_steps(value: Any, config: PeerConfig) -> Any:
     steps, steps_per_batch = numbers.whole(value, least=-1), updates_per_batch(config)
     if steps <= 0:
-        return Inert("num_train_epochs counts")
+        return Inert("num_train_epochs sets the length there")
     n_batches = max(1, math.ceil(steps / steps_per_batch))
     return (
         n_batches
@@ -105,13 +105,13 @@ def batches(value: Any, config: PeerConfig) -> Any:
     )
 
 
-def epochs(value: Any, config: PeerConfig) -> Any:
+def convert_epochs(value: Any, config: PeerConfig) -> Any:
     if config["max_steps"] is not None and config.number("max_steps") > 0:
         return Inert(shared.OVERRIDDEN.format(key="max_steps"))
     return shared.passes(value)
 
 
-def rows(value: Any, config: PeerConfig) -> int:
+def convert_batch_size(value: Any, config: PeerConfig) -> int:
     return answers_per_step(config)
 
 
@@ -119,8 +119,8 @@ def convert_every(strategy: str, recipe_key: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if config[strategy] != "steps":
             return Dropped(
-                f"{strategy} is {config[strategy]} there, but this counts steps here; 0 is only at "
-                "the end"
+                f"{strategy} is {config[strategy]} there, but {recipe_key} counts steps here: set "
+                "it by hand (0: only at the end)"
             )
         steps = numbers.number(value)
         if steps < 1:
@@ -226,7 +226,8 @@ def loss(value: Any, config: PeerConfig) -> Any:
         return Values({"algorithm.kind": "cispo", "algorithm.loss.clip_high": high - 1}, note)
     if value not in ("grpo", "dapo", "bnpo", "dr_grpo"):
         return Dropped(
-            "algorithm.loss is ppo, gspo, cispo, sapo, gmpo, topr or kimi: the recipe has grpo"
+            "has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, topr or kimi. "
+            "The recipe keeps grpo"
         )
     level = config["importance_sampling_level"]
     if level not in (None, "token", "sequence"):
@@ -388,7 +389,9 @@ def preference(value: Any, config: PeerConfig) -> Any:
             },
             note,
         )
-    return Dropped("there are dpo, ipo, rpo, simpo, orpo and kto here: the recipe has dpo")
+    return Dropped(
+        "has no counterpart: Ratchet has dpo, ipo, rpo, simpo, orpo and kto. The recipe keeps dpo"
+    )
 
 
 def kept_checkpoints(value: Any, config: PeerConfig) -> Any:

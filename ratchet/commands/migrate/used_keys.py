@@ -1,7 +1,7 @@
 """Find the keys that a conversion used, by running it again with one value hidden.
 
 A key counts as taken over only if the result of a conversion depends on it. A conversion may read a
-key and ignore it, so the table alone does not say which keys were used.
+key and ignore it, so the conversion table (`table.py`) alone does not say which keys were used.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ from ratchet.commands.migrate.numbers import HiddenValue, HiddenValueUsed
 from ratchet.commands.migrate.table import Conversion, PeerConfig, Values
 
 
-def uses_key(convert: Conversion, key: str, peer_key: str, value: Any, config: PeerConfig) -> bool:
-    """True if the conversion of a key depends on the file's value of `key`.
+def uses_key(
+    convert: Conversion, tested_key: str, converted_key: str, value: Any, config: PeerConfig
+) -> bool:
+    """True if the conversion of a key depends on the file's value of `tested_key`.
 
     Args:
         convert: the conversion.
-        key: the key whose use is tested.
-        peer_key: the key that is converted.
-        value: the value of `peer_key`.
+        tested_key: the key whose use is tested.
+        converted_key: the key that is converted.
+        value: the value of `converted_key`.
     """
     hidden = HiddenValue()
-    values: Mapping[str, Any] = {**config.values, key: hidden}
+    values: Mapping[str, Any] = {**config.values, tested_key: hidden}
     try:
-        result = convert(hidden if key == peer_key else value, PeerConfig(values, config.defaults))
+        result = convert(
+            hidden if tested_key == converted_key else value, PeerConfig(values, config.defaults)
+        )
     except HiddenValueUsed:
         return True
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return True  # the conversion fails, and the item's note says so
+        # The conversion fails on real values too: count the key as used, since its report item
+        # already notes the failure.
+        return True
     return _contains(result, hidden)
 
 
@@ -57,22 +63,22 @@ class ConversionLog:
     conversion_by_key: dict[str, tuple[Conversion, Any]] = field(default_factory=dict)
     readers_by_key: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, peer_key: str, convert: Conversion, value: Any, read_keys: set[str]) -> None:
-        """Add a conversion of `peer_key` that read the keys `read_keys`."""
-        self.conversion_by_key[peer_key] = convert, value
-        for key in read_keys | {peer_key}:
-            self.readers_by_key.setdefault(key, []).append(peer_key)
+    def add(self, converted_key: str, convert: Conversion, value: Any, read_keys: set[str]) -> None:
+        """Add a conversion of `converted_key` that read the keys `read_keys`."""
+        self.conversion_by_key[converted_key] = convert, value
+        for key in read_keys | {converted_key}:
+            self.readers_by_key.setdefault(key, []).append(converted_key)
 
     def find_users(self, key: str, config: PeerConfig) -> list[str]:
         """Return the keys whose conversions depend on `key`."""
         return [
-            peer_key
-            for peer_key in self.readers_by_key.get(key, ())
+            converted_key
+            for converted_key in self.readers_by_key.get(key, ())
             if uses_key(
-                self.conversion_by_key[peer_key][0],
+                self.conversion_by_key[converted_key][0],
                 key,
-                peer_key,
-                self.conversion_by_key[peer_key][1],
+                converted_key,
+                self.conversion_by_key[converted_key][1],
                 config,
             )
         ]

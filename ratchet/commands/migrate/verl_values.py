@@ -59,7 +59,10 @@ def loss_mode(value: Any, config: PeerConfig) -> Any:
         return Values({"algorithm.loss.kind": "reinforce"})
     kind = {"vanilla": "ppo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo"}.get(value)
     if kind is None:
-        return Dropped("algorithm.loss is ppo, gspo, cispo, sapo, gmpo, reinforce, topr or kimi")
+        return Dropped(
+            "has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, reinforce, "
+            "topr or kimi"
+        )
     low, high = (_clip_ratio(f"{ACTOR}.clip_ratio_{side}", config) for side in ("low", "high"))
     # With a clip ratio of 1 or more, CISPO has no lower bound.
     clip_low = low if kind != "cispo" or low < 1 else None

@@ -177,7 +177,10 @@ def _estimate_memory(
         "logits": LOGITS_BYTES,
     }
     # Sequences that a generator runs at a time, rounded up; 0 without generation.
-    n_running = -(-max(workload.n_attempts, workload.n_eval_attempts) // layout.n_generators)
+    n_running = -(
+        -max(workload.max_running_attempts, workload.max_running_eval_attempts)
+        // layout.n_generators
+    )
     sample = (
         {
             "keys and values": n_running
@@ -203,9 +206,9 @@ def _estimate_seconds(
     accelerator, flop_by_phase = spec.accelerator, workload.count_flop(cost)
     update = flop_by_phase["update"] / (spec.count * accelerator.flop_s * UPDATE_SHARE)
     score = flop_by_phase["score"] / (spec.count * accelerator.flop_s * SCORE_SHARE)
-    if not workload.n_attempts:
+    if not workload.max_running_attempts:
         return {"update": update, "score": score}, "update: arithmetic"
-    n_running = -(-workload.n_attempts // layout.n_generators)
+    n_running = -(-workload.max_running_attempts // layout.n_generators)
     # Decoding one token of each row reads all weights once, and the KV cache at its mean length.
     mean_length = (workload.max_prompt_tokens + workload.max_sequence_tokens) / 2
     bytes_read = cost.parameters * BF16_BYTES + n_running * mean_length * cost.kv_bytes(BF16_BYTES)

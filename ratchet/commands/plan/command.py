@@ -57,10 +57,10 @@ CHECKPOINT_COPY = "copy for checkpoints"
 
 
 @dataclass(frozen=True)
-class Device:
-    """The memory constants of one process."""
+class ProcessMemory:
+    """What one process on a device costs in memory."""
 
-    kind: str
+    device_kind: str
     empty_process_bytes: int
     compute_bytes: int = 4  # bytes of a number in matrix products
 
@@ -72,7 +72,7 @@ class MemoryPlan:
     resident: Mapping[str, int]  # during the whole stage
     phases: Mapping[str, Mapping[str, int]]  # in addition to `resident`, by phase
     # True if each phase frees its memory before the next one. Otherwise the phases add up, because
-    # the engine keeps its KV cache, and a process keeps the memory that it has freed.
+    # the engine keeps its KV cache, and a process does not return freed memory to the system.
     phases_take_turns: bool = False
 
     @property
@@ -93,7 +93,7 @@ class StagePlan:
     workload: Workload
     memory: MemoryPlan
     flop_by_phase: Mapping[str, float]  # upper bound for one step, by phase
-    max_recorded_steps: int  # maximum number of steps that the record keeps in memory at a time
+    max_buffered_steps: int  # maximum number of steps that the record keeps in memory at a time
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ class Workload:
     n_rows: int  # sequences that are trained on
     max_prompt_tokens: int  # tokens of the longest prompt, in a sample of the tasks
     max_sequence_tokens: int  # tokens of the longest sequence, in a sample of the tasks
-    n_attempts: int  # generated at a time in training; 0 if the algorithm trains on given texts
-    n_eval_attempts: int  # generated at a time in evaluation
+    # Attempts generated at a time in training; 0 if the algorithm trains on given texts.
+    max_running_attempts: int
+    max_running_eval_attempts: int  # attempts generated at a time in evaluation
     n_scoring_passes: int  # scoring forwards of each row before the update
     n_updates: int  # forwards and backwards of each row in the update
 
@@ -116,7 +117,7 @@ class Workload:
     def count_flop(self, cost: DecoderCost) -> dict[str, float]:
         """Return the FLOP of a step, by phase. A backward takes twice the FLOP of a forward."""
         forward_flop = cost.forward_flop(self.max_trained_tokens, self.max_sequence_tokens / 2)
-        sampling_flop = forward_flop if self.n_attempts else 0.0
+        sampling_flop = forward_flop if self.max_running_attempts else 0.0
         return {
             "sample": sampling_flop,
             "score": self.n_scoring_passes * forward_flop,
@@ -124,21 +125,23 @@ class Workload:
         }
 
 
-def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device) -> StagePlan:
+def plan_stage(
+    config: RunConfig, index: int, cost: DecoderCost, process: ProcessMemory
+) -> StagePlan:
     """Return the plan of stage `index`. Raises DataError if its data can't be read.
 
     Args:
         config: The recipe.
         index: The index of the stage.
         cost: The cost of the model that the run starts with.
-        device: The memory constants of the process.
+        process: What a process costs in memory.
     """
     stage = config.stages[index]
     algorithm: Algorithm = build(stage.algorithm)
     workload = measure_workload(config, index, algorithm, cost.shape)
-    memory = estimate_memory(stage, algorithm, cost, device, workload)
-    n_recorded = count_recorded_steps(stage, config.record, workload)
-    if n_recorded:
+    memory = estimate_memory(stage, algorithm, cost, process, workload)
+    max_buffered_steps = find_max_buffered_steps(stage, config.record, workload)
+    if max_buffered_steps:
         recorded_share = min(1.0, (config.record.groups or stage.batch_size) / stage.batch_size)
         bytes_per_step = recorded_share * (
             workload.n_rows * RECORD_BYTES_PER_ROW
@@ -148,11 +151,11 @@ def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device)
             memory,
             resident={
                 **memory.resident,
-                "record": int(RECORD_COPIES * n_recorded * bytes_per_step),
+                "record": int(RECORD_COPIES * max_buffered_steps * bytes_per_step),
             },
         )
     return StagePlan(
-        stage.name, stage.n_steps, workload, memory, workload.count_flop(cost), n_recorded
+        stage.name, stage.n_steps, workload, memory, workload.count_flop(cost), max_buffered_steps
     )
 
 
@@ -167,11 +170,11 @@ def estimate_run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
     copy_bytes = max(plan.memory.resident.get(CHECKPOINT_COPY, 0) for plan in plans)
     plans_and_probes = list(zip(plans, probe.stages, strict=True))
     largest_record_bytes = max(
-        stage_probe.record_bytes_per_step * plan.max_recorded_steps
+        stage_probe.record_bytes_per_step * plan.max_buffered_steps
         for plan, stage_probe in plans_and_probes
     )
     probed_record_bytes = max(
-        stage_probe.record_bytes_per_step * stage_probe.max_recorded_steps
+        stage_probe.record_bytes_per_step * stage_probe.max_buffered_steps
         for _, stage_probe in plans_and_probes
     )
     return (
@@ -181,7 +184,7 @@ def estimate_run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
     )
 
 
-def count_recorded_steps(stage: StageConfig, record: RecordConfig, workload: Workload) -> int:
+def find_max_buffered_steps(stage: StageConfig, record: RecordConfig, workload: Workload) -> int:
     """Return the maximum number of steps that the record keeps in memory.
 
     The record writes a file when it has MAX_STEPS steps or MAX_TOKENS tokens, and at every
@@ -189,8 +192,8 @@ def count_recorded_steps(stage: StageConfig, record: RecordConfig, workload: Wor
     """
     if not record.every:
         return 0
-    n_recorded = min(stage.n_steps, stage.checkpoint.every or stage.n_steps) // record.every
-    return min(n_recorded, MAX_STEPS, -(-MAX_TOKENS // workload.max_trained_tokens))
+    recorded_steps = min(stage.n_steps, stage.checkpoint.every or stage.n_steps) // record.every
+    return min(recorded_steps, MAX_STEPS, -(-MAX_TOKENS // workload.max_trained_tokens))
 
 
 def read_shape(config: RunConfig) -> DecoderConfig:
@@ -229,8 +232,8 @@ def measure_workload(
         n_rows=n_rows,
         max_prompt_tokens=max_prompt_tokens,
         max_sequence_tokens=max_sequence_tokens,
-        n_attempts=min(max_running, n_rows) if algorithm.source == "rollouts" else 0,
-        n_eval_attempts=min(max_running, n_eval_attempts),
+        max_running_attempts=min(max_running, n_rows) if algorithm.source == "rollouts" else 0,
+        max_running_eval_attempts=min(max_running, n_eval_attempts),
         n_scoring_passes=len(algorithm.passes),
         n_updates=stage.epochs * len(algorithm.losses),
     )
@@ -286,7 +289,11 @@ def generates_in_evaluation(stage: StageConfig, algorithm: Algorithm) -> bool:
 
 
 def estimate_memory(
-    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device, workload: Workload
+    stage: StageConfig,
+    algorithm: Algorithm,
+    cost: DecoderCost,
+    process: ProcessMemory,
+    workload: Workload,
 ) -> MemoryPlan:
     """Estimate the memory of a stage from shapes.
 
@@ -294,19 +301,19 @@ def estimate_memory(
     """
     learner, shape = stage.learner, cost.shape
     n_workers = getattr(learner, "workers", 1)
-    n_workers = int(n_workers) if device.kind == "cpu" and n_workers != "auto" else 1
+    n_workers = int(n_workers) if process.device_kind == "cpu" and n_workers != "auto" else 1
     n_trained = count_trained_parameters(stage, algorithm, cost)
     micro_batch_limit = resolve_micro_batch_tokens(
-        getattr(learner, "micro_batch_tokens", "auto"), device.kind
+        getattr(learner, "micro_batch_tokens", "auto"), process.device_kind
     )
     # Tokens of a mini-batch for one worker. A micro-batch holds at least one sequence.
     minibatch_tokens = -(-workload.max_trained_tokens // (n_workers * stage.minibatches))
     micro_batch_tokens = max(min(micro_batch_limit, minibatch_tokens), workload.max_sequence_tokens)
     activation_bytes = cost.activation_bytes(
-        device.compute_bytes, checkpointing=getattr(learner, "activation_checkpointing", False)
+        process.compute_bytes, checkpointing=getattr(learner, "activation_checkpointing", False)
     )
     chunk_bytes = (
-        resolve_chunk_mib(getattr(learner, "logprob_chunk_mib", "auto"), device.kind) * MIB
+        resolve_chunk_mib(getattr(learner, "logprob_chunk_mib", "auto"), process.device_kind) * MIB
     )
     phases = {
         "update": {
@@ -317,21 +324,21 @@ def estimate_memory(
             * n_workers,
         }
     }
-    if n_running := max(workload.n_attempts, workload.n_eval_attempts):
+    if n_running := max(workload.max_running_attempts, workload.max_running_eval_attempts):
         # The engine's buffers grow by powers of two.
         token_slots = _round_up_to_power_of_two(n_running) * _round_up_to_power_of_two(
             workload.max_sequence_tokens
         )
         n_logits = min(n_running * shape.vocab_size, CHUNK_ELEMENTS)
         phases["sample"] = {
-            "keys and values": token_slots * cost.kv_bytes(device.compute_bytes),
+            "keys and values": token_slots * cost.kv_bytes(process.compute_bytes),
             "histories": token_slots * HISTORY_BYTES,
             "logits": LOGITS_TENSORS * n_logits * FP32_BYTES,
         }
     return MemoryPlan(
         {
-            "process": device.empty_process_bytes,
-            **_estimate_role_bytes(stage, algorithm, cost, device),
+            "process": process.empty_process_bytes,
+            **_estimate_role_bytes(stage, algorithm, cost, process),
         },
         phases,
     )
@@ -353,8 +360,8 @@ def _count_role_parameters(
 ) -> int:
     """Return the number of parameters that a role other than the policy adds.
 
-    A role with a path has a model of its own, and other roles are copies of the policy. With LoRA
-    such a role is the policy without its adapter, so it adds none.
+    A role with a path has a model of its own, and other roles are copies of the policy. With LoRA,
+    a copy is the policy without its adapter, so it adds none.
     """
     path = algorithm.roles[name].path
     if path is not None:
@@ -363,13 +370,13 @@ def _count_role_parameters(
 
 
 def _estimate_role_bytes(
-    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device
+    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, process: ProcessMemory
 ) -> dict[str, int]:
     """Return the bytes of weights, optimizer state and checkpoint copy, by role and purpose."""
     bytes_by_purpose = {"policy: weights": cost.parameters * FP32_BYTES}
-    if device.compute_bytes != FP32_BYTES:
+    if process.compute_bytes != FP32_BYTES:
         bytes_by_purpose["policy: weights in half precision"] = (
-            cost.parameters * device.compute_bytes
+            cost.parameters * process.compute_bytes
         )
     for name in algorithm.roles:
         if n_parameters := _count_role_parameters(stage, algorithm, cost, name):

@@ -37,14 +37,14 @@ class StageProbe:
         seconds_by_phase: The time of a step; "rest" is the time outside TIMED_PHASES.
         processor_s: The processor time of a step over all threads.
         record_bytes_per_step: The bytes that the record kept in memory for each step.
-        max_recorded_steps: The maximum number of steps that the record kept in memory.
+        max_buffered_steps: The maximum number of steps that the record kept in memory.
     """
 
     steps: int
     seconds_by_phase: Mapping[str, float]
     processor_s: float
     record_bytes_per_step: float
-    max_recorded_steps: int
+    max_buffered_steps: int
 
 
 @dataclass(frozen=True)

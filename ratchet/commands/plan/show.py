@@ -11,8 +11,8 @@ from rich.table import Table
 
 from ratchet.commands.plan.cluster import ClusterPlan, plan_cluster
 from ratchet.commands.plan.command import (
-    Device,
     MemoryPlan,
+    ProcessMemory,
     StagePlan,
     count_frozen_parameters,
     count_trained_parameters,
@@ -68,8 +68,8 @@ def show_plan(
     config, spec = freeze(lengths.config), None if cluster is None else ClusterSpec.parse(cluster)
     cost = DecoderCost(read_shape(config), config.kernels == "compiled")
     stage_indices = range(len(config.stages))
-    device = Device(config.device, measure_empty_process(config) if spec is None else 0)
-    plans = [plan_stage(config, index, cost, device) for index in stage_indices]
+    process = ProcessMemory(config.device, measure_empty_process(config) if spec is None else 0)
+    plans = [plan_stage(config, index, cost, process) for index in stage_indices]
     run_probe = None if probe_s is None else probe(config, limit_s=probe_s)
     cluster_plans = [
         None if spec is None else plan_on_cluster(config, index, plan, cost, spec)

@@ -16,7 +16,7 @@ def _check_curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
     if stage.examples is None:
         yield clash(
             "curriculum chooses among a fixed number of tasks, and examples=null is an endless "
-            "stream: set examples, at most to the number of rows",
+            "stream: set examples to a number, at most that of the data set's rows",
             "curriculum",
             "examples",
         )
@@ -46,8 +46,8 @@ def _check_replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if replay.max_age <= staleness:
         yield clash(
             f"rollouts.replay.max_age={replay.max_age} leaves nothing to replay: a group may "
-            f"already be {staleness} versions old when it is first trained on, by "
-            f"rollouts.max_staleness: raise it",
+            f"already be {staleness} versions old when it is first trained on "
+            f"(rollouts.max_staleness): set max_age above {staleness}",
             "rollouts.replay.max_age",
             "rollouts.max_staleness",
         )

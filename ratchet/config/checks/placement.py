@@ -13,7 +13,7 @@ from ratchet.config.schema import RunConfig, StageConfig
 def _check_same_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     first_learner = config.stages[0].learner
     if stage.learner != first_learner and (
-        _is_distributed(first_learner) or _is_distributed(stage.learner)
+        is_distributed(first_learner) or is_distributed(stage.learner)
     ):
         yield clash(
             f"learner differs from that of stage {config.stages[0].name}, but a distributed "
@@ -37,7 +37,7 @@ def _check_sequence_parallel(stage: StageConfig, config: RunConfig) -> Iterator[
 
 def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner = _kind(stage.learner)
-    if stage.optimizer.needs_whole_matrices and _is_distributed(stage.learner):
+    if stage.optimizer.needs_whole_matrices and is_distributed(stage.learner):
         yield clash(
             f"optimizer.kind={_kind(stage.optimizer)} computes with whole matrices, and "
             f"learner.kind={learner} shards them over processes: set optimizer.kind=adamw, or "
@@ -122,7 +122,7 @@ def _kind(section: Section) -> str:
     return getattr(section, "kind", "")
 
 
-def _is_distributed(learner: Any) -> bool:
+def is_distributed(learner: Any) -> bool:
     """True if the learner trains in processes of its own."""
     return hasattr(learner, "provider")
 

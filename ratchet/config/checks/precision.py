@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.checks.clash import Conflict, clash
+from ratchet.config.checks.placement import is_distributed
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import suggest_install
 
@@ -34,7 +35,7 @@ def _check_lora_base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
         yield clash(
             f"lora.base={quantisation} {reason}, lora.base=float8, or remove it", "lora.base"
         )
-    if hasattr(stage.learner, "provider"):
+    if is_distributed(stage.learner):
         yield clash(
             f"lora.base={quantisation} quantises whole matrices, and learner.kind={learner} "
             "shards them over processes: set learner.kind=local, or remove lora.base",

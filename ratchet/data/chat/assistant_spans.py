@@ -36,19 +36,19 @@ class Piece(NamedTuple):
 class TurnShape:
     """The text that a template puts around the assistant's text.
 
-    A rendered turn is: prompt, lead, text, end, rest.
+    A rendered turn is: prompt, generated lead, text, end, rest.
 
     Attributes:
-        lead: Text after the prompt that the model has to write (Mistral's space, Qwen3's empty
-            reasoning).
+        generated_lead: Text after the prompt that the model has to write (Mistral's space, Qwen3's
+            empty reasoning).
         prefill: The beginning of the answer that the prompt already contains (DeepSeek-R1's
-            <think>). Either `lead` or `prefill` is empty.
+            <think>). Either `generated_lead` or `prefill` is empty.
         end: Text up to and including the token `end_id`.
         rest: Text that the template adds after the turn.
         end_id: Id of the token that ends the turn; None if the template has no such token.
     """
 
-    lead: str
+    generated_lead: str
     prefill: str
     end: str
     rest: str
@@ -125,7 +125,7 @@ class RenderedConversation:
         header, separator, _ = self._template.render(probe, self._tools, prompt=False).partition(
             SENTINEL
         )
-        header = header.removesuffix(shape.lead)
+        header = header.removesuffix(shape.generated_lead)
         if not separator or shape.prefill or not whole.startswith(header):
             raise DataError(
                 f"message {i}: the chat template writes another header for this turn than for its "

@@ -65,7 +65,9 @@ def character_tokenizer(
         controls: Additional special tokens, which may include `eos`.
     """
     if not alphabet or len(set(alphabet)) < len(alphabet):
-        raise ConfigError(f"tokenizer.alphabet {alphabet!r} must hold each of its characters once")
+        raise ConfigError(
+            f"tokenizer.alphabet {alphabet!r} must not be empty or repeat a character"
+        )
     specials = [*SPECIAL_TOKENS, *controls]
     n_used = len(specials) + len(alphabet)
     reserved = [f"<reserved_{i + 1}>" for i in range(-n_used % multiple_of)]
@@ -165,7 +167,7 @@ def _read_lines(paths: Sequence[Path]) -> Iterator[str]:
     for path in paths:
         try:
             with open_file(path) as file:
-                for line, offset, raw in iter_raw_lines(file, path):
-                    yield decode_line(raw, path, line, offset) + "\n"
+                for line_number, offset, raw in iter_raw_lines(file, path):
+                    yield decode_line(raw, path, line_number, offset) + "\n"
         except OSError as error:
             raise DataError(f"tokenizer.texts: {path} can't be read: {error.strerror}") from error

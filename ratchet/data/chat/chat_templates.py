@@ -115,7 +115,7 @@ def load_template_source(choice: str | None, tokenizer: Tokenizer) -> str:
 class _Generation(Extension):
     """The tag {% generation %}, which some templates put around the assistant's text.
 
-    Ratchet finds the assistant's text without the tag, so the tag only renders its content.
+    Ratchet does not need the tag to find the assistant's text, so the tag only renders its content.
     """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
@@ -328,7 +328,10 @@ class ChatTemplate:
             return True
 
     def _choose_dialect(self, messages: Sequence[Message]) -> Dialect:
-        """Return the form in which the template reads messages, which differs for tool calls."""
+        """Return the dialect for these messages.
+
+        It is the first that works if any has tool calls, else the default.
+        """
         return (
             self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]
         )

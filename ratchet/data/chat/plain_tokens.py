@@ -70,7 +70,8 @@ def copy_for_text(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, 
         name = copy.model.unk_token
         unknown = None if name is None else copy.token_to_id(name)
         # Rewriting a vocabulary of 150,000 tokens takes 1.6 s, and hardly any BPE needs it.
-        # An unknown token of one character is also the token of that character, so it needs it.
+        # A BPE whose unknown token has one character is rewritten, because the token also stands
+        # for that character.
         covers_all = _has_all_bytes(copy) if name is None else unknown is not None and len(name) > 1
         if covers_all and not _spells_special(copy):
             return copy, unknown

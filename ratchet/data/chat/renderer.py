@@ -31,7 +31,7 @@ from ratchet.data.chat.chat_templates import (
     load_template_source,
 )
 from ratchet.data.chat.tokenizer import After, Tokenizer
-from ratchet.data.chat.tool_calls import ToolFormat, tool_format
+from ratchet.data.chat.tool_calls import ToolFormat, find_tool_format
 from ratchet.data.processor import ExpandedMedium, Processor
 from ratchet.errors import DataError
 from ratchet.types import Message, Placed, StopReason
@@ -83,7 +83,9 @@ class Renderer:
         """Return the tokens of a conversation and of the header of the assistant's next turn."""
         conversation = self._conversation(messages, tools)
         pieces, _ = conversation.split_prompt(len(messages))
-        return [token for token, _ in self._expand_media(conversation.tokenize(pieces), messages)]
+        return [
+            token for token, _ in self._expand_placeholders(conversation.tokenize(pieces), messages)
+        ]
 
     def supervised(
         self,
@@ -114,10 +116,12 @@ class Renderer:
             raise DataError(
                 f"message {rewritten[0]}: the chat template rewrites this turn once others follow "
                 "(it may drop earlier reasoning), so the turn can't train as it was written: use "
-                'train="last", with one row a turn'
+                'train="last", with one row per turn'
             )
         _, answer = conversation.split_turn(last)
-        marked = self._expand_media(conversation.tokenize([*pieces, Piece(answer, last)]), messages)
+        marked = self._expand_placeholders(
+            conversation.tokenize([*pieces, Piece(answer, last)]), messages
+        )
         tokens = [token for token, _ in marked]
         trainable = [turn is not None and (train == "all" or turn == last) for _, turn in marked]
         # If the template does not end the turn, the model must still learn to end it.
@@ -156,11 +160,11 @@ class Renderer:
         has_ended = last in self.stop_ids
         if has_ended:
             continuation = continuation.removeprefix(shape.end)
-        after: After = "special" if last in self._special_ids else "text"
+        preceded_by: After = "special" if last in self._special_ids else "text"
         new_tokens = [
             token
-            for token, _ in self._expand_media(
-                conversation.tokenize([Piece(continuation)], after), messages
+            for token, _ in self._expand_placeholders(
+                conversation.tokenize([Piece(continuation)], preceded_by), messages
             )
         ]
         # If the template has no end of turn, the first token of the next header ends the turn. The
@@ -179,8 +183,9 @@ class Renderer:
     ) -> bool:
         """True if the template keeps a turn and its prompt unchanged once `messages` follow.
 
-        Then `extend` gives the tokens of the template's text. Differences in the spacing of a tool
-        call's JSON are ignored, because the sampled tokens stay as they are.
+        Then `sampled` plus the tokens of `extend` spell the text that the template renders after
+        the prompt. Differences in the spacing of a tool call's JSON are ignored, because the
+        sampled tokens stay as they are.
 
         Args:
             sampled: The tokens of the turn.
@@ -211,7 +216,7 @@ class Renderer:
         `tokens` must contain the media of these messages and no others. Raise DataError if a medium
         is not found.
         """
-        media = self._expanded_media(messages)
+        media = self._list_media(messages)
         if not media:
             return ()
         assert self.processor is not None, "a model that reads media has a processor"
@@ -242,23 +247,26 @@ class Renderer:
         """
         if self.processor is None:
             return None
-        media_token_ids = next(
+        media_token_id = next(
             (int(token) for token in sampled if token in self.processor.media_token_ids), None
         )
         return (
             None
-            if media_token_ids is None
-            else self.tokenizer.decode([media_token_ids], skip_special=False)
+            if media_token_id is None
+            else self.tokenizer.decode([media_token_id], skip_special=False)
         )
 
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
         """Return the completion as the message that renders to it.
 
-        The end of turn, other special tokens and an incomplete last character are left out. The
-        beginning of the answer that the prompt already contained (a prefill) is added.
+        The end of turn, other special tokens and an incomplete last character are left out. A lead
+        that the model itself must write is removed. The beginning of the answer that the prompt
+        already contained (a prefill) is added.
         """
         text = self._text(tokens, stop, skip_special=True)
-        return Message("assistant", self._shape.prefill + text.removeprefix(self._shape.lead))
+        return Message(
+            "assistant", self._shape.prefill + text.removeprefix(self._shape.generated_lead)
+        )
 
     def parse_calls(
         self,
@@ -278,7 +286,7 @@ class Renderer:
         """
         whole = self._text(tokens, stop, skip_special=False)
         parsed = self.tool_format.parse(
-            self._shape.prefill + whole.removeprefix(self._shape.lead), tools
+            self._shape.prefill + whole.removeprefix(self._shape.generated_lead), tools
         )
         if parsed.malformed or not parsed.calls:
             return self.parse(tokens, stop), parsed.malformed
@@ -292,7 +300,7 @@ class Renderer:
     @cached_property
     def tool_format(self) -> ToolFormat:
         """Return the model's format of tool calls. Raise ConfigError if it can't be inferred."""
-        return tool_format(self._tool_format, self.template.source, self.tokenizer.special_ids)
+        return find_tool_format(self._tool_format, self.template.source, self.tokenizer.special_ids)
 
     def _text(self, tokens: Sequence[int], stop: StopReason | None, *, skip_special: bool) -> str:
         ids = list(tokens)
@@ -333,7 +341,7 @@ class Renderer:
     ) -> RenderedConversation:
         return RenderedConversation(self.template, self.tokenizer, self._shape, messages, tools)
 
-    def _expanded_media(self, messages: Sequence[Message]) -> list[ExpandedMedium]:
+    def _list_media(self, messages: Sequence[Message]) -> list[ExpandedMedium]:
         """Return the media of all messages, in order."""
         expanded: list[ExpandedMedium] = []
         for index, message in enumerate(messages):
@@ -347,7 +355,7 @@ class Renderer:
                 expanded.append(self.processor.expand(part, where=f"message {index}"))
         return expanded
 
-    def _expand_media(
+    def _expand_placeholders(
         self, marked: list[tuple[int, int | None]], messages: Sequence[Message]
     ) -> list[tuple[int, int | None]]:
         """Return (id, turn) of tokens, with placeholders expanded to the tokens of their media.
@@ -355,7 +363,7 @@ class Renderer:
         Tokens of media belong to no turn. Raise DataError if placeholders and media differ in
         number or kind.
         """
-        media = self._expanded_media(messages)
+        media = self._list_media(messages)
         if self.processor is None:
             return marked
         expanded: list[tuple[int, int | None]] = []

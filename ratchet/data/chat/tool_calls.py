@@ -19,7 +19,7 @@ from ratchet.types import ToolCall
 
 Call = tuple[str, dict[str, Any]]  # name, arguments
 Tools = Sequence[Mapping[str, Any]]
-# Returns the text without calls, and a list with each call, or None for a malformed one.
+# Returns the text without calls, and one entry per call: the call, or None if it is malformed.
 CallParser = Callable[[str, Tools], tuple[str, list[Call | None]]]
 
 # Maximum nesting of arguments. No tool needs more, and recursive code would fail on more.
@@ -60,7 +60,8 @@ class ToolFormat:
         """Parse the calls in a text. Its reasoning is not parsed, and stays in the content.
 
         Args:
-            tools: Descriptions of the tools, for the types of arguments written without quotes.
+            tools: Tool schemas. XML formats write all arguments as plain text; the schema says
+                which are strings.
         """
         reasoning, answer = split_reasoning(text)
         content, parsed = self.parser(answer, tools)
@@ -77,7 +78,7 @@ class ToolFormat:
         )
 
 
-def tool_format(name: str, template: str, special_tokens: Mapping[str, int]) -> ToolFormat:
+def find_tool_format(name: str, template: str, special_tokens: Mapping[str, int]) -> ToolFormat:
     """Return the format of a model's tool calls by name.
 
     "auto" returns the first format with a mark in the template, else in the special tokens. Raises
@@ -139,13 +140,13 @@ def _parse_values(text: str, separators: str = " \t\r\n") -> list[Any] | None:
                 break
             value, position = _DECODER.raw_decode(text, position)
             values.append(value)
-        _check_text(values)
+        _require_encodable(values)
     except (ValueError, RecursionError):
         return None
     return values if values and not _is_too_deep(values) else None
 
 
-def _check_text(values: object) -> None:
+def _require_encodable(values: object) -> None:
     """Raise ValueError for infinite numbers (1e999), and for unpaired UTF-16 surrogates.
 
     JSON can spell a lone surrogate, but no tokenizer can write it.

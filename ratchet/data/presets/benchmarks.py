@@ -1,7 +1,8 @@
 """Presets of published benchmarks, for evaluation only.
 
-`ratchet.data.presets.datasets` has the presets for training, and explains the comment before each
-preset. Its presets gsm8k and aime_* are also benchmarks.
+A comment before each preset lists the columns of the published dataset. After "Columns checked
+against" it names the card, file or code that shows them. `ratchet.data.presets.datasets` has the
+presets for training, of which gsm8k and aime_* are also benchmarks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ FOUR_CHOICES, TEN_CHOICES = (
 ROLLOUTS_ONLY = frozenset({"rollouts"})
 
 BENCHMARKS: Mapping[str, Preset] = {
-    # problem, solution, answer, subject, level (1 to 5), unique_id; 500 rows, split test. Seen: the
-    # features on the cards of its copies (lmms-lab/MATH500, macabdul9/MATH-500).
+    # problem, solution, answer, subject, level (1 to 5), unique_id; 500 rows, split test. Columns
+    # checked against: the features on the cards of its copies (lmms-lab/MATH500,
+    # macabdul9/MATH-500).
     "math_500": Preset(
         "HuggingFaceH4/MATH-500",
         {
@@ -37,9 +39,9 @@ BENCHMARKS: Mapping[str, Preset] = {
         description="competition problems, arXiv:2305.20050",
     ),
     # Question, Correct Answer, Incorrect Answer 1 to 3, High-level domain, Record ID and many more;
-    # configurations gpqa_diamond (198 rows), gpqa_main, gpqa_extended, each with the split train,
-    # or gpqa_diamond.csv; the hub asks for consent. Seen: the loaders of lm-evaluation-harness
-    # (tasks/gpqa), NeMo RL and inspect_evals.
+    # configurations gpqa_diamond (198 rows), gpqa_main, gpqa_extended, each with one split, train;
+    # also published as the file gpqa_diamond.csv; the hub asks for consent. Columns checked
+    # against: the loaders of lm-evaluation-harness (tasks/gpqa), NeMo RL and inspect_evals.
     "gpqa": Preset(
         "Idavidrein/gpqa",
         {"prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer"},
@@ -53,8 +55,8 @@ BENCHMARKS: Mapping[str, Preset] = {
         description="graduate-level science, arXiv:2311.12022",
     ),
     # question, subject, choices (four), answer (an index); configurations all and one for each
-    # subject; splits test, validation, dev. Seen: lm-evaluation-harness's template (question,
-    # choices[0..3], answer), other code that reads it.
+    # subject; splits test, validation, dev. Columns checked against: lm-evaluation-harness's
+    # template (question, choices[0..3], answer), other code that reads it.
     "mmlu": Preset(
         "cais/mmlu",
         {"prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer"},
@@ -68,7 +70,7 @@ BENCHMARKS: Mapping[str, Preset] = {
         description="57 subjects, arXiv:2009.03300",
     ),
     # question_id, question, options (up to ten), answer (a letter), answer_index, cot_content,
-    # category, src; splits test, validation. Seen: its card.
+    # category, src; splits test, validation. Columns checked against: its card.
     "mmlu_pro": Preset(
         "TIGER-Lab/MMLU-Pro",
         {"prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer", "id": "question_id"},
@@ -80,9 +82,9 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward=TEN_CHOICES,
         description="harder questions with ten choices, arXiv:2406.01574",
     ),
-    # key, prompt, instruction_id_list, kwargs (an object for each instruction; Arrow adds null
-    # for missing keys); 541 rows, split train, ifeval_input_data.jsonl. Seen: its card,
-    # lm-evaluation-harness's reader (tasks/ifeval/utils.py).
+    # key, prompt, instruction_id_list, kwargs (an object for each instruction; Arrow adds null for
+    # missing keys); 541 rows, split train, published as the file ifeval_input_data.jsonl. Columns
+    # checked against: its card, lm-evaluation-harness's reader (tasks/ifeval/utils.py).
     "ifeval": Preset(
         "google/IFEval",
         {"prompt": "prompt", "id": "key"},
@@ -92,8 +94,8 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward="ifeval",
         description="verifiable instructions, arXiv:2311.07911",
     ),
-    # task_id, prompt, entry_point, canonical_solution, test; 164 rows, split test. Seen: the
-    # published file.
+    # task_id, prompt, entry_point, canonical_solution, test; 164 rows, split test. Columns checked
+    # against: the published file.
     "humaneval_chat": Preset(
         "openai/openai_humaneval",
         {"prompt": benchmark_rows.PROMPT_COLUMN, "solution": "canonical_solution", "id": "task_id"},
@@ -105,8 +107,9 @@ BENCHMARKS: Mapping[str, Preset] = {
         description="programs, arXiv:2107.03374, with prompts for chat models",
     ),
     # sanitized (427 rows): task_id, prompt, code, test_imports, test_list, source_file; full (974):
-    # text and test_setup_code in place of prompt and test_imports, and challenge_test_list; splits
-    # train, test, validation, prompt. Seen: its card, lm-evaluation-harness's mbpp.yaml.
+    # has text for prompt, test_setup_code for test_imports, and adds challenge_test_list; splits
+    # train, test, validation, prompt. Columns checked against: its card, lm-evaluation-harness's
+    # mbpp.yaml.
     "mbpp": Preset(
         "google-research-datasets/mbpp",
         {"prompt": benchmark_rows.PROMPT_COLUMN, "id": "task_id", "solution": "code"},
@@ -122,8 +125,9 @@ BENCHMARKS: Mapping[str, Preset] = {
     # starter_code, difficulty, public_test_cases, private_test_cases (JSON; in the lite set packed
     # by pickle, zlib and base64), metadata (JSON with func_name); split test, files test.jsonl to
     # test6.jsonl. The hub's loading script is no longer run by `datasets`, so give the file:
-    # test=hf://datasets/livecodebench/code_generation_lite/test6.jsonl. Seen: LiveCodeBench's own
-    # lcb_runner/benchmarks/code_generation.py, the features on the card of a copy.
+    # test=hf://datasets/livecodebench/code_generation_lite/test6.jsonl. Columns checked against:
+    # LiveCodeBench's own lcb_runner/benchmarks/code_generation.py, the features on the card of a
+    # copy.
     "livecodebench": Preset(
         "livecodebench/code_generation_lite",
         {"prompt": benchmark_rows.PROMPT_COLUMN, "id": "question_id"},

@@ -1,7 +1,8 @@
 """Presets of published datasets: their location, the meaning of their columns, and their reward.
 
-A comment before each preset lists the columns of the published dataset. After "Seen" it names the
-card, file or code that shows them. A recipe may use a preset for its own files of the same form:
+A comment before each preset lists the columns of the published dataset. After "Columns checked
+against" it names the card, file or code that shows them. A recipe may use a preset for its own
+files of the same form:
 `environment: {kind: dataset, preset: gsm8k, train: train.jsonl}`.
 """
 
@@ -62,8 +63,8 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    # Columns: question, answer ("...#### 72"); configurations main and socratic. Seen: the
-    # published files.
+    # Columns: question, answer ("...#### 72"); configurations main and socratic. Columns checked
+    # against: the published files.
     "gsm8k": Preset(
         "openai/gsm8k",
         {"prompt": "question", "answer": "answer", "solution": "answer"},
@@ -75,8 +76,8 @@ PRESETS: Mapping[str, Preset] = {
         description="grade school maths, arXiv:2110.14168",
     ),
     # problem, generated_solution, expected_answer, problem_source; splits train (14M rows),
-    # train_5M, train_2M, train_1M. Seen: NeMo RL's openmathinstruct2 loader (split train_1M),
-    # other code that reads it.
+    # train_5M, train_2M, train_1M. Columns checked against: NeMo RL's openmathinstruct2 loader
+    # (split train_1M), other code that reads it.
     "openmathinstruct2": Preset(
         "nvidia/OpenMathInstruct-2",
         {"prompt": "problem", "answer": "expected_answer", "solution": "generated_solution"},
@@ -85,7 +86,8 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         description="synthetic solutions, arXiv:2410.01560",
     ),
-    # problem, answer, solution. Seen: code that reads it, such as NeMo RL's deepscaler loader.
+    # problem, answer, solution. Columns checked against: code that reads it, such as NeMo RL's
+    # deepscaler loader.
     "deepscaler": Preset(
         "agentica-org/DeepScaleR-Preview-Dataset",
         {"prompt": "problem", "answer": "answer"},
@@ -95,8 +97,8 @@ PRESETS: Mapping[str, Preset] = {
         description="competition problems with answers",
     ),
     # data_source, prompt [{role, content}], ability, reward_model {ground_truth, style}, extra_info
-    # {index}; each of the 17k prompts occurs about a hundred times. Seen: AISBench's page of the
-    # set, code that reads it.
+    # {index}; each of the 17k prompts occurs about a hundred times. Columns checked against:
+    # AISBench's page of the set, code that reads it.
     "dapo_math_17k": Preset(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         {"prompt": "prompt", "answer": "reward_model.ground_truth"},
@@ -105,7 +107,7 @@ PRESETS: Mapping[str, Preset] = {
         description="competition problems with whole numbers as answers, arXiv:2503.14476",
     ),
     # source, problem, solution (with the answer in \boxed{}, except in proofs), messages; splits
-    # train, test. Seen: code that reads it.
+    # train, test. Columns checked against: code that reads it.
     "numinamath_cot": Preset(
         "AI-MO/NuminaMath-CoT",
         {"prompt": "problem", "answer": "solution", "solution": "solution"},
@@ -117,8 +119,8 @@ PRESETS: Mapping[str, Preset] = {
         description="competition problems with solutions",
     ),
     # problem, solution, answer, problem_type, question_type, source, uuid, generations,
-    # correctness_math_verify, ..., messages (the problem and a verified generation);
-    # configurations default, extended, all. Seen: code that reads it.
+    # correctness_math_verify, ..., messages (the problem and a verified generation); configurations
+    # default, extended, all. Columns checked against: code that reads it.
     "openr1_math": Preset(
         "open-r1/OpenR1-Math-220k",
         {"messages": "messages", "answer": "answer", "id": "uuid"},
@@ -126,8 +128,8 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         description="reasoning by DeepSeek-R1 on NuminaMath's problems",
     ),
-    # id, problem, solution, answer, url, year; 30 rows, split train. Seen: several evaluators that
-    # read it.
+    # id, problem, solution, answer, url, year; 30 rows, split train. Columns checked against:
+    # several evaluators that read it.
     "aime_2024": Preset(
         "HuggingFaceH4/aime_2024",
         {"prompt": "problem", "answer": "answer"},
@@ -137,7 +139,8 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         description="AIME I and II of 2024",
     ),
-    # problem, answer, id; 30 rows, split test. Seen: several evaluators that read it.
+    # problem, answer, id; 30 rows, split test. Columns checked against: several evaluators that
+    # read it.
     "aime_2025": Preset(
         "math-ai/aime25",
         {"prompt": "problem", "answer": "answer"},
@@ -147,8 +150,8 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         description="AIME I and II of 2025",
     ),
-    # id, problem, solution, answer, url; 90 rows of 2022 to 2024, split train. Seen: dspy's
-    # example.
+    # id, problem, solution, answer, url; 90 rows of 2022 to 2024, split train. Columns checked
+    # against: dspy's example.
     "aime_2022_2024": Preset(
         "AI-MO/aimo-validation-aime",
         {"prompt": "problem", "answer": "answer", "solution": "solution"},
@@ -157,7 +160,7 @@ PRESETS: Mapping[str, Preset] = {
         description="AIME I and II of 2022 to 2024",
     ),
     # id, title, context, question, answers {text [...], answer_start [...]}; splits train,
-    # validation. Seen: its card.
+    # validation. Columns checked against: its card.
     "squad": Preset(
         "rajpurkar/squad",
         {"prompt": "question", "answer": "answers.text.0", "id": "id"},
@@ -167,7 +170,8 @@ PRESETS: Mapping[str, Preset] = {
         description="questions about a text, arXiv:1606.05250",
     ),
     # message_id, parent_id, text, role (prompter, assistant), lang, rank, deleted, message_tree_id,
-    # ...; splits train, validation. Seen: its card, and the project's notebook that reads it.
+    # ...; splits train, validation. Columns checked against: its card, and the project's notebook
+    # that reads it.
     "oasst1": Preset(
         "OpenAssistant/oasst1",
         {"messages": "messages", "id": "message_id"},
@@ -176,15 +180,15 @@ PRESETS: Mapping[str, Preset] = {
         data_kinds=frozenset({"rows"}),
         description="conversations by volunteers, arXiv:2304.07327",
     ),
-    # id, messages [{content, role}], source. Seen: its card.
+    # id, messages [{content, role}], source. Columns checked against: its card.
     "tulu3_sft": Preset(
         "allenai/tulu-3-sft-mixture",
         {"messages": "messages", "id": "id"},
         data_kinds=frozenset({"rows"}),
         description="instructions of many kinds, arXiv:2411.15124",
     ),
-    # id, source, prompt, chosen, rejected (both whole conversations). Seen: code that reads it,
-    # such as NeMo RL's loader.
+    # id, source, prompt, chosen, rejected (both whole conversations). Columns checked against: code
+    # that reads it, such as NeMo RL's loader.
     "tulu3_preference": Preset(
         "allenai/llama-3.1-tulu-3-8b-preference-mixture",
         {"chosen": "chosen", "rejected": "rejected", "id": "id"},
@@ -193,7 +197,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     # domain, language, context [{role, content}], response1, response2, overall_preference (-3:
     # first much better, to 3: second much better), individual_preference; splits train, validation.
-    # Seen: a card of a copy, NeMo RL's helpsteer3 loader.
+    # Columns checked against: a card of a copy, NeMo RL's helpsteer3 loader.
     "helpsteer3": Preset(
         "nvidia/HelpSteer3",
         {
@@ -209,8 +213,8 @@ PRESETS: Mapping[str, Preset] = {
         description="pairs compared by people, arXiv:2505.11475",
     ),
     # prompt, prompt_id, chosen, rejected (both whole conversations), messages, score_chosen,
-    # score_rejected; splits train_prefs, test_prefs, train_sft, ... Seen: its card;
-    # docs/preference-data.md describes the format.
+    # score_rejected; splits train_prefs, test_prefs, train_sft, ... Columns checked against: its
+    # card; docs/preference-data.md describes the format.
     "ultrafeedback": Preset(
         "HuggingFaceH4/ultrafeedback_binarized",
         {
@@ -224,7 +228,8 @@ PRESETS: Mapping[str, Preset] = {
         data_kinds=ROWS_AND_PAIRS,
         description="pairs scored by GPT-4, arXiv:2310.01377",
     ),
-    # chosen, rejected: both "\n\nHuman: ...\n\nAssistant: ...". Seen: a published file.
+    # chosen, rejected: both "\n\nHuman: ...\n\nAssistant: ...". Columns checked against: a
+    # published file.
     "hh_rlhf": Preset(
         "Anthropic/hh-rlhf",
         {"chosen": "chosen", "rejected": "rejected"},
@@ -232,7 +237,8 @@ PRESETS: Mapping[str, Preset] = {
         data_kinds=ROWS_AND_PAIRS,
         description="helpful and harmless, arXiv:2204.05862",
     ),
-    # task_id, prompt, entry_point, canonical_solution, test; split test. Seen: the published file.
+    # task_id, prompt, entry_point, canonical_solution, test; split test. Columns checked against:
+    # the published file.
     "humaneval": Preset(
         "openai/openai_humaneval",
         {"prompt": "prompt", "solution": "canonical_solution", "id": "task_id"},

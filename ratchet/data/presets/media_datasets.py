@@ -17,8 +17,8 @@ TAGGED_ANSWER_REWARD: Mapping[str, Any] = {
 
 MEDIA_PRESETS: Mapping[str, Preset] = {
     # Columns: image, problem, solution ("<answer> 3 </answer>"); split train. Other parts of
-    # CLEVR-CoGenT are separate datasets: Clevr_CoGenT_ValA, Clevr_CoGenT_ValB. Seen: NeMo RL's
-    # clevr loader and its test, other code that reads it.
+    # CLEVR-CoGenT are separate datasets: Clevr_CoGenT_ValA, Clevr_CoGenT_ValB. Columns checked
+    # against: NeMo RL's clevr loader and its test, other code that reads it.
     "clevr_cogent": Preset(
         "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
         {"images": "image", "prompt": "problem", "answer": "answer", "solution": "solution"},
@@ -28,7 +28,7 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         description="questions about rendered scenes, arXiv:1612.06890",
     ),
     # Columns: images (one a row), problem ("<image>..."), answer; splits train, validation, test.
-    # Seen: its card, NeMo RL's geometry3k loader.
+    # Columns checked against: its card, NeMo RL's geometry3k loader.
     "geometry3k": Preset(
         "hiyouga/geometry3k",
         {"images": "images", "prompt": "problem", "answer": "answer"},
@@ -40,7 +40,7 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
     # Columns: image_path ("coco/train2014/COCO_..."), bbox [x1, y1, x2, y2] in pixels, captions
     # [...], sentences, raw_image_info, file_name, split, ...; splits train, validation, test
     # (testA), testB. The images are COCO's train2014: media_root is the directory with coco/ in it.
-    # Seen: its card, NeMo RL's refcoco loader, TRL's recipe (boxes are xyxy).
+    # Columns checked against: its card, NeMo RL's refcoco loader, TRL's recipe (boxes are xyxy).
     "refcoco": Preset(
         "jxu124/refcoco",
         {"images": "image_path", "prompt": "captions", "answer": "bbox"},
@@ -52,7 +52,8 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
     # Columns: image (a path, or several), question ("<image>\n..."), chosen, rejected; since 1.2
     # also answer_gt, image_wh. The hub has zip files and a meta.json, which gives the image
     # directory of each annotation file as `root`: give one annotation file as train, and its image
-    # directory as media_root. Seen: the features on its card, NeMo RL's mmpr loader.
+    # directory as media_root. Columns checked against: the features on its card, NeMo RL's mmpr
+    # loader.
     "mmpr": Preset(
         "OpenGVLab/MMPR-v1.2",
         {"images": "image", "prompt": "question", "chosen": "chosen", "rejected": "rejected"},
@@ -61,7 +62,7 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
     ),
     # Columns: audio, question ("...\nChoices:\nA. ...\nB. ..."), answer ("B. ..."); splits train,
     # validation. Only the sound of each video is included; "video" in a question means that sound.
-    # Seen: NeMo RL's avqa loader, other code that reads it; no card.
+    # Columns checked against: NeMo RL's avqa loader, other code that reads it; no card.
     "avqa": Preset(
         "gijs/avqa-processed",
         {"audio": "audio", "prompt": "question", "answer": "answer"},

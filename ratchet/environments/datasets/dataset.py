@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 def dataset(config: DatasetConfig) -> Dataset:
     """Return the environment of a config.
 
-    It has `tools` only if rows may have them, because they require a known format of tool calls.
+    Only an environment whose rows may have tools gets the method `tools`: with that method, the
+    model's tool-call format must be known.
     """
     preset = config.dataset_preset
     has_tools = "tools" in config.columns or (preset is not None and "tools" in preset.columns)
@@ -59,7 +60,7 @@ class SplitRows:
         return len(self.table) if self.row_numbers is None else len(self.row_numbers)
 
     def row_number(self, index: int) -> int:
-        """Return the table's row number of the split's row `index`."""
+        """Return the row number in the table of row `index` of the split."""
         return index if self.row_numbers is None else int(self.row_numbers[index])
 
     @property
@@ -174,13 +175,13 @@ class Dataset(SingleTurn):
             else self._raise_missing(contents, "completions", "labelled steps")
         )
 
-    def _raise_missing(self, contents: RowContents, usual: str, needed: str) -> NoReturn:
-        name = self.reader.column_names.get(usual, usual)
+    def _raise_missing(self, contents: RowContents, usual_name: str, needed_data: str) -> NoReturn:
+        name = self.reader.column_names.get(usual_name, usual_name)
         problem = f"column '{name}' is null" if name in contents.values else f"no column '{name}'"
         raise DataError(
             f"{contents.where}: {problem}; the row has {', '.join(contents.columns)}, but "
-            f"this algorithm learns from {needed}: "
-            f"name yours in `columns`: {{{usual}: ...}}, or use another algorithm"
+            f"this algorithm learns from {needed_data}: "
+            f"name yours in `columns`: {{{usual_name}: ...}}, or use another algorithm"
         )
 
     def _read_contents(self, task: Task) -> RowContents:
@@ -216,7 +217,7 @@ class Dataset(SingleTurn):
         """Return the row's values without its media, which the task's messages already hold."""
         if not list_media(contents.prompt):
             return _keep_json_values(contents.values)
-        media_columns = {self.reader.column_names.get(usual) for usual in MEDIA_COLUMNS}
+        media_columns = {self.reader.column_names.get(usual_name) for usual_name in MEDIA_COLUMNS}
         return _keep_json_values(
             {
                 name: strip_media(value)
@@ -306,7 +307,7 @@ class Dataset(SingleTurn):
     ) -> SplitRows:
         """Return the training rows whose prompt is not in the test split.
 
-        There can be such prompts even without a test file: of two rows with equal prompts and
+        Splits may share prompts even without a test file: of two rows with equal prompts and
         different ids, one may be held out.
         """
         is_shared = np.isin(prompt_hashes, test_prompt_hashes)
@@ -329,7 +330,7 @@ class Dataset(SingleTurn):
         is_distinct = self.config.is_distinct
         # Arrays take less memory than lists for many millions of rows.
         row_numbers, prompt_hashes, is_test = array("q"), array("Q"), array("B")
-        seen_prompts: set[int] = set()
+        seen_hashes: set[int] = set()
         for index in range(len(table)):
             row, where = table.row(index), table.where(index)
             if not self.reader.passes_filters(row, where):
@@ -337,19 +338,19 @@ class Dataset(SingleTurn):
             contents = self.reader.read(row, where)
             self.reader.placer.check_media(contents.prompt, where)
             # Plain text has no prompt, so it is identified by itself.
-            prompt = _hash(
+            prompt_hash = _hash(
                 [
                     [message.role, self.reader.placer.make_key(message)]
                     for message in contents.prompt or contents.solution
                 ]
             )
-            if is_distinct and prompt in seen_prompts:
+            if is_distinct and prompt_hash in seen_hashes:
                 continue
             if is_distinct:
-                seen_prompts.add(prompt)
+                seen_hashes.add(prompt_hash)
             row_numbers.append(index)
-            prompt_hashes.append(prompt)
-            is_test.append((_hash(contents.id) if contents.id else prompt) < test_limit)
+            prompt_hashes.append(prompt_hash)
+            is_test.append((_hash(contents.id) if contents.id else prompt_hash) < test_limit)
         return (
             np.asarray(row_numbers, np.int64),
             np.asarray(prompt_hashes, np.uint64),

@@ -42,6 +42,8 @@ class RowContents:
     Attributes:
         where: The file and the row, for errors.
         values: The whole row, for rewards that read further columns.
+        answer: The text that rewards compare with.
+        solution: The messages that are trained on.
         judgement: A comparison of answers, one reward, or a label for each step.
         answer_candidates: Columns that may each be the answer, if there are several.
         columns: Names of the columns that are not null, as in the file.
@@ -67,10 +69,10 @@ class DatasetRowReader:
         preset = config.dataset_preset
         self.config = config
         self.column_names = config.column_names
-        self.declared_columns = frozenset(config.columns) | (
+        self.declared_usual_names = frozenset(config.columns) | (
             frozenset(preset.columns) if preset else frozenset()
         )
-        self.used_columns = frozenset(config.columns.values())
+        self.configured_file_columns = frozenset(config.columns.values())
         # A preset says what all of its columns mean.
         self.finds_other_names = preset is None
         self.template = (
@@ -119,15 +121,19 @@ class DatasetRowReader:
         return replace(contents, prompt=prompt)
 
     def read_again(self, row: DataRow, where: str) -> RowContents:
-        """Return the contents of a row without its media, from the values in a task's `meta`.
+        """Return the contents of a row that was rebuilt from a task's `meta`.
 
-        The media are only in the task's messages.
+        They have no media: these are only in the task's messages.
         """
         return _RowParser(self, row, where).parse()
 
 
 class _RowParser:
-    """A parser of one row. Its methods take usual column names."""
+    """A parser of one row.
+
+    Its methods take Ratchet's own column names, such as "prompt" (usual names); `columns` maps them
+    to the file's.
+    """
 
     def __init__(self, reader: DatasetRowReader, row: DataRow, where: str) -> None:
         self.reader, self.row, self.where = reader, row, where
@@ -191,7 +197,7 @@ class _RowParser:
             self.get("tools"),
             f"{self.where}: column '{self.reader.column_names.get('tools', 'tools')}'",
         )
-        if tools and "tools" not in self.reader.declared_columns:
+        if tools and "tools" not in self.reader.declared_usual_names:
             raise DataError(
                 f"{self.where}: column 'tools' would not be read: declare it, columns: {{tools: "
                 f"tools}}, or rename it"
@@ -210,15 +216,15 @@ class _RowParser:
     def parse_judged_answers(self) -> tuple[Messages, Judgement]:
         """Return the prompt, built by the template if there is one, and the judged answers."""
         names = {
-            usual: self.reader.column_names.get(usual, f"no {usual}")
-            for usual in PreferencesConfig.usual_columns
+            usual_name: self.reader.column_names.get(usual_name, f"no {usual_name}")
+            for usual_name in PreferencesConfig.usual_columns
         }
         values = dict(self.row.values)
-        for usual, name in names.items():
-            # A row of only answers needs a prompt, which `PreferenceReader` then finds under
-            # another usual name.
-            if name in self.row.values or usual in self.reader.declared_columns:
-                values[name] = self.get(usual)
+        for usual_name, name in names.items():
+            # Leave out columns that the row lacks, so that `PreferenceReader` looks for the prompt
+            # under its other usual names.
+            if name in self.row.values or usual_name in self.reader.declared_usual_names:
+                values[name] = self.get(usual_name)
         if self.has_any(PREFERENCE_COLUMNS):
             names["chosen"], names["rejected"] = self.order_responses()
             values |= {
@@ -250,7 +256,7 @@ class _RowParser:
     def is_labelled(self) -> bool:
         """True if the row has one answer with a label. Without the label it is a plain answer."""
         return self.get("completion") is not None and (
-            "completion" in self.reader.declared_columns
+            "completion" in self.reader.declared_usual_names
             or "label" in self.row.values
             or self.get("label") is not None
         )
@@ -260,10 +266,10 @@ class _RowParser:
         if (
             self.get("text") is None
             or self.reader.template
-            or "prompt" in self.reader.declared_columns
+            or "prompt" in self.reader.declared_usual_names
         ):
             return False
-        return "text" in self.reader.declared_columns or self.find_column("prompt") is None
+        return "text" in self.reader.declared_usual_names or self.find_column("prompt") is None
 
     def parse_plain_text(self) -> str:
         text = self.get_text("text")
@@ -273,7 +279,9 @@ class _RowParser:
         return text
 
     def parse_response(self) -> dict[str, Any]:
-        """Return the fields of an answer that is in a column with another usual name.
+        """Return the `RowContents` fields of a row without `answer`.
+
+        They come from a column such as `response`.
 
         The solution keeps its white space, because it is trained on. The answer is stripped,
         because a reward compares with it.
@@ -312,7 +320,7 @@ class _RowParser:
         name = self.find_column("prompt")
         if (
             name is None
-            and "prompt" not in self.reader.declared_columns
+            and "prompt" not in self.reader.declared_usual_names
             and self.reader.finds_other_names
         ):
             raise DataError(f"{self.where}: {explain_no_prompt(self.columns)}")
@@ -323,7 +331,7 @@ class _RowParser:
         if not text:
             raise DataError(f"{self.where}: column '{name}' is empty: write a prompt")
         if name != self.reader.column_names["prompt"] and name != INPUT_COLUMN:
-            text = join_input(text, self.row.values, self.reader.used_columns)
+            text = join_input(text, self.row.values, self.reader.configured_file_columns)
         return self.add_system_message((Message("user", text),))
 
     def add_system_message(self, prompt: Messages) -> Messages:
@@ -335,7 +343,7 @@ class _RowParser:
     def parse_answer(self) -> str | None:
         value = self.get("answer")
         if value is None:
-            if "answer" in self.reader.declared_columns:
+            if "answer" in self.reader.declared_usual_names:
                 self.require("answer")
             return None
         if (
@@ -353,7 +361,10 @@ class _RowParser:
         return self.cut_at_marker(str(value), f"column '{self.reader.column_names['answer']}'")
 
     def cut_at_marker(self, text: str, column: str) -> str:
-        """Return the text after the marker `answer_after`, or the whole text without a marker."""
+        """Return the text after the marker `answer_after`, or all of it if no marker is configured.
+
+        Raises DataError if the marker is missing, or if no text follows it.
+        """
         marker = self.reader.answer_marker
         has_marker = not marker or marker in text
         answer = text.rpartition(marker)[2] if marker else text
@@ -367,69 +378,75 @@ class _RowParser:
     def parse_media(self) -> Mapping[MediaKind, list[Part]]:
         """Return the media by kind, for each media column that has a value or is declared."""
         parts_by_kind: dict[MediaKind, list[Part]] = {}
-        for usual, kind in MEDIA_COLUMNS.items():
-            value = self.get(usual)
-            if value is not None or usual in self.reader.declared_columns:
+        for usual_name, kind in MEDIA_COLUMNS.items():
+            value = self.get(usual_name)
+            if value is not None or usual_name in self.reader.declared_usual_names:
                 parts_by_kind[kind] = read_column(
-                    kind, value, f"{self.where}: column '{self.reader.column_names[usual]}'"
+                    kind, value, f"{self.where}: column '{self.reader.column_names[usual_name]}'"
                 )
         return parts_by_kind
 
-    def get_text(self, usual: str) -> str | None:
-        value = self.get(usual)
+    def get_text(self, usual_name: str) -> str | None:
+        value = self.get(usual_name)
         if value is not None and not isinstance(value, str):
             raise DataError(
-                f"{self.where}: column '{self.find_column(usual)}' is {describe_type(value)}, must "
-                "be a string"
+                f"{self.where}: column '{self.find_column(usual_name)}' is "
+                f"{describe_type(value)}, must be a string"
             )
         if value is not None:
-            check_surrogates(value, f"{self.where}: column '{self.find_column(usual)}'")
+            check_surrogates(value, f"{self.where}: column '{self.find_column(usual_name)}'")
         return value
 
-    def has_any(self, usual: tuple[str, ...]) -> bool:
-        return any(self.get(name) is not None for name in usual)
+    def has_any(self, usual_names: tuple[str, ...]) -> bool:
+        return any(self.get(name) is not None for name in usual_names)
 
-    def get(self, usual: str) -> Any:
-        """Return the value of a column by its usual name; None if the row lacks the column.
+    def get(self, usual_name: str) -> Any:
+        """Return the value of the column called `usual_name`; None if the row lacks the column.
 
         Raises DataError for a declared column that the row does not have.
         """
-        name = self.find_column(usual)
+        name = self.find_column(usual_name)
         return None if name is None else find_value(self.row.values, name, self.where)
 
-    def find_column(self, usual: str) -> str | None:
-        """Return the row's name of a column by its usual name; None if the row lacks the column.
+    def find_column(self, usual_name: str) -> str | None:
+        """Return the name that this row uses for the column called `usual_name`.
+
+        Return None if the row lacks the column.
 
         The prompt and the messages are also found by other usual names.
 
         Raises DataError if several columns may be meant.
         """
-        if usual not in self.reader.column_names:
+        if usual_name not in self.reader.column_names:
             return None
-        name = self.reader.column_names[usual]
-        if name in self.row.values or usual in self.reader.declared_columns:
+        name = self.reader.column_names[usual_name]
+        if name in self.row.values or usual_name in self.reader.declared_usual_names:
             return name
-        candidates = self.find_candidates(usual) if usual in ("prompt", "messages") else ()
+        candidates = (
+            self.find_candidates(usual_name) if usual_name in ("prompt", "messages") else ()
+        )
         if len(candidates) > 1:
-            raise DataError(f"{self.where}: {explain_ambiguous(usual, candidates)}")
+            raise DataError(f"{self.where}: {explain_ambiguous(usual_name, candidates)}")
         return next(iter(candidates), None)
 
-    def find_candidates(self, usual: str) -> tuple[str, ...]:
-        if not self.reader.finds_other_names or usual in self.reader.declared_columns:
+    def find_candidates(self, usual_name: str) -> tuple[str, ...]:
+        if not self.reader.finds_other_names or usual_name in self.reader.declared_usual_names:
             return ()
-        return list_candidates(usual, self.row.values, self.reader.used_columns)
+        return list_candidates(usual_name, self.row.values, self.reader.configured_file_columns)
 
-    def require(self, usual: str) -> Any:
-        value = self.get(usual)
+    def require(self, usual_name: str) -> Any:
+        value = self.get(usual_name)
         if value is None:
-            name = self.find_column(usual) or self.reader.column_names.get(usual, usual)
+            name = self.find_column(usual_name) or self.reader.column_names.get(
+                usual_name, usual_name
+            )
             problem = (
                 f"column '{name}' is null" if name in self.row.values else f"no column '{name}'"
             )
             columns = ", ".join(self.columns) or "no columns"
             raise DataError(
                 f"{self.where}: {problem}; the row has {columns}: name yours in `columns`: "
-                f"{{{usual}: ...}}"
+                f"{{{usual_name}: ...}}"
             )
         return value
 

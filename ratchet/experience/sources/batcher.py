@@ -17,7 +17,7 @@ WINDOW = 8  # steps over which failures are counted, so that a run survives an o
 
 
 class Batcher:
-    """A reader of the source of a stage that returns the groups of each step and counts failures.
+    """Reads a stage's source: returns the groups of each step and counts failures.
 
     Args:
         source: Draws groups.
@@ -45,7 +45,10 @@ class Batcher:
         groups = await self.source.draw(self.groups_per_step, version=step)
         # Replayed groups (`n_uses` above 0) were counted when they were new.
         outcomes = [
-            rows[-1].outcome for group in groups if not group.n_uses for rows in group.attempts
+            attempt[-1].outcome
+            for group in groups
+            if not group.n_uses
+            for attempt in group.attempts
         ]
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
         self._recent.append((failures, len(outcomes)))

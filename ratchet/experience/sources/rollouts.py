@@ -50,19 +50,23 @@ class StreamSource(ABC):
             drawn = self.stream.take(n - len(entries))
             entries += [entry for entry in drawn if self.long_rows.keeps(entry[1])]
         jobs = [(self._make_id(position), task) for position, task in entries]
-        self._pending |= {name: entry for (name, _), entry in zip(jobs, entries, strict=True)}
-        self.ledger.note("issued", [name for name, _ in jobs], version=version)
+        self._pending |= {
+            group_id: entry for (group_id, _), entry in zip(jobs, entries, strict=True)
+        }
+        self.ledger.note("issued", [group_id for group_id, _ in jobs], version=version)
         return jobs
 
-    def claim(self, name: str) -> tuple[str, Task]:
-        """Mark a group that was pending in the restored state as pending again.
+    def claim(self, group_id: str) -> tuple[str, Task]:
+        """Take up one group that the restored snapshot lists as pending, before new draws.
 
         Return its (group id, task).
         """
-        position, task = next(entry for entry in self._to_redraw if self._make_id(entry[0]) == name)
+        position, task = next(
+            entry for entry in self._to_redraw if self._make_id(entry[0]) == group_id
+        )
         self._to_redraw.remove((position, task))
-        self._pending[name] = position, task
-        return name, task
+        self._pending[group_id] = position, task
+        return group_id, task
 
     def _make_id(self, position: int) -> str:
         return f"{self.name}/{position}"
@@ -80,13 +84,13 @@ class StreamSource(ABC):
 
     def discard(self, ids: Sequence[str], event: Event, **facts: Any) -> None:
         """Drop these groups from the pending ones, and note `event` and `facts` in the ledger."""
-        for name in ids:
-            del self._pending[name]
+        for group_id in ids:
+            del self._pending[group_id]
         self.ledger.note(event, ids, **facts)
 
     def nack(self, ids: Sequence[str], reason: str) -> None:
         """Draw these groups again before new ones."""
-        self._to_redraw.extend(self._pending.pop(name) for name in ids)
+        self._to_redraw.extend(self._pending.pop(group_id) for group_id in ids)
         self.ledger.note("again", ids, reason=reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
@@ -108,9 +112,10 @@ class RolloutSource(StreamSource):
 
     Args:
         greedy_baseline: Add one greedy attempt to each group.
-        redundant_attempts: Begin this many more attempts for each group, and keep the first to end.
-        redundant_groups: Begin this many more groups, and keep the first to end, which depends on
-            timing. The others are drawn again before new ones.
+        redundant_attempts: Start this many extra attempts for each group and keep those that end
+            first.
+        redundant_groups: Start this many extra groups and keep those that end first. Which ones
+            these are depends on timing. The others are drawn again before new ones.
         check_prompt: Raises RowTooLong for a task whose prompt is too long.
     """
 

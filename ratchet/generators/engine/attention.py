@@ -59,7 +59,7 @@ class DecodeAttention:
         bias_NL = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=unseen_NL.device)
         bias_NL.masked_fill_(unseen_NL, float("-inf"))
         self.bias_M1L = bias_NL.repeat_interleave(cache.config.n_kv_heads, dim=0)[:, None]
-        self.window = cache.get_window(self.n_rows, length)
+        self.cache_views = cache.get_window(self.n_rows, length)
         needs_tiles = cache.dtype.itemsize >= 4 and positions_N.device.type == "cpu"
         self.kernel = _attend_tiled if needs_tiles else _attend_fused
 
@@ -74,7 +74,7 @@ class DecodeAttention:
                 self.positions_N,
             )
         self.cache.write(layer, self.slots_N, self.positions_N, k_NKD, v_NKD)
-        k_MLD, v_MLD = self.window[layer]
+        k_MLD, v_MLD = self.cache_views[layer]
         q_MGD = q_NHD.reshape(len(k_MLD), -1, q_NHD.shape[2])
         return self.kernel(q_MGD, k_MLD, v_MLD, self.bias_M1L).view(q_NHD.shape)
 

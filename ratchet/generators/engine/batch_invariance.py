@@ -1,9 +1,10 @@
-"""Batch invariance: measure the row multiple at which a row's bits do not depend on other rows.
+"""Batch invariance: measure to which multiple the number of rows must be padded.
 
-BLAS chooses its kernel by shape, and kernels round differently. In float32, products of different
-numbers of rows agree from 16 rows on with AVX-512 on one thread, and from 64 rows on with MKL's
-AVX2 kernels. Two threads need more rows for wide matrices. The multiple depends on the machine, so
-it is measured. If no candidate suffices, results agree within rounding (about 1e-6 nats).
+With this padding, a row's result does not depend on the other rows. BLAS chooses its kernel by
+shape, and kernels round differently. In float32, products of different numbers of rows agree from
+16 rows on with AVX-512 on one thread, and from 64 rows on with MKL's AVX2 kernels. Two threads need
+more rows for wide matrices. The multiple depends on the machine, so it is measured. If no candidate
+suffices, results agree within rounding (about 1e-6 nats).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def measure_stable_rows(decoder: Decoder) -> int:
     for shape in sorted(shapes):
         matrix = torch.randn(shape, generator=generator).to(weight.dtype)
         inputs = torch.randn(REFERENCE_ROWS, shape[1], generator=generator).to(weight.dtype)
-        # The layers' maps use `linear`; the head, experts and adapters use `F.linear`.
+        # The linear layers use `linear`; the head, experts and adapters use `F.linear`.
         for product in (linear, F.linear):
             reference = product(inputs, matrix)
             while len(candidates) > 1 and not _has_stable_rows(

@@ -179,8 +179,8 @@ def draw_tokens(logits_NV: Tensor, uniforms_N: Tensor, settings: SamplingSetting
 def invert_cdf(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
     """Return the first token whose cumulative mass exceeds `u * total`, int64 [N].
 
-    The threshold is below the total. So the cumulative mass rises at the returned token, whose
-    probability is therefore above 0, and the token is not beyond the entry that holds `total`.
+    The threshold is below the total. So the returned token has a probability above 0, and comes no
+    later than the first entry that reaches `total`.
     """
     below_total_N = torch.nextafter(total_N, torch.zeros_like(total_N))
     threshold_N = torch.minimum(uniforms_N * total_N, below_total_N)

@@ -122,8 +122,8 @@ class Scheduler:
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
         self._is_cache_stale |= bool(self.running) and not keep_kv
-        for row, request in enumerate(self.running):
-            generated = int(self.slots.lengths[row] - self.slots.prompt_lengths[row])
+        for slot, request in enumerate(self.running):
+            generated = int(self.slots.lengths[slot] - self.slots.prompt_lengths[slot])
             request.version_starts.append((generated, version))
 
     # --- a step
@@ -161,23 +161,24 @@ class Scheduler:
                 break
             batch.append(request)
         longest = int(self.slots.limits[: len(self.running)].max(initial=0))
-        limits = list(accumulate((request.limit for request in batch), max, initial=longest))
-        counts = range(1, len(batch) + 1)
+        # Entry n: the longest of the running requests and the first n of the batch.
+        longest_of_first = [*accumulate((r.limit for r in batch), max, initial=longest)]
+        n_running, counts = len(self.running), range(1, len(batch) + 1)
         count = bisect_left(
-            counts, True, key=lambda n: not self._fits_cache(len(self.running) + n, limits[n])
+            counts, True, key=lambda n: not self._fits_cache(n_running + n, longest_of_first[n])
         )
         return batch[:count]
 
-    def _fits_cache(self, rows: int, length: int) -> bool:
+    def _fits_cache(self, n_slots: int, length: int) -> bool:
         return (
-            self.cache.get_bytes(round_up_to(rows, self.limits.row_multiple), length)
+            self.cache.get_bytes(round_up_to(n_slots, self.limits.row_multiple), length)
             <= self.limits.kv_bytes
         )
 
-    def _reserve(self, rows: int, length: int) -> bool:
+    def _reserve(self, n_slots: int, length: int) -> bool:
         """Make room in the cache and the slots. Returns True if they had to grow."""
         previous_size = self.cache.n_slots, self.cache.capacity
-        self.cache.reserve(rows, length)
+        self.cache.reserve(n_slots, length)
         self.slots.reserve(self.cache.n_slots, self.cache.capacity)
         return previous_size != (self.cache.n_slots, self.cache.capacity)
 
@@ -193,7 +194,7 @@ class Scheduler:
         )
         try:
             hidden_Nd = self._compute_prompts(batch)
-        except Exception:  # any error: one request's must not fail the others
+        except Exception:  # an error of one request must not fail the others
             self._start_each(batch)
         else:
             self._activate(batch, hidden_Nd)
@@ -213,7 +214,7 @@ class Scheduler:
             request.fail(make_request_error(request, error) if can_compute_others else error)
 
     def _compute_prompts(self, batch: list[GenerationRequest]) -> Tensor:
-        """Return the hidden state of each request's last prompt token, [N, d] and padding rows.
+        """Return hidden states of the last prompt tokens: [N, d], followed by padding rows.
 
         The requests get the next free slots, and each distinct prompt is computed once. The
         requests stay in `waiting` until `_activate`, so that `reset` finds them after an error.
@@ -230,8 +231,7 @@ class Scheduler:
             raise
 
     def _prefill_batch(self, batch: list[GenerationRequest]) -> Tensor:
-        first = len(self.running)
-        count = len(batch)
+        first, count = len(self.running), len(batch)
         # P = distinct prompts; prompt_N: the prompt of each request.
         prompt_numbers: dict[tuple[str | None, PromptKey], int] = {}
         prompt_N = np.array(
@@ -243,27 +243,26 @@ class Scheduler:
         self.slots.enter(batch, first)
 
         lengths_N = lengths_P[prompt_N]
-        rows = np.repeat(np.arange(first, first + count), lengths_N)
+        slots = np.repeat(np.arange(first, first + count), lengths_N)
         positions = concatenate_ranges(lengths_N)
         sources = np.repeat(starts_P[prompt_N], lengths_N) + positions
         tokens_T = self._upload(np.concatenate(prompts))
-        self.slots.store(
-            self._upload(rows), self._upload(positions), tokens_T[self._upload(sources)]
-        )
-        record = self._make_recorder(len(tokens_T))
+        targets = self._upload(slots), self._upload(positions)
+        self.slots.store(*targets, tokens_T[self._upload(sources)])
+        recorder = self._make_recorder(len(tokens_T))
         adapters = [adapter for adapter, _ in prompt_numbers]
-        hidden_Td = self._prefill(tokens_T, lengths_P, adapters, sources, rows, positions, record)
-        if record is not None:
-            targets = self._upload(rows), self._upload(positions)
-            self.slots.routes_RCLK.index_put_(targets, record.experts_TLK[self._upload(sources)])
+        hidden_Td = self._prefill(
+            tokens_T, lengths_P, adapters, sources, slots, positions, recorder
+        )
+        if recorder is not None:
+            self.slots.routes_RCLK.index_put_(targets, recorder.experts_TLK[self._upload(sources)])
         last_N = (starts_P + lengths_P - 1)[prompt_N]
         padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
         return hidden_Td.index_select(0, self._upload(padded))
 
     def _activate(self, batch: list[GenerationRequest], hidden_Nd: Tensor) -> None:
         """Draw the first tokens of new requests from the result of `_compute_prompts`."""
-        first = len(self.running)
-        count = len(batch)
+        first, count = len(self.running), len(batch)
         self.running += batch
         for request in batch:
             self.waiting.remove(request)
@@ -281,13 +280,13 @@ class Scheduler:
         """
         self._is_cache_stale = False
         lengths = self.slots.lengths[: len(self.running)] - 1
-        for rows in split_spans(lengths, self.limits.prefill_tokens):
-            slots = np.repeat(np.arange(rows.start, rows.stop), lengths[rows])
-            positions = concatenate_ranges(lengths[rows])
+        for span in split_spans(lengths, self.limits.prefill_tokens):
+            slots = np.repeat(np.arange(span.start, span.stop), lengths[span])
+            positions = concatenate_ranges(lengths[span])
             tokens_T = self.slots.tokens_RC[self._upload(slots), self._upload(positions)]
-            adapters = [request.sampling.adapter for request in self.running[rows]]
+            adapters = [request.sampling.adapter for request in self.running[span]]
             sources = np.arange(len(tokens_T))
-            self._prefill(tokens_T, lengths[rows], adapters, sources, slots, positions)
+            self._prefill(tokens_T, lengths[span], adapters, sources, slots, positions)
 
     def _prefill(
         self,
@@ -297,9 +296,9 @@ class Scheduler:
         sources: NDArray[np.int64],
         slots: NDArray[np.int64],
         positions: NDArray[np.int64],
-        record: RouteRecorder | None = None,
+        recorder: RouteRecorder | None = None,
     ) -> Tensor:
-        """Return hidden states of sequences laid end to end, [T, d] and padding rows.
+        """Return hidden states of sequences laid end to end: [T, d], followed by padding rows.
 
         Keys and values of token `sources[i]` go to `positions[i]` of slot `slots[i]`.
         adapters: the adapter of each sequence.
@@ -315,7 +314,7 @@ class Scheduler:
             adapters_T = np.repeat(np.array(adapters, dtype=object), lengths).tolist()
         multiple = self.limits.row_multiple
         return self._select_decoder(adapters_T)(
-            tokens_T, positions_T, attend, row_multiple=multiple, route=record
+            tokens_T, positions_T, attend, row_multiple=multiple, route=recorder
         )
 
     def _select_decoder(self, adapters: Sequence[str | None]) -> Decoder:
@@ -344,40 +343,41 @@ class Scheduler:
         self._finish(self._draw_next(active, self._compute_next(active, longest)))
 
     def _compute_next(self, active: ActiveSlots, longest: int) -> Tensor:
-        """Return hidden states of the requests' last tokens, [N, d] and padding rows.
+        """Return hidden states of the requests' last tokens: [N, d], followed by padding rows.
 
-        If the compiled step is available, it always computes the requests that have no adapter,
-        also beside requests that have one: a request's bits must not depend on its neighbours.
+        If the compiled step is available, it always computes the requests without an adapter,
+        even if other running requests have one: a request's bits must not depend on its neighbours.
         """
         if (layers := self.compiled.layers()) is None:
             return self._decode_with_torch(active, longest)
         count = active.n_slots
-        plain_rows = torch.arange(count)
+        plain_slots = torch.arange(count)
         if not self._n_adapted:
             hidden = self.compiled(
-                layers, active.feed[:count], active.positions[:count], plain_rows, self.cache
+                layers, active.feed[:count], active.positions[:count], plain_slots, self.cache
             )
             padding = len(active.feed) - count
             return F.pad(hidden, (0, 0, 0, padding)) if padding else hidden
         hidden = self._decode_with_torch(active, longest)
-        plain_rows = plain_rows[[request.sampling.adapter is None for request in self.running]]
-        if len(plain_rows):
-            feed, positions = active.feed[plain_rows], active.positions[plain_rows]
-            hidden[plain_rows] = self.compiled(layers, feed, positions, plain_rows, self.cache)
+        plain_slots = plain_slots[[request.sampling.adapter is None for request in self.running]]
+        if len(plain_slots):
+            feed, positions = active.feed[plain_slots], active.positions[plain_slots]
+            hidden[plain_slots] = self.compiled(layers, feed, positions, plain_slots, self.cache)
         return hidden
 
     def _decode_with_torch(self, active: ActiveSlots, longest: int) -> Tensor:
         """Return hidden states like `_compute_next`, without the compiled step."""
         attend = DecodeAttention(self.cache, active.positions, longest)
-        record = self._make_recorder(len(active.feed))
+        feed, positions, count = active.feed, active.positions, active.n_slots
+        recorder = self._make_recorder(len(feed))
         decoder = self._select_decoder(
             [request.sampling.adapter for request in self.running] if self._n_adapted else ()
         )
         multiple = self.limits.row_multiple
-        hidden = decoder(active.feed, active.positions, attend, row_multiple=multiple, route=record)
-        if record is not None:
-            slot_positions = attend.slots_N[: active.n_slots], active.positions[: active.n_slots]
-            self.slots.routes_RCLK.index_put_(slot_positions, record.experts_TLK[: active.n_slots])
+        hidden = decoder(feed, positions, attend, row_multiple=multiple, route=recorder)
+        if recorder is not None:
+            targets = attend.slots_N[:count], positions[:count]
+            self.slots.routes_RCLK.index_put_(targets, recorder.experts_TLK[:count])
         return hidden
 
     def _draw_next(self, active: ActiveSlots, hidden_Nd: Tensor) -> EndReasons:
@@ -396,12 +396,12 @@ class Scheduler:
         )
         draws = []
         for chunk in active.chunks:
-            rows = chunk.rows
+            span = chunk.rows
             padded_hidden = hidden_Nd[
-                rows.start : round_up_to(rows.stop, self.limits.row_multiple)
+                span.start : round_up_to(span.stop, self.limits.row_multiple)
             ].to(dtype)
-            logits_NV = F.linear(padded_hidden, weight_Vd)[: rows.stop - rows.start]
-            draws.append(draw_tokens(logits_NV, uniforms_N[rows], chunk.settings))
+            logits_NV = F.linear(padded_hidden, weight_Vd)[: span.stop - span.start]
+            draws.append(draw_tokens(logits_NV, uniforms_N[span], chunk.settings))
         return self._find_ended(active, self.slots.record(active, draws))
 
     def _find_ended(self, active: ActiveSlots, tokens_N: Tensor) -> EndReasons:
@@ -414,18 +414,18 @@ class Scheduler:
         end = first + active.n_slots
         full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
         end_reasons: dict[int, StopReason | RequestFailed] = {
-            row: self.running[row].reason_at_limit for row in full.tolist()
+            slot: self.running[slot].reason_at_limit for slot in full.tolist()
         }
-        rows = range(first, end) if self._n_stop_strings else ()
-        if watched_rows := [row for row in rows if self.running[row].stop_strings]:
-            watched_tokens = tokens_N[torch.tensor(watched_rows, device=self.device) - first]
-            for row, token in zip(watched_rows, watched_tokens.tolist(), strict=True):
-                stop_strings = self.running[row].stop_strings
+        slots = range(first, end) if self._n_stop_strings else ()
+        if watched_slots := [slot for slot in slots if self.running[slot].stop_strings]:
+            watched_tokens = tokens_N[torch.tensor(watched_slots, device=self.device) - first]
+            for slot, token in zip(watched_slots, watched_tokens.tolist(), strict=True):
+                stop_strings = self.running[slot].stop_strings
                 try:
                     if stop_strings is not None and stop_strings.feed(token):
-                        end_reasons[row] = StopReason.STOP_STRING
+                        end_reasons[slot] = StopReason.STOP_STRING
                 except RequestFailed as error:
-                    end_reasons[row] = error
+                    end_reasons[slot] = error
         if active.stops_NS is not None:
             stop_id_rows = (tokens_N[:, None] == active.stops_NS).any(-1).nonzero()[:, 0]
             end_reasons |= dict.fromkeys((stop_id_rows + first).tolist(), StopReason.STOP_TOKEN)
@@ -440,12 +440,12 @@ class Scheduler:
         """
         if not end_reasons:
             return
-        rows = list(end_reasons)
-        requests = [self.running[row] for row in rows]
-        results = self.slots.read_completions(rows)
+        slots = list(end_reasons)
+        requests = [self.running[slot] for slot in slots]
+        results = self.slots.read_completions(slots)
         routes = [
-            self.slots.read_routes(row) if self.running[row].sampling.routes else None
-            for row in rows
+            self.slots.read_routes(slot) if self.running[slot].sampling.routes else None
+            for slot in slots
         ]
         first_nonfinite = [find_first_nonfinite(logprobs) for _, logprobs, _ in results]
         broken = {
@@ -454,7 +454,7 @@ class Scheduler:
             if index is not None
         }
         errors = self._explain_errors(broken) if broken else {}
-        self._free_slots(rows)
+        self._free_slots(slots)
         for request, (tokens, logprobs, log_kept), stop, request_routes in zip(
             requests, results, end_reasons.values(), routes, strict=True
         ):
@@ -473,28 +473,28 @@ class Scheduler:
         return explain_nonfinite(broken, all_fail=all_fail, weights=weights, version=self.version)
 
     @torch.inference_mode()
-    def _free_slots(self, rows: list[int]) -> None:
+    def _free_slots(self, slots: list[int]) -> None:
         """Free slots; the last running requests move into the gaps.
 
         Keys and values that aren't finite are erased. Otherwise the next request in the slot would
         read them with weight 0, and 0 * NaN is NaN.
         """
-        remaining = len(self.running) - len(rows)
-        freed = set(rows)
-        gaps = [row for row in rows if row < remaining]
-        moved = [row for row in range(remaining, len(self.running)) if row not in freed]
-        self._n_stop_strings -= sum(self.running[row].stop_strings is not None for row in rows)
-        self._n_routed -= sum(self.running[row].sampling.routes for row in rows)
-        self._n_adapted -= sum(self.running[row].sampling.adapter is not None for row in rows)
+        remaining = len(self.running) - len(slots)
+        freed = set(slots)
+        gaps = [slot for slot in slots if slot < remaining]
+        moved = [slot for slot in range(remaining, len(self.running)) if slot not in freed]
+        self._n_stop_strings -= sum(self.running[slot].stop_strings is not None for slot in slots)
+        self._n_routed -= sum(self.running[slot].sampling.routes for slot in slots)
+        self._n_adapted -= sum(self.running[slot].sampling.adapter is not None for slot in slots)
         self._active = None
-        broken = self.slots.find_nonfinite([*rows, *moved])
-        self.cache.erase([row for row in rows if row in broken])
+        broken = self.slots.find_nonfinite([*slots, *moved])
+        self.cache.erase([slot for slot in slots if slot in broken])
         if moved:
             length = int(self.slots.lengths[moved].max())
             self.slots.move(moved, gaps, length)
             sources, targets = (torch.tensor(part, device=self.device) for part in (moved, gaps))
             self.cache.move(sources, targets, length)
-            self.cache.erase([row for row in moved if row in broken])
+            self.cache.erase([slot for slot in moved if slot in broken])
         for source, target in zip(moved, gaps, strict=True):
             self.running[target] = self.running[source]
         del self.running[remaining:]

@@ -12,6 +12,7 @@ from ratchet.models.policy import DecoderPolicy, PolicyModel
 def check_dtensor(section: DTensorConfig, model: PolicyModel) -> None:
     """Raise ModelError or ConfigError if FSDP2 can't divide the model as `section` says."""
     if isinstance(model, DecoderPolicy):
+        # One rank shows whether the sizes divide.
         build_first_shard(section).check(model.shape)
     else:
         _check_transformers(section, model)
@@ -55,4 +56,5 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
         )
     assert isinstance(model, TransformersPolicy), "any other model is a decoder"
     if section.tensor_parallel > 1:
+        # Raises ModelError if the model can't be divided.
         model.plan(section.tensor_parallel)

@@ -89,7 +89,7 @@ class DTensorModels:
         """Return this rank's shard of a model, with uninitialised weights."""
         mesh = self.mesh
         shard = DistributedShard(
-            mesh.part,
+            mesh.model_shard,
             mesh.tensor,
             mesh.context,
             mesh.experts,

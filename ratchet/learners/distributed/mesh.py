@@ -43,14 +43,14 @@ class Mesh:
         row_index = self.coordinates.shard * topology.context + self.coordinates.context
         # Number of ranks over which FSDP divides the rows of an expert's parameters.
         expert_row_ranks = row_ranks // topology.experts
-        self.part = ModelShard(
+        self.model_shard = ModelShard(
             ShardIndex(self.coordinates.tensor, topology.tensor),
             ShardIndex(self.coordinates.pipeline, topology.pipeline),
             ShardIndex(row_index % topology.experts, topology.experts),
         )
-        # This rank's share of the rows of a dense parameter, and of an expert's parameter.
-        self.share = ShardIndex(row_index, row_ranks)
-        self.expert_share = ShardIndex(row_index // topology.experts, expert_row_ranks)
+        # This rank's shard of the rows of a dense parameter, and of an expert's parameter.
+        self.row_shard = ShardIndex(row_index, row_ranks)
+        self.expert_row_shard = ShardIndex(row_index // topology.experts, expert_row_ranks)
         self.fsdp = self._fsdp_mesh(self._mesh, row_ranks)
         self.expert_fsdp = self.fsdp
         self.experts = None

@@ -230,7 +230,7 @@ def _make_shard(
     if (parameter.dim() < 2 or is_adapter_parameter(name)) and mesh.gradient_group is not None:
         reduce_groups = (*reduce_groups, mesh.gradient_group)
         gradient_divisor = mesh.topology.gradient_ranks
-    share = mesh.expert_share if is_expert else mesh.share
+    share = mesh.expert_row_shard if is_expert else mesh.row_shard
     rows = compute_fsdp_rows(parameter, share)
     copies = (
         mesh.topology.replicas

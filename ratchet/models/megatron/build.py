@@ -131,7 +131,7 @@ class MegatronStage(GPTModel):
             return x
         x_td = x[:, 0]
         return (
-            gather(x_td, self.tensor, is_replicated=True)
+            gather(x_td, self.tensor, same_use_on_all_ranks=True)
             if self.tensor is not None and self.config.sequence_parallel
             else x_td
         )

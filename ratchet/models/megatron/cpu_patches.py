@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 PACKAGE = "megatron.core"
-STANDIN = "_cpu_for_cuda"  # name of the stand-in for torch.cuda in the rewritten modules
+STANDIN_NAME = "_cpu_for_cuda"  # name of the stand-in for torch.cuda in the rewritten modules
 # Tensor methods whose calls are removed: x.cuda() becomes x.
 REMOVED_METHODS = {"cuda", "record_stream"}
 
@@ -27,7 +27,7 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert not any(name.startswith(PACKAGE) for name in sys.modules), (
-        "megatron.core has been imported as it is"
+        "megatron.core was imported before install(), so it is unpatched"
     )
     sys.meta_path.insert(0, _Finder())
 
@@ -59,14 +59,17 @@ REPLACED_FUNCTIONS = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": 
 
 
 class _Standin(types.ModuleType):
-    """A stand-in for `torch.cuda`, which supplies the attributes not defined here."""
+    """A stand-in for `torch.cuda`.
+
+    Attributes not defined here come from the real torch.cuda.
+    """
 
     Stream = Event = _NoOp
     nvtx = _NoOp()
-    replaced = types.SimpleNamespace(**REPLACED_FUNCTIONS)
+    replacements = types.SimpleNamespace(**REPLACED_FUNCTIONS)
 
     def __init__(self) -> None:
-        super().__init__(STANDIN)
+        super().__init__(STANDIN_NAME)
         self.random = self
         self.current_device = lambda: "cpu"
         self.device_count = lambda: 1
@@ -87,7 +90,7 @@ class _Standin(types.ModuleType):
         return getattr(torch.cuda, name)
 
 
-_STANDIN = _Standin()
+_CUDA_STANDIN = _Standin()
 
 
 class _CudaRemover(ast.NodeTransformer):
@@ -96,7 +99,8 @@ class _CudaRemover(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         if node.name in REPLACED_FUNCTIONS:
             return ast.Assign(
-                [ast.Name(node.name, ast.Store())], _attribute(STANDIN, "replaced", node.name)
+                [ast.Name(node.name, ast.Store())],
+                _attribute(STANDIN_NAME, "replacements", node.name),
             )
         self.generic_visit(node)
         return node
@@ -104,7 +108,7 @@ class _CudaRemover(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            return ast.Name(STANDIN, ast.Load())
+            return ast.Name(STANDIN_NAME, ast.Load())
         # Megatron checks that tensors are on the accelerator, which is the CPU here.
         if node.attr == "is_cuda":
             return ast.Constant(True)
@@ -149,7 +153,7 @@ class _Loader(SourceFileLoader):
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__dict__[STANDIN] = _STANDIN
+        module.__dict__[STANDIN_NAME] = _CUDA_STANDIN
         super().exec_module(module)
 
 

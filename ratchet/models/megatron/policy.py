@@ -26,7 +26,7 @@ from ratchet.models.parallel.megatron_sizes import Fp8Format, MegatronSizes, pad
 from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
 from ratchet.models.parallel.sharding import ModelShard, ShardIndex
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
-from ratchet.models.weights.hf_weights import SavableTensor, save_shape
+from ratchet.models.weights.hf_weights import SavableTensor, save_model_directory
 
 
 class PaddedVocabulary(VocabParallelLogits):
@@ -142,7 +142,7 @@ class MegatronPolicy(DistributedPolicy):
 
     def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
         assert weights is not None, "a rank has blocks of weights"
-        save_shape(self.shape, weights.items(), directory, next(self.parameters()).dtype)
+        save_model_directory(self.shape, weights.items(), directory, next(self.parameters()).dtype)
 
 
 def _distributed_shard(sizes: MegatronSizes) -> DistributedShard:

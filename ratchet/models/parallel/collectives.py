@@ -36,14 +36,15 @@ def sum_backward(x: Tensor, group: Group) -> Tensor:
     return _SumBackward.apply(x, group)
 
 
-def gather(x: Tensor, group: Group, *, is_replicated: bool = False) -> Tensor:
+def gather(x: Tensor, group: Group, *, same_use_on_all_ranks: bool = False) -> Tensor:
     """Return the ranks' parts, concatenated (all-gather). The parts have the same size.
 
     Args:
-        is_replicated: True if all ranks compute the same values from the result. Each rank then
-            takes its own part of the gradient. Otherwise the ranks' gradients are summed first.
+        same_use_on_all_ranks: True if all ranks compute the same values from the result. Each rank
+            then takes its own part of the gradient. Otherwise the ranks' gradients are summed
+            first.
     """
-    return _Gather.apply(x, group, is_replicated)
+    return _Gather.apply(x, group, same_use_on_all_ranks)
 
 
 def scatter_sum(x: Tensor, group: Group) -> Tensor:
@@ -67,7 +68,7 @@ def gather_columns(x: Tensor, group: Group) -> Tensor:
 
     All ranks must compute the same values from the result.
     """
-    return gather(x.movedim(-1, 0), group, is_replicated=True).movedim(0, -1)
+    return gather(x.movedim(-1, 0), group, same_use_on_all_ranks=True).movedim(0, -1)
 
 
 def take_own_columns(x: Tensor, group: Group) -> Tensor:
@@ -129,13 +130,13 @@ class _SumBackward(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, is_replicated: bool) -> Tensor:
-        ctx.group, ctx.is_replicated, ctx.size = group, is_replicated, len(x)
+    def forward(ctx: Any, x: Tensor, group: Group, same_use_on_all_ranks: bool) -> Tensor:
+        ctx.group, ctx.same_use_on_all_ranks, ctx.size = group, same_use_on_all_ranks, len(x)
         return _all_gather_tensor(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.is_replicated:
+        if ctx.same_use_on_all_ranks:
             return grads[0].narrow(0, ctx.group.rank() * ctx.size, ctx.size), None, None
         return _reduce_scatter_tensor(grads[0], ctx.group), None, None
 

@@ -70,7 +70,9 @@ class TensorParallelComm:
     def finish(self, x: Tensor) -> Tensor:
         """Return the final hidden states of all tokens, the same on every rank."""
         return (
-            gather(x, self.group, is_replicated=True)[: self.tokens].clone() if self.sequence else x
+            gather(x, self.group, same_use_on_all_ranks=True)[: self.tokens].clone()
+            if self.sequence
+            else x
         )
 
 
@@ -131,7 +133,7 @@ class VocabParallelLogits:
         widths = [len(self._rows(rank, size)) for rank in range(self.group.size())]
         widest = max(widths)
         padded_nV = F.pad(all_nV, (0, widest - all_nV.shape[1]))
-        parts = gather(padded_nV.T, self.group, is_replicated=True).split(widest)
+        parts = gather(padded_nV.T, self.group, same_use_on_all_ranks=True).split(widest)
         return torch.cat([part[:width] for part, width in zip(parts, widths, strict=True)]).T
 
     def _logsumexp(self, x_nV: Tensor) -> Tensor:

@@ -313,7 +313,7 @@ def save_decoder(
         weights: All weights by canonical name; None: the weights of the decoder.
     """
     named_weights = canonical_weights(decoder) if weights is None else weights.items()
-    save_shape(
+    save_model_directory(
         decoder.config,
         named_weights,
         directory,
@@ -322,7 +322,7 @@ def save_decoder(
     )
 
 
-def save_shape(
+def save_model_directory(
     shape: DecoderConfig,
     weights: Iterable[tuple[str, SavableTensor]],
     directory: Path,
@@ -330,7 +330,7 @@ def save_shape(
     *,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a directory like `save_decoder`, from a shape and its weights instead of a decoder."""
+    """Write a model directory like `save_decoder`, from a shape and weights, not a decoder."""
     config = shape.to_hf() | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
     directory.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ratchet.rewards.answers.numeric import find_last_match, parse_whole_number
+from ratchet.rewards.answers.numeric import find_last_match, parse_bare_number
 
 # A longer \boxed{} counts as not closed; other answers are cut off here.
 MAX_ANSWER_CHARS = 2000
@@ -104,7 +104,7 @@ def normalize_spelling(latex: str) -> str:
 def canonicalize(answer: str) -> str:
     """Return the same text for all answers that `is_same_answer` finds equal."""
     spelling = normalize_spelling(answer)
-    number = parse_whole_number(spelling)
+    number = parse_bare_number(spelling)
     return spelling if number is None else str(number)
 
 
@@ -113,5 +113,5 @@ def is_same_answer(a: str, b: str) -> bool:
     a, b = normalize_spelling(a), normalize_spelling(b)
     if a == b:
         return a != ""
-    number_a, number_b = parse_whole_number(a), parse_whole_number(b)
+    number_a, number_b = parse_bare_number(a), parse_bare_number(b)
     return number_a is not None and number_a == number_b

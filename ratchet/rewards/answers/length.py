@@ -13,7 +13,7 @@ from ratchet.types import Task, Trajectory, Truncated
 
 
 class LengthConfig(Section):
-    """A reward of 1 for a length within bounds; it falls to 0 over `margin` outside them."""
+    """A reward of 1 within bounds, which falls linearly to 0 at a distance of `margin` outside."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.length:Length"
 

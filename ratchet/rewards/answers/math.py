@@ -20,7 +20,7 @@ from ratchet.rewards.answers.final_answer import (
     is_same_answer,
     normalize_spelling,
 )
-from ratchet.rewards.answers.numeric import NUMBER, find_last_match, parse_whole_number
+from ratchet.rewards.answers.numeric import NUMBER, find_last_match, parse_bare_number
 from ratchet.rewards.base import FinalAnswer
 from ratchet.rewards.process_pool.pool import ProcessorTimeExceeded, RewardWorkers
 from ratchet.types import Task
@@ -147,4 +147,4 @@ def _are_plain_numbers(a: str, b: str) -> bool:
     """
     if "%" in a + b:
         return False
-    return all(parse_whole_number(normalize_spelling(text)) is not None for text in (a, b))
+    return all(parse_bare_number(normalize_spelling(text)) is not None for text in (a, b))

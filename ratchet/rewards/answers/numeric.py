@@ -30,8 +30,8 @@ class NumericAnswerConfig(Section):
     tolerance: float = Field(
         0.0,
         ge=0,
-        description="Difference up to which numbers are equal, absolute or relative to the task's "
-        "number.",
+        description="Largest difference that counts as equal: absolute if the task's number is "
+        "within ±1, else relative to it.",
     )
 
 
@@ -47,18 +47,19 @@ NUMBER = re.compile(
       | (?P<plain>{DECIMAL}) (?: [eE] (?P<exponent>[-+]?[0-9]+) )? )""",
     re.VERBOSE,
 )
-# Text before a number that makes the number a part of an expression, or a bound.
-POWER_OR_ROOT = re.compile(
+# Text before or after a number that makes the number a part of an expression, or a bound.
+EXPRESSION_BEFORE = re.compile(
     r"(?:\^|sqrt|√|[-−](?=\()|[≤≥±]"
     r"|\\(?:log|ln|exp|sin|cos|tan|[lg]eq?|neq?|pm|mp)(?![a-zA-Z]))[{( ]*$"
 )
-PI_OR_ROOT = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))")
+EXPRESSION_AFTER = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))")
 
 FRACTION = r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"
 LATEX_REPLACEMENTS = (
     (re.compile(rf"(?<=[0-9]){FRACTION}"), r" \1/\2"),  # a mixed number
     (re.compile(FRACTION), r"\1/\2"),
-    (re.compile(r"\{,\}"), ","),  # thousands: 1{,}000  1,\!000  1\,000
+    # The next two: thousands, written 1{,}000, 1,\!000 or 1\,000.
+    (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\(?:[!,]|(?=[$%]))"), ""),
     (re.compile("−"), "-"),
 )
@@ -121,7 +122,7 @@ def read_number(text: str) -> Fraction | None:
     return _read_single(_remove_latex(text))
 
 
-def parse_whole_number(text: str) -> Fraction | None:
+def parse_bare_number(text: str) -> Fraction | None:
     """Return the value of a text that is one number and nothing else (no unit), else None."""
     match = NUMBER.fullmatch(_remove_latex(text).strip())
     return _evaluate(match) if match else None
@@ -146,7 +147,10 @@ def _read_single(text: str) -> Fraction | None:
 
 
 def _read_braces(text: str) -> str:
-    """Return the part of `text`, which follows an opening brace, before the closing one."""
+    """Return `text` up to the brace that closes it; "" if there is none.
+
+    The opening brace stands just before `text`.
+    """
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace.group() == "{" else -1
@@ -160,8 +164,8 @@ def _evaluate(match: re.Match[str]) -> Fraction | None:
     context = match.string
     if (
         end - start > MAX_DIGITS
-        or POWER_OR_ROOT.search(context[max(0, start - 16) : start])
-        or PI_OR_ROOT.match(context, end)
+        or EXPRESSION_BEFORE.search(context[max(0, start - 16) : start])
+        or EXPRESSION_AFTER.match(context, end)
     ):
         return None
     mixed, numerator, denominator, plain, exponent = (

@@ -13,8 +13,8 @@ from ratchet.cli.main import app
 from ratchet.commands.plan.cluster import plan_cluster
 from ratchet.commands.plan.command import (
     CHECKPOINT_COPY,
-    Device,
     MemoryPlan,
+    ProcessMemory,
     StagePlan,
     Workload,
     estimate_run_peak,
@@ -41,7 +41,7 @@ learner: {workers: 1}
 steps: 1000
 batch_size: 2
 """
-CPU = Device("cpu", 100 * 2**20)
+CPU = ProcessMemory("cpu", 100 * 2**20)
 
 
 def recipe(path: Path, text: str = RECIPE) -> Path:
@@ -49,19 +49,19 @@ def recipe(path: Path, text: str = RECIPE) -> Path:
     return path / "recipe.yaml"
 
 
-def planned(path: Path, *overrides: str, device: Device = CPU):
+def planned(path: Path, *overrides: str, process: ProcessMemory = CPU):
     config = freeze(load_config(recipe(path), list(overrides)))
-    return plan_stage(config, 0, DecoderCost(read_shape(config)), device)
+    return plan_stage(config, 0, DecoderCost(read_shape(config)), process)
 
 
 def test_load_and_memory_by_hand(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     config = load_config(tmp_path / "recipe.yaml", [])
     cost = DecoderCost(read_shape(config))
-    assert (plan.workload.n_rows, plan.workload.n_attempts) == (8, 8)
+    assert (plan.workload.n_rows, plan.workload.max_running_attempts) == (8, 8)
     assert plan.workload.max_sequence_tokens == plan.workload.max_prompt_tokens + 4
     held = plan.memory.resident
-    assert plan.max_recorded_steps == 32  # steps of a file; a save every 50
+    assert plan.max_buffered_steps == 32  # steps of a file; a save every 50
     assert held == {
         "process": CPU.empty_process_bytes,
         "policy: weights": 4 * cost.parameters,
@@ -124,7 +124,7 @@ def test_a_record_takes_what_it_keeps_until_a_file_is_written(
     tmp_path: Path, overrides, recorded: int, share: float
 ) -> None:
     plan = planned(tmp_path, *overrides)
-    assert plan.max_recorded_steps == recorded
+    assert plan.max_buffered_steps == recorded
     assert plan.memory.resident.get("record", 0) == 2 * recorded * share * (
         8 * 400 + 8 * plan.workload.max_sequence_tokens * 30
     )
@@ -179,9 +179,9 @@ def test_a_probe_runs_all_stages_in_turn(tmp_path: Path) -> None:
     config = freeze(load_config(recipe(tmp_path, STAGES), []))
     found = probe(config, limit_s=0.1)
     sft, rl = found.stages
-    assert sft.steps == sft.max_recorded_steps == 3
+    assert sft.steps == sft.max_buffered_steps == 3
     assert 3 <= rl.steps < 100_000
-    assert 1 <= rl.max_recorded_steps <= 32
+    assert 1 <= rl.max_buffered_steps <= 32
     assert rl.seconds_by_phase["sample"] > 0
     assert 0 < sft.record_bytes_per_step < rl.record_bytes_per_step
     assert sft.processor_s > 0
@@ -232,8 +232,8 @@ LOAD = Workload(
     n_rows=1024,
     max_prompt_tokens=512,
     max_sequence_tokens=4096,
-    n_attempts=1024,
-    n_eval_attempts=0,
+    max_running_attempts=1024,
+    max_running_eval_attempts=0,
     n_scoring_passes=1,
     n_updates=1,
 )

@@ -60,7 +60,7 @@ def test_the_default_alphabet_is_printable_ascii_and_the_line_break():
 
 @pytest.mark.parametrize("alphabet", ["", "aa"])
 def test_an_alphabet_holds_each_character_once(alphabet):
-    with pytest.raises(ConfigError, match="each of its characters once"):
+    with pytest.raises(ConfigError, match="must not be empty or repeat a character"):
         character_tokenizer(alphabet)
 
 

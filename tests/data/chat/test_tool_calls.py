@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
-from ratchet.data.chat.tool_calls import FORMATS, MAX_DEPTH, split_reasoning, tool_format
+from ratchet.data.chat.tool_calls import FORMATS, MAX_DEPTH, find_tool_format, split_reasoning
 from ratchet.errors import ConfigError
 from ratchet.types import Message, ToolCall
 
@@ -201,16 +201,16 @@ def test_the_format_is_told_from_the_template_and_else_from_the_tokens():
         "deepseek-r1": "deepseek",
     }
     assert {family: renderer(family).tool_format.name for family in told} == told
-    assert tool_format("auto", "<tool_call>\n<function=name>", {}).name == "qwen3_coder"
-    assert tool_format("auto", "", {"[TOOL_CALLS]": 5}).name == "mistral"
-    assert tool_format("llama", "<tool_call>", {}).name == "llama"
+    assert find_tool_format("auto", "<tool_call>\n<function=name>", {}).name == "qwen3_coder"
+    assert find_tool_format("auto", "", {"[TOOL_CALLS]": 5}).name == "mistral"
+    assert find_tool_format("llama", "<tool_call>", {}).name == "llama"
     for family in FAMILIES.keys() - told.keys():
         with pytest.raises(
             ConfigError, match=r"set tokenizer.tool_format to deepseek, mistral.*tokenizer.template"
         ):
             _ = renderer(family).tool_format
     with pytest.raises(ConfigError, match="there is no 'hermis'"):
-        tool_format("hermis", "", {})
+        find_tool_format("hermis", "", {})
 
 
 # --- through tokens
