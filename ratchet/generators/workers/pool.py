@@ -114,21 +114,29 @@ class GeneratorPool:
         return bool(lost_queues)
 
     async def _replace(self, queue: WorkerQueue) -> None:
-        assert self._start_worker is not None, "`start` was not called"
         lost_group = queue.lost_group
         queue.lost_group = None
         if lost_group is not None:
             await asyncio.to_thread(lost_group.close)
         while self.final_error is None:
             try:
-                group = await asyncio.to_thread(self._start_worker, queue.rank)
+                group = await asyncio.to_thread(self._start_process, queue)
                 if self._paused:
                     await group.call("pause")
             except WorkerError as error:
+                queue.group = None
                 self._count_loss(error)
                 continue
-            queue.group = group
             return
+
+    def _start_process(self, queue: WorkerQueue) -> Workers:
+        """Start a worker's process, and keep it even if the task that waits for it is cancelled.
+
+        Otherwise `close` would not find the process.
+        """
+        assert self._start_worker is not None, "`start` was not called"
+        queue.group = self._start_worker(queue.rank)
+        return queue.group
 
     def _count_loss(self, error: Exception, redrawn_requests: int = 0) -> None:
         """Count the loss of a worker, and end the pool if it exceeds the allowed restarts.
