@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from ratchet.commands.migrate.nemo_rl import NEMO_RL
+from ratchet.commands.migrate.nemo_rl.peer import NEMO_RL
 from ratchet.commands.migrate.numbers import InvalidValue
 from ratchet.commands.migrate.read_config import FlatConfig, read_source
 from ratchet.commands.migrate.roll import ROLL

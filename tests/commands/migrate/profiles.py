@@ -37,6 +37,10 @@ NEMO: Values = {
     "grpo.reward_shaping.overlong_buffer_penalty": 1,
     "grpo.reward_shaping.max_response_length": 4,
     "grpo.adv_estimator.name": "grpo",
+    "grpo.reward_scaling.source_min": 0.25,
+    "grpo.reward_scaling.source_max": 1.0,
+    "grpo.reward_scaling.target_min": -1.0,
+    "grpo.reward_scaling.target_max": 1.0,
     "grpo.advantage_clip_low": -2,
     "grpo.advantage_clip_high": 2,
     f"{COLOCATED}.enabled": True,
@@ -68,6 +72,32 @@ NEMO_OLDER: Values = {
     "data.default.input_key": "question",
     "data.default.output_key": "result",
     "logger.trackio_enabled": True,
+}
+NEMO_PPO: Values = {
+    "ppo.adv_estimator.name": "gae",
+    "ppo.adv_estimator.gae_lambda": 0.5,
+    "ppo.adv_estimator.gae_lambda_policy": 0.75,
+    "ppo.adv_estimator.gae_lambda_value": 0.25,
+    "ppo.adv_estimator.length_adaptive_alpha": None,
+    "ppo.reward_scaling.source_min": 0.25,
+    "ppo.reward_scaling.source_max": 1.0,
+    "ppo.reward_scaling.target_min": -1.0,
+    "ppo.reward_scaling.target_max": 1.0,
+    "ppo.reward_shaping.stop_properly_penalty_coef": None,
+    "ppo.async_ppo.enabled": True,
+    "ppo.critic_ppo_epochs": 2,
+    "value.megatron_cfg.enabled": False,
+    "value.megatron_cfg.optimizer.lr": 0.25,
+    "loss_fn.sequence_level_importance_ratios": False,
+}
+NEMO_PPO_MEGATRON: Values = {
+    "ppo.adv_estimator.gae_lambda_policy": None,
+    "ppo.adv_estimator.length_adaptive_alpha": 0.5,
+    "value.megatron_cfg.enabled": True,
+}
+NEMO_DISTILLATION: Values = {
+    "loss_fn.kl_type": "mixed",
+    "loss_fn.mixed_kl_weight": 0.25,
 }
 NEMO_COLUMNS: Values = {
     "data.default.*": None,
@@ -318,7 +348,7 @@ PAIRS: Values = TRL | {"loss_type": ["sigmoid"]}
 TRL_PASSES: Values = {"max_steps": -1, "num_train_epochs": 2.0}
 NEMO_PASSES: Values = {
     f"{section}.{key}": value
-    for section in ("grpo", "dpo", "sft", "rm")
+    for section in ("grpo", "ppo", "distillation", "dpo", "sft", "rm")
     for key, value in (("max_num_steps", 10**6), ("max_num_epochs", 2))
 }
 VERL_PASSES: Values = {"trainer.total_training_steps": None, "trainer.total_epochs": 2}
@@ -335,6 +365,16 @@ PROFILES: Mapping[str, Mapping[str, list[Values]]] = {
             NEMO | NEMO_OLDER,
             NEMO | NEMO_COLUMNS,
             NEMO | NEMO_PASSES,
+        ],
+        "ppo": [
+            NEMO | NEMO_PPO,
+            NEMO | NEMO_PPO | NEMO_APART | NEMO_PPO_MEGATRON,
+            NEMO | NEMO_PPO | NEMO_PASSES | {"ppo.adv_estimator.gae_lambda_policy": None},
+        ],
+        "distillation": [
+            NEMO | NEMO_DISTILLATION,
+            NEMO | NEMO_DISTILLATION | NEMO_APART,
+            NEMO | NEMO_DISTILLATION | NEMO_PASSES,
         ],
         "dpo": [NEMO, NEMO | NEMO_PASSES],
         "sft": [NEMO, NEMO | NEMO_PASSES],

@@ -29,6 +29,8 @@ EXAMPLES = {
     "verl_grpo.sh": ("verl", "PPO trainer"),
     "verl_ppo.yaml": ("verl", "PPO trainer"),
     "nemo_grpo.yaml": ("nemo-rl", "grpo"),
+    "nemo_ppo.yaml": ("nemo-rl", "ppo"),
+    "nemo_distillation.yaml": ("nemo-rl", "distillation"),
     "nemo_dpo.yaml": ("nemo-rl", "dpo"),
     "roll_rlvr.yaml": ("roll", "RLVR"),
     "roll_dpo.yaml": ("roll", "DPO"),

@@ -19,7 +19,9 @@ CONVERTERS = {"float", "int", "complex", "Decimal", "Fraction", "eval", "literal
 
 
 @pytest.mark.fault("I1")
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_numbers_are_read_in_one_place(path: Path) -> None:
     """No converter is called or handed on outside of numbers.py; isinstance may name a type."""
     if path.name == "numbers.py":

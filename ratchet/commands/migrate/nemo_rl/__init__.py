@@ -1,0 +1,1 @@
+"""The key tables of NVIDIA NeMo RL, one module for each subject."""

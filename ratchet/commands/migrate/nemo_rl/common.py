@@ -1,0 +1,251 @@
+"""The rows of the keys that all of NeMo RL's trainers have."""
+
+from __future__ import annotations
+
+from ratchet.commands.migrate import shared
+from ratchet.commands.migrate.nemo_rl import placement as place
+from ratchet.commands.migrate.nemo_rl import values as to
+from ratchet.commands.migrate.nemo_rl.placement import DTENSOR, GENERATION, MEGATRON
+from ratchet.commands.migrate.table import (
+    KeyRow,
+    at_least_0,
+    choose,
+    covered,
+    dropped,
+    flag,
+    inert,
+    number,
+    only_if,
+    positive,
+    real,
+    whole,
+)
+
+EVALUATION_NOTE = "greedy accuracy on evaluation.tasks held-out tasks; 0: only before and after"
+
+# Rows of every trainer, without the keys of its own section.
+COMMON = (
+    *dropped(shared.BASE_CONFIG, "--config*"),
+    KeyRow("policy.model_name", "model.path"),
+    KeyRow("policy.tokenizer.name", "tokenizer.path", convert=to.tokenizer),
+    KeyRow(
+        "policy.tokenizer.chat_template",
+        "tokenizer.template",
+        "the path of a .jinja file here",
+        shared.template,
+    ),
+    KeyRow(
+        "policy.optimizer.name", "optimizer.kind", convert=place.when_megatron(False, to.optimizer)
+    ),
+    KeyRow(
+        "policy.optimizer.kwargs.lr", "optimizer.lr", convert=place.when_megatron(False, number)
+    ),
+    KeyRow(
+        "policy.optimizer.kwargs.weight_decay",
+        "optimizer.weight_decay",
+        "on matrices only",
+        place.when_megatron(False, number),
+    ),
+    KeyRow("policy.optimizer.kwargs.betas", "optimizer.betas", convert=place.when_megatron(False)),
+    KeyRow(
+        "policy.optimizer.kwargs.eps", "optimizer.eps", convert=place.when_megatron(False, number)
+    ),
+    KeyRow(
+        "policy.scheduler", "optimizer.warmup_steps", convert=place.when_megatron(False, to.warmup)
+    ),
+    KeyRow("policy.max_grad_norm", "optimizer.max_grad_norm", convert=shared.clip_norm, null=None),
+    KeyRow(f"{MEGATRON}.optimizer.lr", "optimizer.lr", convert=place.when_megatron(True, number)),
+    KeyRow(
+        f"{MEGATRON}.optimizer.weight_decay",
+        "optimizer.weight_decay",
+        "on matrices only",
+        place.when_megatron(True, number),
+    ),
+    KeyRow(
+        f"{MEGATRON}.optimizer.adam_beta1",
+        "optimizer.betas",
+        convert=place.when_megatron(
+            True,
+            shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"),
+        ),
+    ),
+    KeyRow(
+        f"{MEGATRON}.optimizer.adam_beta2",
+        "optimizer.betas",
+        convert=place.when_megatron(
+            True,
+            shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"),
+        ),
+    ),
+    KeyRow(
+        f"{MEGATRON}.optimizer.adam_eps", "optimizer.eps", convert=place.when_megatron(True, number)
+    ),
+    KeyRow(
+        f"{MEGATRON}.scheduler.lr_warmup_iters",
+        "optimizer.warmup_steps",
+        f"{to.WARMUP_NOTE}; the learning rate rises from 0 here",
+        place.when_megatron(True, to.batches),
+    ),
+    KeyRow(
+        f"{MEGATRON}.scheduler.lr_decay_style",
+        "optimizer.schedule",
+        convert=place.when_megatron(
+            True, choose({"constant": "constant", "linear": "linear", "cosine": "cosine"})
+        ),
+    ),
+    KeyRow(f"{MEGATRON}.enabled", "learner.kind", convert=place.megatron_learner),
+    KeyRow(
+        f"{MEGATRON}.sequence_parallel",
+        "learner.sequence_parallel",
+        convert=place.when_megatron(True, flag),
+    ),
+    KeyRow(
+        f"{MEGATRON}.activation_checkpointing",
+        "learner.recompute",
+        convert=place.when_megatron(True, choose({True: "full", False: "none"})),
+    ),
+    KeyRow(f"{DTENSOR}.enabled", "learner.kind", convert=place.dtensor),
+    KeyRow(
+        f"{DTENSOR}.sequence_parallel",
+        "learner.sequence_parallel",
+        convert=place.when_megatron(False, place.flag_if_distributed),
+    ),
+    KeyRow(
+        f"{DTENSOR}.activation_checkpointing",
+        "learner.activation_checkpointing",
+        convert=place.when_megatron(False, flag),
+    ),
+    KeyRow(
+        f"{DTENSOR}.cpu_offload",
+        "learner.cpu_offload",
+        convert=place.when_megatron(False, place.flag_if_distributed),
+    ),
+    KeyRow(f"{DTENSOR}.lora_cfg.dim", "lora.rank", convert=to.lora(whole)),
+    KeyRow(f"{DTENSOR}.lora_cfg.alpha", "lora.alpha", convert=to.lora(real)),
+    KeyRow(f"{DTENSOR}.lora_cfg.dropout", "lora.dropout", convert=to.lora(number)),
+    KeyRow(
+        f"{DTENSOR}.lora_cfg.target_modules", "lora.target_modules", convert=to.lora(to.targets)
+    ),
+    KeyRow(
+        "policy.sequence_packing.train_mb_tokens",
+        "learner.micro_batch_tokens",
+        convert=only_if(
+            lambda config: config.flag("policy.sequence_packing.enabled"),
+            whole,
+            "sequence_packing is off there",
+        ),
+    ),
+    KeyRow("policy.sequence_packing.enabled", covered_by="policy.sequence_packing.train_mb_tokens"),
+    KeyRow("checkpointing.save_period", "checkpoint.every", convert=whole),
+    KeyRow(
+        "checkpointing.keep_top_k",
+        "checkpoint.keep_best",
+        "the best by checkpoint.metric are kept, and the newest checkpoint.keep too",
+        positive("checkpoint.keep is the number of newest checkpoints to keep"),
+    ),
+    KeyRow("checkpointing.checkpoint_dir", "run_dir"),
+    KeyRow(
+        "checkpointing.checkpoint_must_save_by", note="checkpoint.limit_s is in seconds: set it"
+    ),
+    KeyRow("logger.tensorboard_enabled", "logging.tensorboard", convert=flag),
+    *(
+        KeyRow(f"logger.{name}_enabled", "logging.sinks", convert=to.convert_project(name))
+        for name in shared.TRACKERS
+    ),
+    KeyRow("cluster.num_nodes", "cluster", convert=place.convert_nodes),
+    KeyRow("cluster.gpus_per_node", covered_by=f"{DTENSOR}.enabled"),
+    *dropped("learner and generator set their accelerators", "cluster.*"),
+    *dropped(
+        "checkpoint.metric is eval/accuracy, or any other logged metric",
+        "checkpointing.metric_name",
+        "checkpointing.higher_is_better",
+    ),
+    *dropped(
+        "the run writes model/ in Hugging Face form; `ratchet convert` converts it",
+        "checkpointing.*",
+    ),
+    *inert(
+        shared.MICRO_BATCHES,
+        "policy.train_micro_batch_size",
+        "policy.logprob_batch_size",
+        "policy.generation_batch_size",
+        "policy.dynamic_batching.*",
+        "policy.logprob_chunk_size",
+    ),
+    *inert(shared.PACKING, "policy.sequence_packing.*", "policy.make_sequence_length_divisible_by"),
+    *dropped(
+        shared.PRECISION,
+        "policy.precision",
+        f"{GENERATION}.vllm_cfg.precision",
+        f"{GENERATION}.vllm_cfg.kv_cache_dtype",
+    ),
+    *dropped(
+        "the limits are the model's context and sampling.max_new_tokens",
+        "policy.max_total_sequence_length",
+        "data.max_input_seq_length",
+    ),
+    *inert(shared.KV_CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
+    *covered(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size"),
+    *covered(f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size"),
+    KeyRow(f"{MEGATRON}.optimizer.clip_grad", note="repeats policy.max_grad_norm, which counts"),
+    KeyRow(f"{DTENSOR}.lora_cfg.enabled", covered_by=f"{DTENSOR}.lora_cfg.dim"),
+    KeyRow(f"{DTENSOR}.lora_cfg.match_all_linear", covered_by=f"{DTENSOR}.lora_cfg.target_modules"),
+    *dropped(
+        "is a detail of the adapter that has no key here",
+        f"{DTENSOR}.lora_cfg.*",
+        f"{MEGATRON}.peft.*",
+    ),
+    *dropped(
+        "is a switch of the peer's engine that learners lack", f"{DTENSOR}.*", f"{MEGATRON}.*"
+    ),
+    *dropped(shared.NUMERICS, "policy.*"),
+    KeyRow("data.train.split", "environment.train_split"),
+    KeyRow("data.train.input_key", "environment.columns", convert=to.column("prompt")),
+    KeyRow("data.default.input_key", "environment.columns", convert=to.column("prompt")),
+    KeyRow("data.train.output_key", "environment.columns", convert=to.column("answer")),
+    KeyRow("data.default.output_key", "environment.columns", convert=to.column("answer")),
+    KeyRow("data.validation.data_path", "environment.test", convert=shared.as_list),
+    *dropped(shared.DATA_LOADER, "data.shuffle", "data.num_workers", "data.add_*", "data.*"),
+    *covered("logger.wandb_enabled", "logger.wandb.*"),
+    *covered("logger.mlflow_enabled", "logger.mlflow.*"),
+    *covered("logger.swanlab_enabled", "logger.swanlab.*"),
+    *inert("metrics always go to metrics.jsonl and the terminal", "logger.*"),
+    *dropped(
+        "rewards and environments are chosen by kind (docs/rewards.md, docs/environments.md)",
+        "env.*",
+    ),
+    *dropped(
+        "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
+        "reward_penalties.*",
+    ),
+    *dropped("only rollouts.max_staleness and rollouts.order can be set here", "async_rl.*"),
+    *inert("data pass between processes without settings", "data_plane.*"),
+)
+
+
+def common_rows(section: str) -> tuple[KeyRow, ...]:
+    """Return the rows of every trainer; `section` holds the trainer's own keys (`grpo`, `dpo`)."""
+    return (
+        KeyRow(
+            f"{section}.max_num_steps",
+            "steps",
+            "there max_num_epochs may end the run earlier",
+            to.steps(section),
+        ),
+        KeyRow(f"{section}.max_num_epochs", "passes", convert=to.passes(section)),
+        KeyRow(
+            f"{section}.val_period", "evaluation.every", EVALUATION_NOTE, at_least_0, default=10
+        ),
+        KeyRow(f"{section}.seed", "seed", convert=whole, default=42),
+        *dropped(
+            "evaluation always runs before and after each stage here",
+            f"{section}.val_at_start",
+            f"{section}.val_at_end",
+        ),
+        *dropped(
+            "evaluation.tasks is the number of held-out tasks",
+            f"{section}.max_val_samples",
+            f"{section}.val_*",
+        ),
+        *COMMON,
+    )

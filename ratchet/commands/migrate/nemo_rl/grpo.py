@@ -1,0 +1,114 @@
+"""The key table of NeMo RL's GRPO, and the conversions of its advantages.
+
+"there" in a note means NeMo RL; "here" means Ratchet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ratchet.commands.migrate import numbers
+from ratchet.commands.migrate.nemo_rl.common import common_rows
+from ratchet.commands.migrate.nemo_rl.policy_gradient import LOSS, reward_rows
+from ratchet.commands.migrate.nemo_rl.rollouts import rollout_rows
+from ratchet.commands.migrate.table import (
+    Dropped,
+    Inert,
+    KeyRow,
+    PeerConfig,
+    Values,
+    covered,
+    dropped,
+    inert,
+)
+
+
+def _estimator_flag(name: str, config: PeerConfig) -> bool:
+    """Return a flag of the advantage estimator.
+
+    The key in `grpo.adv_estimator` overrides the one in `grpo`.
+    """
+    section_key = f"grpo.adv_estimator.{name}"
+    return config.flag(f"grpo.{name}" if config[section_key] is None else section_key)
+
+
+def advantage(value: Any, config: PeerConfig) -> Any:
+    scale = "std" if _estimator_flag("normalize_rewards", config) else "none"
+    scale_key = {"algorithm.advantage.scale": scale}
+    if not _estimator_flag("use_leave_one_out_baseline", config):
+        return Values({"algorithm.kind": "grpo", **scale_key})
+    note = (
+        "a leave-one-out baseline is rloo here; the standard deviation is over the whole group "
+        "here, and leaves the answer out there"
+    )
+    return Values({"algorithm.kind": "rloo", **scale_key}, note)
+
+
+def estimator(value: Any, config: PeerConfig) -> Any:
+    if value == "grpo":
+        return Inert("algorithm.kind is set by the key of the baseline")
+    if value == "reinforce_plus_plus":
+        baseline = "group" if config.flag("grpo.adv_estimator.minus_baseline") else "none"
+        return Values(
+            {"algorithm.kind": "reinforce_pp", "algorithm.advantage": {"baseline": baseline}}
+        )
+    if value == "gdpo":
+        return Values({"algorithm.kind": "gdpo", "algorithm.advantage": {}})
+    return Dropped(
+        "only grpo, gdpo and reinforce_plus_plus are converted: the recipe has the baseline of "
+        "grpo or rloo"
+    )
+
+
+def advantage_clip(value: Any, config: PeerConfig) -> Any:
+    low, high = (config[f"grpo.advantage_clip_{side}"] for side in ("low", "high"))
+    if low is None or high is None or numbers.number(low) != -numbers.number(high):
+        return Dropped(
+            f"algorithm.advantage_clip is one bound for both sides, but these are {low} and {high}"
+        )
+    return numbers.real(high)
+
+
+GRPO = (
+    KeyRow(
+        "grpo.use_leave_one_out_baseline",
+        "algorithm.kind, algorithm.advantage.scale",
+        convert=advantage,
+        default=True,
+    ),
+    KeyRow("grpo.normalize_rewards", covered_by="grpo.use_leave_one_out_baseline", default=True),
+    KeyRow("grpo.adv_estimator.name", "algorithm.kind", convert=estimator),
+    *covered("grpo.adv_estimator.name", "grpo.adv_estimator.*"),
+    KeyRow("grpo.advantage_clip_low", "algorithm.advantage_clip", convert=advantage_clip),
+    KeyRow("grpo.advantage_clip_high", "algorithm.advantage_clip", convert=advantage_clip),
+    *dropped(
+        "advantages have no best-at-k or pass-at-1 term",
+        "grpo.use_best_at_k",
+        "grpo.best_at_k_*",
+        "grpo.*combined_training*",
+    ),
+    *dropped(
+        "for groups of equal rewards set algorithm.equal_rewards or rollouts.dynamic_sampling",
+        "grpo.zero_variance_prompt_filtering",
+    ),
+    *dropped(
+        "for on-policy distillation set algorithm.teacher of a stage (docs/algorithms)",
+        "on_policy_distillation.*",
+        "_teachers.*",
+    ),
+    *inert(
+        "changes how the trainer computes, not its results",
+        "grpo.deduplicate_multimodal_data",
+        "grpo.debug_payload_metrics",
+        "grpo.calculate_advantages_on_gpu",
+    ),
+    *dropped("evaluation.patience stops a run early", "grpo.stop_at_validation_*"),
+    *dropped(
+        "evaluation.samples is the number of attempts per held-out task",
+        "grpo.num_val_generations_per_prompt",
+    ),
+    *rollout_rows("grpo", prompts=32, attempts=16),
+    *reward_rows("grpo"),
+    *LOSS,
+    *common_rows("grpo"),
+)

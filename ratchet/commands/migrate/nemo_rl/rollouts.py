@@ -1,0 +1,65 @@
+"""The rows of sampling and of batches, for NeMo RL's trainers that sample."""
+
+from __future__ import annotations
+
+from ratchet.commands.migrate import shared
+from ratchet.commands.migrate.nemo_rl import placement as place
+from ratchet.commands.migrate.nemo_rl import values as to
+from ratchet.commands.migrate.nemo_rl.placement import GENERATION
+from ratchet.commands.migrate.table import KeyRow, at_least_0, covered, dropped, real, whole
+
+MINIBATCH_NOTE = "counts answers there; here minibatches is the number of optimizer steps per batch"
+
+
+def rollout_rows(section: str, *, prompts: int, attempts: int) -> tuple[KeyRow, ...]:
+    """Return the rows of a trainer that samples.
+
+    Args:
+        section: The section of the trainer's own keys (`grpo`).
+        prompts: The trainer's default number of prompts per step.
+        attempts: The trainer's default number of attempts at each prompt.
+    """
+    return (
+        KeyRow(f"{section}.num_prompts_per_step", "batch_size", convert=whole, default=prompts),
+        KeyRow(
+            f"{section}.num_generations_per_prompt",
+            "algorithm.group_size",
+            convert=whole,
+            default=attempts,
+        ),
+        KeyRow(
+            "policy.train_global_batch_size",
+            "algorithm.minibatches",
+            MINIBATCH_NOTE,
+            to.minibatches(section),
+        ),
+        KeyRow(f"{section}.max_rollout_turns", "rollouts.max_turns", convert=whole),
+        KeyRow(f"{GENERATION}.max_new_tokens", "sampling.max_new_tokens", convert=whole),
+        KeyRow(f"{GENERATION}.temperature", "sampling.temperature", convert=real),
+        KeyRow(f"{GENERATION}.top_p", "sampling.top_p", convert=real),
+        KeyRow(f"{GENERATION}.top_k", "sampling.top_k", convert=at_least_0),
+        KeyRow(f"{GENERATION}.stop_strings", "sampling.stop", convert=shared.as_list),
+        KeyRow(
+            f"{GENERATION}.stop_token_ids",
+            note="the model's own end tokens end an answer; set others as text in sampling.stop",
+        ),
+        KeyRow(f"{GENERATION}.backend", "generator", convert=place.convert_generator),
+        KeyRow(
+            f"{GENERATION}.vllm_cfg.enforce_eager",
+            note="set generator.enforce_eager, or generator.worker.enforce_eager with workers",
+        ),
+        *dropped("is set by other keys of generator, or has no switch", f"{GENERATION}.*"),
+        KeyRow("data.train.dataset_name", "environment", note=shared.COLUMNS, convert=to.rows),
+        KeyRow("data.train.data_path", "environment", note=shared.COLUMNS, convert=to.rows),
+        KeyRow("data.dataset_name", "environment", note=shared.COLUMNS, convert=to.rows),
+        KeyRow(
+            "data.default.prompt_file",
+            note="set environment.prompt to the text around a question: '{problem}\nThink first.'",
+        ),
+        *covered(
+            f"{GENERATION}.backend",
+            f"{GENERATION}.colocated.*",
+            f"{GENERATION}.vllm_cfg.*_parallel_size",
+            f"{GENERATION}.vllm_cfg.max_model_len",
+        ),
+    )

@@ -1,0 +1,242 @@
+"""Convert values that several of NeMo RL's trainers have to values of a recipe.
+
+A function of (value, config) converts the key of a row. "there" in a note means NeMo RL; "here"
+means Ratchet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ratchet.commands.migrate import numbers, shared
+from ratchet.commands.migrate.nemo_rl.placement import DTENSOR
+from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
+
+WARMUP_NOTE = "counts passes over a batch there and optimizer steps here (x minibatches)"
+# The note of rows that `like_policy` converts.
+SHARED_NOTE = "is the policy's here"
+# The sections of the trainers that sample.
+SAMPLING_SECTIONS = ("grpo", "ppo", "distillation")
+
+
+def tokenizer(value: Any, config: PeerConfig) -> Any:
+    return (
+        Inert("the model's own tokenizer is the default here")
+        if value == config["policy.model_name"]
+        else value
+    )
+
+
+def updates_per_batch(section: str, config: PeerConfig) -> int:
+    """Return the number of optimizer steps per batch; `section` holds the trainer's own keys."""
+    answers = config.whole(f"{section}.num_prompts_per_step") * config.whole(
+        f"{section}.num_generations_per_prompt"
+    )
+    return numbers.quotient(
+        answers,
+        config.whole("policy.train_global_batch_size"),
+        "a batch over train_global_batch_size",
+    )
+
+
+def minibatches(section: str) -> Conversion:
+    return lambda value, config: updates_per_batch(section, config)
+
+
+def batches(value: Any, config: PeerConfig) -> int:
+    """Return the number of optimizer steps for a number of passes over a batch.
+
+    NeMo RL's scheduler counts these passes. A file without batch sizes counts as one optimizer step
+    per pass.
+    """
+    section = next(
+        (
+            name
+            for name in SAMPLING_SECTIONS
+            if config[f"{name}.num_prompts_per_step"] is not None
+            and config["policy.train_global_batch_size"] is not None
+        ),
+        None,
+    )
+    return numbers.whole(value, least=0) * (updates_per_batch(section, config) if section else 1)
+
+
+def _counts_steps(section: str, config: PeerConfig) -> bool:
+    """True unless `max_num_steps` is unset, or so large that `max_num_epochs` ends training."""
+    steps, epochs = config[f"{section}.max_num_steps"], config[f"{section}.max_num_epochs"]
+    count = 0 if steps is None else numbers.number(steps)
+    if count <= 0:
+        return False
+    if epochs is None or count < shared.UNLIMITED_STEPS:
+        return True
+    # Both are as good as unlimited: a step is shorter than a pass.
+    return not 0 < numbers.number(epochs) < shared.UNLIMITED_STEPS
+
+
+def steps(section: str) -> Conversion:
+    def convert(value: Any, config: PeerConfig) -> Any:
+        return numbers.whole(value) if _counts_steps(section, config) else Inert("epochs count")
+
+    return convert
+
+
+def passes(section: str) -> Conversion:
+    def convert(value: Any, config: PeerConfig) -> Any:
+        if _counts_steps(section, config):
+            return Dropped("max_num_steps is taken: set passes instead if they end first")
+        return shared.passes(value)
+
+    return convert
+
+
+def warmup(value: Any, config: PeerConfig) -> Any:
+    """Convert a chain of torch's schedulers: a warm-up, then a constant rate or a cosine.
+
+    An item without a name has `milestones`, which should repeat the step where the warm-up ends.
+    """
+    chain = value if isinstance(value, list) else [value]
+    parts = [part for part in chain if isinstance(part, Mapping)]
+    # The arguments of each scheduler, by the name of its class.
+    kwargs = {
+        str(part["name"]).rpartition(".")[2]: part.get("kwargs") or {}
+        for part in parts
+        if "name" in part
+    }
+    values: dict[str, Any] = {}
+    notes = [WARMUP_NOTE]
+    if "LinearLR" in kwargs:
+        values["optimizer.warmup_steps"] = batches(kwargs["LinearLR"].get("total_iters", 5), config)
+        start = numbers.number(kwargs["LinearLR"].get("start_factor", 1 / 3), "start_factor")
+        notes.append(f"the learning rate rises from 0 here, from {start:g} x lr there")
+        if numbers.number(kwargs["LinearLR"].get("end_factor", 1.0), "end_factor") != 1:
+            return Dropped(
+                "has an end_factor other than 1: set optimizer.lr, warmup_steps and schedule"
+            )
+    if "CosineAnnealingLR" in kwargs:
+        values["optimizer.schedule"] = "cosine"
+        values["optimizer.min_lr_ratio"] = _min_lr_ratio(
+            kwargs["CosineAnnealingLR"].get("eta_min", 0), config
+        )
+        notes.append(
+            "the cosine ends with the last step here, after "
+            f"T_max={kwargs['CosineAnnealingLR'].get('T_max')} batches there"
+        )
+    if (
+        "ConstantLR" in kwargs
+        and numbers.number(kwargs["ConstantLR"].get("factor", 1 / 3), "factor") != 1
+    ):
+        return Dropped(
+            "has a ConstantLR with a factor other than 1: set optimizer.lr, warmup_steps, schedule"
+        )
+    if set(kwargs) == {"ConstantLR"}:
+        return Inert("a constant learning rate is the default here")
+    if set(kwargs) - {"LinearLR", "ConstantLR", "CosineAnnealingLR"} or not values:
+        return Dropped(
+            "set optimizer.warmup_steps and optimizer.schedule (constant, linear, cosine or wsd)"
+        )
+    milestones = [end for part in parts if "name" not in part for end in part.get("milestones", ())]
+    if milestones and [numbers.whole(end, "milestones") for end in milestones] != [
+        _total_iters(kwargs.get("LinearLR", {}).get("total_iters"))
+    ]:
+        notes.append(
+            f"milestones {milestones} are not the end of the warm-up, at which the next schedule "
+            "begins here"
+        )
+    return Values(values, "; ".join(notes))
+
+
+def _total_iters(value: Any) -> Any:
+    """Return the `total_iters` of a scheduler, None if it is not set."""
+    return value if value is None else numbers.whole(value, "total_iters")
+
+
+def _min_lr_ratio(value: Any, config: PeerConfig) -> Any:
+    """Return the ratio of a cosine's last learning rate to its first."""
+    end = numbers.number(value, "eta_min")
+    return end / config.number("policy.optimizer.kwargs.lr") if end else 0.0
+
+
+def optimizer(value: Any, config: PeerConfig) -> Any:
+    name = str(value).rpartition(".")[2].lower()
+    if name == "adam" and config["policy.optimizer.kwargs.weight_decay"]:
+        return Values({"optimizer.kind": "adamw"}, "weight decay is decoupled here (AdamW)")
+    return (
+        "adamw"
+        if name in ("adamw", "adam")
+        else Dropped("optimizer.kind has adamw, adamw8bit and muon")
+    )
+
+
+def lora(convert: Conversion | None = None) -> Conversion:
+    """Return the conversion, limited to files that enable LoRA."""
+    return only_if(
+        lambda config: config.flag(f"{DTENSOR}.lora_cfg.enabled"),
+        convert,
+        "lora_cfg.enabled is false there",
+    )
+
+
+def targets(value: Any, config: PeerConfig) -> Any:
+    key = f"{DTENSOR}.lora_cfg.match_all_linear"
+    matches_all = config[key] is None or config.flag(key)
+    return "all-linear" if matches_all or not value else shared.as_list(value, config)
+
+
+def rows(value: Any, config: PeerConfig) -> Any:
+    """Convert the training data. The path of a data file overrides `value`, a dataset's name."""
+    return shared.training_data(
+        config["data.train.data_path"] or config["data.train_data_path"] or value, config
+    )
+
+
+def column(column_name: str) -> Conversion:
+    """Return a conversion of the data's name for the environment's column `column_name`."""
+    return lambda value, config: Values({f"environment.columns.{column_name}": value})
+
+
+def convert_project(tracker: str) -> Conversion:
+    """Return a conversion of a tracker's switch, which sets all enabled trackers."""
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        trackers = [name for name in shared.TRACKERS if config.flag(f"logger.{name}_enabled")]
+        if not numbers.flag(value):
+            return Inert("off there")
+        project = {
+            name: config[f"logger.{name}.project"] or config[f"logger.{name}.experiment_name"]
+            for name in trackers
+        }
+        return [
+            {
+                "kind": name,
+                **(
+                    {"experiment" if name == "mlflow" else "project": project[name]}
+                    if project[name]
+                    else {}
+                ),
+            }
+            for name in trackers
+        ]
+
+    return convert
+
+
+def sft_coef(value: Any, config: PeerConfig) -> float:
+    """Return the coefficient of the SFT loss relative to the preference loss."""
+    return numbers.number(value) / config.number("dpo.preference_loss_weight")
+
+
+def like_policy(name: str, model: str) -> Conversion:
+    """Return a conversion of another model's setting that follows the policy's here.
+
+    Args:
+        name: The key of the setting in the section of either model.
+        model: The other model, as notes name it.
+    """
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        if value == config[f"policy.{name}"]:
+            return Inert(f"{model} has the policy's setting here, which is the same")
+        return Dropped(f"{model} has the policy's setting here, not one of its own")
+
+    return convert
