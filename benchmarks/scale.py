@@ -99,7 +99,7 @@ class Simulated(WorkerHandle):
 
     def _send(self, number: int, request: protocol.Parcel) -> None:
         start = time.process_time()
-        self.bytes += len(request.head) + sum(buffer.nbytes for buffer in request.buffers)
+        self.bytes += len(request.pickled) + sum(buffer.nbytes for buffer in request.buffers)
         # parts of what the driver has may be read-only
         with warnings.catch_warnings(action="ignore"):
             _, (method, (_, batches, wanted, *_), _) = protocol.unpack(request)
