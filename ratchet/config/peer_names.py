@@ -77,7 +77,11 @@ PEER_NAMES: Mapping[str, tuple[str, ...]] = {
     "reference_policy_kl_penalty": ("algorithm.kl.coef",),
     "epsilon": ("algorithm.loss.clip_low", "algorithm.loss.clip_high"),
     "epsilon_high": ("algorithm.loss.clip_high",),
-    "cliprange": ("algorithm.loss.clip_low", "algorithm.loss.clip_high"),
+    "cliprange": (
+        "algorithm.loss.clip_low",
+        "algorithm.loss.clip_high",
+        "algorithm.critic.value_clip",
+    ),
     "clip_ratio": ("algorithm.loss.clip_low", "algorithm.loss.clip_high"),
     "clip_ratio_low": ("algorithm.loss.clip_low",),
     "clip_ratio_high": ("algorithm.loss.clip_high",),
