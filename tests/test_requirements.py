@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.commands.doctor import PURPOSES
+from ratchet.generators.vllm.generator import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -82,3 +83,8 @@ def test_doctor_lists_a_package_of_each_extra(extra: str):
 def test_doctor_knows_which_packages_belong_to_the_base():
     base = {normalise(package) for package, (extra, _) in PURPOSES.items() if not extra}
     assert base <= names(PROJECT["dependencies"])
+
+
+def test_the_extra_installs_the_release_of_vllm_that_is_tested():
+    major, minor = map(int, VERSION.split("."))
+    assert EXTRAS["vllm"] == [f"vllm>={VERSION},<{major}.{minor + 1}"]

@@ -10,6 +10,7 @@ from inspect import isclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from ratchet.config.base import Section
 from ratchet.config.registry import KINDS
@@ -56,6 +57,20 @@ def find_section(annotation: Any) -> type[Section] | None:
         return annotation
     sections = (find_section(part) for part in get_args(annotation))
     return next((section for section in sections if section is not None), None)
+
+
+def get_default(field: FieldInfo) -> Any:
+    """Return a key's default.
+
+    Raises LookupError for a required key, and for a default that depends on other keys.
+    """
+    try:
+        default = field.get_default(call_default_factory=True)
+    except ValueError as error:  # the factory needs the other keys
+        raise LookupError("the default depends on other keys") from error
+    if default is PydanticUndefined:
+        raise LookupError("the key is required")
+    return default
 
 
 @cache

@@ -21,6 +21,7 @@ from typing import NoReturn
 from ratchet.executors.protocol import FrameKind, Parcel, receive, send
 from ratchet.executors.shm_cleanup import list_shared_memory, remove_paths
 from ratchet.executors.worker import ComponentHost
+from ratchet.utils.safe_read import read_last_lines
 
 BEAT_S = 1.0  # seconds between heartbeats
 # A log file larger than LOG_BYTES is truncated to its last KEPT_BYTES.
@@ -142,10 +143,5 @@ def redirect_output(path: Path) -> None:
 
 
 def read_tail(path: Path, lines: int = 20) -> str:
-    """Return the last lines of a file; "" if it can't be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - KEPT_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-    except OSError:
-        return ""
+    """Return the last lines of a log; "" if it can't be read."""
+    return "\n".join(read_last_lines(path, lines, max_bytes=KEPT_BYTES))

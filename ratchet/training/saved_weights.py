@@ -98,7 +98,7 @@ def find_saved(place: str | Path) -> SavedWeights | None:
 
 
 def replace_saved_model(config: RunConfig) -> RunConfig:
-    """If `model.path` names a run, return the recipe with a model of the same shape instead.
+    """Return the recipe with a model of the same shape in place of a run that `model.path` names.
 
     This model is the run's finished one, or for a checkpoint the one that the run began with.
 

@@ -69,6 +69,22 @@ def _require_plain(path: str | Path, mode: int) -> None:
         raise OSError(number, f"it is {kind}, and must be a plain file", str(path))
 
 
+def read_last_lines(path: str | Path, n_lines: int, *, max_bytes: int) -> list[str]:
+    """Return the last lines of a text file, without what lies before its last `max_bytes` bytes.
+
+    A line that is cut off there is left out, unless there is no other. Return [] if the file can't
+    be read.
+    """
+    try:
+        with open_file(path) as file:
+            start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
+            file.seek(start)
+            lines = file.read(max_bytes).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    return (lines[1:] or lines if start else lines)[-n_lines:]
+
+
 def read_bytes(path: str | Path, limit: int = MAX_JSON_BYTES) -> bytes:
     """Read a whole plain file. Raises OSError, also for more than `limit` bytes."""
     with open_file(path) as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+TRACEBACK_HEADER = "Traceback (most recent call last):"
 FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
 # Code of Ratchet, of installed packages and of Python itself is not the user's.
 PACKAGE = Path(__file__).parents[1]

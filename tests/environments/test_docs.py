@@ -1,6 +1,7 @@
 """The pages on environments: what they show runs as it stands, and what they list is what there
 is."""
 
+import asyncio
 import re
 
 import pytest
@@ -8,7 +9,9 @@ import yaml
 from pages import run, written
 
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import resolve, section_class
+from ratchet.config.resolve import build, resolve, section_class
+from ratchet.environments.tool_use.base import Toolbox
+from ratchet.types import ToolCall
 
 
 @pytest.fixture
@@ -47,7 +50,32 @@ def test_the_table_lists_every_kind_with_every_key(repository):
     }
 
 
-def test_the_examples_are_valid(repository):
+@pytest.fixture
+def examples(repository, tmp_path, monkeypatch):
+    """The environments that docs/environments.md shows, with its modules on the import path."""
     text = (repository / "docs" / "environments.md").read_text(encoding="utf-8")
-    for example in re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL):
-        resolve("environment", yaml.safe_load(example)["environment"])
+    for name, code in re.findall(r"```python\n# (\S+)\n(.*?)```", text, flags=re.DOTALL):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    blocks = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    return [yaml.safe_load(block)["environment"] for block in blocks]
+
+
+def test_the_examples_are_valid(examples):
+    for example in examples:
+        resolve("environment", example)
+
+
+def test_the_tool_of_the_page_answers(examples):
+    (config,) = (
+        resolve("tool", tool)
+        for example in examples
+        for tool in example.get("tools", [])
+        if tool["kind"] == "my_tools:Population"
+    )
+    toolbox = Toolbox([build(config)])
+    answers = [
+        asyncio.run(toolbox.run_call(ToolCall("1", "population", {"city": city}))).text
+        for city in ("Paris", "Oslo")
+    ]
+    assert answers == ["2.1 million", "not listed"]

@@ -42,8 +42,9 @@ def test_the_run_stops_before_the_first_step_and_names_the_users_line(recipe, tm
     assert str(caught.value).splitlines() == [
         "all 3 attempts of the evaluation before the first step failed; by kind: reward 3; "
         "the most frequent (3), reward:",
-        "KeyError: 'no answer'",
-        f"  at {tmp_path}/strict_reward.py, line 5, in judge (run.log has the whole traceback)",
+        "reward 'judge': reward strict_reward:judge, task 'arithmetic/test/0':",
+        f"KeyError: 'no answer' ({tmp_path}/strict_reward.py, line 5, in judge); "
+        "run.log has the whole traceback",
     ]
     log = next(tmp_path.glob("runs/*/run.log")).read_text()
     assert "Traceback (most recent call last)" in log

@@ -147,3 +147,13 @@ def test_each_kind_of_error_has_its_status():
         assert text.startswith("there is not enough memory")
     text, status = explain_error(RecursionError())
     assert (status, "nested too deeply" in text) == (2, True)
+
+
+def test_the_last_lines_of_a_file_are_whole(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("".join(f"line {i}\n" for i in range(100)))
+    assert safe_read.read_last_lines(path, 2, max_bytes=1000) == ["line 98", "line 99"]
+    assert safe_read.read_last_lines(path, 9, max_bytes=20) == ["line 98", "line 99"]
+    path.write_text("x" * 50)
+    assert safe_read.read_last_lines(path, 9, max_bytes=20) == ["x" * 20]
+    assert safe_read.read_last_lines(tmp_path / "none", 9, max_bytes=20) == []

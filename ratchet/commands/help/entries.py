@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
-
 from ratchet.commands.help.json_schema import describe_schema, key_schemas
 from ratchet.config.base import Section
-from ratchet.config.key_paths import STAGES, find_section, find_slot
+from ratchet.config.key_paths import STAGES, find_section, find_slot, get_default
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import SLOT_FIELDS, section_class
 from ratchet.config.schema import RunConfig, StageConfig
@@ -56,7 +53,7 @@ class KeyEntry:
         whose keys all have their own defaults.
         """
         try:
-            default = _get_default(self.section.model_fields[self.name])
+            default = get_default(self.section.model_fields[self.name])
         except LookupError:
             return ""
         plain = _to_plain(default)
@@ -114,20 +111,6 @@ def summarize(section: type[Section]) -> str:
     return " ".join(inspect.cleandoc(section.__doc__ or "").split("\n\n")[0].split())
 
 
-def _get_default(field: FieldInfo) -> object:
-    """Return a key's default.
-
-    Raises LookupError for a required key, and for a default that depends on other keys.
-    """
-    try:
-        default = field.get_default(call_default_factory=True)
-    except ValueError as error:  # the factory needs the other keys
-        raise LookupError("the default depends on other keys") from error
-    if default is PydanticUndefined:
-        raise LookupError("the key is required")
-    return default
-
-
 def _to_plain(value: object) -> object:
     """Return a value as plain data. A section becomes its kind and its changed keys."""
     if isinstance(value, Section):
@@ -143,7 +126,7 @@ def _list_changed_keys(section: Section) -> dict[str, object]:
         value = _to_plain(getattr(section, key))
         with suppress(LookupError):
             # Plain values are compared, because a section's class may have been created again.
-            if value == _to_plain(_get_default(field)):
+            if value == _to_plain(get_default(field)):
                 continue
         changed_values.setdefault(key, value)
     return changed_values

@@ -58,7 +58,7 @@ CHECKPOINT_COPY = "copy for checkpoints"
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """What one process on a device costs in memory."""
+    """The memory that one process on a device costs."""
 
     device_kind: str
     empty_process_bytes: int

@@ -7,21 +7,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from ratchet.config.base import Section
-from ratchet.config.key_paths import STAGES, find_section, find_slot
+from ratchet.config.key_paths import STAGES, find_section, find_slot, get_default
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.config.schema import RunConfig
 from ratchet.errors import RatchetError
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.utils.safe_read import open_file, read_text
+from ratchet.utils.safe_read import read_last_lines, read_text
 
 MAX_LINES = 500  # of the log
 MAX_LINE_CHARS = 2000
 # The end of the log that is read. A run that writes long tracebacks has fewer than MAX_LINES in it.
 TAIL_BYTES = 2**18
+NO_DEFAULT = object()
 
 
 def read_files(directory: RunDirectory) -> dict[str, Any]:
@@ -36,17 +36,9 @@ def read_files(directory: RunDirectory) -> dict[str, Any]:
 
 def _read_log(directory: RunDirectory) -> list[str]:
     """Return the last lines of run.log; [] without one."""
-    try:
-        with open_file(directory.log) as file:
-            start = max(0, file.seek(0, 2) - TAIL_BYTES)
-            file.seek(start)
-            lines = file.read(TAIL_BYTES).decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    lines = lines[1:] if start else lines  # the first one is cut off
     return [
         line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]} …"
-        for line in lines[-MAX_LINES:]
+        for line in read_last_lines(directory.log, MAX_LINES, max_bytes=TAIL_BYTES)
     ]
 
 
@@ -79,7 +71,7 @@ def _walk(
         if field is None:
             yield path, value
             continue
-        usual = getattr(default, name) if hasattr(default, name) else _get_default(field)
+        usual = getattr(default, name) if hasattr(default, name) else _find_default(field)
         slot, inner = find_slot(field), find_section(field.annotation)
         items = value if isinstance(value, list) else [value]
         if (slot is None and inner is None) or not all(isinstance(item, Mapping) for item in items):
@@ -104,15 +96,16 @@ def _find_class(slot: str, kind: str) -> type[Section] | None:
     return section_class(slot, kind) if kind in KINDS[slot] else None
 
 
-def _get_default(field: FieldInfo) -> Any:
+def _find_default(field: FieldInfo) -> Any:
+    """Return a key's default; NO_DEFAULT if there is none."""
     try:
-        return field.get_default(call_default_factory=True)
-    except ValueError:  # the default depends on other keys
-        return PydanticUndefined
+        return get_default(field)
+    except LookupError:
+        return NO_DEFAULT
 
 
 def _is_changed(default: Any, value: Any) -> bool:
     """Return True if a plain value is not the default, also if there is none."""
-    if default is PydanticUndefined:
+    if default is NO_DEFAULT:
         return True
     return json.dumps(default, default=str) != json.dumps(value, default=str)

@@ -66,7 +66,7 @@ class MetricsFile:
                 break
             last_step, last_position = step, position
             for name, value in row.items():
-                if (number := _to_float(value)) is not None:
+                if (number := to_float(value)) is not None:
                     column = columns.setdefault(name, array("d"))
                     column.extend([math.nan] * (n_steps - len(column)))
                     column.append(number)
@@ -81,7 +81,7 @@ class MetricsFile:
         for step, last_position, row in self._rows(int(steps[-1]) if steps else -1):  # noqa: B007
             steps.append(step)
             for name in TIMES:
-                number = _to_float(row.get(name))
+                number = to_float(row.get(name))
                 self._times[name].append(
                     math.nan if number is None or math.isinf(number) else number
                 )
@@ -105,7 +105,7 @@ class MetricsFile:
             file.seek(position)
             while line := file.readline(MAX_LINE_BYTES):
                 position += len(line)
-                row = _parse_row(line)
+                row = parse_row(line)
                 if row is not None and row["step"] > after:
                     after = row["step"]
                     yield after, position, row
@@ -133,7 +133,7 @@ class MetricsFile:
         self._positions[step] = position
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     """Return the row of a line; None if the line is incomplete, damaged or has no valid step."""
     if not line.endswith(b"\n"):
         return None
@@ -149,7 +149,7 @@ def _refuse_constant(constant: str) -> float:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _to_float(value: Any) -> float | None:
+def to_float(value: Any) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

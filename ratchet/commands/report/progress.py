@@ -1,21 +1,21 @@
-"""Read how far a run is, for the list of runs: without parsing the whole of its metrics."""
+"""Read how far a run is, for the list of runs. Most lines of its metrics are not parsed."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
+from ratchet.commands.report.metrics import MAX_LINE_BYTES, parse_row, to_float
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import open_file
 
 BLOCK_BYTES = 2**20  # metrics are read in blocks of this size
-MAX_LINE_BYTES = 2**20  # a longer line is damaged
 RECENT_STEPS = 20  # steps whose mean time gives the remaining time
-RESULTS = ("eval/accuracy", "eval/loss")
-TIMESTAMP = len("2026-01-01T00:00:00.000Z")  # at the beginning of run.log
+RESULT_NAMES = ("eval/accuracy", "eval/loss", "eval/min_reward", "eval/max_reward")
+TIMESTAMP_BYTES = len("2026-01-01T00:00:00.000Z")  # at the beginning of run.log
 
 
 class ProgressReader:
@@ -30,28 +30,30 @@ class ProgressReader:
         self._inode, self._position = 0, 0
         self._step = 0
         self._results: dict[str, float] = {}
+        self._is_share = True
         self._recent_s: list[float] = []
 
     def read(self) -> dict[str, Any]:
         """Return the run's stages, last step, number of steps, start and latest results.
 
-        `seconds_left` is the number of missing steps times the mean time of the latest ones.
+        `is_share` is False if a reward of an evaluation was below 0 or above 1. `seconds_left` is
+        the number of missing steps times the mean time of the latest ones.
         """
         self._read_metrics()
         stages = self._read_stages()
         steps = sum(n_steps for _, n_steps in stages)
-        left = None
+        seconds_left = None
         if self._recent_s and steps:
-            mean_s = sum(self._recent_s) / len(self._recent_s)
-            left = max(0, steps - self._step) * mean_s
+            seconds_left = max(0, steps - self._step) * fmean(self._recent_s)
         return {
             "stages": stages,
             "step": self._step,
             "steps": steps or None,
             "started": self._read_start(),
-            "seconds_left": left,
+            "seconds_left": seconds_left,
             "accuracy": self._results.get("eval/accuracy"),
             "loss": self._results.get("eval/loss"),
+            "is_share": self._is_share,
         }
 
     def _read_stages(self) -> list[tuple[str, int]]:
@@ -68,7 +70,7 @@ class ProgressReader:
         """Return the time of the first line of run.log; None without one."""
         try:
             with open_file(self.directory.log) as file:
-                text = file.read(TIMESTAMP).decode("ascii", "replace")
+                text = file.read(TIMESTAMP_BYTES).decode("ascii", "replace")
         except OSError:
             return None
         return text if text[4:5] == "-" and text.endswith("Z") else None
@@ -99,14 +101,19 @@ class ProgressReader:
         """
         for index, line in enumerate(lines):
             is_recent = index >= len(lines) - RECENT_STEPS
-            has_result = any(b'"%s"' % name.encode() in line for name in RESULTS)
-            row = _parse(line) if is_recent or has_result else None
+            has_result = any(b'"%s"' % name.encode() in line for name in RESULT_NAMES)
+            is_read = (is_recent or has_result) and len(line) <= MAX_LINE_BYTES
+            row = parse_row(line) if is_read else None
             if row is None:
                 continue
             self._step = max(self._step, row["step"])
-            self._results |= {name: row[name] for name in RESULTS if _is_number(row.get(name))}
-            if is_recent and _is_number(row.get("time/step_s")):
-                self._recent_s = [*self._recent_s, row["time/step_s"]][-RECENT_STEPS:]
+            results = _read_numbers(row, RESULT_NAMES)
+            self._results |= results
+            if results.get("eval/min_reward", 0.0) < 0 or results.get("eval/max_reward", 1.0) > 1:
+                self._is_share = False
+            if is_recent:
+                seconds = _read_numbers(row, ("time/step_s",)).values()
+                self._recent_s = [*self._recent_s, *seconds][-RECENT_STEPS:]
 
 
 def list_stages(config: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -119,15 +126,11 @@ def list_stages(config: Mapping[str, Any]) -> list[tuple[str, int]]:
     ]
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    if len(line) > MAX_LINE_BYTES:
-        return None
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _read_numbers(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+    """Return the finite numbers among some metrics of a row."""
+    numbers = {name: to_float(row.get(name)) for name in names}
+    return {
+        name: number
+        for name, number in numbers.items()
+        if number is not None and math.isfinite(number)
+    }

@@ -18,10 +18,10 @@ import numpy as np
 
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import DataError
-from ratchet.experience.rollout.user_code import limit_time
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
 from ratchet.protocols import Environment, Generator, HasStopStrings, HasTools, Step
+from ratchet.rewards.deadline import limit_time
 from ratchet.types import (
     Cancelled,
     Completion,

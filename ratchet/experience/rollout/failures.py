@@ -1,34 +1,31 @@
-"""Describe failed attempts: how many of which kind, and where in the user's file the error is."""
+"""Describe failed attempts, and say which of them to retry."""
 
 from __future__ import annotations
 
 import logging
-import re
-import sysconfig
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-from ratchet.types import Failed
+from ratchet.types import Failed, Outcome
+from ratchet.utils.user_frames import TRACEBACK_HEADER, describe_user_error
 
 log = logging.getLogger(__name__)
 
-TRACEBACK_HEADER = "Traceback (most recent call last):"
-FRAME = re.compile(r'^\s*File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$')
+# Kinds of failure that the policy did not cause and that a retry may avoid.
+INFRASTRUCTURE = frozenset({"environment", "agent", "reward", "timeout", "sandbox"})
 
-# Files below these folders are not the user's own.
-LIBRARIES = (
-    str(Path(__file__).resolve().parents[2]),
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-)
+
+def is_retryable(outcome: Outcome | None) -> bool:
+    """True if the attempt failed in a way that a retry may avoid."""
+    return isinstance(outcome, Failed) and outcome.kind in INFRASTRUCTURE
 
 
 def describe_failures(failures: Sequence[Failed]) -> str:
     """Describe the most frequent failure, with counts of all kinds.
 
     It is of the most frequent kind, and its traceback has the most frequent last line of that kind.
-    The description has one place of the traceback (see `shorten_traceback`); the whole traceback is
-    logged at level INFO, which a run writes to run.log.
+    The description has the last line of the user's own code; the whole traceback is logged at level
+    INFO, which a run writes to run.log.
 
     Args:
         failures: At least one failure.
@@ -40,38 +37,15 @@ def describe_failures(failures: Sequence[Failed]) -> str:
     ending, count = endings.most_common(1)[0]
     example = next(detail for detail in details if _get_last_line(detail) == ending)
     counts = ", ".join(f"{name} {n}" for name, n in kinds.most_common())
-    short = shorten_traceback(example)
-    if short != example:
+    # What stands before a traceback says which task failed.
+    label, header, trace = example.partition(TRACEBACK_HEADER)
+    description = example
+    if header:
         log.info("the most frequent failure, %s:\n%s", kind, example)
-        short += " (run.log has the whole traceback)"
-    return f"by kind: {counts}; the most frequent ({count}), {kind}:\n{short}"
-
-
-def shorten_traceback(detail: str) -> str:
-    """Return the error of a traceback with the place in the user's own file that raised it.
-
-    The place is the last frame outside of Ratchet, the standard library and installed packages; it
-    is the last frame if there is none. A text without a traceback is returned unchanged.
-
-    Args:
-        detail: A text as `traceback.format_exc` writes it.
-    """
-    if TRACEBACK_HEADER not in detail:
-        return detail
-    lines = detail[detail.rindex(TRACEBACK_HEADER) :].splitlines()
-    frames = [i for i, line in enumerate(lines) if FRAME.match(line)]
-    if not frames:
-        return detail
-    own = [i for i in frames if not _is_library(lines[i])]
-    last = frames[-1]
-    error = [line for line in lines[last + 1 :] if line.strip() and not line.startswith("  ")]
-    place = FRAME.sub(r"\g<path>, line \g<line>, in \g<function>", lines[(own or frames)[-1]])
-    return "\n".join([*error, f"  at {place.strip()}"])
-
-
-def _is_library(frame: str) -> bool:
-    match = FRAME.match(frame)
-    return match is not None and match["path"].startswith(LIBRARIES)
+        description = (
+            f"{label}{describe_user_error(header + trace)}; run.log has the whole traceback"
+        )
+    return f"by kind: {counts}; the most frequent ({count}), {kind}:\n{description}"
 
 
 def _get_last_line(detail: str) -> str:

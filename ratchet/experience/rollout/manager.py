@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from ratchet.experience.rollout.episode import PromptMemo
-from ratchet.experience.rollout.user_code import is_retryable, limit_time
+from ratchet.experience.rollout.failures import is_retryable
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import waiting
 from ratchet.observe.tracing.spans import ACTIVITY
 from ratchet.protocols import Environment, Reward
+from ratchet.rewards.deadline import limit_time
 from ratchet.types import (
     Failed,
     Group,

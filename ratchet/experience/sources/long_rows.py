@@ -12,13 +12,12 @@ from ratchet.types import Task
 
 log = logging.getLogger(__name__)
 
-# After this many such rows in a row there is taken to be no other.
-MAX_DROPPED = 10_000
+MAX_DROPPED = 10_000  # rows dropped one after another; then the data are refused
 
 
 @runtime_checkable
 class DropsLongRows(Protocol):
-    """An environment whose rows may be left out if they are too long."""
+    """An environment that may leave out rows that are too long."""
 
     def drops_too_long(self, task: Task) -> bool:
         """Return True to leave the task out if its row is too long; False makes it an error."""
@@ -34,31 +33,31 @@ class LongRowFilter:
     """
 
     def __init__(self, environment: Environment, check: Callable[[Task], None]) -> None:
-        self.environment = environment
+        # Asked once, because `isinstance` of a protocol is slow.
+        self._drops = environment.drops_too_long if isinstance(environment, DropsLongRows) else None
         self.check = check
         self._dropped: set[str] = set()  # ids of tasks
-        self._in_a_row = 0
+        self._n_consecutive = 0
 
     def keeps(self, task: Task) -> bool:
-        """Return False for a task to leave out. The log gets their number as it grows.
+        """Return False for a task to leave out, and log how many there were at 1, 2, 4, 8, ...
 
         Raises:
             DataError: Every one of many tasks is too long.
         """
-        environment = self.environment
-        if not isinstance(environment, DropsLongRows) or not environment.drops_too_long(task):
+        if self._drops is None or not self._drops(task):
             return True
         try:
             self.check(task)
         except RowTooLong as error:
             self._note(task, error)
             return False
-        self._in_a_row = 0
+        self._n_consecutive = 0
         return True
 
     def _note(self, task: Task, error: RowTooLong) -> None:
-        self._in_a_row += 1
-        if self._in_a_row >= MAX_DROPPED:
+        self._n_consecutive += 1
+        if self._n_consecutive >= MAX_DROPPED:
             raise DataError(f"the last {MAX_DROPPED:,} rows are too long; {error}") from error
         if task.id in self._dropped:
             return

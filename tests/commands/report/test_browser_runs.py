@@ -78,6 +78,20 @@ def test_many_runs_stand_in_a_list_newest_first(show, many):  # noqa: F811
     assert "empty" not in shown
 
 
+def test_rewards_outside_0_and_1_are_no_percentages(show, many):  # noqa: F811
+    page = show(many[1], "runs")
+    shown = page.evaluate(
+        """() => {
+          const run = app.runs.find((run) => run.name === "run-3");
+          Object.assign(run.progress, { accuracy: -12, is_share: false });
+          RunList.draw();
+          return document.querySelector("table.list").innerText;
+        }"""
+    )
+    assert "-12" in shown
+    assert "-1200" not in shown
+
+
 def test_the_list_is_searched_and_sorted(show, many):  # noqa: F811
     page = show(many[1], "runs")
     page.click("th button >> text=Held-out accuracy")

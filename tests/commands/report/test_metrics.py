@@ -76,9 +76,9 @@ def test_a_page_that_follows_reads_new_lines_alone(
     metrics = MetricsFile(write(tmp_path / "metrics.jsonl", range(1, 201)))
     metrics.part()
     read: list[bytes] = []
-    parse = metrics_module._parse_row
+    parse = metrics_module.parse_row
     monkeypatch.setattr(
-        metrics_module, "_parse_row", lambda line: (read.append(line), parse(line))[1]
+        metrics_module, "parse_row", lambda line: (read.append(line), parse(line))[1]
     )
     write(metrics.path, range(201, 203))
     assert metrics.part(after=200).columns["step"].tolist() == [201, 202]

@@ -46,6 +46,7 @@ def test_the_progress_of_a_run(directory: RunDirectory):
         "seconds_left": 6.0,
         "accuracy": 0.2,
         "loss": None,
+        "is_share": True,
     }
     with directory.metrics.open("a") as file:
         file.write('{"step": 3, "eval/loss": 0.5, "time/step_s": 4.0}\n{"step": 4, "eval/lo')
@@ -55,6 +56,14 @@ def test_the_progress_of_a_run(directory: RunDirectory):
     with directory.metrics.open("a") as file:
         file.write('ss": 0.25}\n')
     assert reader.read()["loss"] == 0.25
+
+
+@pytest.mark.parametrize("bound", ['"eval/min_reward": -0.5', '"eval/max_reward": 12.0'])
+def test_rewards_outside_0_and_1_are_no_shares(directory: RunDirectory, bound: str):
+    with directory.metrics.open("a") as file:
+        file.write(f'{{"step": 3, {bound}}}\n')
+        file.write('{"step": 4, "eval/max_reward": 1.0}\n')
+    assert ProgressReader(directory).read()["is_share"] is False
 
 
 def test_results_far_from_the_end_are_found(directory: RunDirectory):

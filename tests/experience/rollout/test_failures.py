@@ -1,50 +1,35 @@
 import json
 import traceback
 
-from ratchet.experience.rollout.failures import describe_failures, shorten_traceback
+from ratchet.experience.rollout.failures import describe_failures
 from ratchet.types import Failed
-
-
-def record(call):
-    try:
-        call()
-    except Exception:
-        return traceback.format_exc()
-    raise AssertionError
 
 
 def judge():
     json.loads("{")  # fails three frames deeper, in the standard library
 
 
-def test_a_traceback_is_shortened_to_the_error_and_the_users_own_line():
-    short = shorten_traceback(record(judge)).splitlines()
-    assert short[0].startswith("json.decoder.JSONDecodeError: Expecting property name")
-    assert short[1] == f"  at {__file__}, line {judge.__code__.co_firstlineno + 1}, in judge"
-    assert len(short) == 2
+def record() -> str:
+    try:
+        judge()
+    except ValueError:
+        return traceback.format_exc()
+    raise AssertionError
 
 
-def test_of_a_chain_of_errors_the_last_is_shown():
-    def convert():
-        try:
-            judge()
-        except ValueError as error:
-            raise KeyError("two\nlines") from error
-
-    short = shorten_traceback(record(convert))
-    assert short.startswith("KeyError: 'two\\nlines'")
-    assert short.endswith("in convert")
-
-
-def test_what_is_no_traceback_stays_whole():
-    for text in ("", "a sentence", "one\ntwo", "Traceback (most recent call last):\n"):
-        assert shorten_traceback(text) == text
-
-
-def test_the_most_frequent_failure_is_described_and_its_traceback_logged(caplog):
+def test_the_most_frequent_failure_names_the_task_and_the_users_line(caplog):
     caplog.set_level("INFO", logger="ratchet")
-    whole = record(judge)
-    told = describe_failures([Failed("timeout", "late"), *[Failed("reward", whole)] * 3])
-    assert told.startswith("by kind: reward 3, timeout 1; the most frequent (3), reward:\njson.")
-    assert told.endswith("(run.log has the whole traceback)")
+    whole = f"task qa/3:\n{record()}"
+    described = describe_failures([Failed("timeout", "late"), *[Failed("reward", whole)] * 3])
+    first, label, place = described.splitlines()
+    assert first == "by kind: reward 3, timeout 1; the most frequent (3), reward:"
+    assert label == "task qa/3:"
+    assert place.startswith("json.decoder.JSONDecodeError: Expecting property name")
+    line = judge.__code__.co_firstlineno + 1
+    assert place.endswith(f"({__file__}, line {line}, in judge); run.log has the whole traceback")
     assert whole.strip() in caplog.text
+
+
+def test_a_failure_without_a_traceback_is_described_whole():
+    described = describe_failures([Failed("data", "a prompt\nof two lines")])
+    assert described.endswith("the most frequent (1), data:\na prompt\nof two lines")

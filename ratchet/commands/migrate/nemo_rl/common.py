@@ -23,6 +23,8 @@ from ratchet.commands.migrate.table import (
 
 EVALUATION_NOTE = "greedy accuracy on evaluation.tasks held-out tasks; 0: only before and after"
 
+BETAS = (f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2")
+
 # Rows of every trainer, without the keys of its own section.
 COMMON = (
     *dropped(shared.BASE_CONFIG, "--config*"),
@@ -61,21 +63,9 @@ COMMON = (
         "on matrices only",
         place.when_megatron(True, number),
     ),
-    KeyRow(
-        f"{MEGATRON}.optimizer.adam_beta1",
-        "optimizer.betas",
-        convert=place.when_megatron(
-            True,
-            shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"),
-        ),
-    ),
-    KeyRow(
-        f"{MEGATRON}.optimizer.adam_beta2",
-        "optimizer.betas",
-        convert=place.when_megatron(
-            True,
-            shared.betas(f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2"),
-        ),
+    *(
+        KeyRow(name, "optimizer.betas", convert=place.when_megatron(True, shared.betas(*BETAS)))
+        for name in BETAS
     ),
     KeyRow(
         f"{MEGATRON}.optimizer.adam_eps", "optimizer.eps", convert=place.when_megatron(True, number)

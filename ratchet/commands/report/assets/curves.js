@@ -151,19 +151,12 @@ function matcher(text) {
   return (name) => name.toLowerCase().includes(text.toLowerCase());
 }
 
-/** True if all rewards of a run's evaluations lie within 0 and 1, so that their mean is a percentage. */
-function isShare(run) {
-  const low = (run.columns["eval/min_reward"] || []).some((x) => x < 0);
-  return !low && !(run.columns["eval/max_reward"] || []).some((x) => x > 1);
-}
-
 /** Returns a table with a line for each run: its progress and results. */
 function runTable(runs) {
   const losses = runs.some((run) => !Number.isNaN(run.last("eval/loss"))); // a column only where one is measured
   const rows = runs.map((run) => {
     const [first, last] = [run.first("eval/accuracy"), run.last("eval/accuracy")];
-    const mean = isShare(run) ? percent : short;
-    const accuracy = Number.isNaN(last) ? "–" : `${mean(first)} → ${mean(last)}`;
+    const accuracy = Number.isNaN(last) ? "–" : `${meanReward(run, first)} → ${meanReward(run, last)}`;
     const [lossFirst, lossLast] = [run.first("eval/loss"), run.last("eval/loss")];
     const loss = Number.isNaN(lossLast) ? "–" : `${short(lossFirst)} → ${short(lossLast)}`;
     const seconds = (run.columns["time/step_s"] || []).reduce((sum, x) => sum + (x || 0), 0);
@@ -182,7 +175,7 @@ function runTable(runs) {
       stages || run.facts.config["name"],
     ];
   });
-  const accuracies = runs.every(isShare) ? "Held-out accuracy" : "Held-out accuracy or reward";
+  const accuracies = runs.every(hasShares) ? "Held-out accuracy" : "Held-out accuracy or reward";
   const headings = ["Run", "State", "Step", "Reward", accuracies, ...(losses ? ["Held-out loss"] : [])];
   return table([...headings, "Time in steps", "Trained tokens", "Stages"], rows, "runs");
 }

@@ -9,12 +9,22 @@ const RUN_COLUMNS = [
   ["Steps", ({ progress }) => progress.step, ({ progress }) => stepsText(progress)],
   ["Remaining", (run) => remaining(run), (run) => (remaining(run) === null ? "–" : duration(remaining(run)))],
   ["Started (UTC)", ({ progress }) => progress.started, ({ progress }) => (progress.started ? progress.started.slice(0, 16).replace("T", " ") : "–")],
-  ["Held-out accuracy", ({ progress }) => progress.accuracy, ({ progress }) => percent(progress.accuracy ?? NaN)],
+  ["Held-out accuracy", ({ progress }) => progress.accuracy, (run) => meanReward(run, run.progress.accuracy)],
   ["Held-out loss", ({ progress }) => progress.loss, ({ progress }) => short(progress.loss)],
 ];
 
 function stepsText({ step, steps }) {
   return steps ? `${whole(step ?? 0)} of ${whole(steps)}` : whole(step ?? 0);
+}
+
+/** True if all rewards of a run's evaluations lie within 0 and 1, so that their mean is a percentage. */
+function hasShares({ progress }) {
+  return progress.is_share ?? true;
+}
+
+/** A mean of rewards: in per cent, or as a plain number where rewards are below 0 or above 1. */
+function meanReward(run, mean) {
+  return hasShares(run) ? percent(mean ?? NaN) : short(mean);
 }
 
 /** The estimated seconds until a running run ends; null for other runs. */
