@@ -32,7 +32,7 @@ TRAINING_MODULES = (
 
 
 def ratchet(
-    *arguments: object, faults: str = "", timeout: float = 120
+    *arguments: object, faults: str = "", timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run `ratchet` with these arguments and return its exit status and output, as
     `subprocess.run` does.
