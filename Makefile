@@ -19,8 +19,10 @@ CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 # What the benchmarks drive peers with; point it at another environment's python to keep peers out of .venv.
 PEERS_PYTHON ?= $(BIN)/python
 BENCH_ROUNDS ?= 5
+# `make test-changed`: a branch or a commit; empty: where the branch left main
+SINCE ?=
 
-.PHONY: help demo test test-slow lint style types layers sizes names fast-tests slow-tests bench peers clean
+.PHONY: help demo test test-changed test-slow lint style types layers sizes names fast-tests slow-tests bench peers clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -33,6 +35,10 @@ demo: .venv/user ## train the quickstart recipe and show what it reached
 
 test: .venv/developer ## lint and all tests but the slow ones
 	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory --keep-going lint fast-tests
+
+test-changed: .venv/developer ## the tests that a change touches, without the slow ones (SINCE=COMMIT: changed since then)
+	@files=$$($(BIN)/python .ci/changed.py --since "$(SINCE)") || exit; \
+	[ -z "$$files" ] || $(PYTEST) -m "not slow" $$files || [ $$? -eq 5 ]  # 5: all of them are slow
 
 test-slow: .venv/developer .venv/vllm .venv/chromium ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -146,3 +148,74 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.fixture(scope="module")
+def changed():
+    """The module that chooses the tests that a change touches."""
+    spec = importlib.util.spec_from_file_location("changed", CI / "changed.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def test_map(changed):
+    with contextlib.chdir(CI.parent):
+        return changed.TestMap()
+
+
+@pytest.mark.parametrize(
+    ("file", "touched", "untouched"),
+    [
+        ("ratchet/learners/local.py", "learners/test_local.py", "sandbox/test_local.py"),
+        # a helper of tests, and one of a folder
+        ("tests/learners/ranks.py", "learners/test_spread.py", "learners/test_local.py"),
+        ("tests/executors/conftest.py", "executors/test_kills.py", "learners/test_local.py"),
+        ("tests/test_checks.py", "test_checks.py", "test_types.py"),
+        # named by a table of kinds in another module, and by no module at all
+        ("ratchet/environments/mixture.py", "environments/test_mixture.py", "test_checks.py"),
+        ("ratchet/sandbox/inside/child.py", "sandbox/test_local.py", "learners/test_local.py"),
+        ("ratchet/learners/__init__.py", "learners/test_local.py", "sandbox/test_local.py"),
+        # what is no module belongs to its folder
+        ("ratchet/kernels/gone.c", "kernels/test_build.py", "learners/test_local.py"),
+    ],
+)
+def test_a_change_touches_the_tests_that_lead_to_it(
+    file, touched, untouched, changed, test_map
+) -> None:
+    chosen = changed.choose([Path(file)], test_map)
+    assert Path("tests", touched) in chosen
+    assert Path("tests", untouched) not in chosen
+
+
+def test_a_document_touches_no_test(changed, test_map) -> None:
+    assert changed.choose([Path("docs/recipe.md")], test_map) == []
+
+
+def test_changes_are_those_since_the_branch_left_main(changed, tmp_path, monkeypatch) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *words], check=True, cwd=tmp_path
+        )
+
+    monkeypatch.chdir(tmp_path)
+    git("init", "--quiet", "--initial-branch=main")
+    for name in ("same", "edited", "removed"):
+        (tmp_path / name).write_text("1")
+    git("add", ".")
+    git("commit", "--quiet", "--message=first")
+    git("checkout", "--quiet", "-b", "branch")
+    (tmp_path / "committed").write_text("1")
+    git("add", ".")
+    git("commit", "--quiet", "--message=second")
+    (tmp_path / "edited").write_text("2")
+    (tmp_path / "removed").unlink()
+    (tmp_path / "untracked").write_text("1")
+    late = {Path("edited"), Path("removed"), Path("untracked")}
+    assert changed.changed_files(None) == late | {Path("committed")}
+    assert changed.changed_files("HEAD") == late
+    with pytest.raises(SystemExit, match="SINCE=nowhere is no commit"):
+        changed.changed_files("nowhere")

@@ -14,7 +14,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import categorical, distillation
 from oracles import ragged as oracle
@@ -134,6 +134,7 @@ def students(draw: st.DrawFn) -> tuple[list[Row], int, list[list[float]], list[l
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=students(), mix=MIXES)
 def test_a_term_on_ragged_batches_equals_the_oracle(objective: Objective, case, mix: float):
     rows, k, z_teacher, z = case

@@ -56,6 +56,7 @@ def weights(weighting, rows: list[Row]) -> list[float]:
 
 
 @pytest.mark.parametrize(("weighting", "mean", "options"), PAIRS)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(rows=rollouts())
 def test_rollouts_equal_the_oracle(weighting, mean, options, rows: list[Row]):
     found = weighting(copy_judged_rewards(pack(groups(rows)), AlgoState()))
@@ -66,6 +67,7 @@ def test_rollouts_equal_the_oracle(weighting, mean, options, rows: list[Row]):
 
 
 @pytest.mark.parametrize(("weighting", "mean", "options"), PAIRS)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(rows=supervised())
 def test_supervised_rows_equal_the_oracle(weighting, mean, options, rows: list[Row]):
     found = weighting(copy_judged_rewards(pack(groups(rows)), AlgoState()))
@@ -75,7 +77,7 @@ def test_supervised_rows_equal_the_oracle(weighting, mean, options, rows: list[R
 
 
 @pytest.mark.parametrize(("weighting", "mean", "options"), PAIRS)
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(rows=episodes())
 def test_episodes_equal_the_oracle(weighting, mean, options, rows: list[Row]):
     """With labels at the ends of turns, masked turns, and forked attempts."""

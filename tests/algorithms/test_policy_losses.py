@@ -236,6 +236,7 @@ def test_weighted_as_terms(loss: Loss, weighting, mean, case: tuple[list[Row], R
 
 
 @pytest.mark.parametrize("loss", ALL, ids=str)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=judged(), data=st.data())
 def test_on_policy_it_is_the_plain_policy_gradient(
     loss: Loss, case: tuple[list[Row], Ragged], data: st.DataObject

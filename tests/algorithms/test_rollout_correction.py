@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import categorical
 from oracles import correction as oracle
@@ -73,6 +73,7 @@ def off_the_bounds(rows: list[Row], level: str, bounds: tuple[float | None, ...]
 
 @pytest.mark.parametrize("mask", LEVELS)
 @pytest.mark.parametrize("weight", LEVELS)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(rows=drifted(), caps=CAPS, bounds=BOUNDS, denominator=st.sampled_from(["all", "kept"]))
 def test_weights_masks_and_metrics_equal_the_oracle(
     weight: str, mask: str, rows: list[Row], caps, bounds, denominator

@@ -70,7 +70,7 @@ PLAIN: list[tuple[str, dict[str, float | None]]] = [
 
 
 @pytest.mark.parametrize(("name", "options"), PLAIN)
-@settings(max_examples=30)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(rows=episodes())
 def test_equals_the_oracle(name: str, options: dict[str, float | None], rows: list[Row]):
     batch = getattr(shaping, name)(filled(rows), AlgoState(), **options)

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 import yaml
-from training.test_session import RECIPE, assert_equal_runs, ratchet
+from command_line import ratchet
+from training.test_session import RECIPE, assert_equal_runs
 
 from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from training.test_session import RECIPE, ratchet
+from command_line import ratchet
+from training.test_session import RECIPE
 
 WARNING = "rollouts.max_staleness=1 trains on attempts of older weights, and algorithm grpo treats them as sampled"
 

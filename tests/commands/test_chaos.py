@@ -9,12 +9,13 @@ from shutil import copytree
 
 import pytest
 import yaml
+from command_line import TRAINING_MODULES
 
 from ratchet.runs.checkpoints import CheckpointStore
+from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import (
     ChaosTest,
     Trial,
-    chaos,
     choose_evenly_spread,
     list_differences,
 )
@@ -43,7 +44,9 @@ def tiny(script, tmp_path_factory):
             {"name": "probe", **script.RECIPES["grpo"], "stages": [{**script.GRPO, "steps": 3}]}
         )
     )
-    with chaos(recipe, folder, resume_after="step.update:3:kill") as made:
+    with ForkCaller(TRAINING_MODULES, log=folder / "output.log") as forks:
+        made = ChaosTest(recipe, folder, forks)
+        made.record(resume_after="step.update:3:kill")
         yield made
 
 

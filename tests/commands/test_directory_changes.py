@@ -26,6 +26,7 @@ RECIPE = {
     "model": {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1}},
     "tokenizer": {"kind": "characters", "alphabet": "0123456789="},
     "environment": {"kind": "sorting", "digits": 2},
+    "sampling": {"max_new_tokens": 3},
     "evaluation": {"tasks": 4, "every": 1},
     "logging": {"progress": "off", "tensorboard": False},
     "algorithm": {"kind": "sft"},

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from command_line import ratchet
 from safetensors.torch import load_file
-from training.test_session import RECIPE, ratchet
+from training.test_session import RECIPE
 
 from ratchet.checkpoint.serialization import load_state
 from ratchet.commands.model_target import open_target

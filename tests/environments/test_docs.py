@@ -20,10 +20,7 @@ def page(repository, tmp_path):
 
 
 def train(tmp_path, *overrides):
-    words = ["ratchet", "train", "my_recipe.yaml", *overrides]
-    run(
-        tmp_path, "-c", f"import sys; from ratchet.cli.main import main; sys.argv = {words}; main()"
-    )
+    run(tmp_path, "-m", "ratchet", "train", "my_recipe.yaml", *overrides)
 
 
 @pytest.mark.slow

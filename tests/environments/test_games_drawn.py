@@ -49,7 +49,7 @@ def play(game, task, says):
 @pytest.mark.parametrize("observation", [pytest.param("image", marks=pytest.mark.slow), "both"])
 @pytest.mark.parametrize("kind", GAMES)
 def test_each_keeps_the_contract_of_environments(kind, observation):
-    check_environment(made(kind, observation=observation))
+    check_environment(made(kind, observation=observation), n=40)
 
 
 @pytest.mark.parametrize("style", ["words", "compact"])

@@ -2,11 +2,11 @@
 there are."""
 
 import re
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 from experience.counting import TOKENIZER, Counting, batch_of, by_seed
+from pages import run as run_python
 
 from ratchet.experience.nemo_rl import rollouts
 from ratchet.experience.nemo_rl.rollouts import run_multi_turn_rollout
@@ -27,27 +27,11 @@ def run(page, tmp_path):
         assert len([line for line in code.splitlines() if line.strip()]) < 30
         (tmp_path / name).write_text(code, encoding="utf-8")
 
-    def execute(*command):
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return execute
+    return partial(run_python, tmp_path)
 
 
 def test_the_environment_trains(run, tmp_path):
-    run(
-        "-c",
-        "import sys; from ratchet.cli.main import main; sys.argv = ['ratchet', 'train', "
-        "'my_recipe.yaml']; main()",
-    )
+    run("-m", "ratchet", "train", "my_recipe.yaml")
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     assert '"rollout/environment/higher/found"' in metrics.read_text(encoding="utf-8")
 

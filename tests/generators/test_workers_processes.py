@@ -13,7 +13,7 @@ from ratchet.config.resolve import resolve
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.errors import WorkerDied
 from ratchet.executors.config import LocalClusterConfig
-from ratchet.executors.local import LocalExecutor
+from ratchet.executors.local import PRELOAD, LocalExecutor
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
@@ -41,7 +41,8 @@ LINKS = [
 
 @pytest.fixture(scope="module")
 def executor():
-    made = LocalExecutor(LocalClusterConfig(silence_s=5), threads=2, device="cpu")
+    preload = (*PRELOAD, "ratchet.training.generator_workers", "ratchet.generators.engine.engine")
+    made = LocalExecutor(LocalClusterConfig(silence_s=5), threads=2, device="cpu", preload=preload)
     yield made
     made.close()
 

@@ -10,15 +10,22 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.tensor",
-        "torch.distributed.fsdp",
-        "ratchet.learners.distributed.fsdp",
-    ]
+# What ranks import: transformers takes a rank over a second, Megatron Core over two.
+RANK_MODULES = (
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "pytest",
+    "transformers.modeling_utils",
+    "ratchet.algorithms.policy_gradient",
+    "ratchet.algorithms.sft",
+    "ratchet.learners.distributed.fsdp_models",
+    "ratchet.learners.distributed.worker",
+    "ratchet.models.transformers.multimodal_policy",
+    "ratchet.testing.builders",
 )
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([*RANK_MODULES, "ratchet.learners.megatron.learner"])
 
 
 def run_ranks(world, target, *arguments, timeout_s=120):

@@ -5,6 +5,7 @@ import asyncio
 
 import pytest
 import torch
+from learners.ranks import RANK_MODULES
 from learners.spread_cases import SHAPE, SPARSE, VOCAB, groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,7 +28,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=1, schedule="linear"
 
 @pytest.fixture(scope="module")
 def executor():
-    made = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu")
+    made = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu", preload=RANK_MODULES)
     yield made
     made.close()
 

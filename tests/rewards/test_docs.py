@@ -20,12 +20,7 @@ def test_your_own_reward_trains_and_keeps_the_contract(page, tmp_path):
     assert all(
         len([line for line in code.splitlines() if line.strip()]) < 30 for code in page.values()
     )
-    run(
-        tmp_path,
-        "-c",
-        "import sys; from ratchet.cli.main import main; sys.argv = ['ratchet', 'train', "
-        "'my_recipe.yaml']; main()",
-    )
+    run(tmp_path, "-m", "ratchet", "train", "my_recipe.yaml")
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     for name in ("brief", "brief/right"):
         assert f'reward/{name}"' in metrics.read_text(encoding="utf-8")

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import yaml
+from command_line import TRAINING_MODULES
 
 from ratchet.config.checks.stages import conflicts
 from ratchet.config.schema import RunConfig
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.testing.forks import ForkCaller
-from ratchet.testing.kill_and_resume import PRELOADED_MODULES, ChaosTest, list_differences
+from ratchet.testing.kill_and_resume import ChaosTest, list_differences
 from ratchet.training.run import OUT_OF_TIME
 
 RECIPE = {
@@ -30,7 +31,7 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with ForkCaller(PRELOADED_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
+    with ForkCaller(TRAINING_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
         yield made
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from command_line import ratchet
 
 RECIPE = {
     "name": "probe",
@@ -33,14 +31,6 @@ RECIPE = {
         },
     ],
 }
-
-
-def ratchet(*arguments: object, faults: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "RATCHET_FAULTS": faults, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "ratchet.cli.main", *map(str, arguments)]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 process changes it."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import TRAINING_MODULES, ratchet
 from safetensors.numpy import load_file
 
 from ratchet.errors import RunDirectoryError
@@ -38,14 +38,6 @@ RECIPE = {
         },
     ],
 }
-
-
-def ratchet(*arguments, faults="", timeout=120):
-    environment = {**os.environ, "RATCHET_FAULTS": faults, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "ratchet.cli.main", *map(str, arguments)]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
 
 
 def results(run: Path, apart: tuple[str, ...]):
@@ -199,9 +191,7 @@ SIGNALS = {"interrupt": 130, "terminate": 143, "hang_up": 129}
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with ForkCaller(
-        ["ratchet.testing.kill_and_resume"], log=tmp_path_factory.mktemp("forks") / "log"
-    ) as forks:
+    with ForkCaller(TRAINING_MODULES, log=tmp_path_factory.mktemp("forks") / "log") as forks:
         yield forks
 
 

@@ -63,7 +63,7 @@ def test_every_direction(written, tmp_path, before, after):
     assert "compared: all 77 weights have the checksums of the source" in heard
     assert "logits of 16 tokens, vocabulary 50: max difference" in heard
     assert detect_form(tmp_path / "after") == after
-    run(tmp_path / "after", tmp_path / "back", "hf", file_bytes=10**9)
+    run(tmp_path / "after", tmp_path / "back", "hf", verify=False, file_bytes=10**9)
     assert_same_model(tmp_path / "back", original)
     assert {path.name for path in tmp_path.iterdir()} == {"before", "after", "back"}, (
         "something was left behind"

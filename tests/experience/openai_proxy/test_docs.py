@@ -2,11 +2,10 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 from experience.openai_proxy.talk import TEMPLATE
+from pages import run
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
 
@@ -23,19 +22,7 @@ def test_the_agent_of_the_page_trains(text, tmp_path):
     for name, code in files.items():
         (tmp_path / name).write_text(code, encoding="utf-8")
     assert files["template.jinja"] == TEMPLATE
-    code = (
-        "import sys; from ratchet.cli.main import main; sys.argv = ['ratchet', 'train', "
-        "'my_recipe.yaml']; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(tmp_path, "-m", "ratchet", "train", "my_recipe.yaml")
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if "rollout/reward" in row]

@@ -148,16 +148,16 @@ def test_cached_decoding_stays_right_over_many_tiles_and_grown_slots():
 
 
 @pytest.mark.usefixtures("operations")
-@pytest.mark.parametrize("max_running", [3, 17, 1024])
-def test_a_result_does_not_depend_on_the_batch(either, max_running):
+def test_a_result_does_not_depend_on_the_batch(either):
     """Bit for bit: alone, among 50 others of all lengths and settings, with any number of slots."""
     prompts, samplings = prompts_of(51), mixed_samplings(51)
     alone = [
         engine(either).generate_all([p], [s])[0] for p, s in zip(prompts, samplings, strict=True)
     ]
-    together = engine(either, max_running=max_running).generate_all(prompts, samplings)
-    for a, b in zip(alone, together, strict=True):
-        assert_same(a, b)
+    for max_running in (3, 17, 1024):
+        together = engine(either, max_running=max_running).generate_all(prompts, samplings)
+        for a, b in zip(alone, together, strict=True):
+            assert_same(a, b)
 
 
 @pytest.mark.usefixtures("operations")

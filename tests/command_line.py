@@ -1,0 +1,97 @@
+"""Runs the command line in a process of its own that starts at once.
+
+Each call is forked from a server that has imported what a training imports and done nothing else: a
+fresh interpreter spends over two seconds of processor time on imports. Tests of what an interpreter
+imports, and of how one starts, launch it themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+from ratchet.testing.forks import ForkCaller
+from ratchet.testing.kill_and_resume import PRELOADED_MODULES
+
+TESTS = Path(__file__).resolve().parent
+# A training imports these in its first steps: pyarrow looks for pandas, TensorBoard for fsspec.
+LATE_IMPORTS = ("pandas", "pyarrow.pandas_compat", "tensorboard.summary.writer.record_writer")
+TRAINING_MODULES = (
+    *PRELOADED_MODULES,
+    "ratchet.cli.main",
+    *(name for name in LATE_IMPORTS if find_spec(name.partition(".")[0])),
+)
+
+
+def ratchet(
+    *arguments: object, faults: str = "", timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run `ratchet` with these arguments and return its exit status and output, as
+    `subprocess.run` does.
+
+    Args:
+        faults: Failpoints to arm, in `RATCHET_FAULTS`.
+        timeout: Seconds after which the process is killed and TimeoutError raised.
+    """
+    words = [str(argument) for argument in arguments]
+    environment = {**os.environ, "RATCHET_FAULTS": faults, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / "stdout", Path(folder) / "stderr"]
+        status = _server().call(
+            "command_line:run_in_fork",
+            words,
+            environment,
+            os.getcwd(),
+            [str(path) for path in outputs],
+            limit_s=timeout,
+        )
+        texts = [path.read_text(encoding="utf-8") for path in outputs]
+    return subprocess.CompletedProcess(["ratchet", *words], status, *texts)
+
+
+@functools.cache
+def _server() -> ForkCaller:
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *([before] if before else [])])
+    try:
+        server = ForkCaller(TRAINING_MODULES, log=Path(os.devnull))
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(server)
+
+
+def run_in_fork(
+    arguments: list[str], environment: dict[str, str], directory: str, outputs: list[str]
+) -> int:
+    """Run the command line in a forked process, end it as an interpreter ends, and return its
+    status."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    for descriptor, path in enumerate(outputs, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.argv = ["ratchet", *arguments]
+    from ratchet.cli.main import main
+
+    status = 0
+    try:
+        main()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    return status
