@@ -80,7 +80,12 @@ def train(
         changes, recipe = [str(recipe), *changes], None
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
-    new_run_options = {"--try": try_s, "--try-steps": try_steps, "--from": start_from}
+    new_run_options = {
+        "--run-dir": run_dir,
+        "--try": try_s,
+        "--try-steps": try_steps,
+        "--from": start_from,
+    }
     _refuse_on_resume(
         [name for name, value in new_run_options.items() if value is not None], resume
     )

@@ -102,7 +102,8 @@ def load_changed_config(path: Path, overrides: Sequence[str], *, run: str | Path
     Raises:
         ConfigError: A key can't change, or its value is wrong.
     """
-    stages = load_config(path).stages
+    current = load_config(path)
+    stages = current.stages
     full_overrides: list[str] = []
     problems: list[str] = []
     for override in overrides:
@@ -112,13 +113,25 @@ def load_changed_config(path: Path, overrides: Sequence[str], *, run: str | Path
         if len(stages) == 1 and section in STAGE_KEYS:
             key = f"{STAGES}.{stages[0].name}.{key}"
         full_overrides.append(f"{key}{equals}{value}")
-        # The value of a key that can't change is not checked.
         reason = _find_reason(Change(tuple(key.split(".")), None, None))
-        if reason is not None and reason is not RULES[-1][1]:
-            problems.append(f"{key} can't change: {reason}")
+        if reason is None or reason is RULES[-1][1]:
+            continue
+        # The value of a key that can't change is not explained, even if it is wrong.
+        if _may_resume_with(path, full_overrides[-1], current):
+            continue
+        problems.append(f"{key} can't change: {reason}")
     if problems:
         raise ConfigError("\n".join([*problems, NEW_RUN_HINT.format(run=run)]))
     return load_config(path, full_overrides)
+
+
+def _may_resume_with(path: Path, override: str, current: RunConfig) -> bool:
+    """Return True if an override changes nothing, or only keys of its section that may change."""
+    try:
+        changes = list_changes(current, load_config(path, [override]))
+    except ConfigError:
+        return False
+    return all(_find_reason(change) is None for change in changes)
 
 
 def list_changes(before: RunConfig, after: RunConfig) -> list[Change]:

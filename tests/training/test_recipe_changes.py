@@ -15,7 +15,11 @@ from ratchet.commands.replay.engine import Replay
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
 from ratchet.observe.sinks import read_jsonl
-from ratchet.runs.recipe_changes import list_changes, restore_earlier_config
+from ratchet.runs.recipe_changes import (
+    list_changes,
+    load_changed_config,
+    restore_earlier_config,
+)
 from ratchet.training.start import resume_run, start_run
 
 RECIPE = {
@@ -175,8 +179,18 @@ def test_steps_that_are_done_cant_be_taken_back(run: Path) -> None:
 
 
 def test_keys_that_stay_as_they_are_change_nothing(run: Path) -> None:
-    assert resume_run(run, ["stages.rl.steps=4"], command="resume") == 0
+    same = ["stages.rl.steps=4", "stages.rl.optimizer.kind=adamw", "model.preset=tiny"]
+    assert resume_run(run, same, command="resume") == 0
     assert not changes_of(run)
+
+
+def test_of_a_section_only_the_changed_keys_count(run: Path) -> None:
+    config = load_changed_config(
+        run / "config.yaml", ["stages.rl.optimizer={kind: adamw, lr: 0.5}"], run=run
+    )
+    assert config.stages[1].optimizer.lr == 0.5
+    with pytest.raises(ConfigError, match="optimizer can't change: the state"):
+        load_changed_config(run / "config.yaml", ["stages.rl.optimizer={kind: muon}"], run=run)
 
 
 def test_typing_errors_are_found(run: Path) -> None:

@@ -212,7 +212,8 @@ def test_every_checkpoint_converts_to_a_model(folder: Path, tmp_path: Path) -> N
 
 def test_options_that_do_not_go_together(folder: Path) -> None:
     first = str(folder / "first")
-    assert "--from is only for a new run" in invoke("train", "--resume", first, "--from", first)
+    for option in ("--from", "--run-dir"):
+        assert f"{option} is only for a new run" in invoke("train", "--resume", first, option, "x")
     assert "--with-optimizer is only for --from RUN" in invoke(
         "train", "x.yaml", "--with-optimizer"
     )

@@ -24,6 +24,7 @@ from ratchet.observe.records.reader import INDEX, Record, RecordFile
 from ratchet.observe.records.schema import SCALARS, SCHEMA
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.types import MediaKind
+from ratchet.utils.safe_read import require_file
 
 pc: Any = pyarrow.compute  # its functions are created on import, so type checkers see none
 
@@ -276,6 +277,7 @@ def _read_scalars(directory: Path, files: Sequence[RecordFile]) -> pa.Table:
     for file in files:
         path = directory / file.name
         try:
+            require_file(path)
             with pq.ParquetFile(path, read_dictionary=list(WORDS)) as parquet:
                 parts.append(parquet.read(names).replace_schema_metadata(None))
         except (OSError, pa.ArrowException) as error:
@@ -312,6 +314,7 @@ def _shrink_integers(column: pa.ChunkedArray) -> NDArray[Any]:
 
 def _find_matches(directory: Path, file: RecordFile, text: str) -> Iterator[tuple[int, int]]:
     try:
+        require_file(directory / file.name)
         with pq.ParquetFile(directory / file.name) as parquet:
             table = parquet.read(["step", "messages"])
     except (OSError, pa.ArrowException) as error:

@@ -44,9 +44,8 @@ DTYPES: Mapping[str, type] = {
 def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> list[Group]:
     """Return the groups of one step, equal bit for bit to those that the batch was packed from.
 
-    Three things differ. `Medium.inputs` are empty, since the processor computes them again. Values
-    stored as JSON (answer, `meta`, tool arguments) come back with JSON's types. `extras` are not
-    read.
+    Two things differ. `Medium.inputs` are empty, since the processor computes them again. Values
+    stored as JSON (answer, `meta`, tool arguments, `extras`) come back with JSON's types.
 
     Args:
         sources: encoded media by name.
@@ -106,6 +105,7 @@ def _build_trajectory(fields: Mapping[str, Any], columns: dict[str, Any]) -> Tra
         media=fields["media"],
         outcome=_build_outcome(fields),
         metrics=dict(fields["metrics"]),
+        extras=json.loads(fields["extras"]) if fields["extras"] else {},
     )
 
 

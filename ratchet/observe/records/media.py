@@ -20,6 +20,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ratchet.errors import DataError
 from ratchet.types import Group, Message, Part, Trajectory
+from ratchet.utils.safe_read import require_file
 
 MEDIA = "media"  # directory name, inside the record's directory
 SCHEMA = pa.schema([pa.field("name", pa.string()), pa.field("source", pa.large_binary())])
@@ -128,6 +129,7 @@ def write_media(path: Path, sources: Mapping[str, bytes]) -> None:
 def read_media(path: Path) -> dict[str, bytes]:
     """Return media by name. Raises DataError for a file that can't be read."""
     try:
+        require_file(path)
         with pq.ParquetFile(path) as file:
             table = file.read()
     except (OSError, pa.ArrowException) as error:

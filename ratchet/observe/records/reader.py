@@ -25,7 +25,7 @@ from ratchet.observe.records.groups import read_groups
 from ratchet.observe.records.media import MEDIA, read_media
 from ratchet.observe.records.schema import DEFAULT_BY_ADDED_COLUMN, SCALARS, SCHEMA
 from ratchet.types import Group
-from ratchet.utils.safe_read import parse_json
+from ratchet.utils.safe_read import open_file, parse_json, require_file
 
 INDEX = "index.jsonl"
 
@@ -75,10 +75,17 @@ def _compute_checksum(body: Mapping[str, Any]) -> str:
 def read_index(directory: Path) -> list[RecordFile]:
     """Return the files in the index; [] if there is no index.
 
-    An unfinished last line is ignored. Raises DataError for a changed line.
+    An unfinished last line is ignored. Raises DataError for a changed line, and for an index that
+    can't be read, such as a pipe.
     """
     path = directory / INDEX
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    try:
+        with open_file(path) as file:
+            lines = file.read().splitlines(keepends=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror or error}") from error
     return [
         _read_line(path, number, line)
         for number, line in enumerate(lines, 1)
@@ -135,6 +142,7 @@ class Record:
             if not any(is_chosen):
                 continue
             try:
+                require_file(self.directory / file.name)
                 with pq.ParquetFile(self.directory / file.name) as parquet:
                     table = _select_columns(
                         columns, parquet.read(columns).replace_schema_metadata(None)
@@ -197,6 +205,7 @@ class Record:
 
 
 def hash_file(path: Path) -> str:
+    require_file(path)
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

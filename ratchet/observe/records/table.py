@@ -5,7 +5,6 @@ T = tokens of the batch, N = tokens of the rows of a table, R = rows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ratchet.batch import ROUTES, Batch
+from ratchet.observe.records.json_text import format_json
 from ratchet.observe.records.media import hash_content, shorten_value
 from ratchet.observe.records.schema import (
     LEARNED,
@@ -361,11 +361,6 @@ def _build_details(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
         "media": _build_media(trajectories),
         "extras": _build_array([_get_extras(t) for t in trajectories], pa.string()),
     }
-
-
-def format_json(value: Any) -> str:
-    """Return a value as JSON, with the `repr` of objects that JSON does not support."""
-    return json.dumps(value, default=repr, ensure_ascii=False)
 
 
 def _get_extras(t: Trajectory) -> str | None:

@@ -14,7 +14,8 @@ from ratchet.commands.report import write_report
 from ratchet.commands.report.metrics import MAX_LINE_BYTES
 from ratchet.commands.report.runs import RunReader
 from ratchet.commands.report.server import RunReaders
-from ratchet.errors import RunDirectoryError
+from ratchet.errors import DataError, RunDirectoryError
+from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts
 
 HERE = os.uname().nodename
 CONTENTS = [
@@ -138,3 +139,18 @@ def test_a_report_takes_the_place_of_plain_files_alone(run: Path, tmp_path: Path
     write_report([run], tmp_path / "link", rollouts=0)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.fault("S20")
+def test_a_pipe_among_the_records_is_not_waited_for(run: Path) -> None:
+    (run / "steps").mkdir()
+    file = RecordFile("a.parquet", 1, "", (StepFacts(1, "rl", 1, 1, 1),))
+    (run / "steps" / INDEX).write_text(file.line())
+    os.mkfifo(run / "steps" / file.name)
+    runs = RunReaders(run.parent)
+    for ask in (runs.rollouts, runs.search):
+        with pytest.raises(DataError, match="it is a pipe"):
+            ask({"run": "x", "text": "a"})
+    with pytest.raises(DataError, match="it is a pipe"):
+        write_report([run], rollouts=4)
+    answered(run)

@@ -1,7 +1,9 @@
 """What a record holds, that it comes back bit for bit, and that nothing that happens to a process
 or a disk harms it."""
 
+import json
 import logging
+import os
 from base64 import b64encode
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from ratchet.data.packing import pack
 from ratchet.errors import DataError
 from ratchet.observe.records import writer as recording
 from ratchet.observe.records.groups import read_groups
+from ratchet.observe.records.json_text import format_json
 from ratchet.observe.records.media import (
     MEDIA,
     collect_sources,
@@ -149,12 +152,43 @@ def test_groups_come_back_as_they_were():
                 b.outcome,
             )
             assert repr(a.metrics) == repr(b.metrics)
+            assert b.extras == json.loads(format_json(dict(a.extras)))
             for name in ("tokens", "owner", "trainable", "rollout_logprobs", "versions"):
                 assert getattr(a, name).dtype == getattr(b, name).dtype
     said = back[1].trajectories[0].messages
     assert said[0] == groups[1].trajectories[0].messages[0]
     assert said[1].text == "half \\ud83d a character"
     assert said[1].tool_calls == (ToolCall("c1", "search", {"query": "ü", "n": 2}),)
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+def test_any_result_of_an_agent_can_be_recorded():
+    cycle: list = []
+    cycle.append(cycle)
+    deep: dict = {}
+    for _ in range(100_000):
+        deep = {"deeper": deep}
+    results = {
+        "cycle": cycle,
+        "digits": 10**5000,
+        "tuple": {(1, 2): 3},
+        "deep": deep,
+        "odd": Unspeakable(),
+        ("a", 1): "é",
+    }
+    for name, result in results.items():
+        assert isinstance(json.loads(format_json({name: result, "other": [1.5]})), dict)
+        json.loads(format_json(result))
+    described = json.loads(format_json(results))
+    assert described["cycle"] == "[[...]]"
+    assert described["digits"] == "<int>"
+    assert described["tuple"] == "{(1, 2): 3}"
+    assert described["odd"] == "<Unspeakable>"
+    assert described["('a', 1)"] == "é"
 
 
 def test_each_row_has_what_the_learner_made_of_it_and_nothing_where_it_counts_for_nothing():
@@ -420,6 +454,18 @@ def test_only_a_url_that_comes_back_the_same_is_taken_out():
         restore_value("image", short, {parse_placeholder(short): b"\1"})
         == "data:image/png;base64,AQ=="
     )
+
+
+@pytest.mark.parametrize("name", [INDEX, "00000001-00000003.parquet"])
+def test_a_pipe_in_a_record_is_not_waited_for(tmp_path, name, caplog):
+    record(tmp_path, range(1, 4))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    for read in (Record.table, lambda found: found.step(1)):
+        with pytest.raises(DataError, match="it is a pipe"):
+            read(Record(tmp_path))
+    Recorder(RecordConfig(), tmp_path, seed=0, keep_through=3).close()
+    assert ("no longer recorded" in caplog.text) == (name == INDEX)
 
 
 def test_a_bit_that_changed_is_found(tmp_path):
