@@ -124,7 +124,7 @@ def test_peft_reads_what_was_written_and_computes_the_same(tmp_path):
 
     policy = adapted(rslora=True, target_modules=("q_proj", "o_proj", "up_proj", "down_proj"))
     policy.save(tmp_path / "base")
-    adapter = replace(policy.adapter, base=str(tmp_path / "base"))
+    adapter = replace(policy.adapter, base_model=str(tmp_path / "base"))
     save_adapter(
         tmp_path / "adapter",
         adapter,
