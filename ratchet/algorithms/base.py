@@ -36,8 +36,8 @@ class AlgorithmTerm:
     coef: factor of the term. A term with coef=0 is only measured: it adds nothing to the loss, even
       if its values are not finite.
 
-    Both functions are module-level, or a `functools.partial` of one, so that a term can be sent to
-    another process by name.
+    `fn` and `weighting` are module-level functions, or a `functools.partial` of one, so that a term
+    can be sent to another process by name.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Algorithm:
     advantage: fills every column that is computed between the scoring passes and the update.
     fills: columns that `advantage` fills in place of a scoring pass.
     adapt: may change `state.numbers` after a step, where "coef/<term>" replaces a term's `coef`.
-    warmup: steps of the stage during which a role is not updated, by role.
+    warmup: number of steps at the start of the stage in which a role is not updated, by role.
     minibatches: optimizer steps that a batch is divided into.
     minibatches_of: unit in which a batch is distributed over its mini-batches. Losses that compare
       the rows of a group need "groups".
@@ -157,7 +157,7 @@ class Algorithm:
     reads_reward: False if nothing depends on rewards. Attempts without a reward then train too.
     reads_parts: True if the named parts of the rewards matter. Attempts of equal reward then count
       as different if their parts differ.
-    replays: True for router replay: the policy's routers choose the experts that the sampler
+    replays_routes: True for router replay: the policy's routers choose the experts that the sampler
       recorded.
     exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
     """
@@ -181,7 +181,7 @@ class Algorithm:
     turns: Literal["all", "last"] = "all"
     reads_reward: bool = True
     reads_parts: bool = False
-    replays: bool = False
+    replays_routes: bool = False
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -240,7 +240,7 @@ class Algorithm:
     def split(self, batch: Batch) -> Iterator[Batch]:
         """Yield the mini-batches of a batch, each of them once an epoch.
 
-        Mini-batches are of about equal size. One has whole groups in order, or some attempts of
+        Mini-batches are of about equal size. Each has whole groups in order, or some attempts of
         every group. A step that lost groups to failures may have fewer groups than mini-batches.
         Empty mini-batches then count as optimizer steps that change nothing, so that the
         learning-rate schedule does not shift.
@@ -309,9 +309,10 @@ class Algorithm:
         return weights_T
 
     def observe(self, state: AlgoState, metrics: Mapping[str, float]) -> None:
-        """Update the state after a step.
+        """Update the state after a training step.
 
-        metrics: means over the optimizer steps of this step, by "role/term/name" and "batch/name".
+        metrics: means over the optimizer steps of the training step, by "role/term/name" and
+          "batch/name".
         """
         # During its warm-up the policy does not change, so coefficients have nothing to adapt to.
         if state.step >= self.warmup.get("policy", 0):

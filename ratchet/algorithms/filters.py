@@ -45,8 +45,9 @@ def drop_silent_groups(batch: Batch, state: AlgoState) -> Batch:
     wrong do not train.
 
     A group has a signal if any of its advantages is not 0. If the batch has the column
-    `has_signal`, that decides instead. With several rewards, a group lacks a signal only if all of
-    them are equal. Removed rows get advantage 0.
+    `has_signal`, the column decides instead. With gdpo, which normalises each part of the reward by
+    itself, a group lacks a signal if each part is equal over all attempts of the group. Removed
+    rows get advantage 0.
     """
     signal_S = batch.need("has_signal") if batch.has("has_signal") else _has_signal(batch)
     advantages_T = torch.where(signal_S[batch.sequence_T], batch.need("advantages"), 0.0)

@@ -66,8 +66,8 @@ def kl_penalty(
     if not importance_weight:
         if needs_importance_gradient:
             raise ConfigError(
-                f"estimator={estimator} has its gradient through importance_weight. Set "
-                "estimator=k2 or objective=forward."
+                f"importance_weight=false removes the gradient of estimator={estimator} of the "
+                "reverse KL. Set importance_weight=true or estimator=k2."
             )
         return penalty_T, metrics
     weight_T = importance_T if needs_importance_gradient else importance_T.detach()
@@ -94,8 +94,11 @@ def kl_in_reward(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
     )
 
 
-def kl_in_loss(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
-    """Report this step's KL coefficient as metric "kl/coef"; the loss term `kl_penalty` uses it."""
+def report_kl_coef(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
+    """Report this step's KL coefficient as metric "kl/coef".
+
+    The penalty itself is the loss term `kl_penalty`, which is multiplied by this coefficient.
+    """
     return batch.with_metrics(**{"kl/coef": state.numbers.get(COEF, coef)})
 
 

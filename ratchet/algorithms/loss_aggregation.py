@@ -90,8 +90,8 @@ def chosen_mean(batch: Batch) -> Tensor:
     return _mean_over(batch.trainable_T & first_S[batch.sequence_T])
 
 
-def step_mean(batch: Batch) -> Tensor:
-    """Return equal weights on the last tokens of labelled steps (turns with their own reward)."""
+def labelled_turn_mean(batch: Batch) -> Tensor:
+    """Return equal weights on the last token of each turn that has its own reward. float64 [T]."""
     return _mean_over(~batch.turn_rewards_T.isnan() & batch.trainable_T)
 
 

@@ -27,7 +27,7 @@ from ratchet.algorithms.config.advantages import AdvantageMixture
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import CorrectionConfig, KLConfig
 from ratchet.algorithms.filters import drop_silent_groups, drop_truncated, note_signal
-from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_loss, kl_in_reward, kl_penalty
+from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_reward, kl_penalty, report_kl_coef
 from ratchet.algorithms.loss_aggregation import WEIGHTINGS, fixed_length, positive_mean, valued_mean
 from ratchet.algorithms.losses.common import entropy_bonus, nll, value_loss
 from ratchet.algorithms.losses.expert_balance import router_terms
@@ -85,7 +85,7 @@ def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
         greedy_baseline="greedy" in config.reads,
         reads_reward=config.reads_reward,
         reads_parts="parts" in config.reads,
-        replays=config.router is not None and config.router.replay,
+        replays_routes=config.router is not None and config.router.replay,
         exempt=_list_exemptions(config),
     )
 
@@ -204,7 +204,8 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     if config.kl.coef > 0:
         steps.append(
             partial(
-                {"reward": kl_in_reward, "loss": kl_in_loss}[config.kl.place], coef=config.kl.coef
+                {"reward": kl_in_reward, "loss": report_kl_coef}[config.kl.place],
+                coef=config.kl.coef,
             )
         )
     steps.append(estimator)

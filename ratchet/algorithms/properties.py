@@ -26,7 +26,10 @@ NOT_APPLICABLE = ("no advantages", "no policy gradient")
 
 
 def is_applicable(reason: str) -> bool:
-    """True unless the reason of an exemption says that the property does not apply."""
+    """True for a property that applies to the algorithm but does not hold.
+
+    reason: the reason of an exemption. False if it says that the property does not apply.
+    """
     return not reason.startswith(NOT_APPLICABLE)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.algorithms.config.base import AlgorithmConfig
-from ratchet.algorithms.loss_aggregation import prompt_mean, sequence_mean, step_mean
+from ratchet.algorithms.loss_aggregation import labelled_turn_mean, prompt_mean, sequence_mean
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward, score_regression
 from ratchet.algorithms.preference import PAIR_EXEMPTIONS
 
@@ -35,7 +35,9 @@ def build_regression(config: AlgorithmConfig) -> Algorithm:
 
 def build_process(config: AlgorithmConfig) -> Algorithm:
     """Return the algorithm that trains a process reward model."""
-    term = AlgorithmTerm("process", process_reward, step_mean, needs=frozenset({"token_scores"}))
+    term = AlgorithmTerm(
+        "process", process_reward, labelled_turn_mean, needs=frozenset({"token_scores"})
+    )
     return _build_algorithm(config, term, exempt=SCORED_EXEMPTIONS)
 
 

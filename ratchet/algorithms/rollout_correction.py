@@ -43,6 +43,7 @@ def correct(
 
     weight: the level of D. "token": d_t itself. "turn" and "sequence": the sum of d_t over the turn
       or sequence. "geometric": the mean of d_t over the sequence, which does not grow with length.
+      "none": D = 0, so that every weight is 1.
     mask: the level of D at which tokens with exp(D) outside [mask_low, mask_high] are masked.
     mask_denominator: "all": masked tokens get weight 0, and means over the batch still count them.
       "kept": masked tokens leave the final mask, so that means do not count them.
@@ -96,7 +97,7 @@ def _aggregate_gap(batch: Batch, gap_T: Tensor, level: CorrectionLevel) -> Tenso
 def _note_correction(
     batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor
 ) -> Batch:
-    """Return the batch with metrics of the gap d_t, the weights and the mask."""
+    """Return the batch with metrics of the gap d_t, the importance weights and the mask."""
     mask_T = batch.trainable_T
     if not bool(mask_T.any()):
         return batch

@@ -58,7 +58,7 @@ def overlong_penalty(
 def stop_properly(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
     """Set the reward r of attempts whose last answer was cut off to min(r, coef * r).
 
-    With 0 <= coef <= 1, a positive reward shrinks and a negative reward stays.
+    With 0 <= coef < 1, a positive reward shrinks and a negative reward stays.
     """
     reduced_S = torch.minimum(batch.rewards_S, coef * batch.rewards_S)
     return _replace_rewards(batch, torch.where(batch.cut_S, reduced_S, batch.rewards_S))

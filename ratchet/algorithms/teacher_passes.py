@@ -13,9 +13,9 @@ def build_teacher_passes(
 ) -> tuple[dict[str, Role], tuple[Pass, ...]]:
     """Return the teachers' roles, and the passes that fill the batch's columns.
 
-    A role is named "teacher", or "teacher/<tag>" if there is one for each tag. If several tags have
-    the same model, it is one role, named after the first of these tags. Tasks without a tag have
-    the tag "".
+    A role is named "teacher", or "teacher/<tag>" if each tag has its own teacher. Tags with the
+    same model share one role, named after the first of these tags. Tasks without a tag have the tag
+    "".
 
     Args:
         columns: Name of each column in the batch, by the name of the learner's output.

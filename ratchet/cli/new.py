@@ -16,13 +16,17 @@ def new(
     ],
     name: Annotated[
         str | None,
-        typer.Argument(help="Its name and its file's name; with --like, by default NAME."),
+        typer.Argument(
+            help="Name of the new recipe, environment or reward, and of its file. With --like, "
+            "the default is the name given there."
+        ),
     ] = None,
     like: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="A recipe like this: an algorithm (sft, dpo, grpo), or a shipped one.",
+            metavar="RECIPE",
+            help="Recipe to start from: an algorithm (sft, dpo, grpo), or the name of a shipped "
+            "recipe.",
         ),
     ] = None,
     data: Annotated[

@@ -22,7 +22,7 @@ from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.resolve import fetch_run_record, list_runs_at
 from ratchet.runs.run_dir import RunDirectory, list_config_differences
-from ratchet.runs.unstarted import is_unstarted
+from ratchet.runs.without_steps import has_no_finished_step
 from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console, shorten_text
 
@@ -331,22 +331,22 @@ def clean_runs(directory: Path, *, confirmed: bool) -> None:
             and elsewhere only lists the runs.
     """
     console = make_console(soft_wrap=True)
-    unstarted = [run for run in find_runs(directory) if is_unstarted(run)]
-    for run in unstarted:
+    runs_without_steps = [run for run in find_runs(directory) if has_no_finished_step(run)]
+    for run in runs_without_steps:
         console.print(f"{run.path} has no step", markup=False, highlight=False)
-    if not unstarted:
+    if not runs_without_steps:
         console.print("every run has steps, or is under way")
         return
     if not confirmed:
         if not sys.stdin.isatty():
             console.print("add --yes to remove them")
             return
-        if not Confirm.ask(f"remove {len(unstarted)} of them?", console=console):
+        if not Confirm.ask(f"remove {len(runs_without_steps)} of them?", console=console):
             return
-    for run in unstarted:
+    for run in runs_without_steps:
         with run.locked():
             shutil.rmtree(run.path)
-    console.print(f"removed {len(unstarted)}")
+    console.print(f"removed {len(runs_without_steps)}")
 
 
 def _open_run(path: str | Path) -> RunDirectory:

@@ -201,9 +201,9 @@ def _make_messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
         problem = (
             f"column 'response' is {_name_type(response)}, must be a string"
             if "response" in row
-            else "no column 'response'"
+            else "there is no column 'response'"
         )
-        raise DataError(f"{problem} (nor 'messages'); the row has {columns}")
+        raise DataError(f"{problem}, and there is no column 'messages'; the row has {columns}")
     prompt = row.get("prompt")
     if prompt is None:
         prompt_messages: tuple[Message, ...] = ()

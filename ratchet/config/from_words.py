@@ -15,7 +15,6 @@ from ratchet.config.yaml_tree import (
     COMMAND_LINE,
     Budget,
     Node,
-    ValueOrigin,
     check_key_path,
     read_text,
 )
@@ -55,7 +54,7 @@ def _parse_keys(words: Sequence[str]) -> Node:
         node, problems_here = read_text(value, COMMAND_LINE, ".".join(path), budget)
         parsed[path] = replace(node, origin=replace(node.origin, line=None))
         problems += problems_here
-    keys = as_layer(parsed, Node({}, ValueOrigin(COMMAND_LINE, None, "")), problems)
+    keys = as_layer(parsed, problems)
     if problems:
         raise report(problems)
     return keys

@@ -10,7 +10,7 @@ from ratchet.config.key_paths import STAGES
 from ratchet.config.registry import DEFAULT_KIND
 from ratchet.config.resolve import section_class
 from ratchet.config.schema import STAGE_KEYS
-from ratchet.config.yaml_tree import MAX_NODES, Node
+from ratchet.config.yaml_tree import COMMAND_LINE, MAX_NODES, Node, ValueOrigin
 from ratchet.errors import ConfigError
 
 Path = tuple[str, ...]
@@ -22,8 +22,8 @@ ALTERNATIVES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"warmup_steps", "warmup_share"}),
 }
 
-# Keys that say where a data set lies and how its rows look. A layer that names a published data set
-# drops those of the layer below, unless that names one too.
+# Keys that say where a data set lies and how its rows look. If a layer names a published data set
+# (`preset`), these keys of the layer below are dropped, unless the layer below has a `preset` too.
 PRESET = "preset"
 REPLACED_BY_PRESET = frozenset(
     {
@@ -92,10 +92,10 @@ def _merge_items(
 
 
 def _kinds_differ(base: Node, over: Node, key: str) -> bool:
-    """True if both sections have a kind, and the kinds differ.
+    """True if `over` sets a kind other than that of `base`, which is set or the default of `key`.
 
-    A base without a kind may still be merged. Its keys are later checked against the kind of
-    `over`.
+    If `base` has neither, the sections are merged, and all keys are checked later against the kind
+    of `over`.
     """
     base_kind = base.scalar("kind") or DEFAULT_KIND.get(key)
     over_kind = over.scalar("kind")
@@ -252,7 +252,10 @@ def _iter_leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
 
 
 def _stage_sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
-    """True if a stage sets the value itself, or chooses another kind for its section."""
+    """True if a stage sets the value itself, or sets its section's kind to another than the recipe.
+
+    The recipe's kind is that of `layer`, or else of `base`, or else the default.
+    """
     node: Node | None = stage
     for key in path:
         node = node.get(key) if node is not None else None
@@ -285,12 +288,13 @@ def _has_key(stage: Node, path: Path) -> bool:
         return True
 
 
-def as_layer(overrides: Mapping[Path, Node], root: Node, problems: list[RecipeProblem]) -> Node:
-    """Return `root` with all overrides merged into it, as one layer.
+def as_layer(overrides: Mapping[Path, Node], problems: list[RecipeProblem]) -> Node:
+    """Return one layer made of all overrides of the command line.
 
-    Merging them first makes their order irrelevant: `kind` may come after the keys of its section.
+    They are merged with each other before they are merged over the recipe, so their order is
+    irrelevant: `kind` may come after the keys of its section.
     """
-    layer = root
+    layer = Node({}, ValueOrigin(COMMAND_LINE, None, ""))
     for path, node in overrides.items():
         for depth in range(len(path) - 1, -1, -1):
             node = Node({path[depth]: node}, replace(node.origin, path=".".join(path[:depth])))

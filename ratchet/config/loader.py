@@ -185,7 +185,7 @@ def _parse_overrides(texts: Sequence[str], problems: list[RecipeProblem], budget
         problems += duplicates
         parsed.pop(keys, None)  # a repeated key takes its last value and position
         parsed[keys] = _strip_lines(node)
-    return as_layer(parsed, Node({}, ValueOrigin(COMMAND_LINE, None, "")), problems)
+    return as_layer(parsed, problems)
 
 
 def _strip_lines(node: Node) -> Node:

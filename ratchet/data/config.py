@@ -59,7 +59,9 @@ class AutoTokenizerConfig(TokenizerConfig):
         None,
         description="Directory, address or Hub id of the tokenizer; null: that of the model.",
     )
-    revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
+    revision: str | None = Field(
+        None, description="Branch, tag or commit on the Hub; null: the default branch."
+    )
 
 
 class CharactersConfig(TokenizerConfig):

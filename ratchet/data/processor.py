@@ -102,7 +102,8 @@ class Processor:
         if kind == "text" or kind not in self.kind_by_placeholder.values():
             kinds = " and ".join(self.kind_by_placeholder.values())
             raise DataError(
-                f"{where} has a part of the type '{kind}', and the model reads {kinds}: remove it"
+                f"{where} has a part of the type '{kind}', and the model reads {kinds}: remove the "
+                "part"
             )
         source = fetch(part.value, where=where, limits=self.limits, root=self.limits.root)
         key = xxh3_128(f"{self.fingerprint} {kind} ".encode() + source).hexdigest()

@@ -25,27 +25,31 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 class KeepConfig(Section):
     """A filter that keeps a row if a column's value meets all conditions set here.
 
-    A null value meets no condition but `none_of`.
+    A null value meets only the condition `none_of`.
     """
 
     column: str = Field(
         min_length=1,
         description="Name of the column in the file; dots reach nested values: extra_info.index.",
     )
-    at_least: float | None = Field(None, description="Smallest number that passes.")
-    at_most: float | None = Field(None, description="Largest number that passes.")
-    one_of: tuple[Scalar, ...] = Field((), description="The value is one of these.")
-    none_of: tuple[Scalar, ...] = Field((), description="The value is none of these.")
-    contains: str = Field("", description="The text, or an item of the list, contains this.")
+    at_least: float | None = Field(None, description="Smallest number that passes; null: no bound.")
+    at_most: float | None = Field(None, description="Largest number that passes; null: no bound.")
+    one_of: tuple[Scalar, ...] = Field((), description="Values that pass; empty: all.")
+    none_of: tuple[Scalar, ...] = Field((), description="Values that do not pass.")
+    contains: str = Field(
+        "", description="Text that the text or the list of the column contains; empty: any passes."
+    )
     min_chars: int | None = Field(
         None,
         ge=0,
-        description="Least number of characters of the text, or of the JSON of another value.",
+        description="Smallest number of characters of the text, or of the JSON of another value; "
+        "null: no bound.",
     )
     max_chars: int | None = Field(
         None,
         ge=0,
-        description="Largest number of characters of the text, or of the JSON of another value.",
+        description="Largest number of characters of the text, or of the JSON of another value; "
+        "null: no bound.",
     )
 
     @model_validator(mode="after")

@@ -57,7 +57,8 @@ class EarlyStopping:
     ) -> tuple[float | None, int]:
         """Return the new (best, evaluations_since_best) after an evaluation.
 
-        If all attempts failed and the metric is None, the evaluation counts as no improvement.
+        If the metric has no value, because all attempts failed, the evaluation counts as one
+        without an improvement.
 
         Args:
             metrics: The metrics of the evaluation.

@@ -138,8 +138,8 @@ def report_failures(results: EvalResults, *, is_first: bool = False) -> None:
     """Log a warning if attempts have no reward.
 
     Args:
-        is_first: True for the evaluation before the first step, which stops the run if it is in
-            vain.
+        is_first: True for the evaluation before the first step, which stops the run if every
+            attempt fails.
 
     Raises:
         TrainingError: With `is_first`, every attempt failed.

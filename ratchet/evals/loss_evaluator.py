@@ -126,7 +126,7 @@ class LossEvaluator:
         )
 
     async def _add(self, sums: _Sums, part: Batch) -> None:
-        """Add the loss and the metrics of a part, whose weights are normalised over the batch."""
+        """Add the loss and metrics of a part, whose loss weights are normalised over the batch."""
         terms = self.algorithm.losses["policy"]
         needs = list_needed_outputs(terms)
         # The old logprobs are those of a scoring pass, or the current ones without such a pass.

@@ -25,7 +25,7 @@ from ratchet.utils.safe_read import read_json
 
 FORMAT = 2
 RESULTS = "results.json"
-MAX_PROMPT_CHARS = 2000  # of a prompt's text that is kept
+MAX_PROMPT_CHARS = 2000  # maximum number of characters that are kept of a prompt
 AttemptEnd = Literal["scored", "truncated", "unjudged", "failed", "cancelled"]
 
 

@@ -257,10 +257,10 @@ class DecodeWindow:
         self.next_size = 0
 
     def shorten(self, text: str) -> None:
-        """Cut the first tokens off a long window, if decoding both parts separately is the same.
+        """Cut the first tokens off a long window, if both parts decode separately to the same text.
 
-        It is not the same if an incomplete character turns all bytes beside it into U+FFFD, as in
-        decoders with byte fallback. Such a window is decoded again once it has grown by an eighth.
+        They do not if an incomplete character turns all bytes beside it into U+FFFD, as in decoders
+        with byte fallback. Such a window is decoded again once it has grown by an eighth.
         """
         if len(self.tokens) < LONG_WINDOW:
             return

@@ -1,8 +1,8 @@
 """A distillation teacher with another tokenizer (cross-tokenizer distillation).
 
-It scores the same text in its own tokens. Its log-probabilities are mapped back to the student's
-tokens by spans, which `ratchet.learners.cross_tokenizer_spans` defines. T = the student's tokens of
-a batch, packed.
+The teacher scores the student's text in its own tokens. Its log-probabilities are mapped back to
+the student's tokens by spans, which `ratchet.learners.cross_tokenizer_spans` defines. T = the
+student's tokens of a batch, packed.
 """
 
 from __future__ import annotations
@@ -160,7 +160,10 @@ class AlignedTeacher(Teacher):
         return TranslatedRow(translation.tokens[:end], translation.is_scored[:end], spans)
 
     def _encode_text(self, text: str, after: After, is_scored: bool) -> list[int]:
-        """Return the teacher's tokens of a text; [] for scored text that it can't encode."""
+        """Return the teacher's tokens of a text; [] for scored text that the teacher can't encode.
+
+        Raises DataError for other text that the teacher can't encode.
+        """
         try:
             return self.teacher.encode(text, after=after)
         except DataError:
@@ -172,8 +175,8 @@ class AlignedTeacher(Teacher):
     def _translate_control_token(self, token: int) -> list[int]:
         """Return the teacher's tokens for a control token of the student.
 
-        This is the teacher's control token with the same name. If there is none, it is the one with
-        the same function (end or beginning). If there is none either, it is the name as text.
+        The first of these that exists: the teacher's control token with the same name, its control
+        token with the same function (end or beginning), the name as text.
         """
         name = next((text for text, i in self.student.special_ids.items() if i == token), "")
         same_name_id = self.teacher.special_ids.get(name)

@@ -52,7 +52,8 @@ class LocalLearner:
         autocast: True to run forwards under bfloat16 autocast (mixed precision).
         shared_vocab: Number of leading vocabulary entries that teacher and student share, over
             which "topk_logprobs" are computed; None: the whole vocabulary.
-        replays: True to replay the sampler's expert choices if a batch has them (router replay).
+        replays_routes: True to replay the sampler's expert choices, if a batch has them (router
+            replay).
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class LocalLearner:
         head: ScalarHead | None = None,
         autocast: bool = False,
         shared_vocab: int | None = None,
-        replays: bool = False,
+        replays_routes: bool = False,
     ) -> None:
         self.model = model
         self.config = config
@@ -81,7 +82,7 @@ class LocalLearner:
             chunk_mib=chunk_mib,
             autocast=autocast,
             shared_vocab=shared_vocab,
-            replays=replays,
+            replays_routes=replays_routes,
         )
         self.device = forward.device
         self.dtype = forward.dtype

@@ -22,6 +22,7 @@ class Teacher(LearnerWrapper):
 
     reads_rows: True if it scores the policy's token ids, so that rows must fit into its context.
       `AlignedTeacher`, which has another tokenizer, does not.
+    name: what errors call the teacher.
     max_positions: length of its context, in tokens.
     vocab_size: rows of its embedding.
     reads_media: True if it can read images, audio or videos.

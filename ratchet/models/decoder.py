@@ -146,7 +146,7 @@ class GatedMLP(nn.Module):
     ) -> Tensor:
         """Return the layer's output [T, d].
 
-        `row_multiple` and `route` are unused. `SparseMLP` has them too.
+        `row_multiple` and `route` are for `SparseMLP`, and unused here.
         """
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
@@ -201,31 +201,31 @@ class Decoder(nn.Module):
     Its matrices are uninitialised memory until weights are loaded or `init_weights` is called.
     """
 
-    def __init__(self, config: DecoderConfig, part: ModelShard = WHOLE) -> None:
+    def __init__(self, config: DecoderConfig, shard: ModelShard = WHOLE) -> None:
         """Allocate the layers of the shard.
 
         Args:
             config: Shape of the whole model.
-            part: The shard of the model that is allocated here.
+            shard: The shard of the model that is allocated here.
         """
         super().__init__()
         self.config = config
-        self.part = part
-        local_config = part.local_config(config)
-        rows = len(part.tensor.range(config.vocab_size))
-        has_embedding = part.is_first or (part.is_last and config.tied)
+        self.shard = shard
+        local_config = shard.local_config(config)
+        rows = len(shard.tensor.range(config.vocab_size))
+        has_embedding = shard.is_first or (shard.is_last and config.tied)
         self.embed_tokens = Embedding(rows, config.hidden_size) if has_embedding else None
-        n_local_experts = len(part.experts.range(config.n_experts))
+        n_local_experts = len(shard.experts.range(config.n_experts))
         self.layers = nn.ModuleDict(
             {
                 str(layer): DecoderLayer(local_config, layer, n_local_experts)
-                for layer in part.pipeline.range(config.n_layers)
+                for layer in shard.pipeline.range(config.n_layers)
             }
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if part.is_last else None
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if shard.is_last else None
         self.lm_head = (
             Linear(config.hidden_size, rows, bias=False)
-            if part.is_last and not config.tied
+            if shard.is_last and not config.tied
             else None
         )
         self.rotary = RotaryTable(config)
@@ -259,12 +259,12 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         """The matrix [V, d] of the language head. If the head is tied, it is the embedding's."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        assert head is not None, "this part of the decoder has no head"
+        assert head is not None, "this shard of the decoder has no head"
         return head.weight
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Return the embeddings [T, d] of tokens."""
-        assert self.embed_tokens is not None, "this part of the decoder has no embedding"
+        assert self.embed_tokens is not None, "this shard of the decoder has no embedding"
         return self.tp_comm.embed(tokens_T, self.embed_tokens.weight)
 
     def set_tp_comm(self, tp_comm: TPComm) -> None:
@@ -287,11 +287,11 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return the normalised final hidden states [T, d].
 
-        The logits of the next token are `hidden @ head_weight.T`. Pipeline shards other than the
+        The logits of the next token are `hidden @ head_weight.T`. Pipeline stages other than the
         last return hidden states that are not normalised.
 
         Args:
-            x_Td: Hidden states from the previous pipeline shard; None in the first.
+            x_Td: Hidden states from the previous pipeline stage; None in the first.
             row_multiple: The multiple to which the caller has padded T for batch invariance. The
                 rows of each expert are padded to it too.
             route: Called with each layer's router logits and chosen experts; returns the experts to

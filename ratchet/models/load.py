@@ -46,8 +46,8 @@ def load_policy(
         revision: Branch, tag or commit on the Hub.
         train_encoders: True to train the encoders of images, audio and video too.
 
-    Raises ModelError if there is no model of that name, if the backend can't read it, or if it has
-    no encoders to train.
+    Raises ModelError if there is no model of that name, if the backend can't read it, or if
+    `train_encoders` is set and it has no encoders.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
     reason = unsupported_reason(read_json(directory / "config.json"))
@@ -55,7 +55,7 @@ def load_policy(
         if train_encoders:
             raise ModelError(
                 f"'{name}' only reads text, but model.train_encoders=true needs encoders of media: "
-                "remove it"
+                "remove model.train_encoders"
             )
         return DecoderPolicy(load_decoder(directory, dtype=dtype, device=device))
     return load_transformers_policy(
@@ -77,7 +77,7 @@ def load_transformers_policy(
 ) -> TransformersPolicy:
     """Return the policy of a Hugging Face directory, run by transformers.
 
-    Raises ModelError if it can't be read, or has no encoders to train.
+    Raises ModelError if it can't be read, or if `train_encoders` is set and it has no encoders.
     """
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -91,7 +91,7 @@ def load_transformers_policy(
     if train_encoders:
         raise ModelError(
             f"{directory} only reads text, but model.train_encoders=true needs encoders of media: "
-            "remove it"
+            "remove model.train_encoders"
         )
     from ratchet.models.transformers.policy import TransformersPolicy
 
@@ -184,7 +184,8 @@ def _fetch(address: str, revision: str | None, with_code: bool) -> Path:
         raise ModelError(f"{address} can't hold a model: {reason}")
     if revision is not None:
         raise ModelError(
-            f"revision '{revision}' is only for a model on the Hub, not for {address}: remove it"
+            f"revision '{revision}' is only for a model on the Hub, not for {address}: remove the "
+            "revision"
         )
     try:
         directory = fetch_directory(address, _list_file_patterns(with_code), deep=False)

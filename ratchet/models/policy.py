@@ -94,9 +94,9 @@ class PolicyModel(nn.Module, ABC):
         return False
 
     @property
-    def vocabulary(self) -> VocabParallelLogits | None:
-        """The division of the vocabulary over ranks; None if this rank computes all logits."""
-        return None if self.tp_division is None else self.tp_division.vocabulary
+    def vocab_parallel(self) -> VocabParallelLogits | None:
+        """The operations on the divided logits; None if this rank computes all logits."""
+        return None if self.tp_division is None else self.tp_division.vocab_parallel
 
     @property
     @abstractmethod

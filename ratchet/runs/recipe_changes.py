@@ -46,7 +46,7 @@ RULES: Sequence[tuple[str, str | None]] = (
     ("rollouts.retries", None),
     ("rollouts.max_failed_share", None),
     ("rollouts.max_replaced", None),
-    ("rollouts.*", "groups that are under way are saved by the old value"),
+    ("rollouts.*", "the checkpoint holds groups that were begun with the old value"),
     ("generator*", None),
     ("weight_sync*", None),
     ("learner.kind", "one learner does not read the checkpoints of another"),
@@ -192,8 +192,8 @@ def check_changes(
     if changes_steps and n_earlier_steps + stage.n_steps <= step:
         raise ConfigError(
             f"{STAGES}.{stage.name}.steps={stage.n_steps} is no more than the "
-            f"{step - n_earlier_steps} steps that are done. Set it above, or end here: ratchet "
-            f"convert {run}@{step} DIRECTORY"
+            f"{step - n_earlier_steps} steps that are done. Set it above "
+            f"{step - n_earlier_steps}, or end here: ratchet convert {run}@{step} DIRECTORY"
         )
 
 

@@ -287,9 +287,9 @@ class Mirror:
         self._background.begin(lambda: self._try_push(snapshots))
 
     def finish(self) -> bool:
-        """Upload the rest at the end of a run, and return True if the address has all of it.
+        """Upload the rest at the end of a run. Return True if the address has the whole run then.
 
-        Otherwise an error is logged that names what is missing.
+        Otherwise an error is logged that names the missing files.
         """
         self._background.settle()
         if self._has_rules:

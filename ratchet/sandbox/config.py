@@ -28,7 +28,10 @@ class LocalSandboxConfig(Section):
 
 
 def local_sandbox() -> Section:
-    """Return the default section of a `sandbox` key, with the `kind` that a saved recipe needs."""
+    """Return the default section of a `sandbox` key: kind local.
+
+    `resolve` sets `kind` explicitly, so that it is written to a saved recipe.
+    """
     return resolve("sandbox", {"kind": "local"})
 
 
@@ -123,8 +126,8 @@ class RemoteSandboxConfig(Section):
         pattern="^https?://", description="Address of the service, without /run_code."
     )
     offers: Literal["seccomp", "landlock", "namespaces", "kernel"] = Field(
-        description="Isolation of programs that the service's operator declares. The service "
-        "doesn't report it, so two test programs check it."
+        description="Isolation under which the service runs programs, as its operator states it. "
+        "The service does not report it, so Ratchet checks it with two test programs."
     )
     token_file: Path | None = Field(
         None, description="File whose text is sent as the bearer token; null: no token is sent."
@@ -140,6 +143,6 @@ class RemoteSandboxConfig(Section):
     timeout_s: float = Field(
         30.0,
         gt=0,
-        description="Time limit of an answer in seconds, in addition to the program's own time, "
-        "for requests that are queued.",
+        description="Seconds to wait for an answer beyond the program's own time limit. It leaves "
+        "room for the service's queue.",
     )

@@ -1,4 +1,4 @@
-"""Fakes that keep the promises of their protocols, and whose behaviour a test scripts."""
+"""Fakes that fulfil their protocols. A test sets their behaviour with a `script` function."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ class FakeLearner:
 class FakeEnvironment:
     """An echo environment: a task shows a digit, and the right answer repeats it.
 
-    `script(task, message) -> Step` replaces the step that ends the attempt.
+    Without `script`, the first step ends the attempt. With it, `script(task, message) -> Step`
+    returns every step.
     """
 
     replayable = True
@@ -204,10 +205,10 @@ class FakeSource:
         self.groups = list(groups)
         self.position = 0
         self.pending: list[int] = []
-        self.repeated: list[int] = []
+        self.to_repeat: list[int] = []
 
     async def draw(self, n: int, version: int) -> list[Group]:
-        repeated, self.repeated = self.repeated[:n], self.repeated[n:]
+        repeated, self.to_repeat = self.to_repeat[:n], self.to_repeat[n:]
         fresh = list(range(self.position, self.position + n - len(repeated)))
         self.position += len(fresh)
         self.pending += [*repeated, *fresh]
@@ -223,13 +224,13 @@ class FakeSource:
 
     def nack(self, ids: Sequence[str], reason: str) -> None:
         self.ack(ids, -1)
-        self.repeated += [int(name.partition("/")[2]) for name in ids]
+        self.to_repeat += [int(name.partition("/")[2]) for name in ids]
 
     async def snapshot(self) -> Mapping[str, Any]:
-        return {"position": self.position, "pending": sorted([*self.pending, *self.repeated])}
+        return {"position": self.position, "pending": sorted([*self.pending, *self.to_repeat])}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        self.position, self.pending, self.repeated = state["position"], [], list(state["pending"])
+        self.position, self.pending, self.to_repeat = state["position"], [], list(state["pending"])
 
 
 class FakeWeightSync:

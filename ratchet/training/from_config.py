@@ -428,7 +428,7 @@ def build_adapter(config: RunConfig, index: int, directory: Path) -> Adapter | N
     if base is None and Path(path).is_dir():
         base = Path(path)
     location = path if base is None else str(base.absolute())
-    return Adapter(stage.lora, seed=config.seed, base=location)
+    return Adapter(stage.lora, seed=config.seed, base_model=location)
 
 
 def get_adapter_base_dir(config: RunConfig, index: int, directory: Path) -> Path | None:

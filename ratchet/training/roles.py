@@ -127,7 +127,7 @@ def _make_local_roles(
             head=head,
             autocast=device.type == "cuda",
             **({"shared_vocab": shared_vocab} if shared_vocab < role_model.vocab_size else {}),
-            **({"replays": True} if algorithm.replays and name == "policy" else {}),
+            **({"replays_routes": True} if algorithm.replays_routes and name == "policy" else {}),
         )
 
     adapterless = _list_adapterless_copies(algorithm, model.adapter)
@@ -222,7 +222,7 @@ def _make_remote_roles(
             total_steps=_count_updates(algorithm, name, steps),
             has_scalar_head=bool(SCALAR_COLUMNS & algorithm.required_outputs(name)),
             shared_vocab=shared_vocab,
-            replays=algorithm.replays and name == "policy",
+            replays_routes=algorithm.replays_routes and name == "policy",
             adapter=adapter if role.path is None else None,
         )
     ranks.call_now("begin", specs, spec.model_dump(mode="json"))
@@ -382,7 +382,7 @@ def check_routers(
         ConfigError: One of them does not support it.
     """
     reads_routers = any("routers" in algorithm.required_outputs(role) for role in algorithm.losses)
-    if (algorithm.replays or reads_routers) and not model.has_routers:
+    if (algorithm.replays_routes or reads_routers) and not model.has_routers:
         reason = (
             "this model has none"
             if isinstance(model, DecoderPolicy)
@@ -392,7 +392,7 @@ def check_routers(
             "algorithm.router needs a mixture of experts on Ratchet's own decoder, and "
             f"{reason}. Remove algorithm.router"
         )
-    if algorithm.replays and not getattr(generator, "records_routes", False):
+    if algorithm.replays_routes and not getattr(generator, "records_routes", False):
         raise ConfigError(
             "algorithm.router.replay=true needs the experts of each sampled token, which "
             f"{type(generator).__name__} does not record. Set generator.kind=engine, or "

@@ -103,7 +103,7 @@ def _make_rollouts(
         _make_stream(setup, spec),
         spec.name,
         manager,
-        sampling=replace(spec.sampling, routes=algorithm.replays),
+        sampling=replace(spec.sampling, routes=algorithm.replays_routes),
         seed=derive_seed(spec.seed, spec.name, "rollouts"),
         group_size=algorithm.group_size,
         greedy_baseline=algorithm.greedy_baseline,

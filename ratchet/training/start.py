@@ -21,7 +21,7 @@ from ratchet.runs.recipe_changes import check_changes, list_changes, load_change
 from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.resolve import open_run
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.runs.unstarted import clear_unstarted, is_unstarted
+from ratchet.runs.without_steps import clear_run_without_steps, has_no_finished_step
 from ratchet.training.preflight import run_preflight
 from ratchet.training.saved_weights import (
     SavedWeights,
@@ -124,11 +124,11 @@ def _open_new_run(
     path = directory.path
     if mirror is not None:
         mirror.check_empty()
-    if mirror is None and is_unstarted(directory):
+    if mirror is None and has_no_finished_step(directory):
         if directory.used:
             notes.append(f"takes the place of a run without steps in {path}")
         with directory.locked():
-            clear_unstarted(directory)
+            clear_run_without_steps(directory)
     if directory.used:
         raise RunDirectoryError(
             f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
@@ -274,7 +274,7 @@ def _find_free_path(path: Path) -> Path:
     """
     candidate = path
     number = 1
-    while candidate.exists() and not is_unstarted(RunDirectory(candidate)):
+    while candidate.exists() and not has_no_finished_step(RunDirectory(candidate)):
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate

@@ -38,7 +38,8 @@ class ServerLimits:
     head_bytes: int = 2**14
     # Size of a request's body.
     body_bytes: int = 2**23
-    # Size of the bodies of all unanswered requests: half a MiB for each connection.
+    # Total size of the bodies of all unanswered requests (on average half a MiB for each of 512
+    # connections).
     bodies_bytes: int = 2**28
     # Size of the bodies of unanswered requests with the same key (Authorization).
     key_bytes: int = 2**28
@@ -102,8 +103,8 @@ class Connections:
 class StrictConnection(h11.Connection):
     """An h11 connection that refuses requests of ambiguous length (RFC 9112, 6.1).
 
-    This prevents request smuggling: a proxy could see the body end elsewhere, and take for the rest
-    of a body what this server takes for the next request.
+    This prevents request smuggling: otherwise a proxy may compute another end of the body, and
+    forward as body bytes that this server would parse as the next request.
     """
 
     def next_event(self) -> Any:
@@ -158,8 +159,8 @@ class GuardedProtocol(H11Protocol):
             self._cancel_deadline()
             self._connections.mark_answering(self)
         elif self.cycle is not previous_cycle:
-            # An application that reads the body refuses a late one itself (`Body`). This later
-            # deadline is for an application that does not read it.
+            # Applications that read the body hold it to `body_s` themselves (`Body` in bodies.py).
+            # This deadline of twice that time is for applications that don't read it.
             self._wait_for_client(2 * self._limits.body_s)
 
     def on_response_complete(self) -> None:

@@ -169,7 +169,7 @@ def test_without_the_weight_it_is_grpos_published_term(
 
 
 def test_a_gradient_that_the_weight_carries_is_not_left_without_it():
-    with pytest.raises(ConfigError, match="through importance_weight"):
+    with pytest.raises(ConfigError, match="importance_weight=false removes"):
         expected(
             [0.1, 0.2],
             [0.1, 0.2],

@@ -139,7 +139,7 @@ def fingerprint(algorithm: Algorithm) -> dict[str, Any]:
         Group(f"g{i}", replace(task, tag="even" if i % 2 == 0 else "odd"), one)
         for i, one in enumerate(made)
     ]
-    routed = algorithm.replays or "routers" in algorithm.required_outputs("policy")
+    routed = algorithm.replays_routes or "routers" in algorithm.required_outputs("policy")
     if routed:
         groups = [
             replace(group, trajectories=tuple(map(with_routes, group.trajectories)))

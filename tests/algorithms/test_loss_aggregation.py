@@ -17,10 +17,10 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.loss_aggregation import (
     chosen_mean,
     fixed_length,
+    labelled_turn_mean,
     positive_mean,
     prompt_mean,
     sequence_mean,
-    step_mean,
     token_mean,
     token_sum,
     valued_mean,
@@ -38,7 +38,7 @@ PAIRS = [
         partial(positive_mean, above=0.3), oracle.positive_mean, (0.3,), id="positive_mean"
     ),
     pytest.param(chosen_mean, oracle.chosen_mean, (), id="chosen_mean"),
-    pytest.param(step_mean, oracle.step_mean, (), id="step_mean"),
+    pytest.param(labelled_turn_mean, oracle.labelled_turn_mean, (), id="labelled_turn_mean"),
 ]
 EVERY = [*(pair.values[0] for pair in PAIRS)]
 MEANS = [token_mean, sequence_mean, prompt_mean]
@@ -138,10 +138,10 @@ def test_chosen_mean_by_hand():
     assert weights(chosen_mean, ROWS) == pytest.approx([0, w, w, w, w, 0, 0, 0, 0, 0, w, 0, 0])
 
 
-def test_step_mean_by_hand():
+def test_labelled_turn_mean_by_hand():
     labelled = replace(ROWS[0], turns=[Span(1, 3, 1.0), Span(3, 5)])
     rows = [labelled, replace(ROWS[1], turns=[Span(1, 2, 0.0), Span(3, 4, 1.0)]), *ROWS[2:]]
-    assert weights(step_mean, rows) == pytest.approx(
+    assert weights(labelled_turn_mean, rows) == pytest.approx(
         [0, 0, 1 / 3, 0, 0, 0, 1 / 3, 0, 1 / 3, 0, 0, 0, 0]
     )
 

@@ -34,26 +34,25 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"fixed_length": 9}, "set weighting=fixed_length, or remove fixed_length"),
     ("gspo", {"correction": {"weight": "token"}}, "set correction.weight=geometric or sequence"),
     ("kimi", {"correction": {"weight": "turn"}}, "set correction.weight=geometric or sequence"),
-    ("grpo", {"correction": {"weight": "none"}}, "set one of them, or remove it"),
+    ("grpo", {"correction": {"weight": "none"}}, "set weight or mask, or remove correction"),
     ("grpo", {"correction": {"mask_low": 0.1}}, "mask_low is not read with mask=none"),
     ("grpo", {"correction": {"weight_low": 3.0}}, "weight_low=3 is not below weight_high=2"),
     ("grpo", {"correction": {}, "old_logprobs": "sampler"}, "set old_logprobs=learner, or remove "
                                                             "correction"),
-    ("grpo", {"kl": {"target": 0.1}}, "set coef, or remove it"),
+    ("grpo", {"kl": {"target": 0.1}}, "set coef, or remove target"),
     ("grpo", {"kl": {"coef": 0.1, "rate": 0.5}}, "rate is not read without target"),
     ("grpo", {"kl": {"coef": 0.1, "objective": "forward", "estimator": "k2"}}, "set estimator=k3"),
     ("grpo", {"kl": {"coef": 0.1, "place": "reward", "estimator": "k3"}}, "set estimator=k1, or "
                                                                           "place=loss"),
     ("grpo", {"kl": {"coef": 0.1, "place": "reward", "objective": "forward"}}, "set objective=reverse, or place=loss"),
-    ("grpo", {"kl": {"coef": 0.1, "importance_weight": False}}, "set objective=forward, "
-                                                                "estimator=k2"),
-    ("rloo", {"kl": {"coef": 0.1, "place": "reward", "importance_weight": False}}, "set place=loss, or remove it"),
+    ("grpo", {"kl": {"coef": 0.1, "importance_weight": False}}, "set importance_weight=true or estimator=k2"),
+    ("rloo", {"kl": {"coef": 0.1, "place": "reward", "importance_weight": False}}, "set place=loss, or remove importance_weight"),
     ("gspo", {"correction": {"weight": "none", "mask": "token"}}, "set correction.mask=geometric "
                                                                   "or sequence"),
     ("grpo", {"correction": {"mask_denominator": "kept"}}, "mask_denominator is not read with "
                                                            "mask=none"),
-    ("grpo", {"positive_nll_above": 0.5}, "set positive_nll_coef, or remove it"),
-    ("grpo", {"shaping": [{"kind": "clip"}]}, "set one of them, or remove it"),
+    ("grpo", {"positive_nll_above": 0.5}, "set positive_nll_coef, or remove positive_nll_above"),
+    ("grpo", {"shaping": [{"kind": "clip"}]}, "set low or high, or remove clip"),
     ("grpo", {"shaping": [{"kind": "clip", "low": 1.0, "high": 0.0}]}, "low=1 is not below high=0"),
     ("grpo", {"shaping": [{"kind": "overlong_penalty", "max_length": 4, "buffer": 5}]}, "buffer=5 "
                                                                                         "is more "

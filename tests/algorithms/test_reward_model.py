@@ -31,7 +31,7 @@ from oracles.reward_model import Labels
 from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
-from ratchet.algorithms.loss_aggregation import prompt_mean, sequence_mean, step_mean
+from ratchet.algorithms.loss_aggregation import labelled_turn_mean, prompt_mean, sequence_mean
 from ratchet.algorithms.losses.reward_model import bradley_terry, process_reward, score_regression
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
@@ -166,10 +166,10 @@ def test_process_reward_equals_the_oracle(case: tuple[list[Row], Ragged, Labels]
 
 
 @given(case=stepwise())
-def test_step_mean_equals_the_oracle(case: tuple[list[Row], Ragged, Labels]):
+def test_labelled_turn_mean_equals_the_oracle(case: tuple[list[Row], Ragged, Labels]):
     rows, _, labels = case
-    weights = weights_of(lambda rows, x: reward_model.step_mean(rows, labels, x), rows)
-    found = step_mean(pack(step_groups(rows, labels)))
+    weights = weights_of(lambda rows, x: reward_model.labelled_turn_mean(rows, labels, x), rows)
+    found = labelled_turn_mean(pack(step_groups(rows, labels)))
     assert found.dtype == torch.float64
     assert found.tolist() == near(flat(weights))
 
@@ -178,11 +178,13 @@ def test_step_mean_equals_the_oracle(case: tuple[list[Row], Ragged, Labels]):
 def test_a_term_of_steps_is_the_mean_over_labelled_steps(case: tuple[list[Row], Ragged, Labels]):
     rows, scores, labels = case
     x, slopes = reward_model.process_reward(scores, labels)
-    weights = weights_of(lambda rows, x: reward_model.step_mean(rows, labels, x), rows)
-    term = AlgorithmTerm("prm", process_reward, step_mean, needs=frozenset({"token_scores"}))
+    weights = weights_of(lambda rows, x: reward_model.labelled_turn_mean(rows, labels, x), rows)
+    term = AlgorithmTerm(
+        "prm", process_reward, labelled_turn_mean, needs=frozenset({"token_scores"})
+    )
     batch, scores_T = weigh(pack(step_groups(rows, labels)), term), leaf(flat(scores))
     loss, _ = term(stepped(batch, scores_T), batch)
-    assert loss.item() == near(reward_model.step_mean(rows, labels, x))
+    assert loss.item() == near(reward_model.labelled_turn_mean(rows, labels, x))
     expected = [w * s for w, s in zip(flat(weights), flat(slopes), strict=True)]
     assert gradient(loss, scores_T).tolist() == near(expected)
 
@@ -202,7 +204,7 @@ def test_process_reward_by_hand():
     half = 0.25 * math.log(4 / 3) + 0.75 * math.log(4)
     assert x_T.tolist() == near([0, 0, math.log(4 / 3), 0, half, 0])
     assert gradient(x_T.sum(), scores_T).tolist() == near([0, 0, -0.25, 0, 0.5, 0])
-    assert step_mean(batch).tolist() == [0, 0, 0.5, 0, 0.5, 0]
+    assert labelled_turn_mean(batch).tolist() == [0, 0, 0.5, 0, 0.5, 0]
 
 
 def test_sure_scores_stay_finite():

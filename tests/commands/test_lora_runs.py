@@ -55,7 +55,7 @@ def test_every_kind_of_algorithm_trains_an_adapter(name, tmp_path):
     assert [row["step"] for row in rows if "policy/trainable_share" in row] == [3]
     assert 0 < rows[3]["policy/trainable_share"] < 0.2
     adapter, base = load_adapter(run / "adapter"), load_policy(run / "base" / "low")
-    assert adapter.adapter.base == str((run / "base" / "low").absolute())
+    assert adapter.adapter.base_model == str((run / "base" / "low").absolute())
     whole = load_file(run / "model" / "model.safetensors")
     for key, weight in merge_lazily(
         dict(base.canonical_weights()), adapter.weights, adapter.adapter.lora.scale
@@ -128,7 +128,7 @@ def test_a_run_resumes_from_a_model_on_disk_without_a_copy_of_it(tmp_path):
     )
     assert start_run(path, QUIET, run, command="test") == 0
     assert not (run / "base").exists()
-    assert load_adapter(run / "adapter").adapter.base == str(first / "model")
+    assert load_adapter(run / "adapter").adapter.base_model == str(first / "model")
     merge = rf"ratchet convert {first}/model NEW_DIRECTORY --merge-lora {run}/adapter"
     with pytest.raises(ModelError, match=merge):
         open_target(run / "adapter")

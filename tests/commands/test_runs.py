@@ -14,7 +14,7 @@ from ratchet.cli.main import app
 from ratchet.commands.runs import describe_run, find_runs, list_run_rows, prune_runs
 from ratchet.errors import DataError, RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.runs.unstarted import is_unstarted
+from ratchet.runs.without_steps import has_no_finished_step
 from ratchet.training import start
 from ratchet.training.preflight import PreflightReport
 from ratchet.training.start import start_run
@@ -170,7 +170,7 @@ def broken(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def test_the_corrected_run_keeps_the_name(place: Path, broken: Path) -> None:
-    assert is_unstarted(RunDirectory(broken))
+    assert has_no_finished_step(RunDirectory(broken))
     assert start_run(place / "recipe.yaml", ["steps=1"], None, command="train") == 0
     log = (broken / "run.log").read_text()
     assert f"takes the place of a run without steps in {broken}" in log
@@ -183,10 +183,10 @@ def test_the_corrected_run_keeps_the_name(place: Path, broken: Path) -> None:
 
 def test_what_a_user_put_there_and_what_is_under_way_stay(place: Path, broken: Path) -> None:
     (broken / "notes.txt").write_text("mine")
-    assert not is_unstarted(RunDirectory(broken))
+    assert not has_no_finished_step(RunDirectory(broken))
     (broken / "notes.txt").unlink()
     with RunDirectory(broken).locked():
-        assert not is_unstarted(RunDirectory(broken))
+        assert not has_no_finished_step(RunDirectory(broken))
         assert start_run(place / "recipe.yaml", ["steps=1"], None, command="train") == 0
     assert Path("runs/recipe-2/model").is_dir()
 
@@ -198,7 +198,7 @@ def test_a_run_with_any_result_has_steps(place: Path, broken: Path, kept: str) -
         shutil.copytree(source, target, dirs_exist_ok=True)
     else:
         shutil.copy(source, target)
-    assert not is_unstarted(RunDirectory(broken))
+    assert not has_no_finished_step(RunDirectory(broken))
 
 
 def test_runs_without_steps_are_removed_when_asked_to(broken: Path) -> None:

@@ -102,7 +102,10 @@ def test_a_bad_row_costs_itself_alone(score):
         ('{"response": "a", "response": "b"}', "appears twice"),
         ('{"response": NaN}', "NaN is not a JSON number"),
         ("[" * 100_000, "nested more than 100 deep"),
-        ({"prompt": "x"}, "no column 'response' (nor 'messages'); the row has prompt"),
+        (
+            {"prompt": "x"},
+            "there is no column 'response', and there is no column 'messages'; the row has prompt",
+        ),
         ({"response": 5}, "column 'response' is an integer, must be a string"),
         ({"response": None}, "column 'response' is null"),
         ({"response": "4", "prompt": 7}, "column 'prompt' is an integer, must be an array"),

@@ -283,7 +283,7 @@ LAYER = {
             "gemma2",
             {},
             {"tensor_parallel": 2, "sequence_parallel": True},
-            r"learner.sequence_parallel needs .*\. Remove it",
+            r"learner.sequence_parallel needs .*\. Remove learner",
         ),
     ],
 )

@@ -307,7 +307,7 @@ def test_a_rewritten_turn_is_refused_by_number_with_the_fix(family, messages, tu
 
 def test_reasoning_that_the_prompt_opens_must_be_in_the_text():
     with pytest.raises(
-        DataError, match=r"message 1: .*prompt ends with '<think>\\n'.*put it there"
+        DataError, match=r"message 1: .*prompt ends with '<think>\\n'.*put it before the text"
     ):
         renderer("deepseek-r1").supervised([USER, YES], train="last")
 

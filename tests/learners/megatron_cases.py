@@ -85,7 +85,7 @@ def alone(shape, kind, steps, adapter=None, autocast=False):
         optimizer=OPTIMIZER,
         total_steps=TOTAL,
         head=head,
-        replays=kind in ROUTERS,
+        replays_routes=kind in ROUTERS,
         autocast=autocast,
     )
     metrics = []
@@ -122,7 +122,7 @@ def made(shape, kind, options, adapter=None):
         optimizer=optimizer,
         total_steps=TOTAL,
         has_scalar_head=kind == "ppo",
-        replays=kind in ROUTERS,
+        replays_routes=kind in ROUTERS,
         adapter=adapter,
     )
     return models.learner(policy, spec)

@@ -39,7 +39,7 @@ def spread(rank, topology, options, router):
     answers)."""
     mesh = Mesh(Topology(**topology), "cpu")
     learner = made(mesh, SPARSE, torch.float64, DTensorConfig(**options))
-    learner.forward.replays = True
+    learner.forward.replays_routes = True
     batch, terms = routed(router)
     micros = micros_of(mesh, batch)
     columns = learner.score([micro.batch for micro in micros], WANTED)

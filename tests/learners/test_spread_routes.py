@@ -35,10 +35,15 @@ TOPOLOGIES = {
 QUICK = ("ep2", "pp2", "fsdp2", "tp2 sequence", "cp2")
 
 
-def alone(router, replays=True):
+def alone(router, replays_routes=True):
     policy, head = first(SPARSE, torch.float64)
     learner = LocalLearner(
-        LocalConfig(), policy, optimizer=OPTIMIZER, total_steps=10, head=head, replays=replays
+        LocalConfig(),
+        policy,
+        optimizer=OPTIMIZER,
+        total_steps=10,
+        head=head,
+        replays_routes=replays_routes,
     )
     batch, terms = routed(router)
     columns = asyncio.run(learner.score(batch, WANTED))
@@ -57,7 +62,7 @@ def test_ranks_replay_what_one_process_replays(name):
     )
     rows = [list(own) for _, micros, _ in results for own in micros]
     found = gather_columns(batch, rows, [columns for *_, micros in results for columns in micros])
-    _, unrouted, _ = alone(router, replays=False)
+    _, unrouted, _ = alone(router, replays_routes=False)
     for column in WANTED:
         torch.testing.assert_close(found[column], expected[column], rtol=1e-8, atol=1e-9)
         assert (expected[column] - unrouted[column]).abs().max() > 1e-3

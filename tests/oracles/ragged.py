@@ -175,7 +175,7 @@ def chosen_mean(rows: list[Row], x: Ragged) -> float:
     return token_mean([rows[i] for i in first.values()], [x[i] for i in first.values()])
 
 
-def step_mean(rows: list[Row], x: Ragged) -> float:
+def labelled_turn_mean(rows: list[Row], x: Ragged) -> float:
     """The mean over the ends of turns that were judged themselves (the labelled steps of a process
     reward model)."""
     found = []

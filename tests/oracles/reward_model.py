@@ -48,7 +48,7 @@ def process_reward(token_scores: Ragged, labels: Labels) -> tuple[Ragged, Ragged
     return values, slopes
 
 
-def step_mean(rows: list[Row], labels: Labels, x: Ragged) -> float:
+def labelled_turn_mean(rows: list[Row], labels: Labels, x: Ragged) -> float:
     """The mean over the labelled tokens that train."""
     kept = []
     for row, labels_row, x_row in zip(rows, labels, x, strict=True):

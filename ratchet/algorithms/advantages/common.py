@@ -1,4 +1,4 @@
-"""The estimators' shared arithmetic: attempts and their returns, steps, and statistics by bin.
+"""The estimators' shared arithmetic: attempts and their returns, statistics by bin, and steps.
 
 Statistics are float64 and count *attempts*: an attempt whose history forked has several sequences,
 but is one sample of the policy. Only scored training attempts count.
@@ -39,7 +39,7 @@ class Attempts:
         return sum_by(self.attempt_R, x_S[self.is_counted_S], len(self.group_A))
 
     def to_sequences(self, x_A: Tensor) -> Tensor:
-        """Give each sequence the value of its attempt, or 0 if that is not counted. [A] -> [S]"""
+        """Give each sequence its attempt's value, or 0 if the attempt has none. [A] -> [S]"""
         x_S = torch.zeros(self.batch.n_sequences, dtype=x_A.dtype)
         x_S[self.is_counted_S] = x_A[self.attempt_R]
         return x_S
@@ -164,7 +164,8 @@ def broadcast_to_tokens(batch: Batch, advantages_S: Tensor) -> Batch:
     )
 
 
-# --- Computations along attempts. N = steps, L = largest number of steps of an attempt.
+# --- Computations along attempts. A step is a trainable token here, not an optimizer step.
+# N = steps, L = largest number of steps of an attempt.
 
 
 def discounted_sums(x_AL: Tensor, factor_A: Tensor) -> Tensor:

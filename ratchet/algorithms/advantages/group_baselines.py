@@ -55,9 +55,9 @@ def group_relative(
 def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: float = 1e-6) -> Batch:
     """Fill leave-one-out advantages: A_i = R_i - mean of R over the other attempts of the group.
 
-    RLOO (arXiv:2402.14740) section 2.3. The only attempt of a group gets 0. scale="std" divides by
-    the group's standard deviation (ddof 1) + epsilon. That needs three attempts or more: with two,
-    the size of A does not depend on the returns.
+    RLOO (arXiv:2402.14740) section 2.3. If a group has only one attempt, it gets 0. scale="std"
+    divides by the group's standard deviation (ddof 1) + epsilon. This division needs three attempts
+    or more: with two, the size of A does not depend on the returns.
     """
     attempts = collect_attempts(batch)
     returns_A = attempts.returns_A
@@ -121,8 +121,8 @@ def reinforce_pp(
 ) -> Batch:
     """Fill REINFORCE++'s advantages: A_t = (G_t - mean(G)) / (std(G) + epsilon).
 
-    G_t is the attempt's reward plus the token rewards from token t on. Mean and std are over all
-    trainable tokens of the batch (ddof 0). REINFORCE++ (arXiv:2501.03262) eq. 8 to 10.
+    G_t is the attempt's reward plus the token rewards from token t on. Mean and std are over the
+    trainable tokens of all scored attempts (ddof 0). REINFORCE++ (arXiv:2501.03262) eq. 8 to 10.
     `baseline="group"` first subtracts the group's mean from the reward. If all G are equal, A is
     exactly 0.
     """

@@ -223,10 +223,10 @@ def gigpo(
 ) -> Batch:
     """Fill GiGPO's advantages: A = A_episode + step_weight A_step.
 
-    GiGPO (arXiv:2505.10978) eq. 3 to 9. A_episode is the advantage of `group_relative`. A_step is
-    the discounted return of a turn, normalised over all turns of the group that began in the same
-    state (`Turn.state_key`). A_step is 0 for turns without a state key, and for turns whose state
-    occurs only once.
+    GiGPO (arXiv:2505.10978) eq. 3 to 9. A_episode is the advantage of `group_relative`. The paper
+    calls a turn a step: A_step is the discounted return of a turn, normalised over all turns of the
+    group that began in the same state (`Turn.state_key`). A_step is 0 for turns without a state
+    key, and for turns whose state occurs only once.
     """
     attempts = collect_attempts(batch)
     episode_S = attempts.to_sequences(

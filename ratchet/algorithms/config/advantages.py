@@ -103,7 +103,9 @@ class ReinforcePP(Estimator):
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
     baseline: Literal["none", "group"] = Field(
-        default="none", description="group: first subtract the group's mean reward."
+        default="none",
+        description="none: no baseline besides the batch's mean. group: first subtract the group's "
+        "mean reward.",
     )
     epsilon: Epsilon = 1e-8
 
@@ -178,7 +180,8 @@ class GAE(Estimator):
         """Raise ValueError if lam is set, but other keys set both lambdas."""
         if "lam" in self.changed and self.length_alpha is not None and self.value_lam is not None:
             raise ValueError(
-                "lam is not read with length_alpha and value_lam, which set both lambdas: remove it"
+                "lam is not read with length_alpha and value_lam, which set the lambdas of policy "
+                "and critic: remove lam"
             )
         return self
 
@@ -195,7 +198,8 @@ class TurnReturns(Estimator):
     kind: Literal["turn_returns"] = "turn_returns"
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per turn.")
     baseline: Literal["none", "group"] = Field(
-        default="none", description="group: subtract the mean return of the group's turns."
+        default="none",
+        description="none: no baseline. group: subtract the mean return of the group's turns.",
     )
 
     @property

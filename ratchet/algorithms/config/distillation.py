@@ -35,7 +35,7 @@ class DistillationConfig(AlgorithmConfig):
         gt=0,
         lt=1,
         description="js and skewed_forward: share of the teacher in the mixture. skewed_reverse: "
-        "share of the student in it. mixed: weight of the forward KL. null: 0.5.",
+        "share of the student in the mixture. mixed: weight of the forward KL. null: 0.5.",
     )
     top_k: int | None = Field(
         default=64,
@@ -60,8 +60,8 @@ class DistillationConfig(AlgorithmConfig):
     def _check_keys_agree(self) -> DistillationConfig:
         if self.mix is not None and self.objective not in OBJECTIVES_WITH_MIX:
             raise ValueError(
-                f"mix is not read with objective={self.objective}: set objective to "
-                f"{', '.join(OBJECTIVES_WITH_MIX)}, or remove mix"
+                f"mix is not read with objective={self.objective}: remove mix, or set objective to "
+                f"one of {', '.join(OBJECTIVES_WITH_MIX)}"
             )
         return self
 

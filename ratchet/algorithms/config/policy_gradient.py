@@ -43,9 +43,10 @@ Weighting = Annotated[
 EqualRewards = Annotated[
     Literal["keep", "drop", "drop_shaped"],
     Field(
-        description="drop: remove groups whose rewards are all equal, which have no signal, from "
-        "the means over the batch (DAPO); penalties for length or truncation are ignored in the "
-        "comparison. drop_shaped: the same, but the comparison includes these penalties."
+        description="keep: keep all groups. drop: remove groups whose rewards are all equal, which "
+        "have no signal, from the means over the batch (DAPO); penalties for length or truncation "
+        "are ignored in the comparison. drop_shaped: the same, but the comparison includes these "
+        "penalties."
     ),
 ]
 OldLogprobs = Annotated[
@@ -101,8 +102,9 @@ class PolicyGradientConfig(AlgorithmConfig):
     minibatches_of: Literal["groups", "attempts"] = Field(
         default="groups",
         description="Content of a mini-batch. groups: some groups as a whole, so that a prompt is "
-        "computed once for all attempts. attempts: some attempts of every group, which learns more "
-        "per step if prompts are short.",
+        "computed once for all attempts. attempts: some attempts of every group, so that each "
+        "optimizer step sees all prompts of the batch. Each prompt is then computed once per "
+        "mini-batch, which is cheap if prompts are short.",
     )
     shaping: Shaping = Field(
         default=(), description="Reward shaping before advantages are estimated, in this order."
@@ -117,8 +119,9 @@ class PolicyGradientConfig(AlgorithmConfig):
     equal_rewards: EqualRewards = "keep"
     truncated: Literal["keep", "drop"] = Field(
         default="keep",
-        description="drop: attempts whose last answer was cut off by a token limit don't train, "
-        "but count in the statistics of their group (overlong filtering of DAPO).",
+        description="Attempts whose last answer was cut off by a token limit. keep: they train. "
+        "drop: they don't train, but count in the statistics of their group (overlong filtering of "
+        "DAPO).",
     )
     loss: Loss = Field(default=PPO(), description="Policy loss.")
     old_logprobs: OldLogprobs = "learner"
@@ -143,7 +146,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         "null: none.",
     )
     critic: CriticConfig | None = Field(
-        default=None, description="Critic (value model); only advantage gae uses it."
+        default=None, description="Critic (value model), which advantage gae reads; null: none."
     )
     teacher: Teacher | None = Field(
         default=None,
@@ -152,8 +155,9 @@ class PolicyGradientConfig(AlgorithmConfig):
     )
     teacher_tokens: Literal["same", "aligned"] = Field(
         default="same",
-        description="aligned: the teacher has another tokenizer, so the text is tokenised again "
-        "for it and its scores are aligned by text spans.",
+        description="same: the teacher has the policy's tokenizer. aligned: the teacher has "
+        "another tokenizer, so the text is tokenised again for it, and its log-probabilities are "
+        "aligned by text spans.",
     )
     weighting: Weighting = "token_mean"
     fixed_length: int | None = Field(
@@ -191,7 +195,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         if "positive_nll_above" in self.changed and not self.positive_nll_coef:
             raise ValueError(
                 "positive_nll_above is not read with positive_nll_coef=0: set positive_nll_coef, "
-                "or remove it"
+                "or remove positive_nll_above"
             )
         if self.minibatches_of == "attempts" and self.minibatches == 1:
             raise ValueError(
@@ -300,7 +304,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
         if "values" not in self.reads and self.critic is not None:
             raise ValueError(
-                "critic is not read without advantage gae: remove it, or set advantage.kind=gae"
+                "critic is not read without advantage gae: remove critic, or set advantage.kind=gae"
             )
 
     def _check_teacher(self) -> None:

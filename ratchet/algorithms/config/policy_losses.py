@@ -23,7 +23,7 @@ class PolicyLoss(AlgorithmPart):
 
     level: "token" or "sequence", the unit for which the loss has one value. A rollout correction
       must have a weight at the same level.
-    reads_old: False if the loss does not use the ratio to the old policy.
+    reads_old: True if the loss uses the ratio to the old policy.
     """
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
@@ -158,8 +158,8 @@ class CorrectionConfig(AlgorithmPart):
 
     weight: CorrectionLevel = Field(
         default="token",
-        description="Unit that shares one importance weight, the product of its tokens' ratios; "
-        "geometric: the geometric mean over the answer.",
+        description="Unit that shares one importance weight, the product of its tokens' ratios. "
+        "geometric: the answer, with the geometric mean of the ratios. none: no weights.",
     )
     weight_low: float = Field(default=0.0, ge=0, description="Lowest importance weight.")
     weight_high: float | None = Field(
@@ -168,7 +168,7 @@ class CorrectionConfig(AlgorithmPart):
     mask: CorrectionLevel = Field(
         default="none",
         description="Unit whose ratio is compared with mask_low and mask_high. Outside these "
-        "bounds its tokens don't train.",
+        "bounds the unit's tokens don't train. none: no mask.",
     )
     mask_low: float = Field(default=0.5, ge=0, description="Ratio below which tokens are masked.")
     mask_high: float = Field(default=2.0, gt=0, description="Ratio above which tokens are masked.")
@@ -182,8 +182,8 @@ class CorrectionConfig(AlgorithmPart):
     def _check_keys_agree(self) -> CorrectionConfig:
         if self.weight == self.mask == "none":
             raise ValueError(
-                "correction with weight=none and mask=none does nothing: set one of them, or "
-                "remove it"
+                "correction with weight=none and mask=none does nothing: set weight or mask, or "
+                "remove correction"
             )
         for key, low, high in (
             ("weight", self.weight_low, self.weight_high),
@@ -192,10 +192,13 @@ class CorrectionConfig(AlgorithmPart):
             unread_keys = sorted({f"{key}_low", f"{key}_high", f"{key}_denominator"} & self.changed)
             if getattr(self, key) == "none" and unread_keys:
                 raise ValueError(
-                    f"{unread_keys[0]} is not read with {key}=none: set {key}, or remove it"
+                    f"{unread_keys[0]} is not read with {key}=none: set {key}, or remove "
+                    f"{unread_keys[0]}"
                 )
             if high is not None and low >= high:
-                raise ValueError(f"{key}_low={low:g} is not below {key}_high={high:g}: lower it")
+                raise ValueError(
+                    f"{key}_low={low:g} is not below {key}_high={high:g}: lower {key}_low"
+                )
         return self
 
 
@@ -212,7 +215,7 @@ class StaleCorrectionConfig(CorrectionConfig):
     mask: CorrectionLevel = Field(
         default="token",
         description="Unit whose ratio is compared with mask_low and mask_high. Outside these "
-        "bounds its tokens don't train.",
+        "bounds the unit's tokens don't train. none: no mask.",
     )
     mask_low: float = Field(default=0.0, ge=0, description="Ratio below which tokens are masked.")
     mask_high: float = Field(default=5.0, gt=0, description="Ratio above which tokens are masked.")
@@ -257,9 +260,8 @@ class KLConfig(Section):
     @model_validator(mode="after")
     def _check_keys_agree(self) -> KLConfig:
         if self.coef == 0 and self.changed - {"coef"}:
-            raise ValueError(
-                f"{min(self.changed - {'coef'})} is not read with coef=0: set coef, or remove it"
-            )
+            unread = min(self.changed - {"coef"})
+            raise ValueError(f"{unread} is not read with coef=0: set coef, or remove {unread}")
         if self.objective == "forward" and self.estimator in ("k1", "k2"):
             raise ValueError(
                 f"objective=forward has no estimator {self.estimator}: set estimator=k3"
@@ -276,13 +278,14 @@ class KLConfig(Section):
             )
         if not self.importance_weight and self.place == "reward":
             raise ValueError(
-                "importance_weight is not read with place=reward: set place=loss, or remove it"
+                "importance_weight is not read with place=reward: set place=loss, or remove "
+                "importance_weight"
             )
         if not self.importance_weight and self.objective == "reverse" and self.estimator != "k2":
             raise ValueError(
-                f"estimator={self.estimator or 'k3'} has its gradient through importance_weight: "
-                "set objective=forward, "
-                "estimator=k2, or importance_weight=true"
+                "importance_weight=false removes the gradient of "
+                f"estimator={self.estimator or 'k3'} of the reverse KL: set importance_weight=true "
+                "or estimator=k2"
             )
         if self.target is None and "rate" in self.changed:
             raise ValueError("rate is not read without target: set target, or remove rate")
@@ -325,10 +328,10 @@ class RouterConfig(Section):
         if not self.measure and (self.balance_coef or self.z_coef):
             raise ValueError(
                 "measure=false contradicts balance_coef and z_coef, whose losses measure the "
-                "routers: remove one of them"
+                "routers: remove measure, or both coefficients"
             )
         if not (self.replay or self.reads_router_outputs):
             raise ValueError(
-                "router neither replays nor measures anything: set replay=true, or remove it"
+                "router neither replays nor measures anything: set replay=true, or remove router"
             )
         return self

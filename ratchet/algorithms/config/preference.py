@@ -12,7 +12,11 @@ LOSSES = "ratchet.algorithms.losses.preference"
 
 Beta = Annotated[
     float,
-    Field(gt=0, description="Strength of the implicit KL penalty: higher stays nearer the start."),
+    Field(
+        gt=0,
+        description="Strength of the implicit KL penalty: with a higher beta the policy stays "
+        "nearer the model at the start of the stage.",
+    ),
 ]
 SFTCoef = Annotated[
     float,

@@ -28,7 +28,7 @@ class OverlongPenalty(AlgorithmPart):
     def _check_buffer(self) -> OverlongPenalty:
         if self.buffer > self.max_length:
             raise ValueError(
-                f"buffer={self.buffer} is more than max_length={self.max_length}: lower it"
+                f"buffer={self.buffer} is more than max_length={self.max_length}: lower buffer"
             )
         return self
 
@@ -83,10 +83,10 @@ class ClipRewards(AlgorithmPart):
     def _check_bounds(self) -> ClipRewards:
         if self.low is None and self.high is None:
             raise ValueError(
-                "clip without low and high does nothing: set one of them, or remove it"
+                "clip without low and high does nothing: set low or high, or remove clip"
             )
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: lower it")
+            raise ValueError(f"low={self.low:g} is not below high={self.high:g}: lower low")
         return self
 
 

@@ -3,8 +3,8 @@
 They are at sequence level, so that they do not depend on how a batch is cut into micro-batches. The
 load-balancing loss of Switch Transformers (arXiv:2101.03961, eq. 4-6), N sum_i f_i P_i, does depend
 on it: it multiplies two means over the tokens of a batch. DeepSeek-V3 (arXiv:2412.19437, eq. 17-20)
-takes these means over the tokens of each sequence. That is stricter, because every sequence should
-then use all experts, so its coefficient should be small (1e-4 in DeepSeek-V3).
+takes these means over the tokens of each sequence. This loss is stricter, because it asks every
+sequence to use all experts, so its coefficient should be small (1e-4 in DeepSeek-V3).
 
 S = sequences.
 """

@@ -30,6 +30,7 @@ SCRIPT_ARGUMENT = re.compile(r"\$\{?\d+\}?")
 PRINTING_COMMANDS = ("echo", "printf")
 # Shell builtins whose `name=value` words are not overrides.
 SHELL_BUILTINS = ("export", "local", "declare", "readonly", "unset", "set", "alias")
+REMOVED_NOTE = "removes the key there: remove it from the recipe too"
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 BRACKETS = {"[": "]", "{": "}", "(": ")"}
 MAX_DEPTH = 32
@@ -151,10 +152,10 @@ class Script:
             if option in ("--config-name", "--config-path", "--config-dir", "--config"):
                 self.nested[option] = name or (words[index + 1] if index + 1 < len(words) else "")
             elif (match := REMOVAL.fullmatch(word)) is not None:
-                self.unresolved[f"~{match[1]}"] = "is taken out there: leave it out here"
+                self.unresolved[f"~{match[1]}"] = REMOVED_NOTE
             elif match := OVERRIDE.fullmatch(word):
                 if match[1] == "~":
-                    self.unresolved[f"~{match[2]}"] = "is taken out there: leave it out here"
+                    self.unresolved[f"~{match[2]}"] = REMOVED_NOTE
                 elif "." in match[2] or "/" in match[2]:
                     self._set_key(match[2], self._expand(match[3]), in_array)
                 elif allows_plain_keys and has_program_name and words[0] not in SHELL_BUILTINS:
@@ -179,7 +180,7 @@ class Script:
             return
         if SEVERAL_OVERRIDES.search(text):
             self.unresolved[key] = (
-                f"{text}: the shell splits it into several overrides: write them so"
+                f"{text}: the shell splits it into several overrides: write each one by itself"
             )
             return
         if in_array and self.variables.is_conditional:

@@ -407,7 +407,7 @@ def _remove_refused(result: ImportResult) -> None:
 
 
 def _add_served_rank(result: ImportResult) -> None:
-    """Start vLLM for the rank of the adapter, which no peer says twice."""
+    """Set vLLM's lora_rank to the rank of the adapter, which the peer's file gives only once."""
     recipe = result.recipe
     rank = (recipe.get("lora") or {}).get("rank")
     generator, path = recipe.get("generator") or {}, "generator"
@@ -415,7 +415,6 @@ def _add_served_rank(result: ImportResult) -> None:
         generator, path = generator.get("worker") or {}, "generator.worker"
     if isinstance(rank, int) and generator.get("kind") == "vllm" and "lora_rank" not in generator:
         set_recipe_key(result.flat, f"{path}.lora_rank", rank)
-        result.chosen[f"{path}.lora_rank"] = rank
 
 
 def _find_imported_key(result: ImportResult, path: str) -> str | None:

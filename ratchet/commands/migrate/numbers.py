@@ -53,7 +53,7 @@ SPECIAL_METHODS = (
 # raises `HiddenValueUsed`, except for an `is` test and passing it on. A placeholder that was passed
 # on is found in the conversion's result.
 HiddenValue: type = type(
-    "Unseen",
+    "HiddenValue",
     (),
     {f"__{use}__": _raise for use in SPECIAL_METHODS.split()} | {"__class__": property(_raise)},
 )

@@ -1,9 +1,9 @@
 """Parse commands and simple variables of a shell script, as far as reading overrides needs it.
 
-A simple variable is set by an unconditional `NAME=value`. Other lines may set it under a condition,
-in a loop, by arithmetic or by `read`. Such lines name it without a $. From the first of them on its
-value counts as unknown, so that an earlier value is not used by mistake. After `source` and `eval`
-all values are unknown.
+A simple variable is set by an unconditional `NAME=value`. Other lines may set the variable under a
+condition, in a loop, by arithmetic or by `read`. They are recognised because they name it without a
+$. From the first such line on, its value counts as unknown, so that an earlier value is not used by
+mistake. After `source` and `eval` all values are unknown.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the recipe if there is none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,7 +127,7 @@ class ReplayedStep:
     stage: str
     groups: Sequence[Group]  # trained on in the step
     batch: Batch  # trained on in the step
-    weights_T: Tensor  # loss weights, in the form that the recorder gets
+    weights_T: Tensor  # weight of each token in the policy loss
     metrics: Mapping[str, float | None]  # in the form that a run writes to metrics.jsonl
     fingerprints: Mapping[str, str]  # of the weights after the step, by role
 
@@ -150,7 +150,7 @@ class StepCollector:
         stage: str,
         groups: Sequence[Group],
         batch: Batch,
-        weights: Any,
+        weights: Callable[[Batch], Tensor],
         roles: Mapping[str, Learner],
     ) -> None:
         fingerprints = {
@@ -197,7 +197,8 @@ class Replay:
                 "printed"
             )
         self._newest_config = localize_model(load_config(self.directory.config), path)
-        # The recipe of the next step, which a later step may have changed.
+        # The recipe in force at the next step. It differs from `_newest_config` if the run was
+        # resumed with changes after that step.
         self.config = self._get_config_after(0)
         self.record = Record(self.directory.steps)
         self.store = CheckpointStore(self.directory.checkpoints)

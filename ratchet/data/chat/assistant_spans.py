@@ -152,7 +152,7 @@ class RenderedConversation:
         if not answer.startswith(prefill) or self._messages[i].tool_calls:
             raise DataError(
                 f"message {i}: the chat template's prompt ends with {prefill!r}, so the "
-                "assistant's text must begin with it: put it there, or choose another "
+                "assistant's text must begin with it: put it before the text, or choose another "
                 "`tokenizer.template`"
             )
         return answer[len(prefill) :]

@@ -349,8 +349,8 @@ class ChatTemplate:
             except DataError:
                 continue
         raise DataError(
-            "the chat template does not write tool calls: use one that does, or write them into "
-            "the content"
+            "the chat template does not write tool calls: use one that does, or write the calls "
+            "into the content"
         )
 
 

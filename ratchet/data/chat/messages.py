@@ -83,7 +83,7 @@ def _read_message(item: Any, where: str) -> Message:
     if unread is not None:
         raise DataError(
             f"{where} has '{unread}', which would be lost: only {', '.join(KNOWN_KEYS)} are read; "
-            "remove it"
+            f"remove '{unread}'"
         )
     role_name = item.get("role", item.get("from"))
     role = ROLES.get(role_name) if isinstance(role_name, str) else None

@@ -43,7 +43,7 @@ def open_arrow(path: str | Path) -> ArrowTable:
 class ArrowTable:
     """A table whose rows are read from a file, one block at a time.
 
-    Values become Python objects: nulls None, lists lists, and structs dicts.
+    Values become Python objects: None for a null, a list for a list, a dict for a struct.
 
     Attributes:
         block_sizes: Number of rows of each row group or record batch.

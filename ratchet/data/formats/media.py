@@ -114,7 +114,7 @@ def fetch(
         raise
     except (DataError, OSError, ValueError) as error:
         raise DataError(
-            f"{name}: can't be read ({_get_first_line(error)}): put it there, or drop the row"
+            f"{name}: can't be read ({_get_first_line(error)}): put the file there, or drop the row"
         ) from error
 
 
@@ -474,8 +474,10 @@ def _read_soundfile(
 
 def _check_duration(samples: int, rate: int, where: str, limits: MediaLimits) -> None:
     if rate <= 0 or samples > limits.max_audio_s * rate:
-        limit_hint = f"at most {limits.max_audio_s:g} s are allowed: cut it, or raise max_audio_s "
-        "under media"
+        limit_hint = (
+            f"at most {limits.max_audio_s:g} s are allowed: cut it, or raise max_audio_s under "
+            "media"
+        )
         raise DataError(f"{where}: declares {samples} samples at {rate} Hz, {limit_hint}")
 
 

@@ -42,7 +42,7 @@ class Forward:
 
     Args:
         chunk_mib: MiB of logits that exist at a time.
-        autocast, shared_vocab, replays: As in `LocalLearner`.
+        autocast, shared_vocab, replays_routes: As in `LocalLearner`.
         device: Device that computes; None: the device of the weights.
     """
 
@@ -55,11 +55,11 @@ class Forward:
         autocast: bool,
         shared_vocab: int | None,
         device: torch.device | None = None,
-        replays: bool = False,
+        replays_routes: bool = False,
     ) -> None:
         self.model = model
         self.head = head
-        self.replays = replays
+        self.replays_routes = replays_routes
         self.chunk_mib = chunk_mib
         self.autocast = autocast
         self.shared_vocab = shared_vocab
@@ -206,8 +206,8 @@ class Forward:
     ) -> Tensor:
         """Return the hidden states, [T, d].
 
-        needs: the outputs that are computed from them. If none of these reads the scalar head, the
-          states of tokens that predict nothing may be left out.
+        needs: the outputs to be computed from the hidden states. If no output reads the scalar
+          head, the states of tokens that predict nothing may be left out.
         """
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
@@ -230,7 +230,7 @@ class Forward:
 
     def routing(self, micro: Batch, monitor: RouterMonitor | None = None) -> Routing | None:
         """Return the routing of a micro-batch; None if nothing is replayed or monitored."""
-        routes_TLK = micro.need(ROUTES) if self.replays and micro.has(ROUTES) else None
+        routes_TLK = micro.need(ROUTES) if self.replays_routes and micro.has(ROUTES) else None
         return None if routes_TLK is None and monitor is None else Routing(routes_TLK, monitor)
 
     def columns(
@@ -238,8 +238,8 @@ class Forward:
     ) -> dict[str, Tensor]:
         """Return the columns of a micro-batch, by name.
 
-        Predictions and values are at the tokens of `predicted_T`. "scores" has one entry per
-        sequence, "token_scores" one per token.
+        Predictions and values are at the tokens of `predicted_T`, and 0 elsewhere. "scores" has one
+        entry per sequence, "token_scores" one per token.
         """
         columns: dict[str, Tensor] = {}
         if not PREDICTION_COLUMNS.isdisjoint(needs):

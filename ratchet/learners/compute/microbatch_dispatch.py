@@ -20,8 +20,8 @@ from ratchet.types import Medium
 class MicroBatch:
     """A micro-batch for one rank.
 
-    rows: indices of its rows in the batch. A filler, which repeats a row with weights of 0, has no
-      rows.
+    rows: indices of its rows in the batch; () for a filler, which repeats a row with loss weights
+      of 0.
     """
 
     rows: Sequence[int]
@@ -47,7 +47,7 @@ def distribute_microbatches(
 
 
 def _make_filler(batch: Batch) -> MicroBatch:
-    """Return a micro-batch of the batch's shortest row, with weights of 0."""
+    """Return a micro-batch of the batch's shortest row, with loss weights of 0."""
     shortest = int(batch.lengths_S.argmin())
     row = batch.take([shortest])
     zero_weights = {

@@ -23,7 +23,7 @@ MIN_SAVED_SHARE = 0.1
 class RowFamily(NamedTuple):
     """Rows that stay together in a micro-batch, such as attempts with a shared prompt.
 
-    tokens: number of tokens that the model computes for them.
+    tokens: number of tokens that the model computes for these rows.
     longest: tokens of the longest row.
     """
 
@@ -40,7 +40,7 @@ def resolve_micro_batch_tokens(limit: int | str, device: str) -> int:
 
 
 def select_weighted_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
-    """Return the indices of the sequences that have a weight other than 0 in any term.
+    """Return the indices of the sequences with a loss weight other than 0 in any term.
 
     The other sequences add nothing to losses, gradients or metrics.
     """

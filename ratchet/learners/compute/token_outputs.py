@@ -35,8 +35,8 @@ class TokenOutputSpec:
     needs_top: True for the log-probabilities of the top_k likeliest tokens (top_k=0: of all tokens,
       in order).
     needs_ids: True for the ids of these likeliest tokens too.
-    shared_vocab: number of leading vocabulary entries over which the log-probabilities of these
-      tokens are renormalised; None: the whole vocabulary.
+    shared_vocab: number of leading vocabulary entries over which the log-probabilities at ids or of
+      the likeliest tokens are renormalised; None: the whole vocabulary.
     has_entropy_gradient: False if the entropy needs no gradient, which saves memory for the
       backward.
     """

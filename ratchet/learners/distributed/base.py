@@ -40,8 +40,8 @@ class RankForward(Forward):
     @property
     def language_head(self) -> Head:
         head = super().language_head
-        vocabulary = self.model.vocabulary
-        return head if vocabulary is None else replace(head, vocabulary=vocabulary)
+        vocab_parallel = self.model.vocab_parallel
+        return head if vocab_parallel is None else replace(head, vocabulary=vocab_parallel)
 
     def predictions(
         self, micro: Batch, hidden_Td: Tensor, spec: TokenOutputSpec
@@ -103,7 +103,7 @@ class RankLearner(ABC):
 
     Args:
         gradient_group: The ranks over which gradients are summed; None for a single rank.
-        step_policy: None for a frozen role.
+        step_policy: Learning rates, and the decision to skip a step; None for a frozen role.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class RankLearner(ABC):
             return {**metrics, "skipped_empty": 1.0}
         try:
             sums = self._sum_metrics(self._learn(micros, terms))
-            # All ranks of the last pipeline stage have this loss, and `_complete_gradient` sums it
-            # over all ranks.
+            # All ranks of the last pipeline stage have this loss. `_complete_gradient` sums it over
+            # all ranks, so each adds its share.
             ranks_with_loss = self.topology.world_size // self.topology.pipeline
             norm, loss = self._complete_gradient(sums.get("loss", 0.0) / ranks_with_loss)
             metrics |= sums | {"grad_norm": norm}

@@ -12,7 +12,7 @@ from ratchet.models.policy import DecoderPolicy, PolicyModel
 def check_dtensor(section: DTensorConfig, model: PolicyModel) -> None:
     """Raise ModelError or ConfigError if FSDP2 can't divide the model as `section` says."""
     if isinstance(model, DecoderPolicy):
-        # One rank shows whether the sizes divide.
+        # If the sizes divide for the first rank, they do for all ranks.
         build_first_shard(section).check(model.shape)
     else:
         _check_transformers(section, model)
@@ -52,7 +52,7 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     if section.sequence_parallel:
         raise ConfigError(
             "learner.sequence_parallel needs Ratchet's own decoder, but transformers runs this "
-            "model. Remove it."
+            "model. Remove learner.sequence_parallel."
         )
     assert isinstance(model, TransformersPolicy), "any other model is a decoder"
     if section.tensor_parallel > 1:

@@ -72,7 +72,9 @@ def shard_model(
       bfloat16, to which autocast would round them anyway. Matrices outside the units (such as the
       language head), the shards themselves and gradient sums keep their dtype.
     """
-    policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    offload_policy = (
+        CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    )
     # Hidden states between the layers stay in float32, as they do with autocast but without FSDP.
     bfloat16_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     precision = bfloat16_policy if autocast else MixedPrecisionPolicy()
@@ -82,18 +84,21 @@ def shard_model(
             unsharded.update(experts.parameters())
             if mesh.expert_fsdp is not None:
                 fully_shard(
-                    experts, mesh=mesh.expert_fsdp, offload_policy=policy, mp_policy=precision
+                    experts,
+                    mesh=mesh.expert_fsdp,
+                    offload_policy=offload_policy,
+                    mp_policy=precision,
                 )
     if mesh.fsdp is not None:
         for unit in units:
             fully_shard(
                 unit,
                 mesh=mesh.fsdp,
-                offload_policy=policy,
+                offload_policy=offload_policy,
                 ignored_params=unsharded,
                 mp_policy=precision,
             )
-        fully_shard(model, mesh=mesh.fsdp, offload_policy=policy, ignored_params=unsharded)
+        fully_shard(model, mesh=mesh.fsdp, offload_policy=offload_policy, ignored_params=unsharded)
 
 
 class DTensorLearner(RankLearner):
@@ -102,7 +107,7 @@ class DTensorLearner(RankLearner):
     model, head: must have been sharded by `shard_model`.
     device: the device that computes; weights may be stored on another.
 
-    optimizer, total_steps, autocast, shared_vocab and replays are as in `LocalLearner`.
+    optimizer, total_steps, autocast, shared_vocab and replays_routes are as in `LocalLearner`.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class DTensorLearner(RankLearner):
         head: ScalarHead | None = None,
         autocast: bool = False,
         shared_vocab: int | None = None,
-        replays: bool = False,
+        replays_routes: bool = False,
     ) -> None:
         self.mesh = mesh
         self.model = model
@@ -130,7 +135,7 @@ class DTensorLearner(RankLearner):
             autocast=autocast,
             shared_vocab=shared_vocab,
             device=device,
-            replays=replays,
+            replays_routes=replays_routes,
         )
         step_policy = (
             None
@@ -150,7 +155,7 @@ class DTensorLearner(RankLearner):
         self.pipeline = None
         if isinstance(model, DistributedPolicy):
             for stage in model.local_stages:
-                # A pipeline runs the stages outside of `Forward`, so they must enter autocast.
+                # A pipeline runs the stages outside of `Forward`, so each enters autocast itself.
                 stage.autocast = autocast
             if mesh.pipeline is not None:
                 self.pipeline = Pipeline(

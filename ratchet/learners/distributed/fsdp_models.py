@@ -80,7 +80,7 @@ class DTensorModels:
             head=head,
             autocast=self.autocast,
             shared_vocab=spec.shared_vocab,
-            replays=spec.replays,
+            replays_routes=spec.replays_routes,
         )
 
     def close(self) -> None: ...

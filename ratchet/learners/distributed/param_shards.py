@@ -28,16 +28,17 @@ from ratchet.protocols import Shard
 
 
 @dataclass(frozen=True)
-class ParamShards:
+class ParamShard:
     """The shard of a parameter that this rank holds.
 
     pieces: the blocks of canonical weights in the parameter before FSDP divides it.
     rows: the parameter's rows on this rank if FSDP divides it; None: all rows.
     copies: number of ranks that hold the same shard.
     reduce_groups: groups over which the gradient must still be summed after FSDP's own reduction.
-    gradient_divisor: divisor of the gradient. The loss is multiplied by the number of ranks over
-      which FSDP averages gradients of dense matrices. Gradients of experts are averaged over fewer
-      ranks, and those of vectors and adapters, which FSDP does not divide, over none.
+    gradient_divisor: divisor of the gradient, for what FSDP's averaging lacks. The loss is
+      multiplied by the number of ranks over which FSDP averages gradients of dense matrices. FSDP
+      averages gradients of experts over fewer ranks, and leaves those of vectors and adapters,
+      which it does not divide, as they are.
     is_owner: True on the one rank, among those with the same shard, that saves and sends it.
     """
 
@@ -65,19 +66,19 @@ def get_local_tensor(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def compute_fsdp_rows(parameter: Tensor, share: ShardIndex) -> range | None:
-    """Return the rows of a parameter that FSDP gives to this rank.
+def compute_fsdp_rows(parameter: Tensor, row_shard: ShardIndex) -> range | None:
+    """Return the rows of a parameter that FSDP gives to this rank; None if FSDP divides no rows.
 
     Each rank gets ceil(rows / ranks) rows; the last ranks may get fewer or none.
     """
     if not isinstance(parameter, DTensor):
         return None
     total = parameter.shape[0]
-    size = -(-total // share.count)
-    return range(min(size * share.index, total), min(size * (share.index + 1), total))
+    size = -(-total // row_shard.count)
+    return range(min(size * row_shard.index, total), min(size * (row_shard.index + 1), total))
 
 
-def complete_gradients(param_shards: Sequence[ParamShards]) -> None:
+def complete_gradients(param_shards: Sequence[ParamShard]) -> None:
     """Sum each gradient over its `reduce_groups`, and divide it by its `gradient_divisor`."""
     for shard in param_shards:
         # A tied embedding has no gradient on a pipeline stage if it is not used there.
@@ -90,7 +91,7 @@ def complete_gradients(param_shards: Sequence[ParamShards]) -> None:
                 get_local_tensor(shard.parameter.grad).div_(shard.gradient_divisor)
 
 
-def scale_gradients(param_shards: Sequence[ParamShards], factor: float) -> None:
+def scale_gradients(param_shards: Sequence[ParamShard], factor: float) -> None:
     """Multiply the gradients by a factor."""
     for shard in param_shards:
         if shard.parameter.grad is not None and factor != 1.0:
@@ -98,7 +99,7 @@ def scale_gradients(param_shards: Sequence[ParamShards], factor: float) -> None:
 
 
 def compute_global_norm(
-    param_shards: Sequence[ParamShards], loss: float, device: torch.device
+    param_shards: Sequence[ParamShard], loss: float, device: torch.device
 ) -> tuple[float, float]:
     """Return (norm of the whole gradient, sum over all ranks of `loss`), equal on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -115,9 +116,9 @@ def compute_global_norm(
 
 def collect_param_shards(
     model: PolicyModel, head: ScalarHead | None, mesh: Mesh
-) -> list[ParamShards]:
+) -> list[ParamShard]:
     """Return the shards of the model's parameters in order, then those of the scalar head."""
-    param_shards: list[ParamShards] = []
+    param_shards: list[ParamShard] = []
     if isinstance(model, DistributedPolicy):
         for decoder in (stage.decoder for stage in model.local_stages):
             pieces = list_pieces(decoder)
@@ -156,7 +157,7 @@ def _make_decoder_shard(
     *,
     sequence: bool,
     is_tied: bool,
-) -> ParamShards:
+) -> ParamShard:
     """Return the shard of a parameter of Ratchet's decoder.
 
     sequence: True under sequence parallelism.
@@ -196,7 +197,7 @@ def _make_decoder_shard(
 
 def _make_transformers_shard(
     name: str, parameter: nn.Parameter, mesh: Mesh, division: TPDivision | None
-) -> ParamShards:
+) -> ParamShard:
     """Return the shard of a parameter of a Hugging Face transformers model."""
     if division is None or mesh.tensor is None:
         return _make_shard(name, parameter, _whole_piece(name, parameter), mesh, ())
@@ -220,7 +221,7 @@ def _make_shard(
     *,
     is_divided: bool = False,
     is_expert: bool = False,
-) -> ParamShards:
+) -> ParamShard:
     """Return the shard of a parameter.
 
     is_divided: True if tensor parallelism divides the parameter.
@@ -230,19 +231,19 @@ def _make_shard(
     if (parameter.dim() < 2 or is_adapter_parameter(name)) and mesh.gradient_group is not None:
         reduce_groups = (*reduce_groups, mesh.gradient_group)
         gradient_divisor = mesh.topology.gradient_ranks
-    share = mesh.expert_row_shard if is_expert else mesh.row_shard
-    rows = compute_fsdp_rows(parameter, share)
+    row_shard = mesh.expert_row_shard if is_expert else mesh.row_shard
+    rows = compute_fsdp_rows(parameter, row_shard)
     copies = (
         mesh.topology.replicas
         * (1 if is_divided else mesh.topology.tensor)
-        * (share.count if rows is None else 1)
+        * (row_shard.count if rows is None else 1)
     )
     is_owner = (
         mesh.coordinates.replica == 0
         and (is_divided or mesh.coordinates.tensor == 0)
-        and (rows is not None or share.index == 0)
+        and (rows is not None or row_shard.index == 0)
     )
-    return ParamShards(
+    return ParamShard(
         name, parameter, pieces, rows, copies, reduce_groups, gradient_divisor, is_owner
     )
 
@@ -254,7 +255,7 @@ def _whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
 
 
 def fill_param_shards(
-    param_shards: Sequence[ParamShards], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
+    param_shards: Sequence[ParamShard], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
 ) -> None:
     """Fill the parameters block by block.
 

@@ -80,10 +80,11 @@ class Pipeline:
         out = schedule.eval(*self._stage_input(micro_inputs), number=numbers_M)
         if out is None or not self.is_last:
             return []
-        head = self.model.local_stages[-1]
-        # FSDP has resharded the head after this pass without a backward. The caller needs it whole.
-        if isinstance(head, FSDPModule):
-            head.unshard()
+        last_stage = self.model.local_stages[-1]
+        # FSDP has resharded the stage after this pass without a backward. The caller needs its
+        # language head whole.
+        if isinstance(last_stage, FSDPModule):
+            last_stage.unshard()
         return [
             self._unpad(micro_inputs, hidden, number)
             for number, hidden in zip(numbers_M, out.chunk(len(micro_inputs)), strict=True)
@@ -138,30 +139,30 @@ class Pipeline:
     def _make_stage(
         self, index: int, micro_inputs: Sequence[PackedInputs], tokens: int, local_tokens: int
     ) -> PipelineStage:
-        """Return the torch stage for one of this rank's runs of layers.
+        """Return torch's stage for one of this rank's decoder stages.
 
         Args:
-            index: Index of the run.
+            index: Index of the decoder stage on this rank.
             tokens: Padded number of tokens, which the last stage returns.
             local_tokens: Number of tokens on this rank of the hidden states between stages.
         """
         stage = self.model.local_stages[index]
         size = self.model.hidden_size
         stage.micro_inputs = micro_inputs
-        share = stage.decoder.part.pipeline
+        stage_index = stage.decoder.shard.pipeline
         states = torch.empty(
             local_tokens, size, dtype=self.dtype, device="meta", requires_grad=True
         )
         output_states = (
             torch.empty(tokens, size, dtype=self.dtype, device="meta", requires_grad=True)
-            if share.index == share.count - 1
+            if stage_index.index == stage_index.count - 1
             else states
         )
-        input_states = torch.empty(1, device="meta") if share.index == 0 else states
+        input_states = torch.empty(1, device="meta") if stage_index.index == 0 else states
         return PipelineStage(
             stage,
-            share.index,
-            share.count,
+            stage_index.index,
+            stage_index.count,
             self.device,
             input_args=input_states,
             output_args=output_states,

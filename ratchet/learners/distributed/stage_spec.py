@@ -1,4 +1,4 @@
-"""The specification of a stage's roles, which the driver sends to the ranks of a learner."""
+"""The specification of a training stage's roles, which the driver sends to a learner's ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ratchet.models.model_source import ModelSource
 class RoleSpec:
     """The specification of a role's learner.
 
-    origin: source of its model; None: a copy of the policy's model. For the role "policy", which
-      has the policy's model itself, it is None.
+    origin: source of the role's model; None: a copy of the policy's model, or for the role "policy"
+      this model itself.
     optimizer: values of the optimizer's section; None freezes the role.
     has_scalar_head: True if the role has a scalar head.
-    total_steps, shared_vocab, replays: as in `LocalLearner`.
+    total_steps, shared_vocab, replays_routes: as in `LocalLearner`.
     adapter: the adapter that is trained instead of the model's weights.
     """
 
@@ -27,5 +27,5 @@ class RoleSpec:
     total_steps: int = 1
     has_scalar_head: bool = False
     shared_vocab: int | None = None
-    replays: bool = False
+    replays_routes: bool = False
     adapter: Adapter | None = None

@@ -51,7 +51,8 @@ class Topology:
         if (self.shards * self.context) % self.experts:
             raise ConfigError(
                 f"learner.expert_parallel={self.experts} must divide dp_shard x context_parallel = "
-                f"{self.shards * self.context}. Set one of them so that it does."
+                f"{self.shards * self.context}. Set learner.expert_parallel to a divisor of "
+                f"{self.shards * self.context}."
             )
 
     @property

@@ -89,7 +89,7 @@ class LearnerRank:
                 losses.
         """
         self.algorithm = build(resolve("algorithm", algorithm))
-        # Free the learners of the last stage before new ones are created.
+        # Free the learners of the previous stage before new ones are created.
         self.learners.clear()
         for name, spec in roles.items():
             self.learners[name] = self._create_learner(name, spec)

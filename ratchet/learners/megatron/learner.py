@@ -57,7 +57,7 @@ class MegatronLearner(RankLearner):
     model: a model with loaded weights. Megatron's buffers take over their memory.
     has_scalar_head: True to add a scalar head, initialised to zeros.
 
-    optimizer, total_steps, autocast, shared_vocab and replays are as in `LocalLearner`.
+    optimizer, total_steps, autocast, shared_vocab and replays_routes are as in `LocalLearner`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MegatronLearner(RankLearner):
         has_scalar_head: bool = False,
         autocast: bool = False,
         shared_vocab: int | None = None,
-        replays: bool = False,
+        replays_routes: bool = False,
     ) -> None:
         _renew_parameters(model)
         head = _attach_head(model, device) if has_scalar_head else None
@@ -83,7 +83,7 @@ class MegatronLearner(RankLearner):
             autocast=autocast,
             shared_vocab=shared_vocab,
             device=device,
-            replays=replays,
+            replays_routes=replays_routes,
         )
         step_policy = (
             None

@@ -74,7 +74,7 @@ class MegatronModels:
             has_scalar_head=spec.has_scalar_head,
             autocast=self.device.type == "cuda" and not self.is_bfloat16,
             shared_vocab=spec.shared_vocab,
-            replays=spec.replays,
+            replays_routes=spec.replays_routes,
         )
 
     def close(self) -> None:

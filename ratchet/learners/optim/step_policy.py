@@ -28,7 +28,7 @@ class StepPolicy:
         self.bad_steps = 0
 
     def begin(self) -> dict[str, float]:
-        """Count the next step, and return its metrics: its learning rate and no skips yet."""
+        """Count the next step. Return its metrics: the learning rate, and skip metrics of 0."""
         config = self.config
         factor = compute_lr_factor(
             self.steps_taken,

@@ -125,11 +125,11 @@ def _list_parameters(
     for local_layer, layer in enumerate(shard.pipeline.range(dimensions.layers)):
         rules = table.layer(dimensions.is_sparse(layer))
         for name, rule in rules.items():
-            module_name, share = _locate_parameter(name, rules, shard)
+            module_name, shard_index = _locate_parameter(name, rules, shard)
             for local_expert, expert in enumerate(
                 shard.experts.range(dimensions.experts) if "{expert}" in name else [0]
             ):
-                pieces = rule.pieces(f"model.layers.{layer}.", dimensions, share, expert)
+                pieces = rule.pieces(f"model.layers.{layer}.", dimensions, shard_index, expert)
                 local_name = module_name.format(expert=local_expert)
                 yield f"decoder.layers.{local_layer}.{local_name}", tuple(pieces)
     if shard.is_last:
@@ -141,16 +141,16 @@ def _list_parameters(
 
 
 def _locate_parameter(name: str, rules: Rules, shard: MegatronShard) -> tuple[str, ShardIndex]:
-    """Return a parameter's name in the model's layers, and this rank's share of it.
+    """Return a parameter's name in the model's layers, and the index of this rank's shard of it.
 
     The names in Transformer Engine's layers differ from those in Megatron's own.
     """
-    share = (shard.expert_tensor or shard.tensor) if "{expert}" in name else shard.tensor
+    shard_index = (shard.expert_tensor or shard.tensor) if "{expert}" in name else shard.tensor
     if not shard.has_te_layers:
-        return name, share
+        return name, shard_index
     if name in FUSED and f"{FUSED[name]}.weight" in rules:
-        return f"{FUSED[name]}.layer_norm_weight", share
-    return GROUPED.get(name, name), ShardIndex() if name in DUPLICATED else share
+        return f"{FUSED[name]}.layer_norm_weight", shard_index
+    return GROUPED.get(name, name), ShardIndex() if name in DUPLICATED else shard_index
 
 
 def fill_parameters(tensors: Mapping[str, Tensor], layout: Layout, read: ReadBlock) -> None:

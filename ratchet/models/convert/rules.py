@@ -55,7 +55,7 @@ class Rule:
     division: ParamDivision
 
     def pieces(
-        self, prefix: str, dimensions: Dimensions, share: ShardIndex, expert: int = 0
+        self, prefix: str, dimensions: Dimensions, shard_index: ShardIndex, expert: int = 0
     ) -> Iterator[WeightPiece]:
         """Yield the blocks of weights in a rank's parameter, in the order of its rows.
 
@@ -63,7 +63,7 @@ class Rule:
 
         Args:
             prefix: Prefix of the weights' names.
-            share: The rank's index in its tensor-parallel group, and the group's size.
+            shard_index: The rank's index in its tensor-parallel group, and the group's size.
             expert: Number that replaces `{expert}`.
         """
         # (name, shape, name of the first dimension) of each weight
@@ -77,14 +77,14 @@ class Rule:
         ]
         if self.division is ParamDivision.COLUMNS:
             ((name, shape, _),) = weights
-            yield WeightPiece(name, shape, (0, share.range(shape[1]).start), range(shape[0]))
+            yield WeightPiece(name, shape, (0, shard_index.range(shape[1]).start), range(shape[0]))
             return
         row = 0
-        effective_share = ShardIndex() if self.division is ParamDivision.WHOLE else share
+        effective_index = ShardIndex() if self.division is ParamDivision.WHOLE else shard_index
         groups = (
-            dimensions.kv_heads if self.division is ParamDivision.GROUPS else effective_share.count
+            dimensions.kv_heads if self.division is ParamDivision.GROUPS else effective_index.count
         )
-        for group in effective_share.range(groups):
+        for group in effective_index.range(groups):
             for name, shape, row_dimension in weights:
                 rows = ShardIndex(group, groups).range(dimensions.padded_size(row_dimension))
                 count = max(0, min(rows.stop, shape[0]) - rows.start)

@@ -5,7 +5,8 @@ replay, R3, arXiv:2510.11370), and measures how evenly experts are chosen.
 
 Near a tie, a rounding difference sends a token to another expert, which changes its
 log-probabilities as much as many optimizer steps do. Replay takes the choice, which has no
-gradient, from the sampler. The learner computes the weights of the chosen experts, which have one.
+gradient, from the sampler. The learner computes the weights of the chosen experts, which have a
+gradient.
 
 T = tokens, E = experts, K = experts of a token, L = layers with experts, S = sequences.
 """

@@ -29,7 +29,10 @@ ExchangeRows = Callable[[ComputeExperts, Tensor, Tensor], Tensor]
 
 
 class ExpertRouter(nn.Module):
-    """A router that picks K experts for each token by a softmax over all, in float32 or better."""
+    """A router that picks K experts for each token.
+
+    Its softmax over all experts is computed in float32 or better.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ class Adapter:
 
     lora: LoRAConfig
     seed: int = 0  # of the initial A
-    base: str = ""  # directory or Hub id of the base model, written to the adapter's files
+    base_model: str = ""  # directory or Hub id, written to the adapter's files
 
     def initial_weight(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return the initial value of a whole weight of the adapter.
@@ -71,7 +71,9 @@ def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str]
 
 
 def attach(decoder: Decoder, adapter: Adapter) -> None:
-    """Freeze a decoder, quantize its linear maps if `lora.base` is set, and add adapters.
+    """Freeze a decoder, quantize its linear maps as `lora.base` says, and add adapters.
+
+    `lora.base` is the quantization of the base weights; None: they are not quantized.
 
     Raises ConfigError as `resolve_decoder_targets` does.
     """

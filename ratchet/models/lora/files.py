@@ -61,7 +61,7 @@ def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
         target_modules=sorted(names),
         init_lora_weights=PEFT_INITS[lora.init],  # pyright: ignore[reportArgumentType]
         use_rslora=lora.rslora,
-        base_model_name_or_path=adapter.base or None,
+        base_model_name_or_path=adapter.base_model or None,
         task_type="CAUSAL_LM",
     )
 
@@ -168,7 +168,9 @@ def load_adapter(directory: Path) -> StoredAdapter:
         raise ModelError(
             f"{directory / CONFIG} has impossible numbers: {get_first_line(str(error))}"
         ) from None
-    return StoredAdapter(Adapter(lora, base=config.base_model_name_or_path or ""), names, weights)
+    return StoredAdapter(
+        Adapter(lora, base_model=config.base_model_name_or_path or ""), names, weights
+    )
 
 
 def sum_bits(tensor: Tensor) -> int:

@@ -38,7 +38,7 @@ def make_stage_layout(stage: MegatronStage, sizes: MegatronSizes) -> Layout:
     """Return the pieces of a stage's model weights (without adapters), by parameter name."""
     shard = MegatronShard(
         tensor=ShardIndex(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
-        pipeline=stage.share,
+        pipeline=stage.stage_index,
         experts=ShardIndex(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
     )
     return megatron_layout(Dimensions.from_config(stage.shape), shard)

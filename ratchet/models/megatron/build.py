@@ -64,8 +64,8 @@ class MegatronStage(GPTModel):
         self, shape: DecoderConfig, sizes: MegatronSizes, config: TransformerConfig, chunk: int
     ) -> None:
         """Allocate one chunk of layers. Weights are uninitialised memory."""
-        share = sizes.stage(parallel_state.get_pipeline_model_parallel_rank(), chunk)
-        layers = share.range(shape.n_layers)
+        stage_index = sizes.stage(parallel_state.get_pipeline_model_parallel_rank(), chunk)
+        layers = stage_index.range(shape.n_layers)
         super().__init__(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(  # pyright: ignore[reportArgumentType]
@@ -76,14 +76,14 @@ class MegatronStage(GPTModel):
             ),
             vocab_size=padded_vocabulary(shape.vocab_size, sizes.tensor),
             max_sequence_length=shape.max_positions,
-            pre_process=share.index == 0,
-            post_process=share.index == share.count - 1,
+            pre_process=stage_index.index == 0,
+            post_process=stage_index.index == stage_index.count - 1,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="none",  # `PackedCoreAttention` rotates queries and keys
             vp_stage=chunk if sizes.chunks > 1 else None,
         )
         self.shape = shape  # the shape of the whole model
-        self.share = share
+        self.stage_index = stage_index
         self.layers = layers  # indices of the layers in this stage
         # The head of a critic or a reward model, on the last stage.
         self.scalar: ScalarHead | None = None

@@ -109,16 +109,18 @@ class ReplayableRouter(TopKRouter):
         """Return (weights [T, E], 0 for other experts; mask of the chosen experts [T, E])."""
         logits_TE = logits.view(-1, logits.shape[-1])
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        shares_TE = logits_TE.softmax(-1)
-        experts_Tk = shares_TE.topk(self.topk).indices
+        probabilities_TE = logits_TE.softmax(-1)
+        experts_Tk = probabilities_TE.topk(self.topk).indices
         if self.route is not None:
             experts_Tk = self.route(self.sparse_index, logits_TE, experts_Tk)
-        weights_Tk = shares_TE.gather(1, experts_Tk)
+        weights_Tk = probabilities_TE.gather(1, experts_Tk)
         # The weights of the chosen experts are scaled to sum to 1.
         if self.config.moe_router_pre_softmax is False:
             weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
-        weights_TE = torch.zeros_like(shares_TE).scatter(1, experts_Tk, weights_Tk)
-        chosen_TE = torch.zeros_like(shares_TE, dtype=torch.bool).scatter(1, experts_Tk, True)
+        weights_TE = torch.zeros_like(probabilities_TE).scatter(1, experts_Tk, weights_Tk)
+        chosen_TE = torch.zeros_like(probabilities_TE, dtype=torch.bool).scatter(
+            1, experts_Tk, True
+        )
         return weights_TE.to(logits.dtype), chosen_TE
 
 

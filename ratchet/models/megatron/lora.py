@@ -35,7 +35,7 @@ def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapt
                 {} if linear.is_expert else _group_by_target(layout[f"{path}.weight"], target_names)
             )
             if targets:
-                index = stage.share.index + stage.share.count * number
+                index = stage.stage_index.index + stage.stage_index.count * number
                 linear.adapter = ParallelLoRA(linear, targets, adapter.lora, index)
         init_adapters(stage, adapter, make_adapter_layout(stage))
 

@@ -90,7 +90,7 @@ class MegatronPolicy(DistributedPolicy):
         )
 
     @property
-    def vocabulary(self) -> VocabParallelLogits | None:
+    def vocab_parallel(self) -> VocabParallelLogits | None:
         return (
             None
             if self.shard.tensor is None
@@ -147,7 +147,7 @@ class MegatronPolicy(DistributedPolicy):
 
 def _distributed_shard(sizes: MegatronSizes) -> DistributedShard:
     """Return this rank's shard and groups."""
-    part = ModelShard(
+    model = ModelShard(
         ShardIndex(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
         ShardIndex(parallel_state.get_pipeline_model_parallel_rank(), sizes.pipeline),
         ShardIndex(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
@@ -157,7 +157,7 @@ def _distributed_shard(sizes: MegatronSizes) -> DistributedShard:
         return process_group if size > 1 else None
 
     return DistributedShard(
-        part,
+        model,
         tensor=group(parallel_state.get_tensor_model_parallel_group(), sizes.tensor),
         context=group(parallel_state.get_context_parallel_group(), sizes.context),
         sequence=sizes.sequence,

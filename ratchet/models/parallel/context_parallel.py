@@ -37,25 +37,28 @@ class ContextSplit:
     starts_S: Index  # index of the first token of each sequence
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int], share: ShardIndex) -> ContextSplit:
+    def from_lengths(cls, lengths: Sequence[int], context_index: ShardIndex) -> ContextSplit:
         """Return the split of sequences of these lengths.
 
-        share: index of this rank in its context-parallel group, and the group's size.
+        context_index: index of this rank in its context-parallel group, and the group's size.
         """
         starts_S = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
         segments_by_rank = [
-            _list_segments(lengths, ShardIndex(rank, share.count)) for rank in range(share.count)
+            _list_segments(lengths, ShardIndex(rank, context_index.count))
+            for rank in range(context_index.count)
         ]
         tokens = [_list_tokens(segments, starts_S) for segments in segments_by_rank]
         sizes = tuple(map(len, tokens))
         gathered_index_T = np.empty(sum(lengths), dtype=np.int64)
         gathered_index_T[np.concatenate(tokens)] = np.arange(sum(lengths))
         placed_segments: list[PrefixSegment] = []
-        start = sum(sizes[: share.index])
-        for segment in segments_by_rank[share.index]:
+        start = sum(sizes[: context_index.index])
+        for segment in segments_by_rank[context_index.index]:
             placed_segments.append(PrefixSegment(segment.row, segment.begin, segment.end, start))
             start += segment.length
-        return cls(tuple(placed_segments), tokens[share.index], sizes, gathered_index_T, starts_S)
+        return cls(
+            tuple(placed_segments), tokens[context_index.index], sizes, gathered_index_T, starts_S
+        )
 
     def past(self, segment: PrefixSegment) -> Index:
         """Return the indices of a segment's past in the concatenated tokens of all ranks.
@@ -66,13 +69,13 @@ class ContextSplit:
         return self.gathered_index_T[start : start + segment.begin]
 
 
-def _list_segments(lengths: Sequence[int], share: ShardIndex) -> list[PrefixSegment]:
+def _list_segments(lengths: Sequence[int], context_index: ShardIndex) -> list[PrefixSegment]:
     """Return the chunks of one rank, sorted by begin, then by length."""
-    chunks = 2 * share.count
+    chunks = 2 * context_index.count
     segments = [
         PrefixSegment(row, length * chunk // chunks, length * (chunk + 1) // chunks)
         for row, length in enumerate(lengths)
-        for chunk in (share.index, chunks - 1 - share.index)
+        for chunk in (context_index.index, chunks - 1 - context_index.index)
     ]
     return sorted(
         (segment for segment in segments if segment.length),

@@ -87,7 +87,7 @@ class MegatronSizes:
     sequence: bool = False  # sequence parallelism, see `ratchet.models.parallel.tensor_parallel`
 
     def stage(self, rank: int, chunk: int = 0) -> ShardIndex:
-        """Return the share of the layers that a chunk of a pipeline rank holds."""
+        """Return the pipeline stage that a chunk of a pipeline rank is, among all stages."""
         return ShardIndex(rank + self.pipeline * chunk, self.pipeline * self.chunks)
 
     def check(self, shape: DecoderConfig) -> None:
@@ -111,7 +111,7 @@ class MegatronSizes:
         if shape.out_bias or shape.mlp_bias:
             raise ModelError(
                 "Megatron has no biases in the attention's output projection or in gated MLPs, but "
-                "this model has: set learner.kind=dtensor"
+                "this model has such biases: set learner.kind=dtensor"
             )
         if shape.n_experts and self.tensor > 1 and not self.sequence:
             raise ModelError(

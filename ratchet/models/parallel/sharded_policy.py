@@ -27,7 +27,7 @@ from ratchet.models.weights.hf_weights import empty_decoder
 class DistributedShard:
     """The shard of a decoder that this rank holds, and the process groups of this rank."""
 
-    part: ModelShard
+    model: ModelShard
     # The group of each kind of parallelism; None: not used.
     tensor: Group | None = None
     context: Group | None = None
@@ -47,12 +47,12 @@ class DecoderStage(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.decoder = empty_decoder(config, part=shard.part, device=device, dtype=dtype)
+        self.decoder = empty_decoder(config, shard=shard.model, device=device, dtype=dtype)
         # The inputs of the micro-batches that a pipeline runs.
         self.micro_inputs: Sequence[PackedInputs] = ()
         self.autocast = False  # True: compute matrix products in bfloat16
         if shard.tensor is not None:
-            rows = shard.part.tensor.range(config.vocab_size)
+            rows = shard.model.tensor.range(config.vocab_size)
             self.decoder.set_tp_comm(
                 TensorParallelComm(shard.tensor, rows, sequence=shard.sequence)
             )
@@ -75,7 +75,7 @@ class DecoderStage(nn.Module):
         if packed is None:
             assert number is not None, "neither packed inputs nor the number of a micro-batch"
             packed = self.micro_inputs[int(number)]
-        x = None if self.decoder.part.is_first else x
+        x = None if self.decoder.shard.is_first else x
         with torch.autocast(packed.tokens_U.device.type, torch.bfloat16, enabled=self.autocast):
             return self.decoder(
                 packed.tokens_U, packed.positions_U, packed.attend, x, route=packed.routing
@@ -103,19 +103,24 @@ class DistributedPolicy(DecoderPolicy):
             chunks: Number of stages per rank, more than one in an interleaved pipeline.
         """
         nn.Module.__init__(self)
-        pipeline = shard.part.pipeline
-        shares = [
+        pipeline = shard.model.pipeline
+        stage_indices = [
             ShardIndex(pipeline.index + pipeline.count * chunk, pipeline.count * chunks)
             for chunk in range(chunks)
         ]
-        shards = [replace(shard, part=replace(shard.part, pipeline=share)) for share in shares]
-        shards[0].part.check(config)
+        stage_shards = [
+            replace(shard, model=replace(shard.model, pipeline=stage_index))
+            for stage_index in stage_indices
+        ]
+        stage_shards[0].model.check(config)
         self.shard = shard
         self.stages = nn.ModuleList(
-            DecoderStage(config, stage_shard, device=device, dtype=dtype) for stage_shard in shards
+            DecoderStage(config, stage_shard, device=device, dtype=dtype)
+            for stage_shard in stage_shards
         )
-        # `decoder` is that of the last stage, which has the head. Setting the attribute in this way
-        # keeps torch from registering the module a second time.
+        # `decoder` is that of this rank's last stage. On the last rank of the pipeline this stage
+        # has the head. Setting the attribute in this way keeps torch from registering the module a
+        # second time.
         object.__setattr__(self, "decoder", self.local_stages[-1].decoder)
 
     @property
@@ -138,7 +143,8 @@ class DistributedPolicy(DecoderPolicy):
         return self.shard.context is None
 
     @property
-    def vocabulary(self) -> VocabParallelLogits | None:
+    def vocab_parallel(self) -> VocabParallelLogits | None:
+        """The operations on the divided logits; None if this rank computes all logits."""
         return (
             None
             if self.shard.tensor is None
@@ -197,8 +203,9 @@ class DistributedPolicy(DecoderPolicy):
         )
 
 
-# Cached, because a micro-batch's forward pass and each of its columns use the same split. In a
-# pipeline other micro-batches come between them.
+# Cached: the forward pass of a micro-batch and each column of its batch (log-probabilities,
+# advantages, ...) use the same split. More than one entry, because a pipeline interleaves
+# micro-batches.
 @lru_cache(maxsize=64)
-def _split_context(lengths: tuple[int, ...], share: ShardIndex) -> ContextSplit:
-    return ContextSplit.from_lengths(lengths, share)
+def _split_context(lengths: tuple[int, ...], context_index: ShardIndex) -> ContextSplit:
+    return ContextSplit.from_lengths(lengths, context_index)

@@ -1,7 +1,8 @@
 """Policies over multimodal models of transformers, which read images, audio or videos.
 
 A medium has placeholder tokens in its sequence. Embeddings from an encoder (tower) replace them.
-T = tokens of packed sequences, N = sequences, L = longest sequence, d = hidden size.
+T = tokens of packed sequences, N = sequences, L = longest sequence, d = hidden size, R = axes of a
+position.
 """
 
 from __future__ import annotations
@@ -309,7 +310,8 @@ class MultimodalPolicy(TransformersPolicy):
     def _hide_stray_placeholders(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
         """Yield the tokens, with a text token in place of each placeholder that has no medium.
 
-        The policy wrote it. The embedding still gets the original tokens inside the context.
+        Such placeholders were sampled by the policy. The embedding still gets the original tokens
+        inside the context.
         """
         stray_NL = (self._media_types(tokens_NL) > 0) & (types_NL == 0)
         if not stray_NL.any():

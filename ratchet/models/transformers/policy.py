@@ -183,8 +183,8 @@ class TransformersPolicy(PolicyModel):
             raise ModelError(f"{plan_name} can't be followed ({error}): {REMEDY}") from None
         for name, computed in shard_probe.items():
             expected = whole_probe[name].to(computed)
-            if name == "logits" and self.tp_division.vocabulary is not None:
-                rows = self.tp_division.vocabulary.rows
+            if name == "logits" and self.tp_division.vocab_parallel is not None:
+                rows = self.tp_division.vocab_parallel.rows
                 expected = expected[:, rows.start : rows.stop]
             if name in self.tp_division.partial:
                 computed = all_reduce_sum(computed, group)
@@ -323,7 +323,7 @@ class TransformersPolicy(PolicyModel):
         if lora.base is not None:
             raise ConfigError(
                 f"lora.base={lora.base} is for Ratchet's own decoder, but transformers runs this "
-                "model: remove it"
+                "model: remove lora.base"
             )
         return resolve_target_modules(lora, transformers_lora.list_linear_maps(self.layers()))
 

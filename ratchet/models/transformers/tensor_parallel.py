@@ -113,12 +113,12 @@ class TPDivision:
 
     blocks: this rank's block of each divided parameter.
     partial: parameters that each rank has as a whole, but whose gradient must be summed over ranks.
-    vocabulary: the operations on the divided logits; None if each rank has all logits.
+    vocab_parallel: the operations on the divided logits; None if each rank has all logits.
     """
 
     blocks: Mapping[str, WeightPiece]
     partial: frozenset[str]
-    vocabulary: VocabParallelLogits | None
+    vocab_parallel: VocabParallelLogits | None
 
 
 def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
@@ -127,28 +127,30 @@ def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
     Raises ModelError if modules share a weight, but the plan divides only some of these modules.
     """
     n_parameters = len(list(model.parameters()))
-    share = ShardIndex(group.rank(), group.size())
+    shard_index = ShardIndex(group.rank(), group.size())
     pieces: CutPieces = {}
     partial: set[Tensor] = set()
-    vocabulary = None
+    vocab_parallel = None
     if plan.head in plan.styles:
         head = model.get_submodule(plan.head)
         assert isinstance(head, nn.Linear), "`TPPlan.from_rules` accepts only linear heads"
-        vocabulary = VocabParallelLogits(group, len(head.weight))
-        pieces |= _divide_vocabulary(model, head, share, group)
+        vocab_parallel = VocabParallelLogits(group, len(head.weight))
+        pieces |= _divide_vocabulary(model, head, shard_index, group)
     for path, style in plan.styles.items():
         module = model.get_submodule(path)
         if style in PARTIAL:
             partial.update(module.parameters(recurse=False))
         elif isinstance(module, nn.Embedding) and module.weight not in pieces:
-            pieces |= _divide_embedding(module, share, group)
+            pieces |= _divide_embedding(module, shard_index, group)
         elif isinstance(module, nn.Linear) and path != plan.head:
             if style in BY_ROWS:
                 pieces |= _divide_outputs(
-                    module, share, group, gather_outputs=style in GATHERED_OUTPUTS
+                    module, shard_index, group, gather_outputs=style in GATHERED_OUTPUTS
                 )
             else:
-                pieces |= _divide_inputs(module, share, group, split_input=style in SPLIT_INPUTS)
+                pieces |= _divide_inputs(
+                    module, shard_index, group, split_input=style in SPLIT_INPUTS
+                )
     named = dict(model.named_parameters())
     if len(named) != n_parameters:
         raise ModelError(
@@ -156,7 +158,7 @@ def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
         )
     blocks = {name: replace(pieces[p], name=name) for name, p in named.items() if p in pieces}
     return TPDivision(
-        blocks, frozenset(name for name, p in named.items() if p in partial), vocabulary
+        blocks, frozenset(name for name, p in named.items() if p in partial), vocab_parallel
     )
 
 
@@ -168,25 +170,27 @@ def _is_linear(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _cut_block(weight: Tensor, dim: int, share: ShardIndex) -> tuple[nn.Parameter, WeightPiece]:
+def _cut_block(
+    weight: Tensor, dim: int, shard_index: ShardIndex
+) -> tuple[nn.Parameter, WeightPiece]:
     """Return a rank's block of a weight and its piece.
 
     The block is a copy, so that the whole weight can be freed.
     """
-    rows = share.range(weight.shape[dim])
+    rows = shard_index.range(weight.shape[dim])
     block = weight.detach().narrow(dim, rows.start, len(rows)).clone()
     offsets = tuple(rows.start if i == dim else 0 for i in range(weight.dim()))
     return nn.Parameter(block), WeightPiece("", tuple(weight.shape), offsets, range(len(block)))
 
 
 def _divide_outputs(
-    linear: nn.Linear, share: ShardIndex, group: Group, *, gather_outputs: bool = False
+    linear: nn.Linear, shard_index: ShardIndex, group: Group, *, gather_outputs: bool = False
 ) -> CutPieces:
     """Divide a linear map by its outputs (column parallelism)."""
-    linear.weight, piece = _cut_block(linear.weight, 0, share)
+    linear.weight, piece = _cut_block(linear.weight, 0, shard_index)
     pieces: CutPieces = {linear.weight: piece}
     if linear.bias is not None:
-        linear.bias, piece = _cut_block(linear.bias, 0, share)
+        linear.bias, piece = _cut_block(linear.bias, 0, shard_index)
         pieces[linear.bias] = piece
     plain_forward = linear.forward
 
@@ -199,10 +203,10 @@ def _divide_outputs(
 
 
 def _divide_inputs(
-    linear: nn.Linear, share: ShardIndex, group: Group, *, split_input: bool
+    linear: nn.Linear, shard_index: ShardIndex, group: Group, *, split_input: bool
 ) -> CutPieces:
     """Divide a linear map by its inputs (row parallelism)."""
-    linear.weight, piece = _cut_block(linear.weight, 1, share)
+    linear.weight, piece = _cut_block(linear.weight, 1, shard_index)
 
     def forward(input: Tensor) -> Tensor:
         local_input = take_own_columns(input, group) if split_input else input
@@ -214,22 +218,22 @@ def _divide_inputs(
 
 
 def _divide_vocabulary(
-    model: nn.Module, head: nn.Linear, share: ShardIndex, group: Group
+    model: nn.Module, head: nn.Linear, shard_index: ShardIndex, group: Group
 ) -> CutPieces:
     """Divide the head, and the embeddings that are tied to it."""
     whole_weight = head.weight
-    pieces = _divide_outputs(head, share, group)
+    pieces = _divide_outputs(head, shard_index, group)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.weight is whole_weight:
-            _divide_embedding(module, share, group)
+            _divide_embedding(module, shard_index, group)
             module.weight = head.weight
     return pieces
 
 
-def _divide_embedding(embedding: nn.Embedding, share: ShardIndex, group: Group) -> CutPieces:
+def _divide_embedding(embedding: nn.Embedding, shard_index: ShardIndex, group: Group) -> CutPieces:
     """Divide an embedding by its rows."""
-    rows = share.range(len(embedding.weight))
-    embedding.weight, piece = _cut_block(embedding.weight, 0, share)
+    rows = shard_index.range(len(embedding.weight))
+    embedding.weight, piece = _cut_block(embedding.weight, 0, shard_index)
     if embedding.padding_idx is not None:  # the token without a gradient
         embedding.padding_idx = (
             embedding.padding_idx - rows.start if embedding.padding_idx in rows else None

@@ -268,19 +268,19 @@ def empty_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    part: ModelShard = WHOLE,
+    shard: ModelShard = WHOLE,
 ) -> Decoder:
     """Return a decoder with uninitialised weights, allocated directly in this dtype and device.
 
     Raises ModelError if the weights of a whole model exceed the device's memory.
     """
-    if part == WHOLE:
+    if shard == WHOLE:
         require_memory(config, dtype, device)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return Decoder(config, part)
+            return Decoder(config, shard)
     finally:
         torch.set_default_dtype(default_dtype)
 

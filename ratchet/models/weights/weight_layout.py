@@ -67,7 +67,7 @@ def list_pieces(decoder: Decoder) -> Mapping[str, tuple[WeightPiece, ...]]:
             )
         else:
             layout[name] = tuple(
-                _decoder_pieces(name, tuple(parameter.shape), decoder.config, decoder.part)
+                _decoder_pieces(name, tuple(parameter.shape), decoder.config, decoder.shard)
             )
     return layout
 
@@ -88,10 +88,14 @@ def cut_blocks(
         rows = None if rows is None else range(rows.start * height, rows.stop * height)
         local = local.flatten(0, 1)
     for piece in pieces:
-        part = piece if rows is None else piece.cut(rows)
-        if part is not None:
+        local_piece = piece if rows is None else piece.cut(rows)
+        if local_piece is not None:
+            span = local_piece.rows
             yield Shard(
-                part.name, part.shape, part.offsets, local[part.rows.start : part.rows.stop]
+                local_piece.name,
+                local_piece.shape,
+                local_piece.offsets,
+                local[span.start : span.stop],
             )
 
 
@@ -141,7 +145,7 @@ def make_factor_piece(piece: WeightPiece, factor: str, rank: int, start: int = 0
 
 
 def _decoder_pieces(
-    name: str, shape: tuple[int, ...], config: DecoderConfig, part: ModelShard
+    name: str, shape: tuple[int, ...], config: DecoderConfig, shard: ModelShard
 ) -> Iterator[WeightPiece]:
     """Yield the pieces of one parameter of the decoder."""
     # name = parent.module.kind, such as layers.0.self_attn.qkv_proj.weight
@@ -151,15 +155,15 @@ def _decoder_pieces(
     if moe_format and parent.endswith(".mlp") and module in ("gate", EXPERTS):
         parent = parent.removesuffix("mlp") + moe_format.block
     prefix = f"model.{parent}." if parent else "model."
-    share = part.tensor
+    tensor_index = shard.tensor
     rows = shape[0]
     columns = shape[1:]  # () for a vector
     if moe_format and module == EXPERTS:
-        yield from _expert_pieces(f"{prefix}experts", kind, config, part, moe_format)
+        yield from _expert_pieces(f"{prefix}experts", kind, config, shard, moe_format)
     elif module in (fused := fused_rows(config)):
         start = 0
         for matrix, total in fused[module].items():
-            local_rows = share.range(total)
+            local_rows = tensor_index.range(total)
             offsets = (local_rows.start, *(0,) * len(columns))
             yield WeightPiece(
                 f"{prefix}{matrix}.{kind}",
@@ -169,12 +173,15 @@ def _decoder_pieces(
             )
             start += len(local_rows)
     elif module in BY_COLUMNS and columns:
-        total = columns[0] * share.count
+        total = columns[0] * tensor_index.count
         yield WeightPiece(
-            f"{prefix}{module}.{kind}", (rows, total), (0, share.range(total).start), range(rows)
+            f"{prefix}{module}.{kind}",
+            (rows, total),
+            (0, tensor_index.range(total).start),
+            range(rows),
         )
     elif module in BY_ROWS:
-        local_rows = share.range(config.vocab_size)
+        local_rows = tensor_index.range(config.vocab_size)
         canonical = name if module == "lm_head" else f"{prefix}{module}.{kind}"
         yield WeightPiece(
             canonical, (config.vocab_size, *columns), (local_rows.start, 0), range(rows)
@@ -184,7 +191,7 @@ def _decoder_pieces(
 
 
 def _expert_pieces(
-    prefix: str, kind: str, config: DecoderConfig, part: ModelShard, moe_format: MoEFormat
+    prefix: str, kind: str, config: DecoderConfig, shard: ModelShard, moe_format: MoEFormat
 ) -> Iterator[WeightPiece]:
     """Yield the pieces of an experts parameter [E, 2F, d] or [E, d, F], one for each matrix.
 
@@ -192,11 +199,11 @@ def _expert_pieces(
     """
     size = config.expert_intermediate_size
     hidden = config.hidden_size
-    local_range = part.tensor.range(size)  # this rank's part of the intermediate size F
+    local_range = shard.tensor.range(size)  # this rank's part of the intermediate size F
     is_gate_up = kind == "gate_up_proj"
     names = moe_format.gate_up if is_gate_up else (moe_format.down,)
     start = 0
-    for expert in part.experts.range(config.n_experts):
+    for expert in shard.experts.range(config.n_experts):
         for name in names:
             shape, offsets = (
                 ((size, hidden), (local_range.start, 0))

@@ -25,7 +25,7 @@ def _policy(directory, **sizes):
 
     shape = read_config(Path(directory))
     policy = MegatronPolicy(shape, MegatronSizes(**sizes))
-    part = policy.shard.part
+    part = policy.shard.model
     layout = megatron_layout(
         Dimensions.from_config(shape), MegatronShard(part.tensor, part.pipeline, part.experts)
     )

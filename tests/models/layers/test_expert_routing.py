@@ -125,10 +125,10 @@ def test_with_replay_the_learner_agrees_with_the_sampler_though_its_routers_woul
     assert (routes[last] == -1).all()
     assert int((routes[:, 0, 0] < 0).sum()) == batch.n_sequences
     assert gap(shaken(model(shape=SHAPES[shape])), batch) > 0.01
-    assert gap(shaken(model(shape=SHAPES[shape])), batch, replays=True) < 1e-5
-    assert gap(model(shape=SHAPES[shape]), batch, replays=True) < 1e-5
+    assert gap(shaken(model(shape=SHAPES[shape])), batch, replays_routes=True) < 1e-5
+    assert gap(model(shape=SHAPES[shape]), batch, replays_routes=True) < 1e-5
     small = LocalConfig(micro_batch_tokens=1)
-    assert gap(shaken(model(shape=SHAPES[shape])), batch, replays=True, config=small) < 1e-5
+    assert gap(shaken(model(shape=SHAPES[shape])), batch, replays_routes=True, config=small) < 1e-5
 
 
 def weighed(batch, **router):
@@ -144,8 +144,8 @@ def gradients(made, batch, terms):
 
 def test_gradients_reach_the_router_under_replay_and_are_those_of_the_given_experts():
     batch, terms = weighed(pack(sampled(model())), replay=True, measure=False)
-    found, _ = gradients(learner(shaken(model()), replays=True), batch, terms)
-    plain, _ = gradients(learner(model(), replays=True), batch, terms)
+    found, _ = gradients(learner(shaken(model()), replays_routes=True), batch, terms)
+    plain, _ = gradients(learner(model(), replays_routes=True), batch, terms)
     gates = [name for name in found if name.endswith("gate.weight")]
     assert len(gates) == 2
     for name in gates:
@@ -157,7 +157,7 @@ def test_gradients_reach_the_router_under_replay_and_are_those_of_the_given_expe
 def test_measures_say_what_replay_has_changed():
     batch, terms = weighed(pack(sampled(model())), replay=True)
     for policy, least, most in ((shaken(model()), 0.3, 1.0), (model(), 0.0, 0.2)):
-        _, sums = gradients(learner(policy, replays=True), batch, terms)
+        _, sums = gradients(learner(policy, replays_routes=True), batch, terms)
         assert least <= float(sums["router/rerouted"]) <= most
         assert float(sums["router/entropy"]) == pytest.approx(np.log(8), abs=1e-3)
         assert 1 < float(sums["router/max_load"]) <= 4
@@ -168,7 +168,7 @@ def test_routes_of_another_model_are_refused():
     batch = pack(sampled(model()))
     other = model(shape={**QWEN, "dense_layers": ()})
     with pytest.raises(DataError, match="but the model has"):
-        gap(other, batch, replays=True)
+        gap(other, batch, replays_routes=True)
 
 
 # --- columns
@@ -317,5 +317,6 @@ def test_tokens_without_a_route_are_routed_by_the_learner():
     row = group.trajectories[1]
     cut = replace(row, routes=np.where(np.arange(len(row))[:, None, None] < 6, -1, row.routes))
     assert (
-        gap(uneven(torch.float32), pack([replace(group, trajectories=(cut,))]), replays=True) < 1e-5
+        gap(uneven(torch.float32), pack([replace(group, trajectories=(cut,))]), replays_routes=True)
+        < 1e-5
     )

@@ -124,7 +124,7 @@ def test_peft_reads_what_was_written_and_computes_the_same(tmp_path):
 
     policy = adapted(rslora=True, target_modules=("q_proj", "o_proj", "up_proj", "down_proj"))
     policy.save(tmp_path / "base")
-    adapter = replace(policy.adapter, base=str(tmp_path / "base"))
+    adapter = replace(policy.adapter, base_model=str(tmp_path / "base"))
     save_adapter(
         tmp_path / "adapter",
         adapter,
@@ -137,7 +137,7 @@ def test_peft_reads_what_was_written_and_computes_the_same(tmp_path):
     torch.testing.assert_close(logits(policy), torch.cat(rows), rtol=0, atol=1e-5)
     read = load_adapter(tmp_path / "adapter")
     assert read.adapter.lora.scale == pytest.approx(adapter.lora.scale)
-    assert read.adapter.base == str(tmp_path / "base")
+    assert read.adapter.base_model == str(tmp_path / "base")
     assert all(torch.equal(read.weights[name], weight) for name, weight in policy.adapter_weights())
 
 

@@ -38,15 +38,15 @@ def advantage(value: Any, config: PeerConfig) -> Any:
     if not _estimator_flag("use_leave_one_out_baseline", config):
         return Values({"algorithm.kind": "grpo", **scale_key})
     note = (
-        "a leave-one-out baseline is rloo here; the standard deviation is over the whole group "
-        "here, and leaves the answer out there"
+        "a leave-one-out baseline is rloo here; NeMo RL also leaves the answer itself out of the "
+        "standard deviation, Ratchet takes it over the whole group"
     )
     return Values({"algorithm.kind": "rloo", **scale_key}, note)
 
 
 def estimator(value: Any, config: PeerConfig) -> Any:
     if value == "grpo":
-        return Inert("algorithm.kind is set by the key of the baseline")
+        return Inert("algorithm.kind is set by grpo.use_leave_one_out_baseline")
     if value == "reinforce_plus_plus":
         baseline = "group" if config.flag("grpo.adv_estimator.minus_baseline") else "none"
         return Values(
@@ -55,8 +55,8 @@ def estimator(value: Any, config: PeerConfig) -> Any:
     if value == "gdpo":
         return Values({"algorithm.kind": "gdpo", "algorithm.advantage": {}})
     return Dropped(
-        "only grpo, gdpo and reinforce_plus_plus are converted: the recipe has the baseline of "
-        "grpo or rloo"
+        "only grpo, gdpo and reinforce_plus_plus are converted; the recipe has algorithm.kind grpo "
+        "or rloo instead, by grpo.use_leave_one_out_baseline"
     )
 
 

@@ -9,10 +9,10 @@ from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.run_dir import ADAPTER, AVERAGE, MODEL, START, RunDirectory
 
 
-def is_unstarted(directory: RunDirectory) -> bool:
-    """Return True if a run began here and finished no step, and no process holds its lock.
+def has_no_finished_step(directory: RunDirectory) -> bool:
+    """True if a run began here and finished no step, and no process holds its lock.
 
-    Return False for a directory with files that no run writes, so that no file of a user is lost.
+    False for a directory with files that no run writes, so that no file of a user is lost.
     """
     if not directory.begun or directory.is_locked:
         return False
@@ -35,7 +35,7 @@ def _has_results(directory: RunDirectory) -> bool:
     return any(row.get("step", 0) > 0 for row in read_jsonl(directory.metrics))
 
 
-def clear_unstarted(directory: RunDirectory) -> None:
+def clear_run_without_steps(directory: RunDirectory) -> None:
     """Remove all files of a run without steps, except its plan and its lock.
 
     The process must hold the lock.
