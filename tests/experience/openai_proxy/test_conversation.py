@@ -19,7 +19,7 @@ from experience.openai_proxy.talk import (
 )
 
 from ratchet.experience.openai_proxy.schema import ChatRequest
-from ratchet.experience.openai_proxy.server import _stream_events
+from ratchet.experience.openai_proxy.routes import _stream_events
 from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.types import Owner
 
