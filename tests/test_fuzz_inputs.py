@@ -28,7 +28,8 @@ from ratchet.data.chat.messages import read_messages, read_tools
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tool_calls import FORMATS
 from ratchet.errors import RatchetError
-from ratchet.experience.openai_proxy.schema import ApiError, ChatRequest
+from ratchet.experience.openai_proxy.schema import ChatRequest
+from ratchet.experience.openai_proxy.wire import ApiError
 from ratchet.models.flops import DecoderCost
 from ratchet.types import Message
 from ratchet.utils.safe_read import is_deeper

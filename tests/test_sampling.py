@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ratchet.config.experience import SamplingConfig
 from ratchet.config.schema import EvaluationConfig
 from ratchet.errors import SamplingError
-from ratchet.experience.openai_proxy.schema import ApiError, apply_sampling
+from ratchet.experience.openai_proxy.wire import ApiError, apply_sampling
 from ratchet.generators.engine.sampling import SamplingSettings, draw_tokens
 from ratchet.sampling import (
     FIELDS,

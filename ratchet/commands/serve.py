@@ -7,24 +7,35 @@ import hmac
 import secrets
 import signal
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ratchet.commands.model_target import open_target
+from ratchet.data.chat.renderer import Renderer
+from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 from ratchet.executors.signals import STOP_SIGNALS
-from ratchet.experience.openai_proxy.schema import ChatRequest, apply_sampling
+from ratchet.experience.openai_proxy.answers import TokenScores
+from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.server import make_chat_app
-from ratchet.experience.openai_proxy.session import AgentAnswer, AgentSession
+from ratchet.experience.openai_proxy.session import AgentSession
+from ratchet.experience.openai_proxy.strands import AgentAnswer
+from ratchet.experience.openai_proxy.wire import (
+    DISTRIBUTION_FIELDS,
+    ApiError,
+    SamplingFields,
+    apply_sampling,
+)
+from ratchet.learners.compute.forward import Forward, resolve_chunk_mib
+from ratchet.models.policy import PolicyModel
 from ratchet.training.stage import Policy
-from ratchet.types import Sampling
+from ratchet.types import Group, Owner, Sampling, Task, Trajectory
 from ratchet.web.guard import LOOPBACK
 from ratchet.web.server import Server
-
-# Sampling parameters that a client may set here, but an agent in a training run may not.
-CLIENT_PARAMETERS = ("temperature", "top_p")
 
 
 @dataclass(frozen=True)
@@ -39,26 +50,118 @@ class ServedModel:
     policy: Policy
     sampling: Sampling
 
+    @property
+    def renderer(self) -> Renderer:
+        return self.policy.renderer
+
+    @property
+    def max_context(self) -> int:
+        return self.policy.model.max_positions
+
     async def answer(self, request: ChatRequest) -> AgentAnswer:
         """Answer a request. Raises ApiError."""
-        parameters: dict[str, Any] = {
-            name: value
-            for name in CLIENT_PARAMETERS
-            if (value := getattr(request, name)) is not None
-        }
-        seed = secrets.randbits(32) if request.seed is None else request.seed
-        sampling = self.policy.with_stop_ids(apply_sampling(self.sampling, seed=seed, **parameters))
-        session = AgentSession(
-            self.policy.generator,
-            self.policy.renderer,
-            sampling,
-            max_context=self.policy.model.max_positions,
-            max_turns=1,
+        session = self._open_session(request, self.policy.with_stop_ids(self.sampling))
+        return await session.answer(_without_distribution(request, top_logprobs=None))
+
+    async def complete(
+        self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0
+    ) -> AgentAnswer:
+        """Complete a prompt of token ids, until its model's end of text. Raises ApiError."""
+        sampling = replace(self.sampling, stop_ids=self.policy.tokenizer.eos_ids)
+        session = self._open_session(request, sampling)
+        return await session.complete(tokens, _without_distribution(request))
+
+    async def score(self, tokens: Sequence[int], *, temperature: float, n_top: int) -> TokenScores:
+        """Return the model's log-probabilities of a text's tokens, and of the likeliest ones.
+
+        Raises:
+            ApiError: The text is longer than the model's context.
+        """
+        if len(tokens) > self.max_context:
+            raise ApiError(
+                400,
+                f"the prompt has {len(tokens)} tokens, the context {self.max_context}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if not 0 <= min(tokens) <= max(tokens) < self.policy.model.vocab_size:
+            raise ApiError(
+                400,
+                f"the prompt has a token outside of 0 to {self.policy.model.vocab_size - 1}",
+                param="prompt",
+                code="invalid_value",
+            )
+        return await asyncio.to_thread(
+            score_tokens, self.policy.model, tokens, temperature=temperature or 1.0, n_top=n_top
         )
-        return await session.answer(request.model_copy(update=dict.fromkeys(CLIENT_PARAMETERS)))
 
     def deliver(self, answer: AgentAnswer) -> None:
         """Do nothing: answers are not kept."""
+
+    def _open_session(self, request: SamplingFields, sampling: Sampling) -> AgentSession:
+        """Return a session of one answer. The client chooses its distribution and seed."""
+        parameters: dict[str, Any] = {
+            name: value
+            for name in DISTRIBUTION_FIELDS
+            if (value := getattr(request, name)) is not None
+        }
+        seed = secrets.randbits(32) if request.seed is None else request.seed
+        return AgentSession(
+            self.policy.generator,
+            self.policy.renderer,
+            apply_sampling(sampling, seed=seed, **parameters),
+            max_context=self.max_context,
+            max_turns=1,
+        )
+
+
+R = TypeVar("R", bound=SamplingFields)
+
+
+def _without_distribution(request: R, **changes: Any) -> R:
+    """Return a request without the parameters that the session's own sampling has already."""
+    return request.model_copy(update={**dict.fromkeys(DISTRIBUTION_FIELDS), **changes})
+
+
+def score_tokens(
+    model: PolicyModel, tokens: Sequence[int], *, temperature: float, n_top: int
+) -> TokenScores:
+    """Return the log-probabilities of a text's tokens and of the `n_top` likeliest ones.
+
+    T = tokens. They are computed as a learner does, in float32.
+    """
+    token_array = np.asarray(tokens, dtype=np.int64)
+    count = len(token_array)
+    # Every token but the first is predicted.
+    is_predicted = np.arange(count) > 0
+    trajectory = Trajectory(
+        tokens=token_array,
+        owner=np.where(is_predicted, np.int8(Owner.POLICY), np.int8(Owner.PROMPT)),
+        trainable=is_predicted,
+        rollout_logprobs=np.zeros(count, np.float32),
+        versions=np.full(count, -1, np.int32),
+        temperature=temperature,
+    )
+    batch = pack([Group("scored", Task("scored", ()), (trajectory,))])
+    device = next(model.parameters()).device.type
+    forward = Forward(
+        model, None, chunk_mib=resolve_chunk_mib("auto", device), autocast=False, shared_vocab=None
+    )
+    names = ("logprobs", "topk_ids", "topk_logprobs") if n_top else ("logprobs",)
+    columns = {
+        name: column.float().cpu().numpy() if column.is_floating_point() else column.cpu().numpy()
+        for name, column in forward.score(batch, names, top_k=n_top).items()
+    }
+    columns["logprobs"][0] = np.nan  # no token precedes the first one
+    if not n_top:
+        no_tokens = np.zeros((count, 0))
+        return TokenScores(
+            columns["logprobs"], no_tokens.astype(np.int64), no_tokens.astype(np.float32)
+        )
+    # The last column is the probability of all other tokens together.
+    return TokenScores(
+        columns["logprobs"], columns["topk_ids"], columns["topk_logprobs"][:, :n_top]
+    )
 
 
 def serve(

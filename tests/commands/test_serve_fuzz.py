@@ -80,6 +80,42 @@ bodies = st.fixed_dictionaries(
 ).map(lambda changed: {**BODY, **changed})
 
 
+token_lists = st.lists(st.one_of(st.integers(-1, 300), numbers), max_size=5)
+prompts = st.one_of(texts, token_lists, st.lists(st.one_of(texts, token_lists), max_size=3))
+sampling_fields = {
+    key: st.one_of(likely[key], values)
+    for key in ("temperature", "top_p", "max_tokens", "seed", "n", "stop")
+} | {
+    "top_k": st.one_of(numbers, values),
+    "min_p": st.one_of(numbers, values),
+    "stop_token_ids": st.one_of(token_lists, values),
+    "logprobs": st.one_of(numbers, values),
+}
+token_requests = st.one_of(
+    st.tuples(
+        st.just("/v1/completions"),
+        st.fixed_dictionaries(
+            {"prompt": st.one_of(prompts, values)},
+            optional={"echo": st.booleans(), "return_token_ids": st.booleans(), **sampling_fields},
+        ),
+    ),
+    st.tuples(
+        st.just("/inference/v1/generate"),
+        st.fixed_dictionaries(
+            {
+                "token_ids": st.one_of(token_lists, values),
+                "sampling_params": st.fixed_dictionaries({}, optional=sampling_fields),
+            }
+        ),
+    ),
+    st.tuples(
+        st.just("/tokenize"),
+        st.fixed_dictionaries({}, optional={"prompt": texts, "messages": messages}),
+    ),
+    st.tuples(st.just("/detokenize"), st.fixed_dictionaries({"tokens": token_lists})),
+)
+
+
 class Caller:
     """Asks an application in one event loop; `ask` returns the answer after it checked that it is
     no fault."""
@@ -143,6 +179,17 @@ def test_no_request_is_a_fault_of_the_server(model: Caller, body: dict[str, Any]
         assert answer.json()["error"]["message"]
     else:
         assert '"server_error"' not in answer.text
+
+
+@pytest.mark.fault("S15")
+@QUICK
+@given(request=token_requests)
+def test_no_request_of_tokens_is_a_fault(
+    model: Caller, request: tuple[str, dict[str, Any]]
+) -> None:
+    path, body = request
+    answer = model.ask("POST", path, json.dumps(body).encode())
+    assert answer.status_code == 200 or answer.json()["error"]["message"]
 
 
 @pytest.mark.slow

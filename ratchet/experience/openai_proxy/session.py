@@ -13,14 +13,12 @@ then its prompt, so that no token is trained on twice.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -28,12 +26,20 @@ from numpy.typing import NDArray
 
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import ConfigError, DataError, RatchetError
-from ratchet.experience.openai_proxy.schema import (
+from ratchet.experience.openai_proxy.answers import TokenScores, cut_at_stop_string
+from ratchet.experience.openai_proxy.schema import ChatRequest
+from ratchet.experience.openai_proxy.strands import (
+    AgentAnswer,
+    AgentStrand,
+    compute_keys,
+    digest,
+    extend_key,
+)
+from ratchet.experience.openai_proxy.wire import (
+    DISTRIBUTION_FIELDS,
     ApiError,
-    ChatReply,
-    ChatRequest,
+    SamplingFields,
     apply_sampling,
-    cut_at_stop_string,
 )
 from ratchet.experience.rollout.episode import TokenRecord
 from ratchet.experience.seeds import derive_seed
@@ -59,47 +65,10 @@ MAX_MERGED_CHARS = 4
 # Maximum of messages times assistant turns in a conversation that extends no answer. A template
 # renders all messages before each turn, which takes two seconds at this size.
 MAX_RENDERED = 2**19
-
-
-@dataclass(eq=False)
-class AgentStrand:
-    """A sequence of answers that each extend the one before; it becomes one trajectory.
-
-    `tip` is the last answer.
-    """
-
-    record: TokenRecord = field(default_factory=TokenRecord)
-    turns: list[Turn] = field(default_factory=list)
-    tip: AgentAnswer | None = None
-
-
-@dataclass(eq=False)
-class AgentAnswer:
-    """An answer of the policy.
-
-    Attributes:
-        prompt: All tokens before it.
-        messages: The conversation, with the answer last.
-        key: The digest of the conversation up to and including it.
-        parent: The answer whose tokens the prompt begins with, if any.
-        n_malformed: Number of malformed tool calls.
-        cut: True if a limit of the run ended it, not the policy or the agent.
-        strand: The strand that it was delivered to.
-    """
-
-    prompt: NDArray[np.int64]
-    completion: Completion
-    messages: tuple[Message, ...]
-    key: bytes
-    parent: AgentAnswer | None
-    reply: ChatReply
-    n_malformed: int
-    cut: bool
-    strand: AgentStrand | None = None
-
-    @property
-    def tokens(self) -> NDArray[np.int64]:
-        return np.concatenate([self.prompt, self.completion.tokens])
+ONLY_SAMPLED = (
+    "only the sampled tokens' own logprobs are recorded while a run trains; `ratchet serve` "
+    "answers with alternatives and with logprobs of prompts"
+)
 
 
 class AgentSession:
@@ -157,38 +126,62 @@ class AgentSession:
         tools = request.offered_tools
         # Seeds and turns are counted by arrival, so requests are rendered in the order of arrival.
         async with self._rendering:
-            self._check(request)
-            keys = _compute_keys(messages, tools)
+            self._check(request, request.top_logprobs)
+            keys = compute_keys(messages, tools)
             parent, prompt = await self._make_prompt(messages, tools, keys)
-            room = self.max_context - len(prompt)
-            if room <= 0:
-                raise self._make_too_long_error(
-                    f"the conversation has {len(prompt)} tokens, the context {self.max_context}"
-                )
-            max_new_tokens = min(self.sampling.max_new_tokens, room)
-            sampling = apply_sampling(
-                self.sampling,
-                seed=self._derive_seed(keys[-1], request.seed),
-                max_new_tokens=min(max_new_tokens, request.max_new_tokens or max_new_tokens),
-                stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
-            )
+            sampling, is_run_limit = self._make_sampling(request, len(prompt), keys[-1])
         completion = await self._sample(prompt, sampling)
         message, n_malformed = self._parse(completion, messages, tools, tuple(request.stop or ()))
-        pieces = (
-            tuple(self._decode_token(token) for token in completion.tokens.tolist())
-            if request.logprobs
-            else None
-        )
         return AgentAnswer(
             prompt,
             completion,
             (*messages, message),
-            _extend_key(keys[-1], message),
+            extend_key(keys[-1], message),
             parent,
-            ChatReply(message, completion, len(prompt), pieces),
+            sampling,
             n_malformed,
-            cut=not completion.stop.finished and sampling.max_new_tokens == max_new_tokens,
+            cut=is_run_limit and not completion.stop.finished,
         )
+
+    async def complete(
+        self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0
+    ) -> AgentAnswer:
+        """Sample a completion of token ids, which counts only after `deliver`.
+
+        It extends the answer whose tokens, prompt included, are the longest beginning of `tokens`.
+        In the trajectory's messages the text of other tokens stands as one of the user.
+
+        Args:
+            n_top: Number of likeliest tokens per position that the request wants.
+
+        Raises:
+            ApiError: The request is refused.
+        """
+        prompt = np.asarray(tokens, dtype=np.int64)
+        self._check(request, n_top)
+        parent = self._find_token_parent(prompt)
+        key = digest(b"tokens", prompt.tolist())
+        sampling, is_run_limit = self._make_sampling(request, len(prompt), key)
+        completion = await self._sample(prompt, sampling)
+        known_messages, n_known = (
+            ((), 0) if parent is None else (parent.messages, len(parent.tokens))
+        )
+        prompt_text = self.renderer.tokenizer.decode(prompt[n_known:].tolist(), skip_special=False)
+        message = self.renderer.parse(completion.tokens.tolist(), completion.stop)
+        return AgentAnswer(
+            prompt,
+            completion,
+            (*known_messages, Message("user", prompt_text), message),
+            digest(key, completion.tokens.tolist()),
+            parent,
+            sampling,
+            n_malformed=0,
+            cut=is_run_limit and not completion.stop.finished,
+        )
+
+    async def score(self, tokens: Sequence[int], *, temperature: float, n_top: int) -> TokenScores:
+        """Raise ApiError: only the log-probabilities of sampled tokens are known here."""
+        raise ApiError(400, ONLY_SAMPLED, param="logprobs", code="unsupported_value")
 
     def deliver(self, answer: AgentAnswer) -> None:
         """Add an answer to the attempt once the client has it."""
@@ -253,12 +246,12 @@ class AgentSession:
 
     # --- a request
 
-    def _check(self, request: ChatRequest) -> None:
+    def _check(self, request: SamplingFields, n_top: int | None) -> None:
         """Raise ApiError if a sampling parameter differs from the run's, or no turns are left.
 
         A differing parameter is not ignored, because the agent presumably intends it.
         """
-        for name in ("temperature", "top_p"):
+        for name in DISTRIBUTION_FIELDS:
             requested = getattr(request, name)
             current = getattr(self.sampling, name)
             if requested is not None and requested != current:
@@ -270,10 +263,39 @@ class AgentSession:
                     param=name,
                     code="unsupported_value",
                 )
+        if n_top:
+            raise ApiError(400, ONLY_SAMPLED, param="top_logprobs", code="unsupported_value")
         if sum(self._request_counts.values()) >= self.max_turns:
             self.reached_turn_limit = True
             self.exhausted_budget = f"the attempt has had its {self.max_turns} turns"
             raise ApiError(429, self.exhausted_budget, code="turn_limit")
+
+    def _make_sampling(
+        self, request: SamplingFields, n_prompt_tokens: int, key: bytes
+    ) -> tuple[Sampling, bool]:
+        """Return the sampling of a request, and True if the run sets its number of tokens.
+
+        Raises:
+            ApiError: The prompt fills the context, or a parameter is invalid.
+        """
+        room = self.max_context - n_prompt_tokens
+        if room <= 0:
+            raise self._make_too_long_error(
+                f"the conversation has {n_prompt_tokens} tokens, the context {self.max_context}"
+            )
+        run_limit = min(self.sampling.max_new_tokens, room)
+        requested_limit = request.max_new_tokens
+        limit = run_limit if requested_limit is None else min(run_limit, requested_limit)
+        sampling = apply_sampling(
+            self.sampling,
+            seed=self._derive_seed(key, request.seed),
+            max_new_tokens=limit,
+            stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
+            stop_ids=tuple(
+                dict.fromkeys((*self.sampling.stop_ids, *(request.stop_token_ids or ())))
+            ),
+        )
+        return sampling, limit == run_limit
 
     def _check_size(self, messages: Sequence[Message]) -> None:
         """Raise ApiError for a conversation far longer than the context.
@@ -335,6 +357,27 @@ class AgentSession:
                 )
                 return next(tips, answers[0])
         return None
+
+    def _find_token_parent(self, prompt: NDArray[np.int64]) -> AgentAnswer | None:
+        """Return the delivered answer whose tokens are the longest proper beginning of a prompt.
+
+        Of equal ones, an answer that is still the last one of its strand is preferred.
+        """
+        answers = [
+            answer
+            for same_key_answers in self._answers.values()
+            for answer in same_key_answers
+            if len(answer.tokens) < len(prompt)
+            and np.array_equal(answer.tokens, prompt[: len(answer.tokens)])
+        ]
+        return max(
+            answers,
+            key=lambda answer: (
+                len(answer.tokens),
+                answer.strand is not None and answer.strand.tip is answer,
+            ),
+            default=None,
+        )
 
     def _render(
         self, messages: tuple[Message, ...], tools: Tools | None, parent: AgentAnswer | None
@@ -430,27 +473,3 @@ class AgentSession:
         return replace(
             message, content=cut_at_stop_string(message.text, completion, stop)
         ), n_malformed
-
-    def _decode_token(self, token: int) -> str:
-        return self.renderer.tokenizer.decode([token], skip_special=False)
-
-
-# --- digests identify conversations by the fields that a client sees
-
-
-def _compute_keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes]:
-    """Return the keys of a conversation's prefixes: key i covers tools and the first i messages."""
-    keys = [_digest(b"", tools)]
-    for message in messages:
-        keys.append(_extend_key(keys[-1], message))
-    return keys
-
-
-def _extend_key(key: bytes, message: Message) -> bytes:
-    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
-    return _digest(key, [message.role, message.text, calls, message.tool_call_id])
-
-
-def _digest(key: bytes, value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True, default=dict)
-    return blake2b(key + text.encode(), digest_size=16).digest()

@@ -18,8 +18,8 @@ from experience.openai_proxy.talk import (
     serving,
 )
 
+from ratchet.experience.openai_proxy.routes import _stream_events
 from ratchet.experience.openai_proxy.schema import ChatRequest
-from ratchet.experience.openai_proxy.server import _stream_events
 from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.types import Owner
 

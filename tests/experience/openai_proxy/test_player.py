@@ -106,8 +106,8 @@ def test_ignored_fields_of_requests_have_no_effect_and_are_logged_once(caplog):
         (None, "b", 1.0),
     ]
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
-        'agent.ignore: a request has response_format={"type": "json_object"}',
-        "agent.ignore: a request has temperature=0.7",
+        'a request has response_format={"type": "json_object"}',
+        "a request has temperature=0.7",
     ]
 
 

@@ -8,7 +8,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from ratchet.experience.openai_proxy.schema import ApiError, ChatRequest, JsonValueBudget
+from ratchet.experience.openai_proxy.schema import ChatRequest
+from ratchet.experience.openai_proxy.wire import ApiError, JsonValueBudget
 
 USER = {"role": "user", "content": "hi"}
 
@@ -88,6 +89,8 @@ def test_many_mistakes_cost_no_more_than_one(wrong: dict[str, object]) -> None:
 
 def test_a_refusal_does_not_repeat_a_long_key() -> None:
     with pytest.raises(ApiError) as refused:
-        ChatRequest.read(body(**{"k" * 10_000: 1}))
+        ChatRequest.read(
+            body(**{"temperatur" + "e" * 10_000: 1, "stream_options": {"k" * 9999: 1}})
+        )
     assert len(str(refused.value)) < 300
     assert len(refused.value.param or "") <= 200

@@ -1,0 +1,242 @@
+"""Write the JSON of answers: chat completions, text completions, and completions of token ids.
+
+Sources: the API reference of OpenAI; the fields that vLLM 0.32 adds to it (`token_ids`,
+`prompt_token_ids`, tokens named "token_id:N"), and its /inference/v1/generate.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.experience.openai_proxy.schema import ChatRequest
+from ratchet.experience.openai_proxy.wire import MODEL
+from ratchet.types import Completion, Message, StopReason
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities of the tokens of a text.
+
+    T = tokens, K = likeliest tokens of each position.
+
+    Attributes:
+        logprobs: float32 [T], of each token after those before it; NaN for the first one of a text.
+        top_ids: int64 [T, K], the likeliest tokens of each position.
+        top_logprobs: float32 [T, K].
+    """
+
+    logprobs: NDArray[np.float32]
+    top_ids: NDArray[np.int64]
+    top_logprobs: NDArray[np.float32]
+
+    @classmethod
+    def of_completion(cls, completion: Completion) -> TokenScores:
+        """Return the recorded log-probabilities of sampled tokens, without alternatives."""
+        shape = (len(completion.tokens), 0)
+        return cls(completion.logprobs, np.zeros(shape, np.int64), np.zeros(shape, np.float32))
+
+    def take_last(self, count: int) -> TokenScores:
+        """Return the scores of the last `count` tokens."""
+        start = len(self.logprobs) - count
+        return TokenScores(self.logprobs[start:], self.top_ids[start:], self.top_logprobs[start:])
+
+    def followed_by(self, scores: TokenScores) -> TokenScores:
+        """Return these scores and then others, with as many alternatives."""
+        return TokenScores(
+            np.concatenate([self.logprobs, scores.logprobs]),
+            np.concatenate([self.top_ids, scores.top_ids]),
+            np.concatenate([self.top_logprobs, scores.top_logprobs]),
+        )
+
+    def with_logprobs(self, logprobs: NDArray[np.float32]) -> TokenScores:
+        """Return the same alternatives beside other log-probabilities of the tokens."""
+        return TokenScores(logprobs, self.top_ids, self.top_logprobs)
+
+
+@dataclass(frozen=True)
+class TokenNames:
+    """The names of tokens in an answer: their text, or "token_id:N"."""
+
+    tokenizer: Tokenizer
+    as_ids: bool
+
+    def __call__(self, token: int) -> str:
+        return f"token_id:{token}" if self.as_ids else self.decode(token)
+
+    def decode(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special=False)
+
+
+def get_finish_reason(completion: Completion, message: Message | None = None) -> str:
+    """Return the API's name for the end of an answer."""
+    if not completion.stop.finished:
+        return "length"
+    return "tool_calls" if message is not None and message.tool_calls else "stop"
+
+
+def get_usage(n_prompt_tokens: int, n_sampled_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": n_prompt_tokens,
+        "completion_tokens": n_sampled_tokens,
+        "total_tokens": n_prompt_tokens + n_sampled_tokens,
+    }
+
+
+def list_logprobs(
+    tokens: Sequence[int], scores: TokenScores, names: TokenNames
+) -> list[dict[str, Any]]:
+    """Return the entry of each token in `logprobs.content`, special tokens included."""
+    entries = []
+    for position, token in enumerate(tokens):
+        top_tokens = zip(
+            scores.top_ids[position].tolist(), scores.top_logprobs[position].tolist(), strict=True
+        )
+        entries.append(
+            {
+                **_describe_token(token, float(scores.logprobs[position]), names),
+                "top_logprobs": [
+                    _describe_token(top_token, logprob, names) for top_token, logprob in top_tokens
+                ],
+            }
+        )
+    return entries
+
+
+def _describe_token(token: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+    text = names.decode(token)
+    return {
+        "token": names(token),
+        "bytes": list(text.encode("utf-8", "replace")),
+        "logprob": logprob,
+    }
+
+
+# --- chat completions
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """The content of a chat completion.
+
+    Attributes:
+        prompt: int64, the tokens that the policy read.
+        logprobs: The entries of the sampled tokens, if they were requested.
+    """
+
+    request: ChatRequest
+    message: Message
+    prompt: NDArray[np.int64]
+    completion: Completion
+    logprobs: list[dict[str, Any]] | None = None
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Return the response body."""
+        choice = {
+            "index": 0,
+            "message": self._to_json_message(),
+            "finish_reason": get_finish_reason(self.completion, self.message),
+            "logprobs": self._to_json_logprobs(),
+            **self._get_token_ids(),
+        }
+        return {
+            **make_header(name, "chat.completion", self.request.model),
+            "choices": [choice],
+            "usage": self._get_usage(),
+            **self._get_prompt_ids(),
+        }
+
+    def chunks(self, name: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
+        """Yield the chunks after the opening one: the whole answer, its end, and usage if
+        requested."""
+        message = self._to_json_message()
+        model = self.request.model
+        delta: dict[str, Any] = {"content": message["content"] or ""}
+        if calls := message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        content = make_chunk(name, delta, model=model, logprobs=self._to_json_logprobs())
+        content["choices"][0] |= self._get_token_ids()
+        yield content | self._get_prompt_ids()
+        reason = get_finish_reason(self.completion, self.message)
+        yield make_chunk(name, {}, model=model, reason=reason)
+        if include_usage:
+            yield {
+                **make_header(name, "chat.completion.chunk", model),
+                "choices": [],
+                "usage": self._get_usage(),
+            }
+
+    def _to_json_message(self) -> dict[str, Any]:
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+            }
+            for call in self.message.tool_calls
+        ]
+        text = self.message.text
+        fields = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        return {**fields, "tool_calls": calls} if calls else fields
+
+    def _to_json_logprobs(self) -> dict[str, Any] | None:
+        return None if self.logprobs is None else {"content": self.logprobs, "refusal": None}
+
+    def _get_token_ids(self) -> dict[str, list[int]]:
+        if not self.request.return_token_ids:
+            return {}
+        return {"token_ids": self.completion.tokens.tolist()}
+
+    def _get_prompt_ids(self) -> dict[str, list[int]]:
+        return {"prompt_token_ids": self.prompt.tolist()} if self.request.return_token_ids else {}
+
+    def _get_usage(self) -> dict[str, int]:
+        return get_usage(len(self.prompt), len(self.completion.tokens))
+
+
+def make_chunk(
+    name: str,
+    delta: Mapping[str, Any],
+    *,
+    model: str = MODEL,
+    reason: str | None = None,
+    logprobs: Any = None,
+) -> dict[str, Any]:
+    """Return a chunk of a streamed answer."""
+    choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+    return {**make_header(name, "chat.completion.chunk", model), "choices": [choice]}
+
+
+def make_header(name: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+
+def describe_model(max_context: int) -> dict[str, Any]:
+    """Return the card of the served model."""
+    return {
+        "id": MODEL,
+        "object": "model",
+        "created": 0,
+        "owned_by": "ratchet",
+        "max_model_len": max_context,
+    }
+
+
+def format_event(data: Mapping[str, Any] | str) -> str:
+    """Return one server-sent event."""
+    return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+
+
+def cut_at_stop_string(text: str, completion: Completion, stop: tuple[str, ...]) -> str:
+    """Return the text before the requested stop string, as the API does."""
+    if completion.stop is not StopReason.STOP_STRING:
+        return text
+    positions = [position for string in stop if (position := text.find(string)) >= 0]
+    return text[: min(positions)] if positions else text

@@ -1,0 +1,33 @@
+"""Define what answers the requests with one key: an attempt's session, or a served model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ratchet.data.chat.renderer import Renderer
+from ratchet.experience.openai_proxy.answers import TokenScores
+from ratchet.experience.openai_proxy.schema import ChatRequest
+from ratchet.experience.openai_proxy.strands import AgentAnswer
+from ratchet.experience.openai_proxy.wire import SamplingFields
+
+
+class RequestHandler(Protocol):
+    """The handler of the requests with one key.
+
+    Attributes:
+        max_context: Maximum number of prompt and completion tokens.
+    """
+
+    @property
+    def renderer(self) -> Renderer: ...
+    @property
+    def max_context(self) -> int: ...
+    async def answer(self, request: ChatRequest) -> AgentAnswer: ...
+    async def complete(
+        self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0
+    ) -> AgentAnswer: ...
+    async def score(
+        self, tokens: Sequence[int], *, temperature: float, n_top: int
+    ) -> TokenScores: ...
+    def deliver(self, answer: AgentAnswer) -> None: ...

@@ -1,0 +1,83 @@
+"""The answers of an attempt, the strands that they form, and the keys of conversations.
+
+Keys are digests that identify a conversation by the fields that a client sees.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.data.chat.renderer import Tools
+from ratchet.experience.rollout.episode import TokenRecord
+from ratchet.types import Completion, Message, Sampling, Turn
+
+
+@dataclass(eq=False)
+class AgentStrand:
+    """A sequence of answers that each extend the one before; it becomes one trajectory.
+
+    `tip` is the last answer.
+    """
+
+    record: TokenRecord = field(default_factory=TokenRecord)
+    turns: list[Turn] = field(default_factory=list)
+    tip: AgentAnswer | None = None
+
+
+@dataclass(eq=False)
+class AgentAnswer:
+    """An answer of the policy.
+
+    Attributes:
+        prompt: All tokens before it.
+        messages: The conversation, with the answer last.
+        key: The digest of the conversation up to and including it.
+        parent: The answer whose tokens the prompt begins with, if any.
+        sampling: The sampling parameters of the answer.
+        n_malformed: Number of malformed tool calls.
+        cut: True if a limit of the run ended it, not the policy or the agent.
+        strand: The strand that it was delivered to.
+    """
+
+    prompt: NDArray[np.int64]
+    completion: Completion
+    messages: tuple[Message, ...]
+    key: bytes
+    parent: AgentAnswer | None
+    sampling: Sampling
+    n_malformed: int
+    cut: bool
+    strand: AgentStrand | None = None
+
+    @property
+    def message(self) -> Message:
+        return self.messages[-1]
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        return np.concatenate([self.prompt, self.completion.tokens])
+
+
+def compute_keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes]:
+    """Return the keys of a conversation's prefixes: key i covers tools and the first i messages."""
+    keys = [digest(b"", tools)]
+    for message in messages:
+        keys.append(extend_key(keys[-1], message))
+    return keys
+
+
+def extend_key(key: bytes, message: Message) -> bytes:
+    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    return digest(key, [message.role, message.text, calls, message.tool_call_id])
+
+
+def digest(key: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, default=dict)
+    return blake2b(key + text.encode(), digest_size=16).digest()

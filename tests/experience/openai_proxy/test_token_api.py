@@ -1,0 +1,258 @@
+"""Token ids in and out, in vLLM's dialect, of attempts that train."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import numpy as np
+import pytest
+from experience.openai_proxy.talk import EOS, RENDERER, TOOLS, Scripted, serving
+from openai import AsyncOpenAI, BadRequestError
+
+from ratchet.errors import DataError
+from ratchet.experience.openai_proxy.server import Proxy
+from ratchet.experience.openai_proxy.session import AgentSession
+from ratchet.types import Owner
+
+pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+class Refusing(Scripted):
+    """Refuses tokens that no model has, as every generator does."""
+
+    async def generate(self, tokens, sampling, media=()):
+        if max(tokens) >= RENDERER.tokenizer.vocab_size:
+            raise DataError(f"token {max(tokens)} isn't in the model's vocabulary")
+        return await super().generate(tokens, sampling, media)
+
+
+def encode(text: str) -> list[int]:
+    return RENDERER.tokenizer.encode(text)
+
+
+def root_of(client: AsyncOpenAI) -> str:
+    return str(client.base_url).rstrip("/").removesuffix("/v1")
+
+
+async def post(client: AsyncOpenAI, path: str, body: dict[str, object]) -> tuple[int, dict]:
+    async with httpx.AsyncClient(base_url=root_of(client), timeout=60) as raw:
+        headers = {"authorization": f"Bearer {client.api_key}"}
+        answer = await raw.post(path, json=body, headers=headers)
+        return answer.status_code, answer.json()
+
+
+def test_a_chat_answer_has_the_recorded_token_ids() -> None:
+    async def scene() -> None:
+        async with serving(Scripted(["It is 7."])) as (session, client):
+            answer = await client.chat.completions.create(
+                model="any-name",
+                messages=HI,
+                logprobs=True,
+                extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True},
+            )
+            recorded = session.latest_answer
+            assert answer.model == "any-name"
+            assert answer.prompt_token_ids == recorded.prompt.tolist()
+            (choice,) = answer.choices
+            sampled = recorded.completion.tokens.tolist()
+            assert choice.token_ids == sampled == [*encode("It is 7."), EOS]
+            entries = choice.logprobs.content
+            assert [entry.token for entry in entries] == [f"token_id:{token}" for token in sampled]
+            assert [entry.logprob for entry in entries] == recorded.completion.logprobs.tolist()
+
+    asyncio.run(scene())
+
+
+def test_a_streamed_answer_has_the_recorded_token_ids() -> None:
+    async def scene() -> None:
+        async with serving(Scripted(["It is 7."])) as (session, client):
+            stream = await client.chat.completions.create(
+                model="policy",
+                messages=HI,
+                stream=True,
+                extra_body={"return_token_ids": True},
+            )
+            chunks = [chunk.model_dump() async for chunk in stream]
+            recorded = session.latest_answer
+            assert [
+                chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk
+            ] == [recorded.prompt.tolist()]
+            ids = [choice.get("token_ids") for chunk in chunks for choice in chunk["choices"]]
+            assert [tokens for tokens in ids if tokens] == [recorded.completion.tokens.tolist()]
+
+    asyncio.run(scene())
+
+
+def test_stop_token_ids_of_a_request_reach_the_sampling() -> None:
+    async def scene() -> None:
+        async with serving(Scripted(["a"])) as (session, client):
+            await client.chat.completions.create(
+                model="policy",
+                messages=HI,
+                extra_body={"stop_token_ids": [5]},
+            )
+            (_, sampling), *_ = session.generator.requests
+            assert sampling.stop_ids[-1] == 5
+
+    asyncio.run(scene())
+
+
+def test_fields_without_effect_are_counted() -> None:
+    async def scene() -> str:
+        async with serving(Scripted(["a"])) as (_, client):
+            for _ in range(2):
+                await client.chat.completions.create(
+                    model="policy",
+                    messages=HI,
+                    extra_body={"cache_salt": "x", "priority": 3},
+                )
+            async with httpx.AsyncClient(base_url=root_of(client)) as raw:
+                headers = {"authorization": f"Bearer {client.api_key}"}
+                return (await raw.get("/metrics", headers=headers)).text
+
+    text = asyncio.run(scene())
+    assert 'ratchet_ignored_fields_total{field="cache_salt"} 2\n' in text
+    assert 'ratchet_ignored_fields_total{field="priority"} 2\n' in text
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
+def test_completions_of_token_ids_make_one_trajectory(path: str) -> None:
+    """The second prompt goes on from the first one's answer: its tokens are not made again."""
+    prompt = encode("<user>2+2?<assistant>")
+    between = encode("<user>sure?<assistant>")
+
+    def body(tokens: list[int]) -> dict[str, object]:
+        if path == "/v1/completions":
+            return {"prompt": tokens, "max_tokens": 8, "return_token_ids": True, "logprobs": 0}
+        return {"token_ids": tokens, "sampling_params": {"max_tokens": 8, "logprobs": 0}}
+
+    async def scene() -> None:
+        async with serving(Scripted(["4", "Yes."])) as (session, client):
+            status, first = await post(client, path, body(prompt))
+            assert status == 200
+            sampled = first["choices"][0]["token_ids"]
+            assert sampled == [*encode("4"), EOS]
+            _, second = await post(client, path, body([*prompt, *sampled, *between]))
+            (row,) = session.trajectories(0, None, {})
+            assert row.tokens.tolist() == [
+                *prompt,
+                *sampled,
+                *between,
+                *second["choices"][0]["token_ids"],
+            ]
+            policy_tokens = row.tokens[row.owner == Owner.POLICY].tolist()
+            assert policy_tokens == [*encode("4"), EOS, *encode("Yes."), EOS]
+            assert np.array_equal(row.trainable, row.owner == Owner.POLICY)
+            shown = second["choices"][0]["logprobs"]
+            values = (
+                shown["token_logprobs"]
+                if path == "/v1/completions"
+                else [entry["logprob"] for entry in shown["content"]]
+            )
+            assert values == row.rollout_logprobs[-len(values) :].tolist()
+            assert [(message.role, message.text) for message in row.messages] == [
+                ("user", "<user>2+2?<assistant>"),
+                ("assistant", "4"),
+                ("user", "<user>sure?<assistant>"),
+                ("assistant", "Yes."),
+            ]
+
+    asyncio.run(scene())
+
+
+def test_several_prompts_have_a_completion_each() -> None:
+    async def scene() -> None:
+        async with serving(Scripted(["a", "b"])) as (session, client):
+            answer = await client.completions.create(model="policy", prompt=["one", "two"])
+            assert sorted(choice.text for choice in answer.choices) == ["a", "b"]
+            assert [choice.index for choice in answer.choices] == [0, 1]
+            assert len(session.strands) == 2
+
+    asyncio.run(scene())
+
+
+REFUSED = {
+    "a prompt of other types": ("/v1/completions", {"prompt": [1.5]}, "prompt"),
+    "no prompt": ("/v1/completions", {"prompt": ""}, "it has no tokens"),
+    "a token of no model": ("/v1/completions", {"prompt": [10**6]}, "isn't in the model's vocab"),
+    "a negative token": ("/v1/completions", {"prompt": [-1]}, "prompt"),
+    "a stream": ("/v1/completions", {"prompt": "a", "stream": True}, "are not streamed"),
+    "an echo": (
+        "/v1/completions",
+        {"prompt": "a", "echo": True, "logprobs": 1},
+        "only the sampled",
+    ),
+    "two answers": ("/v1/completions", {"prompt": "a", "n": 2}, "one request for each answer"),
+    "alternatives": ("/v1/completions", {"prompt": "a", "logprobs": 2}, "only the sampled"),
+    "no sampling": ("/inference/v1/generate", {"token_ids": [1]}, "sampling_params"),
+    "no tokens": ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, "token_ids"),
+    "another temperature": (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {"temperature": 0.5}},
+        "temperature=0.5, but the run samples",
+    ),
+    "a minimum": (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {"min_tokens": 3}},
+        "min_tokens=3; it would change the tokens",
+    ),
+    "images": (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {}, "features": {"mm_hashes": {"image": ["a"]}}},
+        "features: this endpoint takes text only",
+    ),
+    "text and messages": ("/tokenize", {"prompt": "a", "messages": HI}, "either prompt or"),
+    "neither": ("/tokenize", {}, "either prompt or messages"),
+    "a word as token": ("/detokenize", {"tokens": ["a"]}, "tokens"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_completed_is_refused(what: str) -> None:
+    path, body, reason = REFUSED[what]
+
+    async def scene() -> None:
+        async with serving(Refusing(["a"])) as (session, client):
+            status, answer = await post(client, path, body)
+            assert status == 400
+            assert reason in answer["error"]["message"]
+            assert session.strands == []
+
+    asyncio.run(scene())
+
+
+def test_texts_and_conversations_are_tokenized_as_for_a_request() -> None:
+    async def scene() -> None:
+        async with serving(Scripted(["a"])) as (session, client):
+            await client.chat.completions.create(
+                model="policy",
+                messages=HI,
+                tools=TOOLS,
+            )
+            _, chat = await post(client, "/tokenize", {"messages": HI, "tools": TOOLS})
+            assert chat["tokens"] == session.latest_answer.prompt.tolist()
+            assert chat["count"] == len(chat["tokens"])
+            assert chat["max_model_len"] == session.max_context
+            _, text = await post(client, "/tokenize", {"prompt": "hé", "return_token_strs": True})
+            assert text["tokens"] == encode("hé")
+            assert len(text["token_strs"]) == text["count"]
+            _, back = await post(client, "/detokenize", {"tokens": text["tokens"]})
+            assert back == {"prompt": "hé"}
+
+    asyncio.run(scene())
+
+
+def test_one_prompt_that_is_refused_aborts_the_others() -> None:
+    async def scene() -> AgentSession:
+        proxy = Proxy()
+        async with serving(Refusing(["a"]), proxy=proxy) as (session, client):
+            with pytest.raises(BadRequestError):
+                await client.with_options(max_retries=0).completions.create(
+                    model="policy", prompt=[[1], [10**6]]
+                )
+            return session
+
+    assert asyncio.run(scene()).strands == []
