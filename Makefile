@@ -40,7 +40,7 @@ test-changed: .venv/developer ## the tests that a change touches, without the sl
 	@files=$$($(BIN)/python .ci/changed.py --since "$(SINCE)") || exit; \
 	[ -z "$$files" ] || $(PYTEST) -m "not slow" $$files || [ $$? -eq 5 ]  # 5: all of them are slow
 
-test-slow: .venv/developer .venv/vllm .venv/clients/installed .venv/chromium ## real engines, full recipes, kills
+test-slow: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
 lint: style types layers sizes names ## the checks that run no code: style, types, layers, sizes, names
@@ -64,7 +64,7 @@ names: .venv/developer
 fast-tests: .venv/developer
 	$(PYTEST) -m "not slow"
 
-slow-tests: .venv/developer .venv/vllm .venv/clients/installed .venv/chromium
+slow-tests: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium
 	$(PYTEST) -m slow
 	$(PYTEST) -m "hypothesis and not slow" --hypothesis-profile thorough
 
@@ -98,6 +98,11 @@ clean: ## remove caches and builds; keeps .venv and runs
 .venv/clients/installed: .ci/clients.txt | .venv/bin/python
 	$(PYTHON) -m venv .venv/clients
 	.venv/clients/bin/python -m pip install --disable-pip-version-check --quiet -r .ci/clients.txt
+	@touch $@
+
+# TRL, which the slow tests run users' files with; what it needs is in the checks' environment.
+.venv/trl: constraints.txt .venv/developer
+	$(PIP_INSTALL) --no-deps trl
 	@touch $@
 
 .venv/chromium: .ci/chromium .venv/developer

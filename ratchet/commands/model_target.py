@@ -14,7 +14,9 @@ from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
+from ratchet.data.chat.builtin_tokenizers import apply_chat_template_kwargs
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
+from ratchet.data.config import TokenizerConfig
 from ratchet.data.processor import load_processor
 from ratchet.errors import ConfigError, ModelError, RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
@@ -79,6 +81,8 @@ def open_target(
         device = "cuda" if torch.cuda.is_available() else "cpu"
         use_kernels(device == "cpu" and has_compiled_kernels())
         model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
+        if config is not None and isinstance(config.tokenizer, TokenizerConfig):
+            tokenizer = apply_chat_template_kwargs(tokenizer, config.tokenizer)
         section = None if generator is None else section_from_words("generator", generator)
         processor = load_processor(path) if model.reads_media and path.is_dir() else None
         return Target(

@@ -1,7 +1,8 @@
 """Find what a recipe names in the recipe's own directory: data, models, and modules.
 
 Relative paths are relative to the current directory. A path that does not exist there is looked up
-in the directory of the file that names it, and so is a module that can't be imported.
+in the directory of the file that names it, and so are the file of `file.py:name` and a module that
+can't be imported.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from ratchet.config.user_files import FILE_OBJECT
 from ratchet.config.yaml_tree import COMMAND_LINE, Node, ValueOrigin
 from ratchet.utils.object_store import is_address
 
@@ -56,6 +58,10 @@ def _replace_paths(node: Node, directory: Path, *, is_path: bool) -> Node:
         items = [_replace_paths(item, directory, is_path=is_path) for item in node.value]
         return replace(node, value=items)
     path = node.value
+    if isinstance(path, str) and (match := FILE_OBJECT.fullmatch(path)):
+        file, name = match.groups()
+        is_beside = not os.path.exists(file) and (directory / file).is_file()
+        return replace(node, value=f"{directory / file}:{name}") if is_beside else node
     if not is_path or not isinstance(path, str) or not path or is_address(path):
         return node
     beside = str(directory / path)

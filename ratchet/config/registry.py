@@ -52,6 +52,7 @@ GENERATORS: Mapping[str, str] = {
 }
 MIXTURE_PARTS: Mapping[str, str] = {
     **ENVIRONMENTS,
+    "trl": "ratchet.environments.adapters.trl:TRLEnvironmentConfig",
     "workers": "ratchet.environments.workers.environment:WorkersConfig",
 }
 KINDS: Mapping[str, Mapping[str, str]] = {
@@ -148,6 +149,9 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "reward_model": "ratchet.rewards.reward_model:RewardModelConfig",
         "remote": "ratchet.rewards.remote:RemoteConfig",
         "by_tag": "ratchet.rewards.by_domain:ByTagConfig",
+        "trl": "ratchet.rewards.integrations.trl:TRLRewardConfig",
+        "verl": "ratchet.rewards.integrations.verl:VerlRewardConfig",
+        "openrlhf": "ratchet.rewards.integrations.openrlhf:OpenRLHFRewardConfig",
     },
     "agent": {"command": "ratchet.experience.openai_proxy.config:CommandConfig"},
     "optimizer": {

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
-from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 from pydantic import AfterValidator, Field, GetCoreSchemaHandler, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
@@ -19,8 +18,9 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from ratchet.config.base import Section
 from ratchet.config.registry import DEFAULT_KIND, KINDS
+from ratchet.config.user_files import import_object
 from ratchet.errors import ConfigError
-from ratchet.utils.terminal_text import escape_surrogates, shorten_text
+from ratchet.utils.terminal_text import escape_surrogates
 
 
 def _check_ignored(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -132,6 +132,15 @@ def build(section: Section, /, *arguments: Any, **named: Any) -> Any:
     return import_object(section.builds)(section, *arguments, **named)
 
 
+def get_reward_name(section: Section) -> str:
+    """Return the name of a reward in metrics: of its kind, or of the function that it names.
+
+    The name of a path is the part after the colon.
+    """
+    name = getattr(section, "reward_name", None) or getattr(section, "kind", "")
+    return str(name).rpartition(":")[2]
+
+
 def _unknown_kind(slot: str, kind: str) -> str:
     near = get_close_matches(kind, KINDS[slot], n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
@@ -153,46 +162,30 @@ METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 )
 
 
-def import_object(path: str) -> Any:
-    """Import and return the object at an import path.
-
-    Raises ConfigError if the import fails or the module has no such name. Other errors in the
-    user's module keep their traceback.
-    """
-    module, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), name)):
-        raise ConfigError(
-            f"{shorten_text(path, 200)!r} is not the path of a class or function: write it as "
-            "my_pkg.module:Class"
-        )
-    try:
-        loaded = import_module(module)
-    except (ImportError, SyntaxError) as error:
-        reason = f"{type(error).__name__}: {shorten_text(str(error), 500)}"
-        raise ConfigError(
-            f"'{path}' can't be imported ({reason}); is it installed, or in the current directory?"
-        ) from error
-    if not hasattr(loaded, name):
-        near = get_close_matches(name, vars(loaded), n=1)
-        raise ConfigError(
-            f"module {module} has no '{name}'"
-            + (f"; did you mean '{module}:{near[0]}'?" if near else "")
-        )
-    return getattr(loaded, name)
-
-
 def _section_from_path(slot: str, kind: str) -> type[Section]:
     target = import_object(kind)
     if _is_section(target):
         return target
     if not callable(target):
         raise ConfigError(f"'{kind}' is neither a class nor a function")
+    if slot == "tool" and inspect.isfunction(target) and not _makes_tools(target):
+        name = kind.rpartition(":")[2]
+        return type(name, (FunctionToolSection,), {"target": kind, "__module__": __name__})
     config = getattr(target, "Config", None)
     if config is None:
         return _section_from_signature(slot, kind, target)
     if not _is_section(config):
         raise ConfigError(f"{kind}.Config must derive from ratchet.config.base.Section")
     return _set_factory(kind, config)
+
+
+def _makes_tools(function: Callable[..., Any]) -> bool:
+    """True if a function returns tools, by its annotation, instead of being one."""
+    try:
+        annotation = get_type_hints(function).get("return")
+    except (NameError, TypeError):
+        return False
+    return any(hasattr(part, "call") for part in (annotation, *get_args(annotation)))
 
 
 def _require_methods(slot: str, kind: str) -> None:
@@ -235,6 +228,13 @@ class SignatureSection(Section):
     target: ClassVar[str] = ""
     parameters: ClassVar[frozenset[str]] = frozenset()
     binds: ClassVar[bool] = False
+
+
+class FunctionToolSection(Section):
+    """A section of a plain function that is a tool. It has no keys."""
+
+    builds: ClassVar[str] = "ratchet.environments.tool_use.function_tool:build_function_tool"
+    target: ClassVar[str] = ""
 
 
 def build_from_signature(section: SignatureSection, *context: Any, **named: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import string
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -14,6 +15,8 @@ from ratchet.config.base import Section
 # Printable ASCII and the newline.
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
 DATE_FORMAT = "%Y-%m-%d"
+# Variables that every rendering passes to a chat template.
+TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt")
 
 
 class TokenizerConfig(Section):
@@ -28,6 +31,11 @@ class TokenizerConfig(Section):
         description="Chat template: plain, turns, chatml, or the path of a .jinja file; null: the "
         "tokenizer's own template.",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="Variables of the chat template: {enable_thinking: false}. The template of the "
+        "exported model has them as defaults.",
+    )
     tool_format: Literal["auto", "hermes", "qwen3_coder", "llama", "mistral", "deepseek"] = Field(
         "auto",
         description="Format of the model's tool calls; auto: inferred from the template and the "
@@ -38,6 +46,18 @@ class TokenizerConfig(Section):
         description="Date that templates print as today, such as 2026-01-31; null: the date of the "
         "run's start.",
     )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        for name, value in variables.items():
+            if not name.isidentifier() or name in TEMPLATE_ARGUMENTS or name.endswith("_token"):
+                raise ValueError(f"{name} is not a variable that can be set: remove it")
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                raise ValueError(f"{name}={value!r:.80} is no text, number, list or map") from None
+        return variables
 
     @field_validator("date")
     @classmethod

@@ -14,7 +14,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
-from ratchet.environments.base import EnvironmentConfig
+from ratchet.environments.base import EnvironmentConfig, HasCutReward
 from ratchet.errors import DataError
 from ratchet.protocols import (
     Environment,
@@ -186,6 +186,10 @@ class Mixture:
     async def step(self, message: Message) -> Step:
         assert self._current_part is not None, "step before reset"
         return await self._current_part.step(message)
+
+    async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
+        part = self._current_part
+        return await part.reward_cut_attempt(messages) if isinstance(part, HasCutReward) else None
 
     async def close(self) -> None:
         copies, self._copies = self._copies, {}

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import Slot
+from ratchet.config.resolve import Slot, get_reward_name
 from ratchet.protocols import HasFinalAnswers
 from ratchet.rewards.base import find_voter
 from ratchet.rewards.weighted_sum import compose_rewards
@@ -32,10 +32,10 @@ class ByTagConfig(Section):
     @model_validator(mode="after")
     def _check_distinct(self) -> ByTagConfig:
         for tag, sections in self.domains.items():
-            kinds = [getattr(section, "kind", "") for section in sections]
-            if len(set(kinds)) < len(kinds):
+            names = [get_reward_name(section) for section in sections]
+            if len(set(names)) < len(names):
                 raise ValueError(
-                    f"domain '{tag}' has rewards {', '.join(kinds)}: give each kind once"
+                    f"domain '{tag}' has rewards {', '.join(names)}: give each name once"
                 )
         return self
 

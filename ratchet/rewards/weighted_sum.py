@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import build
+from ratchet.config.resolve import build, get_reward_name
 from ratchet.errors import ConfigError
 from ratchet.protocols import HasFinalAnswers, Reward
 from ratchet.rewards.base import as_reward, find_voter
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 from ratchet.utils.user_code import run_guarded
+
+# The outcome of an attempt that a reward does not apply to. It is neither a reward nor a failure.
+NOT_APPLICABLE = Cancelled("no reward applies to this row")
 
 
 class WeightedSum:
@@ -56,7 +59,11 @@ class WeightedSum:
         total: float | None = 0.0
         is_truncated = False
         parts: dict[str, float] = {}
+        if all(outcome == NOT_APPLICABLE for outcome in outcomes):
+            return NOT_APPLICABLE
         for name, outcome in zip(self.rewards, outcomes, strict=True):
+            if outcome == NOT_APPLICABLE:
+                continue
             if isinstance(outcome, Failed):
                 return Failed(outcome.kind, f"reward '{name}': {outcome.detail}")
             if isinstance(outcome, Cancelled | Unjudged):
@@ -79,14 +86,13 @@ class WeightedSum:
 def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
     """Return the weighted sum of the rewards that sections of a recipe describe.
 
-    A reward has the name of its kind (of a path, the part after the colon) and the section's
-    `weight`. Raises ConfigError if two share a name, or there are none.
+    Names are those of `get_reward_name`, weights the sections' `weight`. Raises ConfigError if two
+    share a name, or there are none.
     """
-    names = [str(getattr(section, "kind", "")).rpartition(":")[2] for section in sections]
+    names = [get_reward_name(section) for section in sections]
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it "
-            "once"
+            f"rewards {', '.join(names)} repeat a name: their parts would share it; give each once"
         )
     sections_by_name = dict(zip(names, sections, strict=True))
     rewards = {name: as_reward(build(section), name) for name, section in sections_by_name.items()}

@@ -15,6 +15,7 @@ from ratchet.config.resolve import build, import_object
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, get_default_rewards
 from ratchet.data.chat.chat_templates import set_printed_date
 from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.template_defaults import remove_defaults
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import AutoTokenizerConfig
@@ -258,11 +259,18 @@ def _check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     directory = find_model(path) if is_set_by_recipe and is_address(path) else Path(path)
     if not is_set_by_recipe or not (directory / "tokenizer.json").is_file():
         return
-    if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
+    if _identify(load_tokenizer(directory)) != _identify(tokenizer):
         raise ConfigError(
             f"tokenizer differs from the one in {directory}, with which the model was trained. "
             "Remove it from the recipe"
         )
+
+
+def _identify(tokenizer: Tokenizer) -> str:
+    """Return the fingerprint of a tokenizer without the defaults of its template's variables."""
+    template = tokenizer.chat_template
+    plain = None if template is None else remove_defaults(template)
+    return tokenizer.with_chat_template(plain).fingerprint
 
 
 def build_renderer(
@@ -278,8 +286,12 @@ def build_renderer(
 
 
 def get_chat_template(config: RunConfig) -> str | None:
-    """Return the chat template of a built-in tokenizer; other tokenizers bring their own."""
-    return getattr(config.tokenizer, "template", None)
+    """Return the chat template that the recipe chooses; None for the tokenizer's own.
+
+    With `chat_template_kwargs`, the tokenizer's own is the chosen one with their values.
+    """
+    has_variables = bool(getattr(config.tokenizer, "chat_template_kwargs", None))
+    return None if has_variables else getattr(config.tokenizer, "template", None)
 
 
 def build_env_setup(stage: StageConfig, environment: Environment | None = None) -> EnvSetup:

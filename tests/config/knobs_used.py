@@ -77,6 +77,7 @@ def lines(name: str, *rows: dict) -> str:
 def use_all(model: Path, questions: str, patch: pytest.MonkeyPatch) -> None:
     """model: directory of one, which gets a scalar head. questions: JSON Lines."""
     judged_here()
+    judged_by_functions()
     judged_elsewhere(model)
     judged_in_other_sandboxes()
     environments_of_rows()
@@ -248,6 +249,22 @@ def judged_here() -> None:
         judged(kind, text, "[0, 0, 1, 1]" if kind == "bounding_box" else "B", **keys)
 
 
+def judged_by_functions() -> None:
+    """By reward functions that were written for other libraries, in one file."""
+    Path("rewards_of_others.py").write_text(
+        "def of_trl(completions, **columns): return [1.0] * len(completions)\n"
+        "def make(value): return lambda completions, **columns: [value] * len(completions)\n"
+        "def of_verl(data_source, solution_str, ground_truth, extra_info, factor): return factor\n"
+        "def of_openrlhf(queries, prompts, labels): return [1.0]\n",
+        encoding="utf-8",
+    )
+    keys = {"trl": {"conversational": True}, "verl": {"reward_kwargs": {"factor": 1.0}}}
+    for kind in ("trl", "verl", "openrlhf"):
+        function = f"rewards_of_others.py:of_{kind}"
+        assert judged(kind, "A", "A", function=function, **keys.get(kind, {})).reward == 1.0
+    judged("trl", "A", "A", function="rewards_of_others.py:make", factory_kwargs={"value": 1.0})
+
+
 def judged_elsewhere(model: Path) -> None:
     """By what is asked over HTTP, which fails at first, and by a model with a scalar head."""
     replies = {
@@ -385,6 +402,19 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
     played("left", kind="gymnasium", id="FrozenLake-v1", actions=["left", "down", "right", "up"])
     played("1", kind="gem", path="doubling:Doubling")
     played("1", kind="gem", id="game:GuessTheNumber-v0-easy")
+    called = Message("assistant", tool_calls=(ToolCall("call_0", "look", {}),))
+    Path("rooms.py").write_text(
+        "class Room:\n"
+        "    def reset(self, **row): return 'Look.'\n"
+        "    def look(self) -> str:\n        'Looks around.'\n        return 'dark'\n"
+        "def stay(environments, **columns): return [1.0]\n",
+        encoding="utf-8",
+    )
+    room = {"kind": "trl", "factory": "rooms.py:Room", "tools": [{"kind": "calculator"}]}
+    room["reward_funcs"] = ["rooms.py:stay"]
+    played(called, "1", **room, max_calling_turns=2)
+    assert len(list(build(resolve("environment", room)).tasks("test", seed=0))) == 100
+    played(called, "1", **room, problems={"kind": "arithmetic"})
     played("x", "y", kind="verifiers", taskset="words_taskset", options={"turns": True})
     played(
         "1",

@@ -71,3 +71,16 @@ def test_a_module_beside_the_recipe_is_importable_and_so_it_is_for_the_saved_rec
     sys.path.remove(str(project / "own"))
     assert load_config("saved.yaml") == config
     assert str(project / "own") in sys.path
+
+
+def test_a_function_of_a_file_beside_the_recipe_is_found_there(project):
+    for file in ("own/rewards/score.py", "here.py"):
+        (project / file).parent.mkdir(exist_ok=True)
+        (project / file).write_text("def score(completions, **columns): return [0.0]\n")
+    (project / "own/mine.yaml").write_text(
+        RECIPE + "rewards: [{kind: trl, function: 'rewards/score.py:score'}]\n"
+        "eval_rewards: [{kind: trl, function: 'here.py:score'}]\n"
+    )
+    stage = load_config("own/mine.yaml").stages[0]
+    assert stage.rewards[0].function == "own/rewards/score.py:score"
+    assert stage.eval_rewards[0].function == "here.py:score"

@@ -10,6 +10,7 @@ from ratchet.config.resolve import section_class
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.adapters.gem import GemConfig
 from ratchet.environments.adapters.reset_step import ResetStepConfig
+from ratchet.environments.adapters.trl import TRLEnvironmentConfig
 from ratchet.environments.adapters.verifiers import VerifiersConfig
 from ratchet.environments.code.repair import CodeRepairConfig
 from ratchet.environments.datasets.config import DatasetConfig, PreferencesConfig
@@ -64,6 +65,10 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monke
         "interface": "experience.copying_env:Copying",
         "data": "experience.copying_env:samples",
     }
+    needed |= {
+        "function": "rewards.integrations.trl_rewards:exact",
+        "factory": "environments.adapters.trl_environments:Counter",
+    }
     needed |= (
         {"path": "collections:OrderedDict"}
         if issubclass(section, GemConfig)
@@ -84,6 +89,7 @@ def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_jud
         GameConfig,
         ResetStepConfig,
         VerifiersConfig,
+        TRLEnvironmentConfig,
         MessageLogConfig,
         TerminalConfig,
         CodeRepairConfig,

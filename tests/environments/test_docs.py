@@ -54,6 +54,7 @@ def examples(repository, tmp_path, monkeypatch):
     for name, code in re.findall(r"```python\n# (\S+)\n(.*?)```", text, flags=re.DOTALL):
         (tmp_path / name).write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     return [yaml.safe_load(block)["environment"] for block in blocks]
 
@@ -76,3 +77,9 @@ def test_the_tool_of_the_page_answers(examples):
         for city in ("Paris", "Oslo")
     ]
     assert answers == ["2.1 million", "not listed"]
+
+
+def test_the_function_of_the_page_answers(examples):
+    toolbox = Toolbox([build(resolve("tool", {"kind": "my_functions.py:convert"}))])
+    call = ToolCall("1", "convert", {"amount": 10})
+    assert asyncio.run(toolbox.run_call(call)).text == "9.00 EUR"

@@ -36,6 +36,7 @@ UNBOUNDED = {
     "pairwise_judge": "judges groups, as shares of comparisons that it counts itself",
     "reward_model": "gives any number",
     "remote": "gives any number",
+    **dict.fromkeys(("trl", "verl", "openrlhf"), "give any number that a user's function returns"),
 }
 
 

@@ -89,7 +89,7 @@ def test_a_domain_without_rewards_leaves_its_attempts_to_its_environments_steps(
         ({}, "at least 1 item"),
         (
             {"a": [{"kind": "length"}, {"kind": "length"}]},
-            "domain 'a' has rewards length, length: give each kind once",
+            "domain 'a' has rewards length, length: give each name once",
         ),
         ({"a": [{"kind": "exact_match", "colour": 1}]}, "colour"),
         ({"a": [{"kind": "exact_macth"}]}, "did you mean 'exact_match'"),

@@ -33,6 +33,7 @@ OWN_REWARD = (
     "a reward function of yours takes (trajectory, task) here and returns a number or named "
     "parts: create one with `ratchet new reward NAME`, then set rewards: [{kind: NAME:NAME}]"
 )
+KEPT_FUNCTION = "the function runs unchanged (docs/integrations), from the directory that it names"
 COLUMNS = (
     "the columns are prompt and answer here, or those in environment.columns: see "
     "`ratchet data inspect`"
@@ -83,6 +84,27 @@ def betas(first: str, second: str) -> Any:
 
 def as_text(value: Any, config: PeerConfig) -> Any:
     return str(value)
+
+
+def own_function(kind: str, path: str, **keys: Any) -> dict[str, Any]:
+    """Return the reward of a user's function.
+
+    Args:
+        kind: The reward's kind, which names the library that the function was written for.
+        path: "module.name" or "module:name", or "file.py:name".
+    """
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    return {"kind": kind, "function": f"{module}:{name}", **keys}
+
+
+def variables(prefix: str) -> Callable[[Any, PeerConfig], Any]:
+    """Return the conversion of all keys below a prefix to a mapping of their values."""
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        names = [key for key in config.values if key.startswith(prefix)]
+        return {name.removeprefix(prefix): config[name] for name in names}
+
+    return convert
 
 
 def template(value: Any, config: PeerConfig) -> Any:

@@ -187,7 +187,11 @@ TRAINING = (
         "set tokenizer.template to a .jinja file",
         "chat_template_path",
         "eos_token",
-        "chat_template_kwargs",
+    ),
+    KeyRow(
+        "chat_template_kwargs.*",
+        "tokenizer.chat_template_kwargs",
+        convert=shared.variables("chat_template_kwargs."),
     ),
     *dropped(
         "an evaluation samples and judges answers, before and after each stage and every "

@@ -277,6 +277,11 @@ def rewards(value: Any, config: PeerConfig) -> Any:
         if peer_weights is None
         else [numbers.real(weight, "reward_weights") for weight in peer_weights]
     )
+    # TRL imports a name with dots: a function of the user's.
+    conversions = {
+        **{name: shared.own_function("trl", name) for name in value if "." in str(name)},
+        **conversions,
+    }
     recipe_rewards = [
         {**conversions[name], "weight": weight}
         for name, weight in zip(value, weights, strict=True)

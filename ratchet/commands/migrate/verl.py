@@ -3,7 +3,7 @@ overrides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ratchet.commands.migrate import shared
@@ -186,6 +186,14 @@ ALGORITHM = (
     ),
 )
 
+
+def custom_reward_rows(prefix: str) -> Iterator[KeyRow]:
+    """Yield the rows of a user's reward function."""
+    path = f"{prefix}.path"
+    yield KeyRow(path, "rewards", convert=to.custom_reward(prefix))
+    yield from covered(path, f"{prefix}.name", f"{prefix}.reward_kwargs.*")
+
+
 # Keys of verl that concern the run: data, sampling, model, optimizer, generator and rewards.
 RUN = (
     KeyRow("data.train_batch_size", "batch_size", convert=whole, default=1024),
@@ -310,7 +318,13 @@ RUN = (
         convert=to.reward_model("reward.reward_model.model_path"),
     ),
     KeyRow("reward.reward_model.model_path", covered_by="reward.reward_model.enable"),
-    *dropped(shared.OWN_REWARD, "custom_reward_function.*", "reward.custom_reward_function.*"),
+    *custom_reward_rows("custom_reward_function"),
+    *custom_reward_rows("reward.custom_reward_function"),
+    KeyRow(
+        "data.apply_chat_template_kwargs.*",
+        "tokenizer.chat_template_kwargs",
+        convert=shared.variables("data.apply_chat_template_kwargs."),
+    ),
     *dropped(
         "rewards are chosen by kind here; the recipe has math, which corresponds to verl's rewards "
         "for mathematics",

@@ -455,6 +455,20 @@ def reward_model(path: str) -> Conversion:
     return convert
 
 
+def custom_reward(prefix: str) -> Conversion:
+    """Return the conversion of the path of a user's reward function."""
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        arguments = shared.variables(f"{prefix}.reward_kwargs.")(value, config)
+        path = f"{str(value).removeprefix('file://')}:{config[f'{prefix}.name'] or 'compute_score'}"
+        keys = {"reward_kwargs": arguments} if arguments else {}
+        return Values(
+            {"rewards": [shared.own_function("verl", path, **keys)]}, shared.KEPT_FUNCTION
+        )
+
+    return convert
+
+
 def max_replaced(value: Any, config: PeerConfig) -> int:
     """Return the maximum number of replaced groups. In verl 0 or less means no limit."""
     count = numbers.whole(value)

@@ -12,7 +12,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from ratchet.data.chat.chat_templates import BUILTIN_TEMPLATES
+from ratchet.data.chat.chat_templates import BUILTIN_TEMPLATES, load_template_source
+from ratchet.data.chat.template_defaults import set_defaults
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import (
@@ -21,6 +22,7 @@ from ratchet.data.config import (
     ByteBPEConfig,
     BytesConfig,
     CharactersConfig,
+    TokenizerConfig,
 )
 from ratchet.data.jsonl import decode_line, iter_raw_lines
 from ratchet.errors import ConfigError, DataError
@@ -140,6 +142,17 @@ def _create_tokenizer(
 # --- factories of the config sections; `model` is the model's directory or hub id
 
 
+def apply_chat_template_kwargs(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:
+    """Return the tokenizer with the recipe's variables as defaults of its chat template.
+
+    Raises DataError if the template does not read one of them.
+    """
+    if not config.chat_template_kwargs:
+        return tokenizer
+    source = load_template_source(config.template, tokenizer)
+    return tokenizer.with_chat_template(set_defaults(source, config.chat_template_kwargs))
+
+
 def build_auto(config: AutoTokenizerConfig, model: str | None) -> Tokenizer:
     source = config.path or model
     if source is None:
@@ -148,19 +161,20 @@ def build_auto(config: AutoTokenizerConfig, model: str | None) -> Tokenizer:
             "weights: set tokenizer.path to a directory, or tokenizer.kind to 'characters' or "
             "'bytes'"
         )
-    return load_tokenizer(source, revision=config.revision)
+    return apply_chat_template_kwargs(load_tokenizer(source, revision=config.revision), config)
 
 
 def build_characters(config: CharactersConfig, model: str | None) -> Tokenizer:
-    return character_tokenizer(config.alphabet)
+    return apply_chat_template_kwargs(character_tokenizer(config.alphabet), config)
 
 
 def build_bytes(config: BytesConfig, model: str | None) -> Tokenizer:
-    return byte_tokenizer()
+    return apply_chat_template_kwargs(byte_tokenizer(), config)
 
 
 def build_byte_bpe(config: ByteBPEConfig, model: str | None) -> Tokenizer:
-    return byte_bpe_tokenizer(_read_lines(config.texts), config.vocab_size)
+    tokenizer = byte_bpe_tokenizer(_read_lines(config.texts), config.vocab_size)
+    return apply_chat_template_kwargs(tokenizer, config)
 
 
 def _read_lines(paths: Sequence[Path]) -> Iterator[str]:

@@ -146,17 +146,28 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _make_environment() -> MeteredEnvironment:
+    environment = MeteredEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.add_filter("tojson", _tojson)
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def parse_template(source: str) -> nodes.Template:
+    """Return the syntax tree of a template. Raise DataError if it can't be compiled."""
+    _compile(source)
+    return _make_environment().parse(source)
+
+
 @lru_cache(maxsize=64)
 def _compile(source: str) -> jinja2.Template:
     if len(source) > MAX_TEMPLATE_BYTES:
         raise DataError(
             f"the chat template has more than {format_size(MAX_TEMPLATE_BYTES)}, which no real one needs"
         )
-    environment = MeteredEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.add_filter("tojson", _tojson)
-    environment.globals["raise_exception"] = _raise_exception
+    environment = _make_environment()
     try:
         template = environment.from_string(source)
         # The globals are a ChainMap, which each rendering would convert to a dictionary, slowly.

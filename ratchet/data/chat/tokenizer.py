@@ -6,6 +6,7 @@ ten ordinary characters. In a template's text (`allow_special=True`) it is the s
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -229,6 +230,12 @@ class Tokenizer:
     def has_same_tokens(self, other: Tokenizer) -> bool:
         """True if both turn every text into the same ids. Their templates may differ."""
         return self._backend.to_str() == other._backend.to_str()
+
+    def with_chat_template(self, source: str | None) -> Tokenizer:
+        """Return the same tokenizer with another chat template."""
+        other = copy.copy(self)
+        other.chat_template = source
+        return other
 
     def save(self, directory: str | Path) -> None:
         """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read.

@@ -196,7 +196,8 @@ def build_tools(sections: Sequence[Section]) -> list[Tool]:
         for tool in built if isinstance(built, list | tuple) else (built,):
             if not isinstance(tool, Tool):
                 raise ConfigError(
-                    f"{tool!r:.80} is not a tool: it needs name, description, parameters and call"
+                    f"{tool!r:.80} is not a tool: it needs name, description, parameters and "
+                    "call, or to be a plain function"
                 )
             tools.append(tool)
     return tools

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 from ratchet.data.chat.renderer import Renderer, Tools
+from ratchet.environments.base import HasCutReward
 from ratchet.errors import DataError
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
@@ -300,6 +301,8 @@ class EpisodePlayer:
         try:
             async with limit:
                 outcome = await self._play_turns(state, memo or PromptMemo())
+                if isinstance(outcome, Truncated):
+                    await self._reward_cut_attempt(state)
         except TimeoutError:
             # Without an expired limit, the generator raised it.
             if not limit.expired():
@@ -394,6 +397,23 @@ class EpisodePlayer:
         if not step.done:
             self._append_observation(state, completion, history, step.messages)
         return step.done, None
+
+    async def _reward_cut_attempt(self, state: EpisodeState) -> None:
+        """Add the environment's reward of an attempt that was cut off to its last turn."""
+        environment = state.environment
+        if not self.implements(environment, HasCutReward):
+            return
+        with self._waiting("reward_cut_attempt", state.environment):
+            reward = await run_guarded(lambda: environment.reward_cut_attempt(state.messages))
+        if reward is None:
+            return
+        if not is_finite_number(reward):
+            raise UserCodeFailed(
+                f"{type(environment).__name__}.reward_cut_attempt gave {reward!r:.80}, it must be "
+                "a finite number or None"
+            )
+        turns = next(strand.turns for strand in reversed(state.strands) if strand.turns)
+        turns[-1] = replace(turns[-1], reward=(turns[-1].reward or 0.0) + reward)
 
     def _waiting(self, name: str, environment: Environment) -> Wait:
         return waiting(

@@ -195,6 +195,16 @@ VERL_ENGINE: Values = {
     **_overlong("reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.reward_kwargs"),
 }
 
+
+def _custom_reward(prefix: str) -> Values:
+    """Return the keys of a user's reward function."""
+    return {
+        f"{prefix}.path": "rewards.py",
+        f"{prefix}.name": "score",
+        f"{prefix}.reward_kwargs.scale": 2,
+    }
+
+
 ROLES = ("actor_train", "sft_train")
 ROLL: Values = {
     "*_parallel_size": 1,
@@ -333,6 +343,7 @@ TRL: Values = {
     "save_total_limit": 2,
 }
 TRL_OTHER: Values = {
+    "chat_template_kwargs.enable_thinking": False,
     "loss_type": "sapo",
     "generation_batch_size": 16,
     "warmup_ratio": 0.25,
@@ -387,6 +398,8 @@ PROFILES: Mapping[str, Mapping[str, list[Values]]] = {
             VERL | VERL_SAPO,
             VERL | VERL_ENGINE,
             VERL | VERL_PASSES,
+            VERL | _custom_reward("custom_reward_function"),
+            VERL | _custom_reward("reward.custom_reward_function"),
         ]
     },
     "roll": {

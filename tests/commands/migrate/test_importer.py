@@ -177,6 +177,33 @@ def test_nemo_counts_answers_in_its_global_batch() -> None:
     assert flat["optimizer.warmup_steps"] == 50 * 4  # their scheduler counts batches
 
 
+def test_reward_functions_are_kept_by_their_path(tmp_path: Path) -> None:
+    rewards = READ["trl_grpo.yaml"].recipe["rewards"]
+    assert rewards[-1] == {
+        "kind": "trl",
+        "function": "commands.migrate.peers.my_rewards:brevity",
+        "weight": 0.1,
+    }
+    assert READ["trl_grpo.yaml"].recipe["tokenizer"] == {
+        "chat_template_kwargs": {"enable_thinking": False}
+    }
+    file = FILES / "my_rewards.py"
+    text = (
+        f"custom_reward_function: {{path: {file}, reward_kwargs: {{scale: 2}}}}\n"
+        "data: {train_files: a.parquet, apply_chat_template_kwargs: {enable_thinking: false}}\n"
+        "actor_rollout_ref: {model: {path: org/model}}\n"
+    )
+    result = written(tmp_path, text)
+    assert result.recipe["rewards"] == [
+        {
+            "kind": "verl",
+            "function": f"{file}:compute_score",
+            "reward_kwargs": {"scale": 2},
+        }
+    ]
+    assert result.recipe["tokenizer"] == {"chat_template_kwargs": {"enable_thinking": False}}
+
+
 def test_roll_rewards_are_of_the_domains() -> None:
     result = READ["roll_rlvr.yaml"]
     domains = result.recipe["rewards"][0]["domains"]

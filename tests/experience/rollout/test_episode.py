@@ -102,6 +102,32 @@ def test_turn_and_context_budgets_truncate():
     assert generator.requests[-1][1].max_new_tokens == 2  # the last turn was cut to the room left
 
 
+class Paying(FakeEnvironment):
+    """An environment that rewards attempts that were cut off."""
+
+    def __init__(self, reward, script=None):
+        super().__init__(script)
+        self.reward, self.told = reward, []
+
+    async def reward_cut_attempt(self, messages):
+        self.told.append([message.text for message in messages])
+        return self.reward
+
+
+def test_an_environment_may_reward_what_was_cut_off():
+    on = Paying(0.25, lambda task, message: Step((Message("user", "7"),), reward=0.5))
+    trajectory = play(FakeGenerator(lambda tokens, sampling: [1, EOS]), on, max_turns=2)
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 0.75]
+    cut = play(FakeGenerator(lambda tokens, sampling: [1] * 9), on)
+    assert (cut.outcome, [turn.reward for turn in cut.turns]) == (Truncated(), [0.25])
+    assert on.told == [["12", "1", "7", "1", "7"], ["12", "1111"]]
+    assert [t.reward for t in play(FakeGenerator(lambda t, s: [1] * 9), Paying(None)).turns] == [
+        None
+    ]
+    failed = play(FakeGenerator(lambda tokens, sampling: [1] * 9), Paying(float("nan"))).outcome
+    assert "reward_cut_attempt gave nan" in failed.detail
+
+
 def test_an_answer_is_cut_by_tokens_and_not_by_turns():
     """Every one of these attempts but the last was truncated; only the first lost the end of its
     answer."""

@@ -1,0 +1,312 @@
+"""Environment classes of TRL (version 1.16), which `GRPOTrainer(environment_factory=...)` takes.
+
+The public methods of such a class are the policy's tools, `reset(**row)` begins an attempt, and
+`get_reward()` judges it. They are called as `GRPOTrainer` calls them, in threads unless async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, SerializeAsAny, field_validator
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import Slot, build
+from ratchet.config.user_files import import_object
+from ratchet.environments.base import EnvironmentConfig
+from ratchet.environments.tool_use.base import Tool, Tools, ToolUnavailable, build_tools
+from ratchet.environments.tool_use.function_tool import describe_function
+from ratchet.errors import ConfigError, DataError, RatchetError
+from ratchet.protocols import Environment, HasTaskCount, Step
+from ratchet.rewards.deadline import Deadline
+from ratchet.rewards.integrations.base import encode_messages, read_columns, read_number
+from ratchet.rewards.integrations.trl import call_trl_reward, make_column_arguments
+from ratchet.types import Message, Part, Split, Task, ToolCall
+
+# Public methods of a class that are not tools.
+NO_TOOLS = ("reset", "get_reward")
+
+
+class TRLEnvironmentConfig(EnvironmentConfig):
+    """An environment class of TRL: its public methods are tools, and `reset(**row)` begins.
+
+    `get_reward()` judges an attempt, also one that was cut off. The functions of `reward_funcs` get
+    the instance as `environments`; other reward functions belong into `rewards`.
+    """
+
+    builds: ClassVar[str] = "ratchet.environments.adapters.trl:TRLEnvironment"
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+
+    factory: str | dict[str, str] = Field(
+        description="The class, or a function that returns an instance: my_pkg.module:Name, or "
+        "path/file.py:Name. Or one for each value of the rows' column `environment`."
+    )
+    problems: Annotated[SerializeAsAny[Section] | None, Slot("problems", is_optional=True)] = Field(
+        None,
+        description="Single-turn environment whose rows `reset` gets; null: `reset` makes the "
+        "prompt.",
+    )
+    tools: Tools = Field((), description="Further tools, besides the methods.")
+    reward_funcs: tuple[str, ...] = Field(
+        (), description="Reward functions of TRL that read `environments`."
+    )
+    max_calling_turns: int | None = Field(
+        None,
+        gt=0,
+        description="Maximum number of turns with calls (TRL's max_tool_calling_iterations); the "
+        "attempt ends with the next call. Null: no limit.",
+    )
+    timeout_s: float = Field(30.0, gt=0, description="Wall time of one call, in seconds.")
+    test_tasks: int = Field(
+        100, ge=1, description="Number of held-out attempts if there are no problems."
+    )
+    replayable: bool = Field(
+        True, description="True if the same row and the same messages give the same episode."
+    )
+
+    @field_validator("factory")
+    @classmethod
+    def _check_factory(cls, factory: str | dict[str, str]) -> str | dict[str, str]:
+        if not factory:
+            raise ValueError("names no class")
+        for path in factory.values() if isinstance(factory, dict) else (factory,):
+            _import_callable(path)
+        return factory
+
+    @field_validator("reward_funcs")
+    @classmethod
+    def _check_reward_funcs(cls, functions: tuple[str, ...]) -> tuple[str, ...]:
+        for path in functions:
+            _import_callable(path)
+        names = [path.rpartition(":")[2] for path in functions]
+        if len(set(names)) < len(names):
+            raise ValueError(f"has {', '.join(names)}: their metrics would share a name")
+        return functions
+
+    @property
+    def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True unless neither a class nor a reward function judges."""
+        paths = self.factory.values() if isinstance(self.factory, dict) else (self.factory,)
+        classes = [import_object(path) for path in paths]
+        return bool(self.reward_funcs) or any(
+            hasattr(target, "get_reward") or not inspect.isclass(target) for target in classes
+        )
+
+
+class TRLEnvironment:
+    """An environment that plays attempts with instances of a TRL class.
+
+    A copy creates instances of its own and resets them for each attempt.
+    """
+
+    def __init__(self, config: TRLEnvironmentConfig) -> None:
+        """Create an instance of each class to read its tools.
+
+        Raises ConfigError if a class has no `reset`, or a method can't be a tool.
+        """
+        self.config, self.replayable = config, config.replayable
+        factory = config.factory
+        paths = factory if isinstance(factory, dict) else {"": factory}
+        self.factories = {name: import_object(path) for name, path in paths.items()}
+        self.problems: Environment | None = (
+            None if config.problems is None else build(config.problems)
+        )
+        self.reward_funcs = {
+            path.rpartition(":")[2]: import_object(path) for path in config.reward_funcs
+        }
+        self._further_tools = {tool.name: tool for tool in build_tools(config.tools)}
+        self._instances = {name: factory() for name, factory in self.factories.items()}
+        self._schemas = {
+            name: (*map(_describe_tool, self._further_tools.values()), *_describe_methods(instance))
+            for name, instance in self._instances.items()
+        }
+
+    def __copy__(self) -> Self:
+        copy = type(self).__new__(type(self))
+        vars(copy).update({**vars(self), "_instances": {}})
+        return copy
+
+    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
+        if self.problems is not None:
+            return self.problems.tasks(split, seed=seed, start=start)
+        end = self.config.test_tasks if split == "test" else None
+        indices = itertools.count(start) if end is None else iter(range(start, end))
+        return (
+            Task(f"trl/{split}/{i}", (Message("user", ""),), environment="trl", tag="trl")
+            for i in indices
+        )
+
+    def task_count(self) -> int | None:
+        problems = self.problems
+        return problems.task_count() if isinstance(problems, HasTaskCount) else None
+
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        raise DataError("TRL's environments have no demonstrations: train with rollouts")
+
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return self._schemas[self._get_name(task)]
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """Reset the instance with the row's columns, and append the text that it returns."""
+        name = self._get_name(task)
+        if name not in self._instances:
+            self._instances[name] = await self._call(self.factories[name])
+        self._instance, self._task, self._n_calling_turns = self._instances[name], task, 0
+        row = read_columns(task)
+        row.setdefault("prompt", encode_messages(task.messages))
+        if isinstance(self.config.factory, dict):
+            row.pop("environment", None)  # it only chooses the class
+        observation = await self._call(self._instance.reset, **row)
+        self._prompt = [*task.messages]
+        if observation is not None:
+            if not isinstance(observation, str):
+                raise DataError(
+                    f"{type(self._instance).__name__}.reset returned {observation!r:.200}, it must "
+                    "return text or None"
+                )
+            self._prompt[-1] = _append_text(self._prompt[-1], observation)
+        self._messages = list(self._prompt)
+        return tuple(self._prompt)
+
+    async def step(self, message: Message) -> Step:
+        """Run the calls of a message, or judge the attempt if it has none."""
+        self._messages.append(message)
+        limit = self.config.max_calling_turns
+        if not message.tool_calls or (limit is not None and self._n_calling_turns >= limit):
+            reward, metrics = await self._judge()
+            return Step(reward=reward, done=True, metrics=metrics)
+        self._n_calling_turns += 1
+        answers, n_errors = [], 0
+        for call in message.tool_calls:
+            text, is_error = await self._run_tool(call)
+            answers.append(Message("tool", text, tool_call_id=call.id))
+            n_errors += is_error
+        self._messages += answers
+        return Step(
+            messages=tuple(answers), metrics={"tool_calls": len(answers), "tool_errors": n_errors}
+        )
+
+    async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
+        """Return the reward of an attempt that a limit of tokens or turns cut off."""
+        self._messages = list(messages)
+        reward, _ = await self._judge()
+        return reward
+
+    async def close(self) -> None:
+        self._instances = {}  # TRL closes none either: a public `close` would be a tool
+
+    def _get_name(self, task: Task) -> str:
+        """Return the key of the task's class. Raises DataError for an unknown one."""
+        if not isinstance(self.config.factory, dict):
+            return ""
+        name = task.meta.get("environment")
+        if name not in self.factories:
+            raise DataError(
+                f"{task.where}: environment={name!r} is not in environment.factory, which has "
+                f"{', '.join(self.factories)}"
+            )
+        return str(name)
+
+    async def _run_tool(self, call: ToolCall) -> tuple[str, bool]:
+        """Return the answer to a call as TRL writes it, and True if it is an error."""
+        try:
+            tool = self._further_tools.get(call.name)
+            function = self._find_method(call.name) if tool is None else tool.call
+            return str(await self._call(function, **call.arguments)), False
+        except RatchetError:
+            raise
+        # A tool is user code and may raise any exception. The policy reads it, and may go on.
+        except Exception as error:
+            return str({"error": str(error)}), True
+
+    def _find_method(self, name: str) -> Callable[..., Any]:
+        if name not in _list_tool_names(self._instance):
+            raise ValueError(f"Tool {name} not found.")
+        return getattr(self._instance, name)
+
+    async def _judge(self) -> tuple[float | None, dict[str, float]]:
+        """Return the sum of `get_reward` and the reward functions, and the values by name."""
+        values: dict[str, float] = {}
+        instance = self._instance
+        if hasattr(instance, "get_reward"):
+            value = await self._call(instance.get_reward)
+            if value is not None:
+                values[type(instance).__name__] = read_number(value, instance.get_reward)
+        for name, function in self.reward_funcs.items():
+            arguments = {
+                "prompts": [encode_messages(self._prompt)],
+                "completions": [encode_messages(self._messages)[len(self._prompt) :]],
+                "environments": [instance],
+                **make_column_arguments(self._task, 1),
+            }
+            (value,) = await call_trl_reward(function, arguments)
+            if value is not None:
+                values[name] = read_number(value, function)
+        return (sum(values.values()) if values else None), values
+
+    async def _call(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        """Call user code, in a thread unless it is async.
+
+        Raises ToolUnavailable after `timeout_s`: the call may still change the instance, so the
+        attempt can't go on with it.
+        """
+        limit = Deadline(self.config.timeout_s)
+        try:
+            async with limit:
+                if inspect.iscoroutinefunction(function):
+                    return await function(**arguments)
+                return await asyncio.to_thread(function, **arguments)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            name = getattr(function, "__qualname__", repr(function))
+            raise ToolUnavailable(
+                f"{name} gave no answer within environment.timeout_s={self.config.timeout_s:g}"
+            ) from None
+
+
+def _append_text(message: Message, text: str) -> Message:
+    if isinstance(message.content, str):
+        return replace(message, content=message.content + text)
+    return replace(message, content=(*message.content, Part("text", text)))
+
+
+def _import_callable(path: str) -> Any:
+    """Import a class or function. Raises ValueError if there is none at the path."""
+    try:
+        target = import_object(path)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if not callable(target):
+        raise ValueError(f"'{path}' is neither a class nor a function")
+    return target
+
+
+def _list_tool_names(instance: Any) -> list[str]:
+    """Return the names of the methods that are tools, in TRL's order: by name."""
+    members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    return [name for name, _ in members if name not in NO_TOOLS and not name.startswith("_")]
+
+
+def _describe_methods(instance: Any) -> list[dict[str, Any]]:
+    if not callable(getattr(instance, "reset", None)):
+        raise ConfigError(
+            f"{type(instance).__name__} is no environment of TRL: it has no method `reset`"
+        )
+    return [describe_function(getattr(instance, name)) for name in _list_tool_names(instance)]
+
+
+def _describe_tool(tool: Tool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+        },
+    }

@@ -1,0 +1,1 @@
+"""Reward functions that were written for TRL, verl or OpenRLHF, run unchanged."""

@@ -1,0 +1,128 @@
+"""The parts that adapters of other libraries' reward functions share."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from ratchet.config.base import Section
+from ratchet.config.user_files import import_object
+from ratchet.errors import ConfigError, DataError
+from ratchet.types import READ_FROM, Message, Part, Task, Trajectory, is_finite_number
+
+
+class LibraryRewardConfig(Section):
+    """The base class of sections that name a reward function written for another library."""
+
+    function: str = Field(
+        description="The reward function: my_pkg.module:name, or path/file.py:name."
+    )
+
+    @field_validator("function")
+    @classmethod
+    def _check_function(cls, function: str) -> str:
+        try:
+            target = import_object(function)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if not callable(target):
+            raise ValueError(f"'{function}' is not a function")
+        return function
+
+    @property
+    def reward_name(self) -> str:
+        """The name of the reward in metrics: the function's."""
+        return self.function.rpartition(":")[2]
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True if a call returns a coroutine: an async function, or an object with async `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  (it is inspected, not tested for)
+    )
+
+
+def describe_location(function: Callable[..., Any]) -> str:
+    """Return the name of a function, with its file and line if they are known."""
+    unwrapped: Any = inspect.unwrap(function)
+    definition = unwrapped if hasattr(unwrapped, "__code__") else type(unwrapped).__call__
+    code = getattr(definition, "__code__", None)
+    name = getattr(unwrapped, "__name__", type(unwrapped).__name__)
+    return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def read_number(value: Any, function: Callable[..., Any]) -> float:
+    """Return a reward as a float. Raises DataError unless it is a finite number.
+
+    Scalars of torch and numpy, and tensors with one element, are numbers too.
+    """
+    number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) else value
+    if isinstance(number, str) or not is_finite_number(number):
+        raise DataError(
+            f"{describe_location(function)} returned {value!r:.200} as a reward, it must be a "
+            "finite number"
+        )
+    return float(number)
+
+
+def read_metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that can be logged: finite numbers, and tensors with one element."""
+    metrics: dict[str, float] = {}
+    for name, value in values.items():
+        try:
+            number = value.item() if hasattr(value, "item") else value
+        except (ValueError, RuntimeError):  # a tensor or array with several elements
+            continue
+        if is_finite_number(number):
+            metrics[str(name)] = float(number)
+    return metrics
+
+
+def read_columns(task: Task) -> dict[str, Any]:
+    """Return the columns of a task's row; `answer` is the task's if the row has no such column."""
+    columns = {name: value for name, value in task.meta.items() if name != READ_FROM}
+    if task.answer is not None:
+        columns.setdefault("answer", task.answer)
+    return columns
+
+
+def split_messages(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
+    """Return the messages of the prompt, and those from the policy's first message on.
+
+    Raises DataError if the policy wrote nothing.
+    """
+    messages = list(trajectory.messages)
+    n_turns = int(trajectory.metrics.get("turns", 0)) or len(trajectory.turns) or 1
+    replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    if len(replies) < n_turns:
+        raise DataError("the trajectory has no assistant message to judge")
+    return messages[: replies[-n_turns]], messages[replies[-n_turns] :]
+
+
+def encode_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as dictionaries with `role` and `content`, and OpenAI's tool calls."""
+    encoded: list[dict[str, Any]] = []
+    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    for message in messages:
+        entry: dict[str, Any] = {"role": message.role, "content": _encode_content(message.content)}
+        if message.tool_calls:
+            entry["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id is not None and message.tool_call_id in names:
+            entry["name"] = names[message.tool_call_id]
+        encoded.append(entry)
+    return encoded
+
+
+def _encode_content(content: str | tuple[Part, ...]) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    return [{"type": part.type, part.type: part.value} for part in content]

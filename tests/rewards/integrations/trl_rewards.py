@@ -1,0 +1,59 @@
+"""Reward functions as users of TRL write them. TRL's own trainer runs this file too."""
+
+import asyncio
+
+
+def exact(prompts, completions, answer, **kwargs):
+    """Text prompts and text completions."""
+    return [float(text.strip() == str(a)) for text, a in zip(completions, answer, strict=True)]
+
+
+async def polite(completions, log_metric=None, **kwargs):
+    """Messages; async, and with a metric of its own."""
+    await asyncio.sleep(0)
+    rewards = [0.5 * ("please" in messages[-1]["content"]) for messages in completions]
+    log_metric("polite_share", sum(reward > 0 for reward in rewards) / len(rewards))
+    return rewards
+
+
+def only_sums(prompts, completions, completion_ids, answer, **kwargs):
+    """None for rows that are no sum."""
+    return [
+        None if "+" not in prompt[-1]["content"] else float(len(ids) <= 3)
+        for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]
+
+
+def by_step(completions, trainer_state, **kwargs):
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+def too_few(completions, **kwargs):
+    return [1.0]
+
+
+def not_a_number(completions, **kwargs):
+    return [float("nan"), *[1.0] * (len(completions) - 1)]
+
+
+def broken(completions, **kwargs):
+    raise KeyError("no such column")
+
+
+class Longer:
+    def __call__(self, completions, **kwargs):
+        return [len(messages[0]["content"]) for messages in completions]
+
+
+longer = Longer()
+
+
+def make_length(limit):
+    def short(completions, **kwargs):
+        return [len(messages[0]["content"]) <= limit for messages in completions]
+
+    return short
+
+
+def sevens(completions, **kwargs):
+    return [messages[0]["content"].count("7") / 8 for messages in completions]
