@@ -53,6 +53,11 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def computed_tokens(self) -> int:
+        """Return the number of the model's input tokens so far, without padding."""
+        return self.runner.prefilled_tokens + self.runner.decoded_tokens
+
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises ConfigError if the cache could never hold it."""
         if request.limit > self.runner.max_length:
