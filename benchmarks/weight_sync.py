@@ -94,10 +94,8 @@ class Rank(Watched):
         for (name, own), shape in zip(self.own.items(), shapes().values(), strict=True):
             yield Shard(name, shape, (self.rank * len(own), *(0,) * (own.dim() - 1)), own)
 
-    def send(self, sender: str, options: dict[str, Any]) -> Any:
-        from ratchet.config.resolve import import_object
-
-        return import_object(sender)(self.weights(), self.rank, 2, **options)
+    def apply_to_weights(self, operation: Callable[[Iterator[Any], int], Any]) -> Any:
+        return operation(self.weights(), self.rank)
 
     def step(self, share: float) -> None:
         """Changes so large a share of the numbers."""
@@ -346,7 +344,7 @@ if __name__ == "__main__":
         [
             "torch",
             "ratchet.weight_sync.endpoints",
-            "ratchet.weight_sync.sender",
+            "ratchet.weight_sync.transport",
             "ratchet.weight_sync.collective",
         ]
     )

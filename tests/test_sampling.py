@@ -14,7 +14,7 @@ from ratchet.config.experience import SamplingConfig
 from ratchet.config.schema import EvaluationConfig
 from ratchet.errors import SamplingError
 from ratchet.experience.openai_proxy.wire import ApiError, apply_sampling
-from ratchet.generators.engine.sampling import SamplingSettings, draw_tokens
+from ratchet.generators.engine.sampler import SamplingSettings, draw_tokens
 from ratchet.sampling import (
     FIELDS,
     LARGEST_COUNT,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ratchet.errors import ModelError, RequestFailed
 from ratchet.generators.async_engine import AsyncEngine
 from ratchet.generators.config import HFConfig
-from ratchet.generators.engine.sampling import SamplingSettings, draw_tokens, draw_uniforms
+from ratchet.generators.engine.sampler import SamplingSettings, draw_tokens, draw_uniforms
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.faults import explain_nonfinite, make_request_error
 from ratchet.generators.request import GenerationRequest

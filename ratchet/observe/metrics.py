@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +40,7 @@ class StepMetrics(dict[str, float | None]):
 class MetricsManager:
     """A collector of metrics. Names are `prefix/key`, or `stage/prefix/key` with a stage.
 
-    Phases appear as `time/<phase>_s` (wall seconds). Samples that belong to a domain or an
+    Samples that belong to a domain or an
     environment appear as `prefix/<label>/<value>/key`, such as `rollout/tag/maths/reward`.
 
     `declare` or the first `add` of a metric sets how its samples merge. A result that is not finite
@@ -50,9 +48,8 @@ class MetricsManager:
     `<name>/-inf` with value 1 then says which value it was.
     """
 
-    def __init__(self, stage: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stage: str = "") -> None:
         self._name_prefix = f"{stage}/" if stage else ""
-        self._clock = clock
         self._declared: dict[tuple[str, str], Reducer] = {}
         self._origins: dict[str, MetricOrigin] = {}
         self._partials: dict[str, Partial] = {}
@@ -126,15 +123,6 @@ class MetricsManager:
         for name, (origin, samples) in partials.items():
             self._register_origin(name, origin)
             self._partials.setdefault(name, new_partial(origin.reducer)).merge(samples)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block, even if it raises. Repeated phases of the same name in a step add up."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self.add("time", {f"{name}_s": self._clock() - start}, merge="sum")
 
     def flush(self, step: int) -> StepMetrics:
         """Return the metrics of `step`, sorted by name, and start the next step empty."""

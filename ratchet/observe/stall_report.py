@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ratchet.observe.tracing.spans import ACTIVITY
+from ratchet.observe.tracing.busy_time import BUSY_TIME
+from ratchet.utils.tracer import TRACER, Span
 
 log = logging.getLogger(__name__)
 
@@ -82,14 +83,14 @@ def begin_wait(wait: Wait) -> Wait:
     _waits[wait] = True
     if wait.name == GENERATE:
         with _lock:
-            ACTIVITY.begin()
+            BUSY_TIME.__enter__()
     return wait
 
 
 def end_wait(wait: Wait) -> None:
     if _waits.pop(wait, False) and wait.name == GENERATE:
         with _lock:
-            ACTIVITY.end()
+            BUSY_TIME.__exit__()
 
 
 def waiting(owner: str, name: str, awaited: str, timeout_s: float | None) -> Wait:
@@ -184,7 +185,10 @@ class StallDetector:
 
 @contextlib.contextmanager
 def log_stalls(after_s: float | None) -> Iterator[None]:
-    """Log stalls inside the block, even while the main thread waits. None: log nothing."""
+    """Record the run's phases inside the block, and log stalls even while the main thread waits.
+
+    after_s: see `StallDetector`; None: log nothing.
+    """
     ended, stalls = threading.Event(), StallDetector(math.inf if after_s is None else after_s)
 
     def watch() -> None:
@@ -192,13 +196,19 @@ def log_stalls(after_s: float | None) -> Iterator[None]:
             if text := stalls.check(time.monotonic()):
                 log.warning("%s", text)
 
+    TRACER.subscribe(_record_phase, phases_only=True)
     if after_s is not None:
         threading.Thread(target=watch, name="stalls", daemon=True).start()
     try:
         yield
     finally:
         ended.set()
+        TRACER.unsubscribe(_record_phase)
         forget_component(RUN)
+
+
+def _record_phase(span: Span) -> None:
+    record_event(RUN, f"began to {span.name} for step {span.step}")
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from ratchet.learners.compute.flop_counter import FlopCounter, wrap_with_flop_co
 from ratchet.models.flops import TokenCost
 from ratchet.observe.matmul_rate import Gemm, GemmTimer, measure_gemm_rate
 from ratchet.observe.system import SystemMeter, load_nvml
+from ratchet.observe.tracing.busy_time import BUSY_TIME, BusyTime
 from ratchet.observe.tracing.perfetto import Trace
-from ratchet.observe.tracing.spans import ACTIVITY, Activity
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
@@ -72,7 +72,7 @@ class StageMeter:
         peak: Peak FLOP/s of all devices together. Steps may raise it.
         system: Measures CPU, memory and accelerators; None measures none.
         trace: Receives the steps; None writes no trace.
-        activity: Records when learners and generators are busy.
+        busy_time: Records when learners and generators are busy.
     """
 
     def __init__(
@@ -82,18 +82,18 @@ class StageMeter:
         *,
         system: SystemMeter | None = None,
         trace: Trace | None = None,
-        activity: Activity = ACTIVITY,
+        busy_time: BusyTime = BUSY_TIME,
     ) -> None:
         self.flop_counter = flop_counter
         self.peak = peak
         self.system = system
         self.trace = trace
-        self.activity = activity
+        self.busy_time = busy_time
         self._flop_before = self._busy_s_before = 0.0
 
     def begin(self, step: int) -> None:
         self.peak.repeat()
-        self._flop_before, self._busy_s_before = self.flop_counter.flop, self.activity.busy_s
+        self._flop_before, self._busy_s_before = self.flop_counter.flop, self.busy_time.seconds
         if self.trace is not None:
             self.trace.begin_step(step)
 
@@ -108,8 +108,8 @@ class StageMeter:
         new_rows = [row for group in groups if not group.n_uses for row in group.trajectories]
         self.flop_counter.add("policy", [len(row) for row in new_rows if row.sampled])
         flop = self.flop_counter.flop - self._flop_before
-        idle = 1 - (self.activity.busy_s - self._busy_s_before) / seconds
-        # `seconds` and `busy_s` are read one after the other, so the share may lie outside [0, 1].
+        idle = 1 - (self.busy_time.seconds - self._busy_s_before) / seconds
+        # Both times are read one after the other, so the share may lie outside [0, 1].
         metrics = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
         if self.flop_counter.cost_by_role:
             self.peak.observe(flop / seconds)

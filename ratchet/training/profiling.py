@@ -17,6 +17,7 @@ from ratchet.observe.tracing.profiler import ProfiledStage, Profiler
 from ratchet.protocols import Learner, LossTerm
 from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
+from ratchet.utils.tracer import TRACER
 
 
 def choose_profiled_stage(config: RunConfig, first: int) -> int:
@@ -44,7 +45,7 @@ def profiling(
         name: TokenCountingLearner(learner) for name, learner in roles.items()
     }
     subject = _make_subject(run, policy, config, counting_learners)
-    run.profiler = Profiler(
+    run.profiler = profiler = Profiler(
         subject,
         steps,
         first_step=run.first_step,
@@ -52,11 +53,13 @@ def profiling(
         directory=directory,
         show=show,
     )
+    TRACER.subscribe(profiler.follow, phases_only=True)
     try:
         yield
-        run.profiler.finish()
+        profiler.finish()
     finally:
-        run.profiler.abandon()
+        TRACER.unsubscribe(profiler.follow)
+        profiler.abandon()
         run.roles = roles
 
 
@@ -74,8 +77,9 @@ def _make_subject(
 
     def count_tokens() -> float:
         """Return the number of tokens computed by the learners and by a generator that counts."""
-        generated = getattr(core, "prefilled_tokens", 0) + getattr(core, "decoded_tokens", 0)
-        return generated + sum(learner.tokens for learner in roles.values())
+        return getattr(core, "computed_tokens", 0) + sum(
+            learner.tokens for learner in roles.values()
+        )
 
     return ProfiledStage(
         stage=run.name,

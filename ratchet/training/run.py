@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -35,12 +35,11 @@ from ratchet.experience.rollout.metrics import (
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.sentinels import Sentinels
-from ratchet.observe.stall_report import RUN, record_event
 from ratchet.observe.tracing.profiler import Profiler
-from ratchet.observe.tracing.spans import ACTIVITY
 from ratchet.protocols import Closeable, Learner, WeightSync
 from ratchet.types import Group
 from ratchet.utils import failpoints
+from ratchet.utils.tracer import TRACER, span
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +191,7 @@ class StageRun:
                 self.meter.begin(step)
             self._step_start = time.monotonic()
             self._process_time_start = time.process_time()
-            with ACTIVITY.span(STEPS, f"step {step + 1}"):
+            with span(STEPS, f"step {step + 1}"):
                 yield step
             if self.meter is not None:
                 self.meter.end()
@@ -209,11 +208,10 @@ class StageRun:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step. It begins with a failpoint, where tests kill the process."""
-        failpoints.point(f"step.{name}")
-        record_event(RUN, f"began to {name} for step {self.done + 1}")
-        with self._time_part(name), self.metrics.phase(name):
+        """Time a phase of the step, which becomes the metric `time/<phase>_s`."""
+        with TRACER.phase(STEPS, name, self.done + 1) as phase:
             yield
+        self.metrics.add("time", {f"{name}_s": phase.seconds}, merge="sum")
 
     async def check_parity(self, step: int, batch: Batch) -> None:
         """Check the sampler's log-probabilities against the learner's, while both have the same
@@ -253,7 +251,7 @@ class StageRun:
 
     async def after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
         """Finish a step: acknowledge its groups, record, log, evaluate and save."""
-        with ACTIVITY.span(STEPS, "after"):
+        with span(STEPS, "after"):
             await self._after(step, groups, batch)
 
     async def _after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
@@ -308,9 +306,7 @@ class StageRun:
             self._is_due(steps_done, self.evaluate_every) and self.stop.status is None
         )
         if self._is_last_step or is_evaluation_due:
-            failpoints.point("step.evaluate")
-            record_event(RUN, f"began to evaluate after step {steps_done}")
-            with self._time_part("evaluate"):
+            with TRACER.phase(STEPS, "evaluate", steps_done):
                 await self.evaluate()
         findings = await self._check_reward_hacking(steps_done, groups)
         failpoints.point("step.log")
@@ -328,8 +324,7 @@ class StageRun:
             self.stop.status = PAUSED
         is_end = self.stop.status is not None or self._is_last_step
         if self.save is not None and (is_end or self._is_due(steps_done, self.save_every)):
-            record_event(RUN, f"began to save step {steps_done}")
-            with self._time_part("save"):
+            with TRACER.phase(STEPS, "save", steps_done):
                 await self.save(steps_done)
 
     def _update_patience(self, metrics: Mapping[str, float | None]) -> None:
@@ -407,14 +402,6 @@ class StageRun:
         for manager in self.managers:
             await manager.close()
         await self.weight_sync.close()
-
-    @contextmanager
-    def _time_part(self, name: str) -> Iterator[None]:
-        with (
-            ACTIVITY.span(STEPS, name),
-            nullcontext() if self.profiler is None else self.profiler.phase(name),
-        ):
-            yield
 
     @property
     def _is_last_step(self) -> bool:

@@ -5,8 +5,8 @@
 `record` lists the points that a block of code passes, so that a test can enumerate its crash
 points.
 
-This module is the bottom layer: it imports nothing of Ratchet and never reads the environment (the
-command line does, and calls `arm`).
+Each phase of a step is a failpoint too: `step.sample`, `step.update` and so on. This module never
+reads the environment (the command line does, and calls `arm`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from ratchet.utils.tracer import TRACER, Span
 
 
 class InjectedFault(RuntimeError):
@@ -60,6 +62,20 @@ ACTIONS: dict[str, Callable[[str], None]] = {
 _listener: Callable[[str], None] | None = None
 
 
+def _listen(listener: Callable[[str], None] | None) -> None:
+    """Call the listener at every failpoint from now on. None: do nothing there."""
+    global _listener
+    _listener = listener
+    if listener is None:
+        TRACER.unsubscribe(_pass_phase)
+    else:
+        TRACER.subscribe(_pass_phase, phases_only=True)
+
+
+def _pass_phase(span: Span) -> None:
+    point(f"step.{span.name}")
+
+
 def point(name: str) -> None:
     """Mark a place where a test may break the process."""
     if _listener is not None:
@@ -79,7 +95,6 @@ def arm(spec: str) -> None:
 
     Raises ValueError for a malformed spec.
     """
-    global _listener
     plan: dict[tuple[str, int], Callable[[str], None]] = {}
     for item in filter(None, (part.strip() for part in spec.split(","))):
         name, passage, action = _parse_item(item)
@@ -91,13 +106,12 @@ def arm(spec: str) -> None:
         if action := plan.get((name, passages[name])):
             action(name)
 
-    _listener = count_and_act if plan else None
+    _listen(count_and_act if plan else None)
 
 
 def disarm() -> None:
     """Disarm all failpoints."""
-    global _listener
-    _listener = None
+    _listen(None)
 
 
 @contextmanager
@@ -106,14 +120,13 @@ def record() -> Iterator[list[str]]:
 
     No failpoint is armed inside the block.
     """
-    global _listener
     passed_points: list[str] = []
     previous_listener = _listener
-    _listener = passed_points.append
+    _listen(passed_points.append)
     try:
         yield passed_points
     finally:
-        _listener = previous_listener
+        _listen(previous_listener)
 
 
 def _parse_item(item: str) -> tuple[str, int, str]:

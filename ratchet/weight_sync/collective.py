@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch import Tensor
 from ratchet.errors import WeightSyncError
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import as_bytes, checksum
-from ratchet.weight_sync.transaction import PendingReceive, PushWeightSync
+from ratchet.weight_sync.transaction import PushWeightSync
+from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,
     PartReader,
@@ -38,23 +39,27 @@ from ratchet.weight_sync.weight_blocks import (
 JOIN_TIMEOUT_S = 15.0
 
 
+# Groups of this process: (session, "rank N" or "receiver N") -> (key, groups).
+_GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}
+
+
 @dataclass(frozen=True)
-class CollectiveGroupSpec:
-    """The process groups of a push, and how to join them.
+class CollectiveTransport(WeightTransport):
+    """A transport by broadcasts in process groups.
 
     key: name of the groups in the store; it changes after a failed push.
+    host, port: address of the store.
     sizes: bytes that each rank sends.
     """
 
-    session: str
-    key: str
-    host: str
-    port: int
-    backend: str
-    n_receivers: int
-    bucket_bytes: int
-    timeout_s: float
-    sizes: tuple[int, ...]
+    key: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    backend: str = "gloo"
+    n_receivers: int = 1
+    bucket_bytes: int = 2**24
+    timeout_s: float = 600.0
+    sizes: Sequence[int] = ()
 
     @property
     def device(self) -> str:
@@ -87,141 +92,95 @@ class CollectiveGroupSpec:
         group._set_default_timeout(timedelta(seconds=self.timeout_s))
         return group
 
-
-# Groups of this process: (session, "rank N" or "receiver N") -> (key, groups).
-_GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}
-
-
-class CollectiveWeightSync(PushWeightSync):
-    """A weight sync by broadcasts from each rank to all receivers.
-
-    receivers_count: number of `receivers`.
-    host: address at which other processes reach the driver.
-    backend: gloo sends from host memory. nccl sends from accelerators, where all weights must be.
-    bucket_mib: size of a broadcast in MiB.
-    """
-
-    writer = "ratchet.weight_sync.collective:write"
-    receiver = "ratchet.weight_sync.collective:read"
-    release_function = "ratchet.weight_sync.collective:forget"
-
-    def __init__(
-        self,
-        senders: Ranks,
-        receivers: Ranks,
-        *,
-        receivers_count: int = 1,
-        host: str = "127.0.0.1",
-        backend: str = "gloo",
-        bucket_mib: int = 16,
-        **options: Any,
-    ) -> None:
-        super().__init__(senders, receivers, **options)
-        assert not self.changes_only, "the buckets of a collective are laid out in advance"
-        self.receivers_count = receivers_count
-        self.host = host
-        self.backend = backend
-        self.bucket_mib = bucket_mib
-        self._store: dist.TCPStore | None = None
-        self._attempt = 0
-
-    def _get_transport_options(self, blocks: Sequence[Sequence[WeightBlock]]) -> Mapping[str, Any]:
-        if self._store is None:
-            self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
-        spec = CollectiveGroupSpec(
-            session=self.session,
-            key=f"{self.session}/{self._attempt}",
-            host=self.host,
-            port=self._store.port,
-            backend=self.backend,
-            n_receivers=self.receivers_count,
-            bucket_bytes=self.bucket_mib * 2**20,
-            timeout_s=self.timeout_s,
-            sizes=tuple(
-                sum(align_bytes(block.n_bytes) for block in rank_blocks) for rank_blocks in blocks
-            ),
-        )
-        return {"spec": spec}
-
-    async def _transfer(
-        self,
-        blocks: Sequence[Sequence[WeightBlock]],
-        version: int,
-        delta_args: Mapping[str, Any] | None,
-    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
-        """Send and receive at the same time.
-
-        A side that fails still completes its broadcasts, so that the other side does not hang.
-        """
-        options = self._get_transport_options(blocks)
-        sending = asyncio.ensure_future(self._send(options, delta_args))
-        receiving = asyncio.ensure_future(self.receivers.call("receive", self.receiver, options))
+    def write(self, outgoing: Iterator[OutgoingPart], rank: int) -> list[SentPart]:
+        """Send a rank's blocks through its group, and return what was sent."""
+        (group,) = self._join_groups(f"rank {rank}", lambda: [self.join_group(rank, 0)])
+        stream = _BucketStream(group, self, rank)
+        parts = []
         try:
-            finished, unfinished = await asyncio.wait(
-                {sending, receiving}, return_when=asyncio.FIRST_EXCEPTION
-            )
-            first_error = next((error for task in finished if (error := task.exception())), None)
-            if unfinished:
-                # Closing the store raises an error in a side that still waits for the failed side.
-                self._store = None
-                await asyncio.wait(unfinished)
-        finally:
-            sending.cancel()
-            receiving.cancel()
-        if first_error is not None:
-            raise first_error
-        return sending.result(), None
+            for part in outgoing:
+                tensor = part.tensor.to(self.device, part.dtype).contiguous()
+                parts.append(part.to_part(stream.sent_bytes, checksum(tensor)))
+                stream.send(as_bytes(tensor))
+            if stream.sent_bytes != self.sizes[rank]:
+                raise WeightSyncError(
+                    f"rank {rank} sent {stream.sent_bytes} bytes, not the {self.sizes[rank]} that "
+                    "it announced",
+                    rank=rank,
+                )
+        except BaseException:
+            _GROUPS.pop((self.session, f"rank {rank}"), None)
+            stream.finish_failed_push()
+            raise
+        return parts
 
-    async def _rollback(self) -> None:
-        self._attempt += 1
-        await super()._rollback()
+    def receive(self, blocks: Sequence[Sequence[WeightBlock]], receiver: int) -> PartReader:
+        """Receive the blocks of all ranks, and return a reader of their parts."""
+        member = f"receiver {receiver}"
+        ranks = range(len(self.sizes))
+        groups = self._join_groups(
+            member, lambda: [self.join_group(rank, 1 + receiver) for rank in ranks]
+        )
+        received_bytes = [
+            torch.empty(size, dtype=torch.uint8, device=self.device) for size in self.sizes
+        ]
+        errors_by_rank: dict[int, RuntimeError] = {}
+        for bucket_index in range(max(self.count_buckets(rank) for rank in ranks)):
+            # All receivers use the same order, and all ranks send at the same time. If a rank
+            # fails, the buckets of the others are still received, so that no rank hangs.
+            sending_ranks = [
+                rank
+                for rank in ranks
+                if bucket_index < self.count_buckets(rank) and rank not in errors_by_rank
+            ]
+            broadcasts = [
+                groups[rank].broadcast(
+                    received_bytes[rank][self.get_bucket_bounds(rank, bucket_index)], 0
+                )
+                for rank in sending_ranks
+            ]
+            for rank, broadcast in zip(sending_ranks, broadcasts, strict=True):
+                try:
+                    broadcast.wait()
+                except RuntimeError as error:
+                    errors_by_rank[rank] = error
+        for rank, error in errors_by_rank.items():
+            _GROUPS.pop((self.session, member), None)
+            raise WeightSyncError(f"rank {rank} stopped sending: {error}", rank=rank) from error
+        return lambda rank, part: part.read_from(received_bytes[rank])
 
-    async def close(self) -> None:
-        await super().close()
-        self._store = None
+    def _join_groups(self, member: str, join: Callable[[], list[Any]]) -> list[Any]:
+        """Return the groups of a push, and close the groups of an earlier, failed attempt."""
+        joined_key, groups = _GROUPS.pop((self.session, member), ("", []))
+        if joined_key != self.key:
+            # This closes their connections.
+            del groups[:]
+            groups = join()
+        _GROUPS[self.session, member] = (self.key, groups)
+        return groups
 
-
-def write(
-    outgoing: Iterator[OutgoingPart], rank: int, *, spec: CollectiveGroupSpec
-) -> list[SentPart]:
-    """Send a rank's blocks through its group, and return what was sent."""
-    (group,) = _join_groups(spec, f"rank {rank}", lambda: [spec.join_group(rank, 0)])
-    stream = _BucketStream(group, spec, rank)
-    parts = []
-    try:
-        for part in outgoing:
-            tensor = part.tensor.to(spec.device, part.dtype).contiguous()
-            parts.append(part.to_part(stream.sent_bytes, checksum(tensor)))
-            stream.send(as_bytes(tensor))
-        if stream.sent_bytes != spec.sizes[rank]:
-            raise WeightSyncError(
-                f"rank {rank} sent {stream.sent_bytes} bytes, not the {spec.sizes[rank]} that it "
-                "announced",
-                rank=rank,
-            )
-    except BaseException:
-        _GROUPS.pop((spec.session, f"rank {rank}"), None)
-        stream.finish_failed_push()
-        raise
-    return parts
+    def forget(self) -> None:
+        """Close the groups of the session."""
+        for key in [key for key in _GROUPS if key[0] == self.session]:
+            del _GROUPS[key]
 
 
 class _BucketStream:
     """A stream of a rank's bytes, which are cut into buckets; each full bucket is broadcast."""
 
-    def __init__(self, group: Any, spec: CollectiveGroupSpec, rank: int) -> None:
+    def __init__(self, group: Any, transport: CollectiveTransport, rank: int) -> None:
         self.group = group
-        self.spec = spec
+        self.transport = transport
         self.rank = rank
         self.sent_bytes = 0
         self.has_lost_receivers = False
-        size = min(spec.bucket_bytes, spec.sizes[rank])
-        self._bucket = torch.empty(size, dtype=torch.uint8, device=spec.device)
+        size = min(transport.bucket_bytes, transport.sizes[rank])
+        self._bucket = torch.empty(size, dtype=torch.uint8, device=transport.device)
 
     def send(self, bytes_n: Tensor) -> None:
         """Add bytes to the stream. Raise WeightSyncError if they exceed the announced size."""
-        total = self.spec.sizes[self.rank]
-        bucket_bytes = self.spec.bucket_bytes
+        total = self.transport.sizes[self.rank]
+        bucket_bytes = self.transport.bucket_bytes
         if self.sent_bytes + len(bytes_n) > total:
             raise WeightSyncError(
                 f"rank {self.rank} has more to send than the {total} bytes that it announced",
@@ -243,11 +202,11 @@ class _BucketStream:
             return
         self.sent_bytes += count
         if (
-            self.sent_bytes % self.spec.bucket_bytes == 0
-            or self.sent_bytes == self.spec.sizes[self.rank]
+            self.sent_bytes % self.transport.bucket_bytes == 0
+            or self.sent_bytes == self.transport.sizes[self.rank]
         ):
-            last_bucket = self.spec.get_bucket_bounds(
-                self.rank, -(-self.sent_bytes // self.spec.bucket_bytes) - 1
+            last_bucket = self.transport.get_bucket_bounds(
+                self.rank, -(-self.sent_bytes // self.transport.bucket_bytes) - 1
             )
             try:
                 self.group.broadcast(self._bucket[: last_bucket.stop - last_bucket.start], 0).wait()
@@ -263,66 +222,96 @@ class _BucketStream:
         Their contents do not matter, since the push is rejected.
         """
         with contextlib.suppress(WeightSyncError):
-            while not self.has_lost_receivers and self.sent_bytes < self.spec.sizes[self.rank]:
-                bucket_bytes = self.spec.bucket_bytes
+            while not self.has_lost_receivers and self.sent_bytes < self.transport.sizes[self.rank]:
+                bucket_bytes = self.transport.bucket_bytes
                 self._advance(
                     min(
                         bucket_bytes - self.sent_bytes % bucket_bytes,
-                        self.spec.sizes[self.rank] - self.sent_bytes,
+                        self.transport.sizes[self.rank] - self.sent_bytes,
                     )
                 )
 
 
-def read(
-    blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, spec: CollectiveGroupSpec
-) -> PartReader:
-    """Receive the blocks of all ranks, and return a reader of their parts."""
-    member = f"receiver {receiver}"
-    ranks = range(len(spec.sizes))
-    groups = _join_groups(
-        spec, member, lambda: [spec.join_group(rank, 1 + receiver) for rank in ranks]
-    )
-    received_bytes = [
-        torch.empty(size, dtype=torch.uint8, device=spec.device) for size in spec.sizes
-    ]
-    errors_by_rank: dict[int, RuntimeError] = {}
-    for bucket_index in range(max(spec.count_buckets(rank) for rank in ranks)):
-        # All receivers use the same order, and all ranks send at the same time. If a rank fails,
-        # the buckets of the others are still received, so that no rank hangs.
-        sending_ranks = [
-            rank
-            for rank in ranks
-            if bucket_index < spec.count_buckets(rank) and rank not in errors_by_rank
-        ]
-        broadcasts = [
-            groups[rank].broadcast(
-                received_bytes[rank][spec.get_bucket_bounds(rank, bucket_index)], 0
+class CollectiveWeightSync(PushWeightSync[CollectiveTransport]):
+    """A weight sync by broadcasts from each rank to all receivers.
+
+    receivers_count: number of `receivers`.
+    host: address at which other processes reach the driver.
+    backend: gloo sends from host memory. nccl sends from accelerators, where all weights must be.
+    bucket_mib: size of a broadcast in MiB.
+    """
+
+    transport_class = CollectiveTransport
+
+    def __init__(
+        self,
+        senders: Ranks,
+        receivers: Ranks,
+        *,
+        receivers_count: int = 1,
+        host: str = "127.0.0.1",
+        backend: str = "gloo",
+        bucket_mib: int = 16,
+        **options: Any,
+    ) -> None:
+        super().__init__(senders, receivers, **options)
+        assert not self.transport.changes_only, "buckets are laid out in advance"
+        self.transport = replace(
+            self.transport,
+            host=host,
+            backend=backend,
+            n_receivers=receivers_count,
+            bucket_bytes=bucket_mib * 2**20,
+            timeout_s=self.timeout_s,
+        )
+        self._store: dist.TCPStore | None = None
+        self._attempt = 0
+
+    def _open_store(self, blocks: Sequence[Sequence[WeightBlock]]) -> CollectiveTransport:
+        """Return the transport of this attempt, whose store members can join."""
+        if self._store is None:
+            self._store = dist.TCPStore(
+                self.transport.host, 0, is_master=True, wait_for_workers=False
             )
-            for rank in sending_ranks
-        ]
-        for rank, broadcast in zip(sending_ranks, broadcasts, strict=True):
-            try:
-                broadcast.wait()
-            except RuntimeError as error:
-                errors_by_rank[rank] = error
-    for rank, error in errors_by_rank.items():
-        _GROUPS.pop((spec.session, member), None)
-        raise WeightSyncError(f"rank {rank} stopped sending: {error}", rank=rank) from error
-    return lambda rank, part: part.read_from(received_bytes[rank])
+        return replace(
+            self.transport,
+            key=f"{self.transport.session}/{self._attempt}",
+            port=self._store.port,
+            sizes=[
+                sum(align_bytes(block.n_bytes) for block in rank_blocks) for rank_blocks in blocks
+            ],
+        )
 
+    async def _transfer(
+        self, blocks: Sequence[Sequence[WeightBlock]], base: int | None, version: int
+    ) -> tuple[list[list[SentPart]], CollectiveTransport]:
+        """Send and receive at the same time.
 
-def forget(session: str) -> None:
-    """Close the groups of a session."""
-    for key in [key for key in _GROUPS if key[0] == session]:
-        del _GROUPS[key]
+        A side that fails still completes its broadcasts, so that the other side does not hang.
+        """
+        transport = self._open_store(blocks)
+        sending = asyncio.ensure_future(self._send(transport, base, version))
+        receiving = asyncio.ensure_future(self.receivers.call("receive", transport))
+        try:
+            finished, unfinished = await asyncio.wait(
+                {sending, receiving}, return_when=asyncio.FIRST_EXCEPTION
+            )
+            first_error = next((error for task in finished if (error := task.exception())), None)
+            if unfinished:
+                # Closing the store raises an error in a side that still waits for the failed side.
+                self._store = None
+                await asyncio.wait(unfinished)
+        finally:
+            sending.cancel()
+            receiving.cancel()
+        if first_error is not None:
+            raise first_error
+        return sending.result(), transport
 
+    async def _rollback(self) -> None:
+        self._attempt += 1
+        await super()._rollback()
 
-def _join_groups(spec: CollectiveGroupSpec, member: str, join: Any) -> list[Any]:
-    """Return the groups of a push, and close the groups of an earlier, failed attempt."""
-    joined_key, groups = _GROUPS.pop((spec.session, member), ("", []))
-    if joined_key != spec.key:
-        # This closes their connections.
-        del groups[:]
-        groups = join()
-    _GROUPS[spec.session, member] = (spec.key, groups)
-    return groups
+    async def close(self) -> None:
+        await super().close()
+        self._store = None

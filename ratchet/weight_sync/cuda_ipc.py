@@ -12,8 +12,8 @@ This transport has not been run yet, because it can't be tested without an accel
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 from ratchet.errors import WeightSyncError
 from ratchet.protocols import Shard
 from ratchet.weight_sync.checksums import copy_with_checksum
-from ratchet.weight_sync.transaction import PendingReceive, PushWeightSync
+from ratchet.weight_sync.transaction import PushWeightSync
+from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,
     PartReader,
@@ -47,73 +48,52 @@ _OWN_BUFFERS: dict[tuple[str, int], tuple[Tensor, CudaIpcHandle]] = {}
 _MAPPED_BUFFERS: dict[tuple[str, int], tuple[str, Tensor]] = {}
 
 
-class CudaIpcWeightSync(PushWeightSync):
-    """A weight sync through buffers on an accelerator that learner and generator share."""
+@dataclass(frozen=True)
+class CudaIpcTransport(WeightTransport):
+    """A transport through one buffer of each rank.
 
-    writer = "ratchet.weight_sync.cuda_ipc:write"
-    receiver = "ratchet.weight_sync.cuda_ipc:read"
-    release_function = "ratchet.weight_sync.cuda_ipc:forget"
+    sizes: bytes that each rank sends.
+    handles: the buffers of the ranks, for receivers.
+    """
 
-    async def _transfer(
-        self,
-        blocks: Sequence[Sequence[WeightBlock]],
-        version: int,
-        delta_args: Mapping[str, Any] | None,
-    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
-        sizes = [sum(align_bytes(block.n_bytes) for block in rank_blocks) for rank_blocks in blocks]
-        parts = await self._send({"session": self.session, "sizes": sizes}, delta_args)
-        handles = await self.senders.call(
-            "send", "ratchet.weight_sync.cuda_ipc:export_handle", {"session": self.session}
-        )
-        return parts, (self.receiver, {"session": self.session, "handles": handles})
+    sizes: Sequence[int] = ()
+    handles: Sequence[CudaIpcHandle] = ()
 
+    def write(self, outgoing: Iterator[OutgoingPart], rank: int) -> list[SentPart]:
+        """Copy a rank's blocks to its buffer, and return what was sent."""
+        buffer_n = _get_buffer(self.session, rank, self.sizes[rank])
+        position = 0
+        parts = []
+        for part in outgoing:
+            target_n = buffer_n[position : position + part.n_bytes]
+            parts.append(
+                part.to_part(position, copy_with_checksum(target_n, part.tensor, part.dtype))
+            )
+            position += align_bytes(part.n_bytes)
+        # Wait for the copies, since receivers read on other streams.
+        torch.cuda.synchronize()
+        return parts
 
-def write(
-    outgoing: Iterator[OutgoingPart], rank: int, *, session: str, sizes: Sequence[int]
-) -> list[SentPart]:
-    """Copy a rank's blocks to its buffer, and return what was sent."""
-    buffer_n = _get_buffer(session, rank, sizes[rank])
-    position = 0
-    parts = []
-    for part in outgoing:
-        target_n = buffer_n[position : position + part.n_bytes]
-        parts.append(part.to_part(position, copy_with_checksum(target_n, part.tensor, part.dtype)))
-        position += align_bytes(part.n_bytes)
-    # Wait for the copies, since receivers read on other streams.
-    torch.cuda.synchronize()
-    return parts
+    def export_handle(self, weights: Iterator[Shard], rank: int) -> CudaIpcHandle:
+        """Return the handle of a rank's buffer."""
+        return _OWN_BUFFERS[self.session, rank][1]
 
+    def receive(self, blocks: Sequence[Sequence[WeightBlock]], receiver: int) -> PartReader:
+        """Map the buffers of all ranks, and return a reader of their parts."""
+        buffers = []
+        for rank, handle in enumerate(self.handles):
+            mapped_token, bytes_n = _MAPPED_BUFFERS.get((self.session, rank), ("", None))
+            if bytes_n is None or mapped_token != handle.token:
+                bytes_n = handle.rebuild(*handle.arguments)
+                _MAPPED_BUFFERS[self.session, rank] = (handle.token, bytes_n)
+            buffers.append(bytes_n)
+        return lambda rank, part: part.read_from(buffers[rank])
 
-def export_handle(
-    weights: Iterator[Shard], rank: int, world_size: int, *, session: str
-) -> CudaIpcHandle:
-    """Return the handle of a rank's buffer."""
-    return _OWN_BUFFERS[session, rank][1]
-
-
-def read(
-    blocks: Sequence[Sequence[WeightBlock]],
-    receiver: int,
-    *,
-    session: str,
-    handles: Sequence[CudaIpcHandle],
-) -> PartReader:
-    """Map the buffers of all ranks, and return a reader of their parts."""
-    buffers = []
-    for rank, handle in enumerate(handles):
-        mapped_token, bytes_n = _MAPPED_BUFFERS.get((session, rank), ("", None))
-        if bytes_n is None or mapped_token != handle.token:
-            bytes_n = handle.rebuild(*handle.arguments)
-            _MAPPED_BUFFERS[session, rank] = (handle.token, bytes_n)
-        buffers.append(bytes_n)
-    return lambda rank, part: part.read_from(buffers[rank])
-
-
-def forget(session: str) -> None:
-    """Release the buffers of a session."""
-    for cache in (_OWN_BUFFERS, _MAPPED_BUFFERS):
-        for key in [key for key in cache if key[0] == session]:
-            del cache[key]
+    def forget(self) -> None:
+        """Release the buffers of a session."""
+        for cache in (_OWN_BUFFERS, _MAPPED_BUFFERS):
+            for key in [key for key in cache if key[0] == self.session]:
+                del cache[key]
 
 
 def _get_buffer(session: str, rank: int, size: int) -> Tensor:
@@ -134,3 +114,18 @@ def _get_buffer(session: str, rank: int, size: int) -> Tensor:
             CudaIpcHandle(uuid.uuid4().hex, rebuild, arguments),
         )
     return _OWN_BUFFERS[session, rank][0]
+
+
+class CudaIpcWeightSync(PushWeightSync[CudaIpcTransport]):
+    """A weight sync through buffers on an accelerator that learner and generator share."""
+
+    transport_class = CudaIpcTransport
+
+    async def _transfer(
+        self, blocks: Sequence[Sequence[WeightBlock]], base: int | None, version: int
+    ) -> tuple[list[list[SentPart]], CudaIpcTransport]:
+        sizes = [sum(align_bytes(block.n_bytes) for block in rank_blocks) for rank_blocks in blocks]
+        transport = replace(self.transport, sizes=sizes)
+        parts = await self._send(transport, base, version)
+        handles = await self.senders.call("apply_to_weights", transport.export_handle)
+        return parts, replace(transport, handles=handles)

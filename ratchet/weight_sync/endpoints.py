@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ratchet.config.resolve import import_object
 from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Generator, HasReadableWeights, Learner, Shard, SupportsWeightAdoption
 from ratchet.utils.thread_pool import ThreadPool
 from ratchet.weight_sync.checksums import has_checksum, prepare_checksum_check
 from ratchet.weight_sync.delta import ReceivedWeights
+from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import PartReader, SentPart, WeightBlock, torch_dtype
 
 T = TypeVar("T")
@@ -50,12 +50,9 @@ class WeightSender:
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
 
-    def send(self, sender: str, options: Mapping[str, Any]) -> Any:
-        """Send the learner's weights.
-
-        sender: "module:function", called with (weights, rank, world size, **options).
-        """
-        return import_object(sender)(self.learner.weights(), 0, 1, **options)
+    def apply_to_weights(self, operation: Callable[[Iterator[Shard], int], T]) -> T:
+        """Return the result of an operation of a `WeightTransport` on (weights, rank)."""
+        return operation(self.learner.weights(), 0)
 
 
 class WeightReceiver:
@@ -109,35 +106,31 @@ class WeightReceiver:
         }
         await self.generator.prepare(manifest)
 
-    async def receive(self, receiver: str, options: Mapping[str, Any]) -> None:
-        """Receive the parts of all ranks.
-
-        receiver: "module:function" of the transport, called with (blocks, rank, **options).
-        """
+    async def receive(self, transport: WeightTransport) -> None:
+        """Receive the parts of all ranks."""
         self._part_reader = await self._run_in_thread(
-            partial(import_object(receiver), self._blocks, self.rank, **options)
+            partial(transport.receive, self._blocks, self.rank)
         )
 
     async def verify(
         self,
         parts: Sequence[Sequence[SentPart]],
+        transport: WeightTransport,
+        base: int | None,
         version: int,
-        delta_args: Mapping[str, Any] | None,
-        pending_receive: tuple[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Verify the parts and load the weights into the generator (the built-in engine or vLLM).
 
         parts: description of what each rank sent.
-        delta_args: session, base and version of a weight sync that may send changes; None if it
-          sends only whole weights.
-        pending_receive: arguments of `receive`, if the parts have not been received yet.
+        transport: receives the parts, if `receive` has not been called.
+        base: the version that changes apply to; None: all blocks are whole.
 
         Raises WeightSyncError for the first part that differs from what was sent, or DeltaRefused.
         """
-        if pending_receive is not None:
-            await self.receive(*pending_receive)
-        shards = await self._run_in_thread(partial(self._check_parts, parts, version, delta_args))
-        await self.generator.receive(iter(shards))
+        if self._part_reader is None:
+            await self.receive(transport)
+        work = partial(self._check_parts, parts, transport, base, version)
+        await self.generator.receive(iter(await self._run_in_thread(work)))
 
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
         """Run the work in this receiver's thread, so that generation in the event loop goes on."""
@@ -146,8 +139,9 @@ class WeightReceiver:
     def _check_parts(
         self,
         parts: Sequence[Sequence[SentPart]],
+        transport: WeightTransport,
+        base: int | None,
         version: int,
-        delta_args: Mapping[str, Any] | None,
     ) -> list[Shard]:
         """Return the verified weights. Raises WeightSyncError or DeltaRefused."""
         assert self._part_reader is not None, "nothing was received"
@@ -169,15 +163,15 @@ class WeightReceiver:
                     tensor=block.name,
                     rank=rank,
                 )
-        if delta_args is None:
+        if not transport.changes_only:
             return [self._blocks[rank][part.block].shard(values) for rank, part, values in received]
-        self._pending_weights = self._received.setdefault(delta_args["session"], ReceivedWeights())
+        self._pending_weights = self._received.setdefault(transport.session, ReceivedWeights())
         values_by_part = {(rank, part): values for rank, part, values in received}
         applied = self._pending_weights.apply_push(
             self._blocks,
             parts,
             lambda rank, part: values_by_part[rank, part],
-            base=delta_args["base"],
+            base=base,
             version=version,
         )
         return [block.shard(values) for _, block, values in applied]
@@ -203,11 +197,10 @@ class WeightReceiver:
         version = self._received[session].version if session in self._received else None
         return version if version == self.generator.version else None
 
-    def forget(self, function: str, session: str) -> None:
-        """Release everything that a session keeps at this end."""
-        self._received.pop(session, None)
-        if function:
-            import_object(function)(session)
+    def forget(self, transport: WeightTransport) -> None:
+        """Release everything that the transport's session keeps at this end."""
+        self._received.pop(transport.session, None)
+        transport.forget()
 
     def list_differing(
         self, checksums: Sequence[Sequence[tuple[WeightBlock, str]]]

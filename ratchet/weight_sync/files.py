@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from torch import Tensor
 from ratchet.errors import WeightSyncError
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import as_bytes, copy_with_checksum
-from ratchet.weight_sync.transaction import PendingReceive, PushWeightSync
+from ratchet.weight_sync.transaction import PushWeightSync
+from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,
     PartReader,
@@ -37,14 +39,73 @@ from ratchet.weight_sync.weight_blocks import (
 )
 
 
-class FilesWeightSync(PushWeightSync):
+@dataclass(frozen=True)
+class FilesTransport(WeightTransport):
+    """A transport through the files of one directory."""
+
+    directory: str = ""
+
+    def write(self, outgoing: Iterator[OutgoingPart], rank: int) -> list[SentPart]:
+        """Write a rank's blocks to its file, and return the descriptions of the sent parts."""
+        tensors: dict[str, Tensor] = {}
+        parts = []
+        offset = 0
+        for part in outgoing:
+            converted = torch.empty(part.tensor.numel(), dtype=part.dtype)
+            parts.append(
+                part.to_part(
+                    offset, copy_with_checksum(as_bytes(converted), part.tensor, part.dtype)
+                )
+            )
+            tensors[_make_key(parts[-1])] = converted
+            offset += align_bytes(part.n_bytes)
+        path = self._get_path(rank)
+        try:
+            save_file(tensors, path.with_suffix(".tmp"))
+            os.replace(path.with_suffix(".tmp"), path)
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(
+                f"rank {rank} can't write {path}: {error}. Check that there is room, and that all "
+                "ranks share the directory.",
+                rank=rank,
+            ) from error
+        return parts
+
+    def receive(self, blocks: Sequence[Sequence[WeightBlock]], receiver: int) -> PartReader:
+        """Return a function that reads a rank's part from its file."""
+        files: dict[int, Any] = {}
+
+        def read_part(rank: int, part: SentPart) -> Tensor:
+            path = self._get_path(rank)
+            try:
+                if rank not in files:
+                    files[rank] = safe_open(path, framework="pt", device="cpu")
+                return files[rank].get_tensor(_make_key(part))
+            except (OSError, SafetensorError) as error:
+                name = blocks[rank][part.block].name
+                raise WeightSyncError(
+                    f"weight '{name}' of rank {rank} can't be read from {path}: {error}",
+                    tensor=name,
+                    rank=rank,
+                ) from error
+
+        return read_part
+
+    def _get_path(self, rank: int) -> Path:
+        return Path(self.directory) / f"rank-{rank}.safetensors"
+
+
+def _make_key(part: SentPart) -> str:
+    return f"{part.block}.{part.kind}"
+
+
+class FilesWeightSync(PushWeightSync[FilesTransport]):
     """A weight sync that pushes weights through files.
 
     directory: used by this weight sync only; created if it is absent.
     """
 
-    writer = "ratchet.weight_sync.files:write"
-    receiver = "ratchet.weight_sync.files:read"
+    transport_class = FilesTransport
 
     def __init__(
         self, senders: Ranks, receivers: Ranks, *, directory: Path, **options: Any
@@ -57,19 +118,16 @@ class FilesWeightSync(PushWeightSync):
         self._latest: Path | None = None
 
     async def _transfer(
-        self,
-        blocks: Sequence[Sequence[WeightBlock]],
-        version: int,
-        delta_args: Mapping[str, Any] | None,
-    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
+        self, blocks: Sequence[Sequence[WeightBlock]], base: int | None, version: int
+    ) -> tuple[list[list[SentPart]], FilesTransport]:
         draft = self.directory / f".draft-{uuid.uuid4().hex[:8]}"
         complete = self.directory / f"push-{version}-{draft.name[-8:]}"
         self._remove_others(self._committed)
         draft.mkdir(parents=True)
-        parts = await self._send({"directory": str(draft)}, delta_args)
+        parts = await self._send(replace(self.transport, directory=str(draft)), base, version)
         draft.rename(complete)
         self._latest = complete
-        return parts, (self.receiver, {"directory": str(complete)})
+        return parts, replace(self.transport, directory=str(complete))
 
     async def _push(self, version: int) -> None:
         await super()._push(version)
@@ -85,57 +143,3 @@ class FilesWeightSync(PushWeightSync):
         for path in (*self.directory.glob("push-*"), *self.directory.glob(".draft-*")):
             if path != keep:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def write(outgoing: Iterator[OutgoingPart], rank: int, *, directory: str) -> list[SentPart]:
-    """Write a rank's blocks to its file, and return the descriptions of the sent parts."""
-    tensors: dict[str, Tensor] = {}
-    parts = []
-    offset = 0
-    for part in outgoing:
-        converted = torch.empty(part.tensor.numel(), dtype=part.dtype)
-        parts.append(
-            part.to_part(offset, copy_with_checksum(as_bytes(converted), part.tensor, part.dtype))
-        )
-        tensors[_make_key(parts[-1])] = converted
-        offset += align_bytes(part.n_bytes)
-    path = _get_path(directory, rank)
-    try:
-        save_file(tensors, path.with_suffix(".tmp"))
-        os.replace(path.with_suffix(".tmp"), path)
-    except (OSError, SafetensorError) as error:
-        raise WeightSyncError(
-            f"rank {rank} can't write {path}: {error}. Check that there is room, and that all "
-            "ranks share the directory.",
-            rank=rank,
-        ) from error
-    return parts
-
-
-def read(blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, directory: str) -> PartReader:
-    """Return a function that reads a rank's part from its file."""
-    files: dict[int, Any] = {}
-
-    def read_part(rank: int, part: SentPart) -> Tensor:
-        path = _get_path(directory, rank)
-        try:
-            if rank not in files:
-                files[rank] = safe_open(path, framework="pt", device="cpu")
-            return files[rank].get_tensor(_make_key(part))
-        except (OSError, SafetensorError) as error:
-            name = blocks[rank][part.block].name
-            raise WeightSyncError(
-                f"weight '{name}' of rank {rank} can't be read from {path}: {error}",
-                tensor=name,
-                rank=rank,
-            ) from error
-
-    return read_part
-
-
-def _get_path(directory: str, rank: int) -> Path:
-    return Path(directory) / f"rank-{rank}.safetensors"
-
-
-def _make_key(part: SentPart) -> str:
-    return f"{part.block}.{part.kind}"

@@ -18,7 +18,8 @@ from __future__ import annotations
 import mmap
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from torch import Tensor
 from ratchet.errors import WeightSyncError
 from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import copy_with_checksum
-from ratchet.weight_sync.transaction import PendingReceive, PushWeightSync
+from ratchet.weight_sync.transaction import PushWeightSync
+from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import (
     ALIGNMENT,
     OutgoingPart,
@@ -72,20 +74,90 @@ class SharedMemorySegment:
         os.close(self._file)
 
 
-class SharedMemoryWeightSync(PushWeightSync):
+@dataclass(frozen=True)
+class SharedMemoryTransport(WeightTransport):
+    """A transport through one segment.
+
+    path, token, size: see `SharedMemorySegment`.
+    byte_ranges: the bytes of each rank's blocks; receivers don't need them.
+    """
+
+    path: str = ""
+    token: str = ""
+    size: int = 0
+    byte_ranges: Sequence[Sequence[tuple[int, int]]] = ()
+
+    def write(self, outgoing: Iterator[OutgoingPart], rank: int) -> list[SentPart]:
+        """Copy a rank's blocks to their byte ranges, and return what was sent."""
+        bytes_n = self._get_bytes()
+        parts = []
+        # block -> first byte of its next part.
+        next_position: dict[int, int] = {}
+        for part in outgoing:
+            start, end = self.byte_ranges[rank][part.block]
+            position = next_position.get(part.block, start)
+            if position + part.n_bytes > end:
+                raise WeightSyncError(
+                    f"rank {rank} has more to send than it announced: "
+                    f"{position + part.n_bytes - start} bytes",
+                    rank=rank,
+                )
+            target_n = bytes_n[position : position + part.n_bytes]
+            parts.append(
+                part.to_part(position, copy_with_checksum(target_n, part.tensor, part.dtype))
+            )
+            next_position[part.block] = position + align_bytes(part.n_bytes)
+        return parts
+
+    def receive(self, blocks: Sequence[Sequence[WeightBlock]], receiver: int) -> PartReader:
+        """Map the segment, and return a reader of its parts."""
+        bytes_n = self._get_bytes()
+        return lambda rank, part: part.read_from(bytes_n)
+
+    def forget(self) -> None:
+        """Unmap the segments of a session."""
+        _MAPPED.pop(self.session, None)
+
+    def _get_bytes(self) -> Tensor:
+        """Return the bytes of a segment, without its header."""
+        segments = _MAPPED.setdefault(self.session, {})
+        if self.token not in segments:
+            mapped = _map_segment(self.path, self.token, HEADER + self.size)
+            # Two segments stay mapped: the one in use and the one that is written.
+            while len(segments) > 1:
+                segments.pop(next(iter(segments)))
+            segments[self.token] = mapped
+        return segments[self.token][HEADER:]
+
+
+def _map_segment(path: str, token: str, size: int) -> Tensor:
+    """Map the segment. Raises WeightSyncError if this process can't open it."""
+    try:
+        with Path(path).open("r+b", buffering=0) as file:
+            if file.read(len(token)) == token.encode():
+                return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        reason = "it belongs to another process"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise WeightSyncError(
+        f"the shared memory {path} can't be opened here ({reason}): learner, generator and driver "
+        "must be on one host and be allowed to look at each other's processes. Set "
+        "weight_sync.kind=collective or weight_sync.kind=files."
+    )
+
+
+class SharedMemoryWeightSync(PushWeightSync[SharedMemoryTransport]):
     """A weight sync through shared memory.
 
     run: name of the run, see `SharedMemorySegment`.
     """
 
-    writer = "ratchet.weight_sync.shared_memory:write"
-    receiver = "ratchet.weight_sync.shared_memory:read"
-    release_function = "ratchet.weight_sync.shared_memory:forget"
+    transport_class = SharedMemoryTransport
 
     def __init__(self, senders: Ranks, receivers: Ranks, *, run: str = "", **options: Any) -> None:
         super().__init__(senders, receivers, **options)
         # With changes_only, receivers keep whole blocks elsewhere and apply the changes to them.
-        self.lasting = not self.changes_only
+        self.lasting = not self.transport.changes_only
         self.run = run
         # (blocks by rank, their byte ranges, total bytes)
         self._layout: tuple[Sequence[Sequence[WeightBlock]], BlockRanges, int] | None = None
@@ -103,30 +175,25 @@ class SharedMemoryWeightSync(PushWeightSync):
         )
 
     async def _transfer(
-        self,
-        blocks: Sequence[Sequence[WeightBlock]],
-        version: int,
-        delta_args: Mapping[str, Any] | None,
-    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
+        self, blocks: Sequence[Sequence[WeightBlock]], base: int | None, version: int
+    ) -> tuple[list[list[SentPart]], SharedMemoryTransport]:
         if self._layout is None or self._layout[0] is not blocks:
             self._layout = (
                 blocks,
-                *lay_out_blocks(blocks, slack=2 * ALIGNMENT if self.changes_only else 0),
+                *lay_out_blocks(blocks, slack=2 * ALIGNMENT if self.transport.changes_only else 0),
             )
         _, byte_ranges, size = self._layout
         if self._next_segment is None or self._next_segment.size != size:
             _close(self._next_segment)
             self._next_segment = SharedMemorySegment(size, self.run)
-        segment = {
-            "session": self.session,
-            "path": self._next_segment.path,
-            "token": self._next_segment.token,
-            "size": size,
-        }
-        return await self._send({"byte_ranges": byte_ranges, **segment}, delta_args), (
-            self.receiver,
-            segment,
+        transport = replace(
+            self.transport,
+            path=self._next_segment.path,
+            token=self._next_segment.token,
+            size=size,
         )
+        sending = replace(transport, byte_ranges=byte_ranges)
+        return await self._send(sending, base, version), transport
 
     async def _commit(self, version: int) -> bool:
         # If the commit fails, a receiver may already use the segment. So it is never written again.
@@ -179,65 +246,3 @@ def lay_out_blocks(
             position = end
         position = align_bytes(position)
     return byte_ranges, position
-
-
-def write(
-    outgoing: Iterator[OutgoingPart], rank: int, *, byte_ranges: BlockRanges, **segment: Any
-) -> list[SentPart]:
-    """Copy a rank's blocks to their byte ranges, and return what was sent."""
-    bytes_n = _get_bytes(**segment)
-    parts = []
-    # block -> first byte of its next part.
-    next_position: dict[int, int] = {}
-    for part in outgoing:
-        start, end = byte_ranges[rank][part.block]
-        position = next_position.get(part.block, start)
-        if position + part.n_bytes > end:
-            raise WeightSyncError(
-                f"rank {rank} has more to send than it announced: "
-                f"{position + part.n_bytes - start} bytes",
-                rank=rank,
-            )
-        target_n = bytes_n[position : position + part.n_bytes]
-        parts.append(part.to_part(position, copy_with_checksum(target_n, part.tensor, part.dtype)))
-        next_position[part.block] = position + align_bytes(part.n_bytes)
-    return parts
-
-
-def read(blocks: Sequence[Sequence[WeightBlock]], receiver: int, **segment: Any) -> PartReader:
-    """Map the segment, and return a reader of its parts."""
-    bytes_n = _get_bytes(**segment)
-    return lambda rank, part: part.read_from(bytes_n)
-
-
-def forget(session: str) -> None:
-    """Unmap the segments of a session."""
-    _MAPPED.pop(session, None)
-
-
-def _get_bytes(*, session: str, path: str, token: str, size: int) -> Tensor:
-    """Return the bytes of a segment, without its header."""
-    segments = _MAPPED.setdefault(session, {})
-    if token not in segments:
-        mapped = _map_segment(path, token, HEADER + size)
-        # Two segments stay mapped: the one in use and the one that is written.
-        while len(segments) > 1:
-            segments.pop(next(iter(segments)))
-        segments[token] = mapped
-    return segments[token][HEADER:]
-
-
-def _map_segment(path: str, token: str, size: int) -> Tensor:
-    """Map the segment. Raises WeightSyncError if this process can't open it."""
-    try:
-        with Path(path).open("r+b", buffering=0) as file:
-            if file.read(len(token)) == token.encode():
-                return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-        reason = "it belongs to another process"
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    raise WeightSyncError(
-        f"the shared memory {path} can't be opened here ({reason}): learner, generator and driver "
-        "must be on one host and be allowed to look at each other's processes. Set "
-        "weight_sync.kind=collective or weight_sync.kind=files."
-    )

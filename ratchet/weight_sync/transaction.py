@@ -10,45 +10,37 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Generic, TypeVar
 
 from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Ranks
+from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import SentPart, WeightBlock, check_coverage
-
-# "module:function" of the transport, and its options: see `WeightReceiver.receive`.
-PendingReceive = tuple[str, Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
 
-SEND_BLOCKS, DESCRIBE_BLOCKS, COMPUTE_CHECKSUMS = (
-    f"ratchet.weight_sync.sender:{name}" for name in ("send", "describe", "compute_checksums")
-)
+TransportT = TypeVar("TransportT", bound=WeightTransport)
 
 
-class PushWeightSync:
+class PushWeightSync(Generic[TransportT]):
     """The base class of weight syncs that push weights, by any transport.
 
     Implements `WeightSync` and `WeightAudit` between the ranks of a learner (`WeightSender`s) and
     receivers (`WeightReceiver`s).
 
-    dtype: the sender converts floating-point weights to it; None: they keep the learner's.
-    changes_only: send only changes since the last version, if all receivers have it.
+    dtype, changes_only: see `WeightTransport`.
     timeout_s: limit of one push.
     adapter: the adapter that the learner trains in place of its weights. The first push sends the
       weights too. All later pushes send only the adapter.
     """
 
-    # "module:function" that sends blocks, see `ratchet.weight_sync.sender.send`.
-    writer: str
-    # "module:function" that receives blocks, see `WeightReceiver.receive`.
-    receiver: str
+    transport_class: type[TransportT]
     # True if received memory stays unchanged after the commit, until the next one.
     lasting = False
-    # "module:function" that releases the resources of a session in a process; "" for none.
-    release_function: str = ""
 
     def __init__(
         self,
@@ -63,16 +55,14 @@ class PushWeightSync:
         self.senders = senders
         self.receivers = receivers
         self.adapter = adapter
-        self.dtype = dtype
-        self.changes_only = changes_only
         self.timeout_s = timeout_s
-        # The key under which both ends keep state between pushes.
-        self.session = uuid.uuid4().hex
+        # Its session, under which both ends keep state between pushes, ends with `_forget`.
+        self.transport = self.transport_class(
+            uuid.uuid4().hex, dtype=dtype, changes_only=changes_only
+        )
         # Size of the latest push.
         self.sent_bytes = 0
         self._blocks: list[list[WeightBlock]] | None = None
-        # True once the receivers have the frozen weights.
-        self._has_frozen = False
         # The current phase of the push, for error messages.
         self._phase = ""
 
@@ -106,20 +96,19 @@ class PushWeightSync:
         blocks = self._blocks = self._blocks or await self._describe()
         self._phase = "a receiver prepares"
         await self.receivers.call("prepare", blocks, version, self.lasting, self.adapter)
-        delta_args = await self._get_delta_args(version) if self.changes_only else None
+        base = await self._find_base(version) if self.transport.changes_only else None
         self._phase = "weights are sent"
-        parts, pending_receive = await self._transfer(blocks, version, delta_args)
+        parts, transport = await self._transfer(blocks, base, version)
         self.sent_bytes = sum(part.n_bytes for rank_parts in parts for part in rank_parts)
         self._phase = "a receiver compares checksums"
-        await self.receivers.call("verify", parts, version, delta_args, pending_receive)
+        await self.receivers.call("verify", parts, transport, base, version)
         self._phase = "a receiver commits"
         await self._commit(version)
         # The receivers now have the frozen weights: later pushes send the adapter alone.
-        if self.adapter is not None and not self._has_frozen:
+        if self.adapter is not None and not self.transport.skip_frozen:
             await self._forget()
-            self.session = uuid.uuid4().hex
+            self.transport = replace(self.transport, session=uuid.uuid4().hex, skip_frozen=True)
             self._blocks = None
-            self._has_frozen = True
 
     async def _commit(self, version: int) -> bool:
         """Commit on all receivers.
@@ -131,51 +120,31 @@ class PushWeightSync:
     async def _describe(self) -> list[list[WeightBlock]]:
         """Return the blocks of the ranks, which stay the same for all pushes."""
         self._phase = "the learner describes its weights"
-        blocks = await self.senders.call(
-            "send", DESCRIBE_BLOCKS, {"dtype": self.dtype, "skip_frozen": self._has_frozen}
-        )
+        blocks = await self.senders.call("apply_to_weights", self.transport.describe)
         check_coverage(blocks)
         return blocks
 
-    async def _get_delta_args(self, version: int) -> Mapping[str, Any]:
-        """Return the session and the versions between which changes are sent.
-
-        `base` is an earlier version that all receivers have; None: there is none, and blocks are
-        sent whole.
-        """
-        bases = await self.receivers.call("get_base_version", self.session)
-        base = (
-            bases[0]
-            if len(set(bases)) == 1 and bases[0] is not None and bases[0] < version
-            else None
-        )
-        return {"session": self.session, "base": base, "version": version}
+    async def _find_base(self, version: int) -> int | None:
+        """Return an earlier version that all receivers have, or None."""
+        bases = await self.receivers.call("get_base_version", self.transport.session)
+        is_common = len(set(bases)) == 1 and bases[0] is not None and bases[0] < version
+        return bases[0] if is_common else None
 
     async def _transfer(
-        self,
-        blocks: Sequence[Sequence[WeightBlock]],
-        version: int,
-        delta_args: Mapping[str, Any] | None,
-    ) -> tuple[list[list[SentPart]], PendingReceive | None]:
-        """Send the blocks.
+        self, blocks: Sequence[Sequence[WeightBlock]], base: int | None, version: int
+    ) -> tuple[list[list[SentPart]], TransportT]:
+        """Send the blocks, as changes from version `base` if it is not None.
 
-        Return (the sent parts of each rank, the arguments of the receivers' later `receive`; None
-        if they have received the parts already).
+        Return the sent parts of each rank, and the transport with which receivers read them.
         """
         raise NotImplementedError
 
     async def _send(
-        self, options: Mapping[str, Any], delta_args: Mapping[str, Any] | None
+        self, transport: TransportT, base: int | None, version: int
     ) -> list[list[SentPart]]:
         """Send from all ranks, and return the parts that each sent."""
-        send_options = {
-            "dtype": self.dtype,
-            "writer": self.writer,
-            "options": options,
-            "delta_args": delta_args,
-            "skip_frozen": self._has_frozen,
-        }
-        return await self.senders.call("send", SEND_BLOCKS, send_options)
+        send = partial(transport.send, base=base, version=version)
+        return await self.senders.call("apply_to_weights", send)
 
     async def _rollback(self) -> None:
         # The next push may have other ranks.
@@ -191,7 +160,7 @@ class PushWeightSync:
 
         Return None if no receiver's weights can be read.
         """
-        checksums = await self.senders.call("send", COMPUTE_CHECKSUMS, {"dtype": self.dtype})
+        checksums = await self.senders.call("apply_to_weights", self.transport.compute_checksums)
         names_by_receiver = [
             names
             for names in await self.receivers.call("list_differing", checksums)
@@ -208,16 +177,7 @@ class PushWeightSync:
 
     async def _forget(self) -> None:
         """Release the state that both ends keep between pushes. Errors of dead ends are ignored."""
-        for ranks, method, arguments in (
-            (
-                self.senders,
-                "send",
-                (
-                    "ratchet.weight_sync.sender:forget",
-                    {"function": self.release_function, "session": self.session},
-                ),
-            ),
-            (self.receivers, "forget", (self.release_function, self.session)),
-        ):
-            with contextlib.suppress(Exception):
-                await ranks.call(method, *arguments)
+        with contextlib.suppress(Exception):
+            await self.senders.call("apply_to_weights", self.transport.forget_sent)
+        with contextlib.suppress(Exception):
+            await self.receivers.call("forget", self.transport)

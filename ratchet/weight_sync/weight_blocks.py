@@ -120,8 +120,6 @@ class SentPart(NamedTuple):
         return bytes_n.narrow(0, self.start, self.n_bytes).view(torch_dtype(self.dtype))
 
 
-# A function that sends a rank's parts: (outgoing, rank, **options) -> sent parts.
-PartWriter = Callable[..., list[SentPart]]
 # A function that reads a rank's part: (rank, part) -> the part's values as a flat tensor.
 PartReader = Callable[[int, SentPart], Tensor]
 

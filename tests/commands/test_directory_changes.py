@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ RECIPE = {
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch) -> Callable[..., int]:
+def train(tmp_path) -> Iterator[Callable[..., int]]:
     """Return a function that trains in `tmp_path/run` and calls `interfere` at the second passage
     of a failpoint."""
     recipe = tmp_path / "probe.yaml"
@@ -56,10 +56,11 @@ def train(tmp_path, monkeypatch) -> Callable[..., int]:
             if name == point and passages == 2:
                 interfere(tmp_path / "run")
 
-        monkeypatch.setattr(failpoints, "point", at_point)
+        failpoints._listen(at_point)
         return start_run(recipe, overrides, tmp_path / "run", command="ratchet train probe.yaml")
 
-    return start
+    yield start
+    failpoints.disarm()
 
 
 def tree(path: Path) -> dict[str, bytes]:

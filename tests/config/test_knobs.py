@@ -28,7 +28,7 @@ from ratchet.config.resolve import section_class
 from ratchet.config.schema import RunConfig
 from ratchet.errors import TrainingError
 from ratchet.executors.freeze import freeze
-from ratchet.generators.engine.scheduler import Scheduler
+from ratchet.generators.engine.model_runner import ModelRunner
 from ratchet.learners.compute.forward import Forward
 from ratchet.models.decoder import Decoder
 from ratchet.sandbox import Isolation
@@ -477,8 +477,8 @@ def costs(monkeypatch) -> dict[str, int]:
         most("chunk_rows", lambda head, *a: head.chunk_rows),
     )
     count(ThreadPool, "run", most("jobs", lambda crew, jobs: len(jobs)))
-    count(Scheduler, "_start_batch", add("prefills"))
-    count(Scheduler, "_decode", most("running", lambda scheduler: len(scheduler.running)))
+    count(ModelRunner, "prefill", add("prefills"))
+    count(ModelRunner, "decode", most("running", lambda runner, requests: len(requests)))
     count(
         Decoder,
         "forward",

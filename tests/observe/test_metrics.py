@@ -1,22 +1,16 @@
-"""Merge rules by hand-worked numbers; names that stay; timers on a clock of our own."""
+"""Merge rules by hand-worked numbers; names that stay."""
 
 from __future__ import annotations
 
 import json
 import math
 import pickle
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.reducers import Bins, Merge, Percentile
-
-
-def clock(*times: float) -> Callable[[], float]:
-    remaining = iter(times)
-    return lambda: next(remaining)
 
 
 @pytest.mark.parametrize(
@@ -104,35 +98,10 @@ def test_a_clash_is_seen_across_steps() -> None:
         metrics.add("a", {"x": 1.0}, merge="max")
 
 
-def test_a_phase_may_not_be_named_like_a_metric() -> None:
-    metrics = MetricsManager(clock=clock(0.0, 1.0))
-    metrics.add("time", {"step_s": 3.0})
-    with pytest.raises(ValueError, match="'time/step_s'"), metrics.phase("step"):
-        pass
-
-
 @pytest.mark.parametrize("value", ["1.0", None, ["1.0"], [1.0, None]])
 def test_only_numbers(value: object) -> None:
     with pytest.raises(TypeError):
         MetricsManager().add("a", {"x": value})  # pyright: ignore[reportArgumentType]
-
-
-def test_phases_add_up_and_survive_errors() -> None:
-    metrics = MetricsManager(clock=clock(10.0, 12.5, 20.0, 20.25, 30.0, 31.0))
-    with metrics.phase("sample"):
-        pass
-    with metrics.phase("sample"):
-        pass
-    with pytest.raises(KeyError), metrics.phase("update"):
-        raise KeyError
-    assert metrics.flush(1) == {"time/sample_s": 2.75, "time/update_s": 1.0}
-
-
-def test_phases_nest() -> None:
-    metrics = MetricsManager(clock=clock(0.0, 1.0, 3.0, 7.0))
-    with metrics.phase("outer"), metrics.phase("inner"):
-        pass
-    assert metrics.flush(1) == {"time/inner_s": 2.0, "time/outer_s": 7.0}
 
 
 def test_samples_by_domain_merge_as_they_were_declared() -> None:

@@ -21,6 +21,7 @@ from ratchet.observe.stall_report import (
 )
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextOnlyMixin
 from ratchet.types import Message, Sampling
+from ratchet.utils.tracer import TRACER
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +99,7 @@ def test_it_is_logged_while_the_main_thread_waits():
     text, handler = [], Keep()
     logging.getLogger("ratchet.observe.stall_report").addHandler(handler)
     try:
-        with log_stalls(0.01):
-            record_event(RUN, "began to sample for step 1")
+        with log_stalls(0.01), TRACER.phase("steps", "sample", 1):
             assert logged.wait(60)
     finally:
         logging.getLogger("ratchet.observe.stall_report").removeHandler(handler)

@@ -12,7 +12,7 @@ from ratchet.config.model_shape.presets import get_preset
 from ratchet.learners.compute.flop_counter import FlopCounter
 from ratchet.models.flops import DecoderCost
 from ratchet.observe.sinks import read_jsonl
-from ratchet.observe.tracing.spans import Activity
+from ratchet.observe.tracing.busy_time import BusyTime
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.training.metering import PeakRate, StageMeter
 from ratchet.training.start import resume_run, start_run
@@ -30,13 +30,13 @@ class Clock:
 
 def test_mfu_and_idle_share_by_hand():
     clock = Clock()
-    activity, spent = Activity(clock), FlopCounter({"policy": WORK})
-    meter = StageMeter(spent, PeakRate(1e9), activity=activity)
-    with activity.work("policy", "before"):
+    busy_time, spent = BusyTime(clock), FlopCounter({"policy": WORK})
+    meter = StageMeter(spent, PeakRate(1e9), busy_time=busy_time)
+    with busy_time:
         clock.now += 100.0
     spent.flop = 5e12  # of the step before
     meter.begin(7)
-    with activity.work("policy", "update"):
+    with busy_time:
         spent.flop += 1e9
         clock.now += 3.0
     clock.now += 1.0
@@ -75,7 +75,7 @@ def test_a_peak_that_was_measured_on_a_busy_machine_is_raised():
 
     peak = PeakRate(1e9, is_measured=True, remeasure=remeasure, clock=clock)
     spent = FlopCounter({"policy": WORK})
-    meter = StageMeter(spent, peak, activity=Activity(clock))
+    meter = StageMeter(spent, peak, busy_time=BusyTime(clock))
     found = []
     for flop in (4e9, 1e9, 1e9):
         meter.begin(0)
@@ -103,7 +103,7 @@ def test_repeated_measurements_of_the_peak_take_a_hundredth_of_the_time():
 
 def test_the_peak_of_a_data_sheet_stays():
     spent = FlopCounter({"policy": WORK})
-    meter = StageMeter(spent, PeakRate(1e9), activity=Activity(Clock()))
+    meter = StageMeter(spent, PeakRate(1e9), busy_time=BusyTime(Clock()))
     meter.begin(0)
     spent.flop += 2e9
     assert meter.measure([], 1.0)["time"]["mfu"] == pytest.approx(2.0)
@@ -111,7 +111,7 @@ def test_the_peak_of_a_data_sheet_stays():
 
 def test_a_model_whose_shape_is_unknown_has_no_flop():
     clock = Clock()
-    meter = StageMeter(FlopCounter({}), PeakRate(1e9), activity=Activity(clock))
+    meter = StageMeter(FlopCounter({}), PeakRate(1e9), busy_time=BusyTime(clock))
     meter.begin(0)
     clock.now = 2.0
     found = meter.measure([make_group("g", [make_trajectory([1], [2], reward=1.0)])], 2.0)

@@ -6,7 +6,6 @@ import signal
 import torch
 from learners.spread_cases import SHAPE, made
 
-from ratchet.config.resolve import import_object
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import DTensorConfig
@@ -28,8 +27,8 @@ class SpreadRank:
             Mesh(Topology(**topology), "cpu"), shape, torch.float32, DTensorConfig()
         )
 
-    def send(self, sender, options):
-        return import_object(sender)(self.learner.weights(), self.rank, self.world, **options)
+    def apply_to_weights(self, operation):
+        return operation(self.learner.weights(), self.rank)
 
     def change(self, factor):
         with torch.no_grad():
@@ -62,8 +61,8 @@ class RowsRank:
                 whole[size * self.rank : size * (self.rank + 1)],
             )
 
-    def send(self, sender, options):
-        return import_object(sender)(self.weights(), self.rank, self.world, **options)
+    def apply_to_weights(self, operation):
+        return operation(self.weights(), self.rank)
 
     def die(self, rank, at):
         self.die_at = at if rank == self.rank else None

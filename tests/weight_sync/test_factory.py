@@ -55,7 +55,8 @@ RANKS, ALONE = LocalRank(None), FakeLearner(2)
 def test_each_kind_is_its_link(recipe, between, made):
     link = make_weight_sync(resolve("weight_sync", recipe), SyncEndpoints(**between))
     assert type(link) is made
-    assert getattr(link, "changes_only", False) == (recipe.get("kind") == "delta")
+    transport = getattr(link, "transport", None)
+    assert (transport is not None and transport.changes_only) == (recipe.get("kind") == "delta")
 
 
 def test_keys_reach_the_link(tmp_path):
@@ -71,13 +72,14 @@ def test_keys_reach_the_link(tmp_path):
         {"kind": "delta"},
     ):
         link = make_weight_sync(resolve("weight_sync", {**recipe, **own}), between)
-        assert (link.dtype, link.timeout_s, link.receivers) == ("float16", 5.0, RANKS)
+        assert (link.transport.dtype, link.timeout_s, link.receivers) == ("float16", 5.0, RANKS)
     network = {"kind": "collective", "backend": "nccl", "host": "10.0.0.1", "bucket_mib": 3}
     link = make_weight_sync(resolve("weight_sync", network), between)
-    assert (link.backend, link.host, link.bucket_mib, link.receivers_count) == (
+    sent = link.transport
+    assert (sent.backend, sent.host, sent.bucket_bytes, sent.n_receivers) == (
         "nccl",
         "10.0.0.1",
-        3,
+        3 * 2**20,
         3,
     )
     assert (
@@ -87,17 +89,23 @@ def test_keys_reach_the_link(tmp_path):
     chosen = {"kind": "files", "directory": str(tmp_path / "other")}
     assert make_weight_sync(resolve("weight_sync", chosen), between).directory == tmp_path / "other"
     assert make_weight_sync(resolve("weight_sync", {}), between).run == "mine"
-    assert make_weight_sync(resolve("weight_sync", {"kind": "delta"}), between).dtype == "bfloat16"
+    assert (
+        make_weight_sync(resolve("weight_sync", {"kind": "delta"}), between).transport.dtype
+        == "bfloat16"
+    )
 
 
 @pytest.mark.parametrize(("one_host", "host"), [(True, "127.0.0.1"), (False, socket.gethostname())])
 def test_others_reach_the_driver_at_an_address_that_they_can(one_host, host):
     between = SyncEndpoints(RANKS, Kept(), one_host=one_host)
-    assert make_weight_sync(resolve("weight_sync", {"kind": "collective"}), between).host == host
+    assert (
+        make_weight_sync(resolve("weight_sync", {"kind": "collective"}), between).transport.host
+        == host
+    )
     assert (
         make_weight_sync(
             resolve("weight_sync", {"kind": "collective", "host": "10.0.0.1"}), between
-        ).host
+        ).transport.host
         == "10.0.0.1"
     )
 

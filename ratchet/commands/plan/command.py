@@ -21,7 +21,7 @@ from ratchet.config.schema import RecordConfig, RunConfig, StageConfig
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import ConfigError, ModelError
 from ratchet.experience.sources.tasks import TaskStream
-from ratchet.generators.engine.running_requests import CHUNK_ELEMENTS
+from ratchet.generators.engine.sampler import CHUNK_ELEMENTS
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.compute.microbatching import resolve_micro_batch_tokens
 from ratchet.models.flops import DecoderCost

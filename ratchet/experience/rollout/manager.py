@@ -13,7 +13,6 @@ from ratchet.experience.rollout.episode import PromptMemo
 from ratchet.experience.rollout.failures import is_retryable
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import waiting
-from ratchet.observe.tracing.spans import ACTIVITY
 from ratchet.protocols import Environment, Reward
 from ratchet.rewards.deadline import limit_time
 from ratchet.types import (
@@ -28,6 +27,7 @@ from ratchet.types import (
     Unjudged,
     is_finite_number,
 )
+from ratchet.utils.tracer import ATTEMPT_TRACK, span
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class RolloutManager:
         try:
             seeded = sampling.seeded(derive_seed(sampling.seed, group_id, attempt))
             retries = 0
-            with ACTIVITY.attempt(group_id, attempt):
+            with span(ATTEMPT_TRACK, f"{group_id}#{attempt}"):
                 rows = await self._play(task, seeded, attempt, memo)
                 while retries < self.retries and is_retryable(rows[-1].outcome):
                     retries += 1

@@ -15,8 +15,8 @@ from ratchet.generators.async_engine import AsyncEngine
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.batch_invariance import measure_stable_rows
 from ratchet.generators.engine.kv_cache import get_default_budget
-from ratchet.generators.engine.limits import SchedulerLimits
-from ratchet.generators.engine.scheduler import GIB, Scheduler
+from ratchet.generators.engine.limits import GIB, SchedulerLimits
+from ratchet.generators.engine.scheduler import Scheduler
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.files import load_adapter
@@ -73,7 +73,7 @@ class EmbeddedEngine(AsyncEngine):
             keep_kv=config.keep_kv,
             records_routes=bool(decoder.config.sparse_layers),
             policy=policy,
-            adapters=lambda: self.core.adapters.names,
+            adapters=lambda: self.core.runner.adapters.names,
             quantised=lambda: (
                 linear.quantised for _, linear in decoder.inner_maps if linear.quantised is not None
             ),
@@ -86,4 +86,4 @@ class EmbeddedEngine(AsyncEngine):
         over the policy's current base weights. Raises ModelError if the adapter can't be
         read or doesn't fit the model.
         """
-        self.core.adapters.add(name, load_adapter(directory))
+        self.core.runner.adapters.add(name, load_adapter(directory))

@@ -18,26 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ratchet.generators.engine.sampling import (
+from ratchet.generators.engine.sampler import (
     SETTING_DTYPE,
+    LogitsChunk,
     SampledTokens,
-    SamplingSettings,
+    make_chunks,
     make_setting_row,
 )
 from ratchet.generators.request import GenerationRequest
 from ratchet.models.layers.expert_routing import UNKNOWN
 
 NO_STOP = -1
-# Maximum number of logits sampled at a time: 128 MiB in float32, and a few copies of them exist.
-CHUNK_ELEMENTS = 2**25
-
-
-@dataclass(frozen=True)
-class LogitsChunk:
-    """A range of rows whose logits are in memory at the same time."""
-
-    rows: slice
-    settings: SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -56,6 +47,14 @@ class ActiveSlots:
     offset_N: Tensor  # index of the slot's first token in the flat [R * C] histories
     stops_NS: Tensor | None
     chunks: tuple[LogitsChunk, ...]
+    adapters: list[str | None] | None  # the adapter of each request; None: no request has one
+    records_routes: bool  # True if a request records routes
+    watched_slots: list[int]  # slots of requests with stop strings
+
+    @property
+    def token_index_N(self) -> Tensor:
+        """Return the index that each slot's next token has in its completion."""
+        return self.positions[: self.n_slots] + 1 - self.prompt_lengths_N
 
 
 class RequestSlots:
@@ -205,39 +204,36 @@ class RequestSlots:
         routes[-1] = UNKNOWN
         return routes
 
-    def upload_active(self, first_slot: int, end: int) -> ActiveSlots:
-        """Upload the state of the slots [first_slot, end) for a step."""
-        padding = -(end - first_slot) % self.row_multiple
+    def upload_active(
+        self, requests: Sequence[GenerationRequest], first_slot: int = 0
+    ) -> ActiveSlots:
+        """Upload the state of requests for a step. They are in the slots from `first_slot` on."""
+        end = first_slot + len(requests)
+        padding = -len(requests) % self.row_multiple
         slot_indices = torch.arange(first_slot, end, device=self.device)
         positions_N = self._upload(self.lengths[first_slot:end]) - 1
         feed_N = self.tokens_RC[slot_indices, positions_N]
         stops_NS = self.stop_ids[first_slot:end]
         has_stops = bool((stops_NS != NO_STOP).any())
+        adapters = [request.sampling.adapter for request in requests]
+        settings = self.settings[first_slot:end]
         return ActiveSlots(
             first_slot=first_slot,
-            n_slots=end - first_slot,
+            n_slots=len(requests),
             feed=torch.cat([feed_N, feed_N.new_zeros(padding)]),
             positions=torch.cat([positions_N, positions_N.new_zeros(padding)]),
             prompt_lengths_N=self._upload(self.prompt_lengths[first_slot:end]),
             offset_N=slot_indices * self.capacity,
             stops_NS=self._upload(stops_NS) if has_stops else None,
-            chunks=tuple(self._make_chunks(first_slot, end)),
+            chunks=make_chunks(settings, self.vocab_size, self.row_multiple, self.device),
+            adapters=None if adapters.count(None) == len(adapters) else adapters,
+            records_routes=any(request.sampling.routes for request in requests),
+            watched_slots=[
+                slot
+                for slot, request in enumerate(requests, first_slot)
+                if request.stop_strings is not None
+            ],
         )
-
-    def _make_chunks(self, first_slot: int, end: int) -> list[LogitsChunk]:
-        chunk_rows = (
-            max(CHUNK_ELEMENTS // self.vocab_size // self.row_multiple, 1) * self.row_multiple
-        )
-        row_ranges = [
-            slice(start, min(start + chunk_rows, end - first_slot))
-            for start in range(0, end - first_slot, chunk_rows)
-        ]
-        return [
-            LogitsChunk(
-                rows, SamplingSettings.from_table(self.settings[first_slot:end][rows], self.device)
-            )
-            for rows in row_ranges
-        ]
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device, copy=True)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ratchet.errors import RequestFailed, TrainingError
-from ratchet.generators.engine.sampling import derive_stream
+from ratchet.generators.engine.sampler import derive_stream
 from ratchet.generators.faults import find_first_nonfinite
 from ratchet.generators.request import EngineCore, GenerationRequest
 from ratchet.generators.vllm.media import check_expanded, collapse_placeholders, make_media_prompt

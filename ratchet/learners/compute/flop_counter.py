@@ -12,8 +12,9 @@ from ratchet.batch import Batch
 from ratchet.learners.compute.microbatching import select_weighted_rows
 from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.models.flops import TokenCost
-from ratchet.observe.tracing.spans import ACTIVITY
+from ratchet.observe.tracing.busy_time import BUSY_TIME
 from ratchet.protocols import Fingerprinted, Learner, LossTerm
+from ratchet.utils.tracer import span
 
 
 @dataclass
@@ -56,7 +57,7 @@ class FlopCountedLearner(LearnerWrapper):
         self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         self.counter.add(self.role, batch.lengths_S.tolist())
-        with ACTIVITY.work(self.role, "score"):
+        with BUSY_TIME, span(self.role, "score"):
             return await super().score(batch, output_names, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
@@ -67,7 +68,7 @@ class FlopCountedLearner(LearnerWrapper):
             [lengths[row] for row in select_weighted_rows(mini, terms)],
             self.counter.passes_per_update,
         )
-        with ACTIVITY.work(self.role, "update"):
+        with BUSY_TIME, span(self.role, "update"):
             return await super().update(mini, terms)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -136,15 +136,9 @@ class LearnerRank:
             for shard in self.learners[role].weights()
         ]
 
-    def send(self, sender: str, options: Mapping[str, Any]) -> Any:
-        """Send this rank's blocks of the policy to the generators (weight sync).
-
-        Args:
-            sender: "module:function", called with (blocks, rank, world size, **options).
-        """
-        return import_object(sender)(
-            self.learners["policy"].weights(), dist.get_rank(), dist.get_world_size(), **options
-        )
+    def apply_to_weights(self, operation: Callable[[Iterator[Shard], int], Any]) -> Any:
+        """Return the result of an operation of a `WeightTransport` on (policy's blocks, rank)."""
+        return operation(self.learners["policy"].weights(), dist.get_rank())
 
     def onload(self, role: str) -> None:
         self.learners[role].onload()

@@ -11,13 +11,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ratchet.observe.tracing.spans import ACTIVITY, Activity
 from ratchet.observe.write_files import open_unshared
+from ratchet.utils.tracer import ATTEMPT_TRACK, TRACER, Span, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,11 @@ class Trace:
     events.
     """
 
-    def __init__(self, path: Path, activity: Activity = ACTIVITY) -> None:
+    def __init__(self, path: Path, tracer: Tracer = TRACER) -> None:
         """Open the file, or raise OSError if it can't be created or read."""
-        self.activity = activity
-        self._offset_s = time.time() - activity.clock()
+        self.tracer = tracer
+        self._offset_s = time.time() - tracer.clock()
+        self._attempts_left = 0  # number of further attempts that are traced
         self._tracks: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
         self._file: BinaryIO | None = os.fdopen(open_unshared(path, os.O_RDWR | os.O_CREAT), "r+b")
@@ -58,33 +59,40 @@ class Trace:
 
     def begin_step(self, step: int) -> None:
         """Begin a step of the run, counted from 0."""
-        is_traced = is_traced_step(step)
-        self.activity.span_listener = self.add_span if is_traced else None
-        self.activity.attempt_listener = self.add_attempt if is_traced else None
-        self.activity.attempts_left = MAX_ATTEMPTS
+        if is_traced_step(step):
+            self.tracer.subscribe(self.follow)
+        else:
+            self.tracer.unsubscribe(self.follow)
+        self._attempts_left = MAX_ATTEMPTS
 
-    def add_span(self, track: str, name: str, start: float, end: float) -> None:
-        """Add a span; its times are seconds of the activity's clock."""
-        thread = self._tracks.get(track)
+    def follow(self, span: Span) -> Callable[[], None] | None:
+        """Trace a span that begins, as a `Subscriber`."""
+        if span.track != ATTEMPT_TRACK:
+            return lambda: self._add_span(span)
+        if not self._attempts_left:
+            return None
+        self._attempts_left -= 1
+        return lambda: self._add_attempt(span)
+
+    def _add_span(self, span: Span) -> None:
+        thread = self._tracks.get(span.track)
         if thread is None:
-            thread = self._tracks[track] = len(self._tracks) + 1
-            self._add_event("M", RUN, thread, "thread_name", args={"name": track})
+            thread = self._tracks[span.track] = len(self._tracks) + 1
+            self._add_event("M", RUN, thread, "thread_name", args={"name": span.track})
             self._add_event("M", RUN, thread, "thread_sort_index", args={"sort_index": thread})
         self._add_event(
             "X",
             RUN,
             thread,
-            name,
-            ts=self._to_microseconds(start),
-            dur=self._to_microseconds(end) - self._to_microseconds(start),
+            span.name,
+            ts=self._to_microseconds(span.start_s),
+            dur=self._to_microseconds(span.end_s) - self._to_microseconds(span.start_s),
         )
 
-    def add_attempt(self, group: str, name: str, start: float, end: float) -> None:
-        event = {"cat": "attempt", "id": f"{group}#{name}"}
-        self._add_event(
-            "b", ATTEMPTS, 1, f"{group}#{name}", ts=self._to_microseconds(start), **event
-        )
-        self._add_event("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._to_microseconds(end), **event)
+    def _add_attempt(self, span: Span) -> None:
+        for phase, moment in (("b", span.start_s), ("e", span.end_s)):
+            ts = self._to_microseconds(moment)
+            self._add_event(phase, ATTEMPTS, 1, span.name, ts=ts, cat="attempt", id=span.name)
 
     def flush(self) -> None:
         """Write the new events. If the disk fails, the trace ends but the run goes on."""
@@ -100,7 +108,7 @@ class Trace:
 
     def close(self) -> None:
         """Close the array and the file, so that any JSON reader accepts it."""
-        self.activity.span_listener = self.activity.attempt_listener = None
+        self.tracer.unsubscribe(self.follow)
         self.flush()
         if self._file is not None:
             with self._file as file, suppress(OSError):

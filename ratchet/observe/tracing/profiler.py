@@ -12,8 +12,7 @@ import resource
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -30,6 +29,7 @@ from ratchet.kernels.cpu import STEP
 from ratchet.observe.matmul_rate import Gemm, measure_gemm_rate
 from ratchet.observe.tracing.profile_table import OTHER, PhaseWork, Profile
 from ratchet.observe.write_files import replace_text
+from ratchet.utils.tracer import Span
 
 WARM_UP = 3  # steps until caches, pools and the allocator have reached their final size
 EXCLUDED_PHASES = ("evaluate", "save")  # phases inside a step that are not part of training
@@ -142,29 +142,31 @@ class Profiler:
         elif self.profile is None:
             self._warm_up_seconds.append(seconds - self._step_excluded_s)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Mark a part of a step as a range of the trace. Phases neither nest nor overlap."""
-        if self._torch_profile is None and name not in EXCLUDED_PHASES:
-            yield
-            return
-        tokens_before, busy_before_s, start = (
-            self.subject.requested_tokens(),
-            time.process_time(),
-            time.perf_counter(),
-        )
-        with record_function(name):
-            yield
-        seconds = time.perf_counter() - start
-        if name in EXCLUDED_PHASES:
-            self._step_excluded_s += seconds
-            if self._torch_profile is not None:
-                self._excluded_s += seconds
-                self._excluded_busy_s += time.process_time() - busy_before_s
-            return
-        work = self._phases.setdefault(name, PhaseWork())
-        work.seconds += seconds
-        work.tokens += self.subject.requested_tokens() - tokens_before
+    def follow(self, span: Span) -> Callable[[], None] | None:
+        """Mark a phase of a step as a range of the trace, as a `Subscriber`.
+
+        Phases neither nest nor overlap.
+        """
+        is_excluded = span.name in EXCLUDED_PHASES
+        if self._torch_profile is None and not is_excluded:
+            return None
+        tokens_before, busy_before_s = self.subject.requested_tokens(), time.process_time()
+        trace_range = record_function(span.name)
+        trace_range.__enter__()
+
+        def end() -> None:
+            trace_range.__exit__(None, None, None)
+            if is_excluded:
+                self._step_excluded_s += span.seconds
+                if self._torch_profile is not None:
+                    self._excluded_s += span.seconds
+                    self._excluded_busy_s += time.process_time() - busy_before_s
+                return
+            work = self._phases.setdefault(span.name, PhaseWork())
+            work.seconds += span.seconds
+            work.tokens += self.subject.requested_tokens() - tokens_before
+
+        return end
 
     def finish(self) -> None:
         """End the profile, even after fewer steps than requested, and write and show it.

@@ -207,9 +207,9 @@ def test_equal_prompts_that_wait_together_are_computed_once(either):
     generator = engine(either)
     group = [replace(SAMPLED, seed=i) for i in range(8)]
     completions = generator.generate_all([[1, 2, 3, 4, 5]] * 8 + [[9, 9]], [*group, SAMPLED])
-    assert generator.core.prefilled_tokens == 5 + 2
+    assert generator.core.runner.prefilled_tokens == 5 + 2
     # a prompt's forward gives the first token
-    assert generator.core.decoded_tokens == 9 * (SAMPLED.max_new_tokens - 1)
+    assert generator.core.runner.decoded_tokens == 9 * (SAMPLED.max_new_tokens - 1)
     for sampling, completion in zip(group, completions, strict=False):
         assert_same(completion, engine(either).generate_all([[1, 2, 3, 4, 5]], [sampling])[0])
 
@@ -220,7 +220,7 @@ def test_callers_of_the_same_moment_share_a_prompt(decoder):
         await asyncio.gather(
             *(generator.generate([1, 2, 3], replace(SAMPLED, seed=i)) for i in range(8))
         )
-        return generator.core.prefilled_tokens
+        return generator.core.runner.prefilled_tokens
 
     assert asyncio.run(run()) == 3
 
@@ -231,7 +231,7 @@ def test_ended_requests_leave_and_waiting_ones_enter_at_once(decoder):
     generator = engine(decoder, max_running=2)
     lengths = [1, 6, 10, 5]
     generator.generate_all(prompts_of(4), [replace(SAMPLED, max_new_tokens=n) for n in lengths])
-    assert generator.core.decoded_tokens == sum(lengths) - 4
+    assert generator.core.runner.decoded_tokens == sum(lengths) - 4
 
 
 def test_a_padding_multiple_of_one_changes_rounding_only(either):
@@ -337,7 +337,7 @@ def test_a_bounded_cache_limits_how_many_run_and_refuses_what_never_fits(decoder
     small = engine(decoder, row_multiple=16, kv_cache_gib=32 * 128 * per_token / 2**30)
     for a, b in zip(small.generate_all(prompts, samplings), expected, strict=True):
         assert_same(a, b, exactly=False)
-    cache = small.core.cache
+    cache = small.core.runner.cache
     assert cache.n_slots * cache.capacity <= 32 * 128
     # takes the shape of the first requests away
     small.generate_all([[1]], [replace(SAMPLED, max_new_tokens=150)])
@@ -378,9 +378,9 @@ def test_a_paused_generator_stands_still_and_goes_on_where_it_was(decoder):
         await ticks(8)
         await generator.pause()
         late = asyncio.create_task(generator.generate([3], SAMPLED))
-        done = generator.core.decoded_tokens
+        done = generator.core.runner.decoded_tokens
         await ticks(30)
-        assert generator.core.decoded_tokens == done
+        assert generator.core.runner.decoded_tokens == done
         assert not early.done()
         await generator.resume()
         return generator, await asyncio.gather(early, late)
@@ -388,7 +388,7 @@ def test_a_paused_generator_stands_still_and_goes_on_where_it_was(decoder):
     generator, completions = asyncio.run(run())
     for completion, prompt in zip(completions, ([1, 2], [3]), strict=True):
         assert_same(completion, engine(decoder).generate_all([prompt], [SAMPLED])[0])
-    assert generator.core.prefilled_tokens == 3  # nothing was computed anew
+    assert generator.core.runner.prefilled_tokens == 3  # nothing was computed anew
 
 
 async def across_an_update(generator, prompt, change):
@@ -428,7 +428,7 @@ def test_a_request_that_spans_a_commit_carries_both_versions(decoder, keep_kv):
     )
     error = np.abs(completion.logprobs - under_new)[old:].max()
     assert error > 1e-3 if keep_kv else error < 1e-5
-    assert generator.core.prefilled_tokens == (3 if keep_kv else 3 + 3 + old - 1)
+    assert generator.core.runner.prefilled_tokens == (3 if keep_kv else 3 + 3 + old - 1)
     assert generator.version == 7
 
 
@@ -535,13 +535,13 @@ def test_an_error_in_a_step_reaches_every_caller_and_the_generator_recovers(deco
 def test_an_error_in_an_admission_costs_those_that_enter(decoder, monkeypatch):
     """The first runs, two enter when it happens, and the last waits for a slot, then enters too."""
     generator = engine(decoder, max_running=3)
-    prefill = generator.core._prefill
+    prefill = generator.core.runner.prefill
 
     async def run():
         tasks = [asyncio.create_task(generator.generate([1, 2], SAMPLED))]
         await ticks(8)
         assert len(generator.core.running) == 1
-        monkeypatch.setattr(generator.core, "_prefill", lambda *args: 1 / 0)
+        monkeypatch.setattr(generator.core.runner, "prefill", lambda *args: 1 / 0)
         tasks += [asyncio.create_task(generator.generate(p, SAMPLED)) for p in prompts_of(3)]
         await ticks(8)
         assert [task.done() for task in tasks] == [False, True, True, True]
@@ -556,7 +556,7 @@ def test_an_error_in_an_admission_costs_those_that_enter(decoder, monkeypatch):
     # nothing else was computed, so the model may be at fault
     with pytest.raises(ZeroDivisionError):
         generator.generate_all([[1, 2]], [SAMPLED])
-    monkeypatch.setattr(generator.core, "_prefill", prefill)
+    monkeypatch.setattr(generator.core.runner, "prefill", prefill)
     assert_same(generator.generate_all([[1, 2]], [SAMPLED])[0], ran)
 
 

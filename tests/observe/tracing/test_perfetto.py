@@ -19,7 +19,7 @@ from ratchet.observe.tracing.perfetto import (
     is_traced_step,
     open_trace,
 )
-from ratchet.observe.tracing.spans import Activity
+from ratchet.utils.tracer import Tracer
 
 PHASES = ("sample", "score", "update", "sync", "after")
 Events = list[dict[str, Any]]
@@ -35,17 +35,17 @@ class Clock:
 
 def written(path: Path, steps: Sequence[int], *, closed: bool = True, attempts: int = 2) -> None:
     clock = Clock()
-    activity = Activity(clock)
-    trace = Trace(path, activity)
+    tracer = Tracer(clock)
+    trace = Trace(path, tracer)
     for step in steps:
         trace.begin_step(step)
-        with activity.span("steps", f"step {step + 1}"):
+        with tracer.span("steps", f"step {step + 1}"):
             for index, phase in enumerate(PHASES):
-                with activity.span("steps", phase):
+                with tracer.span("steps", phase):
                     for number in range(attempts if phase == "sample" else 0):
-                        with activity.attempt(f"g/{step}", number):
+                        with tracer.span("attempts", f"g/{step}#{number}"):
                             clock.now += 1.0 / attempts
-                    with activity.work("policy", phase):
+                    with tracer.span("policy", phase):
                         clock.now += index
         trace.flush()
     if closed:
@@ -158,7 +158,7 @@ class Full:
 
 
 def test_a_full_disk_costs_the_trace_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    trace = Trace(tmp_path / "trace.json", Activity())
+    trace = Trace(tmp_path / "trace.json", Tracer())
     trace._file.close()  # pyright: ignore[reportOptionalMemberAccess]
     trace._file = Full()  # pyright: ignore[reportAttributeAccessIssue]
     trace.flush()

@@ -21,6 +21,7 @@ from ratchet.observe.tracing.profiler import (
     measure_kernel_seconds,
 )
 from ratchet.utils.thread_pool import ThreadPool
+from ratchet.utils.tracer import Span, Tracer
 
 
 def span(name: str, start: int, end: int) -> TraceEvent:
@@ -179,11 +180,17 @@ def test_the_steps_after_a_warm_up_as_far_as_there_are_any(
     assert (made.first_profiled_step, made.steps) == (first, steps)
 
 
+def phase(made: Profiler, name: str) -> Span:
+    tracer = Tracer()
+    tracer.subscribe(made.follow, phases_only=True)
+    return tracer.phase("steps", name, 1)
+
+
 def one_step(made: Profiler) -> None:
     made.begin_step()
-    with made.phase("update"):
+    with phase(made, "update"):
         torch.ones(5, 12) @ torch.ones(12, 3)
-    with made.phase("evaluate"):
+    with phase(made, "evaluate"):
         torch.ones(50, 12) @ torch.ones(12, 3)
     made.end_step()
 
@@ -215,7 +222,7 @@ def test_threads_that_were_there_before_are_in_it(tmp_path: Path) -> None:
     crew.run([lambda: None] * 2)
     made = profiler(tmp_path, asked=1, left=1)
     made.begin_step()
-    with made.phase("update"):
+    with phase(made, "update"):
         crew.run([lambda: torch.ones(5, 12) @ torch.ones(12, 3)] * 2)
     made.end_step()
     assert made.profile is not None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
-from ratchet.generators.engine.sampling import (
+from ratchet.generators.engine.sampler import (
     SamplingSettings,
     derive_stream,
     draw_tokens,

@@ -1,6 +1,8 @@
-"""Sample tokens from logits: pure functions, shared by the generators of this process.
+"""Sample tokens: `Sampler` from hidden states, for the engine, and pure functions from logits.
 
-N = rows, V = vocabulary, F = rows with a filter (top-k, top-p or min-p).
+The generators of this process share the functions.
+
+N = rows, d = hidden size, V = vocabulary, F = rows with a filter (top-k, top-p or min-p).
 """
 
 from __future__ import annotations
@@ -10,14 +12,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ratchet.generators.engine.layout import round_up_to
+from ratchet.models.decoder import Decoder
 from ratchet.types import Sampling
 
 # The constants of SplitMix64.
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 BITS = 24  # random bits of a uniform number: the precision of float32
+# Maximum number of logits sampled at a time: 128 MiB in float32, and a few copies of them exist.
+CHUNK_ELEMENTS = 2**25
 
 
 # --- randomness: a counter-based generator, so that a draw depends only on (seed, token index)
@@ -139,6 +146,28 @@ class SamplingSettings:
         )
 
 
+@dataclass(frozen=True)
+class LogitsChunk:
+    """A range of rows whose logits are in memory at the same time."""
+
+    rows: slice
+    settings: SamplingSettings
+
+
+def make_chunks(
+    table_N: NDArray[np.void], vocab_size: int, row_multiple: int, device: torch.device
+) -> tuple[LogitsChunk, ...]:
+    """Return the chunks of N rows of SETTING_DTYPE, with their settings on a device."""
+    chunk_rows = max(CHUNK_ELEMENTS // vocab_size // row_multiple, 1) * row_multiple
+    row_ranges = [
+        slice(start, min(start + chunk_rows, len(table_N)))
+        for start in range(0, len(table_N), chunk_rows)
+    ]
+    return tuple(
+        LogitsChunk(rows, SamplingSettings.from_table(table_N[rows], device)) for rows in row_ranges
+    )
+
+
 # --- drawing
 
 
@@ -209,3 +238,38 @@ def draw_filtered(
     total_F = cdf_FV.gather(1, kept_count_F[:, None] - 1)[:, 0]
     rank_F = torch.minimum(invert_cdf(cdf_FV, uniforms_F, total_F), kept_count_F - 1)
     return order_FV.gather(1, rank_F[:, None])[:, 0], total_F.log().clamp_(max=0.0)
+
+
+class Sampler:
+    """The decoder's head with sampling: it gets hidden states and gives a token of each row.
+
+    row_multiple: see `engine.batch_invariance`.
+    """
+
+    def __init__(self, decoder: Decoder, row_multiple: int) -> None:
+        self.decoder = decoder
+        self.row_multiple = row_multiple
+
+    def __call__(
+        self, hidden_Nd: Tensor, chunks: Sequence[LogitsChunk], token_index_N: Tensor
+    ) -> list[SampledTokens]:
+        """Return the sampled tokens of each chunk.
+
+        Args:
+            hidden_Nd: may end with padding rows.
+            token_index_N: index of the new token in each completion, int64.
+        """
+        # The learner computes logits in this dtype too.
+        weight_Vd = self.decoder.head_weight
+        dtype = torch.promote_types(weight_Vd.dtype, torch.float32)
+        weight_Vd = weight_Vd.to(dtype)
+        streams_N = torch.cat([chunk.settings.streams_N for chunk in chunks])
+        uniforms_N = draw_uniforms(streams_N, token_index_N)
+        draws = []
+        for chunk in chunks:
+            rows = chunk.rows
+            padded_end = round_up_to(rows.stop, self.row_multiple)
+            padded_hidden = hidden_Nd[rows.start : padded_end].to(dtype)
+            logits_NV = F.linear(padded_hidden, weight_Vd)[: rows.stop - rows.start]
+            draws.append(draw_tokens(logits_NV, uniforms_N[rows], chunk.settings))
+        return draws

@@ -1,0 +1,247 @@
+"""Compute the decoder's hidden states of whole prompts (prefill) and of one new token (decode).
+
+T = prompt tokens of a forward, N = requests, d = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
+from ratchet.generators.engine.compiled_decode import CompiledDecoder
+from ratchet.generators.engine.kv_cache import KVCache
+from ratchet.generators.engine.layout import concatenate_ranges, round_up_to, split_spans
+from ratchet.generators.engine.limits import SchedulerLimits
+from ratchet.generators.engine.multi_lora import MultiLoRA
+from ratchet.generators.engine.running_requests import ActiveSlots, RequestSlots
+from ratchet.generators.request import GenerationRequest, PromptKey
+from ratchet.models.decoder import Decoder
+from ratchet.models.layers.expert_routing import RouteRecorder
+
+
+class ModelRunner:
+    """The decoder with the device memory of its requests: KV cache and token histories.
+
+    It gets requests, whose place in a sequence is their slot, and gives hidden states. It reads
+    the decoder's parameters at every call.
+
+    Attributes:
+        max_length: maximum number of tokens of a request that has the cache to itself.
+        prefilled_tokens, decoded_tokens: the model's input tokens so far, without padding.
+    """
+
+    def __init__(self, decoder: Decoder, limits: SchedulerLimits) -> None:
+        weight = decoder.head_weight
+        self.decoder = decoder
+        self.limits = limits
+        self.device = weight.device
+        max_rows = round_up_to(limits.max_running, limits.row_multiple)
+        self.cache = KVCache(
+            decoder.config, max_rows=max_rows, dtype=weight.dtype, device=weight.device
+        )
+        routes_shape = len(decoder.config.sparse_layers), decoder.config.experts_per_token
+        self.slots = RequestSlots(
+            vocab_size=decoder.config.vocab_size,
+            row_multiple=limits.row_multiple,
+            device=weight.device,
+            routes_shape=routes_shape,
+        )
+        self.adapters = MultiLoRA(decoder, limits.row_multiple)
+        self.compiled = CompiledDecoder(decoder)
+        self.max_length = self.cache.stride if self.fits_cache(1, self.cache.stride) else 0
+        while 0 < self.max_length < decoder.config.max_positions and self.fits_cache(
+            1, 2 * self.max_length
+        ):
+            self.max_length *= 2
+        self.prefilled_tokens = self.decoded_tokens = 0
+        self._active: ActiveSlots | None = None  # all running requests; None when they have changed
+
+    # --- memory
+
+    def fits_cache(self, n_slots: int, length: int) -> bool:
+        """True if the cache may grow to so many slots of so many tokens."""
+        return (
+            self.cache.get_bytes(round_up_to(n_slots, self.limits.row_multiple), length)
+            <= self.limits.kv_bytes
+        )
+
+    def clear(self) -> None:
+        """Drop all slots and their memory."""
+        self.cache.clear()
+        self.slots.clear()
+        self._active = None
+
+    def reserve(self, n_slots: int, length: int) -> bool:
+        """Make room in the cache and the slots. Returns True if they had to grow."""
+        previous_size = self.cache.n_slots, self.cache.capacity
+        self.cache.reserve(round_up_to(n_slots, self.limits.row_multiple), length)
+        self.slots.reserve(self.cache.n_slots, self.cache.capacity)
+        return previous_size != (self.cache.n_slots, self.cache.capacity)
+
+    @torch.inference_mode()
+    def free(self, slots: list[int], moved: list[int], gaps: list[int]) -> None:
+        """Free slots, and move the slots `moved` to `gaps`, which are freed slots.
+
+        Keys and values that aren't finite are erased. Otherwise the next request in the slot would
+        read them with weight 0, and 0 * NaN is NaN.
+        """
+        self._active = None
+        broken = self.slots.find_nonfinite([*slots, *moved])
+        self.cache.erase([slot for slot in slots if slot in broken])
+        if moved:
+            length = int(self.slots.lengths[moved].max())
+            self.slots.move(moved, gaps, length)
+            sources, targets = (torch.tensor(part, device=self.device) for part in (moved, gaps))
+            self.cache.move(sources, targets, length)
+            self.cache.erase([slot for slot in moved if slot in broken])
+
+    # --- prefill
+
+    def prefill(self, requests: Sequence[GenerationRequest], first_slot: int) -> Tensor:
+        """Return hidden states of the last prompt tokens: [N, d], followed by padding rows.
+
+        The requests get the slots from `first_slot` on, which `reserve` has made. Each distinct
+        prompt is computed once.
+        """
+        count = len(requests)
+        self._active = None
+        # P = distinct prompts; prompt_N: the prompt of each request.
+        prompt_numbers: dict[tuple[str | None, PromptKey], int] = {}
+        prompt_N = np.array(
+            [prompt_numbers.setdefault(request.key, len(prompt_numbers)) for request in requests]
+        )
+        prompts = [np.frombuffer(tokens, dtype=np.int64) for _, (tokens, _) in prompt_numbers]
+        lengths_P = np.array([len(prompt) for prompt in prompts])
+        starts_P = np.cumsum(lengths_P) - lengths_P
+        self.slots.enter(requests, first_slot)
+
+        lengths_N = lengths_P[prompt_N]
+        slots = np.repeat(np.arange(first_slot, first_slot + count), lengths_N)
+        positions = concatenate_ranges(lengths_N)
+        sources = np.repeat(starts_P[prompt_N], lengths_N) + positions
+        tokens_T = self._upload(np.concatenate(prompts))
+        targets = self._upload(slots), self._upload(positions)
+        self.slots.store(*targets, tokens_T[self._upload(sources)])
+        recorder = None
+        if any(request.sampling.routes for request in requests):
+            recorder = self._make_recorder(len(tokens_T))
+        adapters = [adapter for adapter, _ in prompt_numbers]
+        hidden_Td = self._compute_sequences(
+            tokens_T, lengths_P, adapters, (sources, slots, positions), recorder
+        )
+        if recorder is not None:
+            self.slots.routes_RCLK.index_put_(targets, recorder.experts_TLK[self._upload(sources)])
+        last_N = (starts_P + lengths_P - 1)[prompt_N]
+        padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
+        return hidden_Td.index_select(0, self._upload(padded))
+
+    def recompute_cache(self, requests: Sequence[GenerationRequest]) -> None:
+        """Recompute the keys and values of all running requests with the new weights.
+
+        Each request's last token is excluded, because it is the input of the next step. Recorded
+        routes stay, because the tokens so far were drawn with them.
+        """
+        lengths = self.slots.lengths[: len(requests)] - 1
+        for span in split_spans(lengths, self.limits.prefill_tokens):
+            slots = np.repeat(np.arange(span.start, span.stop), lengths[span])
+            positions = concatenate_ranges(lengths[span])
+            tokens_T = self.slots.tokens_RC[self._upload(slots), self._upload(positions)]
+            adapters = [request.sampling.adapter for request in requests[span]]
+            sources = np.arange(len(tokens_T))
+            self._compute_sequences(tokens_T, lengths[span], adapters, (sources, slots, positions))
+
+    def _compute_sequences(
+        self,
+        tokens_T: Tensor,
+        lengths: NDArray[np.int64],
+        adapters: Sequence[str | None],
+        cache_targets: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
+        recorder: RouteRecorder | None = None,
+    ) -> Tensor:
+        """Return hidden states of sequences laid end to end: [T, d], followed by padding rows.
+
+        Args:
+            adapters: the adapter of each sequence.
+            cache_targets: arrays (sources, slots, positions). Keys and values of token
+                `sources[i]` go to `positions[i]` of slot `slots[i]`.
+        """
+        multiple = self.limits.row_multiple
+        padding = (0, -len(tokens_T) % multiple)
+        attend = PrefillAttention(self.cache, lengths, *map(self._upload, cache_targets))
+        self.prefilled_tokens += len(tokens_T)
+        tokens_T = F.pad(tokens_T, padding)
+        positions_T = F.pad(self._upload(concatenate_ranges(lengths)), padding)
+        decoder = self.decoder
+        if any(adapter is not None for adapter in adapters):
+            adapters_T = np.repeat(np.array(adapters, dtype=object), lengths).tolist()
+            decoder = self.adapters.select_decoder(adapters_T)
+        return decoder(tokens_T, positions_T, attend, row_multiple=multiple, route=recorder)
+
+    # --- decode
+
+    def decode(self, requests: Sequence[GenerationRequest]) -> tuple[ActiveSlots, Tensor]:
+        """Return the running requests' slots and the hidden states of their last tokens.
+
+        The states are [N, d], followed by padding rows.
+
+        requests: all running requests, by slot.
+        """
+        active = self._active or self.slots.upload_active(requests)
+        longest = int(self.slots.lengths[: len(requests)].max())
+        if self.reserve(active.n_slots, longest + 1):
+            active = self.slots.upload_active(requests)
+        self._active = active
+        self.decoded_tokens += active.n_slots
+        return active, self._compute_next(active, longest)
+
+    def _compute_next(self, active: ActiveSlots, longest: int) -> Tensor:
+        """Return hidden states of the requests' last tokens: [N, d], followed by padding rows.
+
+        If the compiled step is available, it always computes the requests without an adapter,
+        even if other running requests have one: a request's bits must not depend on its neighbours.
+        """
+        if (layers := self.compiled.layers()) is None:
+            return self._decode_with_torch(active, longest)
+        count = active.n_slots
+        plain_slots = torch.arange(count)
+        if active.adapters is None:
+            hidden = self.compiled(
+                layers, active.feed[:count], active.positions[:count], plain_slots, self.cache
+            )
+            padding = len(active.feed) - count
+            return F.pad(hidden, (0, 0, 0, padding)) if padding else hidden
+        hidden = self._decode_with_torch(active, longest)
+        plain_slots = plain_slots[[adapter is None for adapter in active.adapters]]
+        if len(plain_slots):
+            feed, positions = active.feed[plain_slots], active.positions[plain_slots]
+            hidden[plain_slots] = self.compiled(layers, feed, positions, plain_slots, self.cache)
+        return hidden
+
+    def _decode_with_torch(self, active: ActiveSlots, longest: int) -> Tensor:
+        """Return hidden states like `_compute_next`, without the compiled step."""
+        attend = DecodeAttention(self.cache, active.positions, longest)
+        feed, positions, count = active.feed, active.positions, active.n_slots
+        recorder = self._make_recorder(len(feed)) if active.records_routes else None
+        decoder = self.decoder
+        if active.adapters is not None:
+            decoder = self.adapters.select_decoder(active.adapters)
+        multiple = self.limits.row_multiple
+        hidden = decoder(feed, positions, attend, row_multiple=multiple, route=recorder)
+        if recorder is not None:
+            targets = attend.slots_N[:count], positions[:count]
+            self.slots.routes_RCLK.index_put_(targets, recorder.experts_TLK[:count])
+        return hidden
+
+    def _make_recorder(self, n_tokens: int) -> RouteRecorder:
+        """Return a recorder of routes for a forward of `n_tokens` rows and padding."""
+        rows = round_up_to(n_tokens, self.limits.row_multiple)
+        return RouteRecorder(self.decoder.config, rows, self.device)
+
+    def _upload(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
