@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
+from ratchet.config.sections import GeneratorSection
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
 from ratchet.errors import ConfigError, ModelError, RunDirectoryError, RunNotFound
@@ -22,7 +22,7 @@ from ratchet.models.load import load_policy
 from ratchet.models.lora.files import CONFIG as ADAPTER_CONFIG
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import MODEL, RunDirectory
-from ratchet.training.from_config import build_policy, get_chat_template
+from ratchet.training.from_config import build_policy, get_tokenizer_config
 from ratchet.training.saved_weights import SavedWeights, export_checkpoint, split_step
 from ratchet.training.stage import Policy
 from ratchet.utils.safe_read import read_json
@@ -75,7 +75,7 @@ def open_target(
     if not run_recipe.is_file():
         _refuse_adapter(path)
         config = None if recipe is None else freeze(load_config(recipe))
-        template = None if config is None else get_chat_template(config)
+        template = None if config is None else get_tokenizer_config(config).template
         device = "cuda" if torch.cuda.is_available() else "cpu"
         use_kernels(device == "cpu" and has_compiled_kernels())
         model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
@@ -153,11 +153,11 @@ def _open_checkpoint(path: Path, step: int, recipe: Path | None, generator: str 
     )
 
 
-def _select_generator(stage: StageConfig, kind: str | None) -> Section:
+def _select_generator(stage: StageConfig, kind: str | None) -> GeneratorSection:
     """Return the section of a generator of this kind for this process; None: the stage's kind."""
     if kind is None:
-        return stage.sampling_generator
-    if getattr(stage.generator, "kind", None) == kind:
+        return stage.generator.sampler
+    if stage.generator.kind_name == kind:
         return stage.generator
     return section_from_words("generator", kind)
 

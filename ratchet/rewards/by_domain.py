@@ -32,7 +32,7 @@ class ByTagConfig(Section):
     @model_validator(mode="after")
     def _check_distinct(self) -> ByTagConfig:
         for tag, sections in self.domains.items():
-            kinds = [getattr(section, "kind", "") for section in sections]
+            kinds = [section.kind_name for section in sections]
             if len(set(kinds)) < len(kinds):
                 raise ValueError(
                     f"domain '{tag}' has rewards {', '.join(kinds)}: give each kind once"

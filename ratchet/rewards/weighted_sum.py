@@ -82,7 +82,7 @@ def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
     A reward has the name of its kind (of a path, the part after the colon) and the section's
     `weight`. Raises ConfigError if two share a name, or there are none.
     """
-    names = [str(getattr(section, "kind", "")).rpartition(":")[2] for section in sections]
+    names = [section.kind_name.rpartition(":")[2] for section in sections]
     if len(set(names)) < len(names):
         raise ConfigError(
             f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it "
@@ -92,5 +92,6 @@ def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
     rewards = {name: as_reward(build(section), name) for name, section in sections_by_name.items()}
     return WeightedSum(
         rewards,
+        # A section made in Python may lack the key `weight`, which `resolve` adds.
         {name: getattr(section, "weight", 1.0) for name, section in sections_by_name.items()},
     )

@@ -13,7 +13,6 @@ from typing import Any
 from ratchet.algorithms.base import AlgoState
 from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.serialization import WriteFiles, defer_writes, load_state, save_state
-from ratchet.config.base import Section
 from ratchet.config.schema import CheckpointConfig, StageConfig
 from ratchet.data.jsonl import fingerprint
 from ratchet.errors import CheckpointError, DataError, RunDirectoryError
@@ -269,24 +268,4 @@ def refuse_lost_checkpoints(
     raise RunDirectoryError(
         f"{store.root} has no checkpoint, but {directory.metrics} has {rows[-1]['step']} steps: "
         "the checkpoint was deleted. Put it back, or begin a new run with another --run-dir"
-    )
-
-
-def list_data_files(section: Any) -> list[Path]:
-    """Return the files that a section and its subsections name, in order.
-
-    A section with file patterns or directories lists its files itself (`data_files`).
-    """
-    if isinstance(section, Path):
-        return [section] if section.is_file() else []
-    if hasattr(section, "data_files"):
-        return list(section.data_files)
-    if isinstance(section, Section):
-        section = [getattr(section, name) for name in type(section).model_fields]
-    if isinstance(section, dict):
-        section = list(section.values())
-    return (
-        [path for part in section for path in list_data_files(part)]
-        if isinstance(section, list | tuple)
-        else []
     )

@@ -176,11 +176,7 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRa
     section = config.stages[index].generator
     # Generators of other kinds share the learner's accelerator.
     generators = section.workers if isinstance(section, GeneratorWorkersConfig) else 0
-    devices = (
-        max(learners, generators)
-        if getattr(config.cluster, "colocated", False)
-        else learners + generators
-    )
+    devices = max(learners, generators) if config.colocated else learners + generators
     if parameter.device.type != "cuda":
         gemm = Gemm(MATRIX_SIDE, MATRIX_SIDE, MATRIX_SIDE)
         timer = GemmTimer(gemm, device=parameter.device, dtype=torch.float32, round_s=ROUND_S)

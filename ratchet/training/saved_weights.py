@@ -252,7 +252,7 @@ def copy_start(saved: SavedWeights, config: RunConfig, run: Path, *, with_optimi
 
 def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
     for key in ("learner", "optimizer"):
-        kinds = [getattr(getattr(stage, key), "kind", "") for stage in (old, new)]
+        kinds = [getattr(stage, key).kind_name for stage in (old, new)]
         if kinds[0] != kinds[1]:
             raise ConfigError(
                 f"--with-optimizer takes over the state of {key}.kind={kinds[0]}, and the recipe "

@@ -37,7 +37,7 @@ from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.live_status import serve_status
 from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.run_dir import ADAPTER, AVERAGE, MODEL, RunDirectory
-from ratchet.training.checkpointing import CheckpointSaver, list_data_files, refuse_lost_checkpoints
+from ratchet.training.checkpointing import CheckpointSaver, refuse_lost_checkpoints
 from ratchet.training.from_config import (
     build_executor,
     build_policy,
@@ -295,7 +295,7 @@ class TrainingSession:
             checkpoint_config,
             self.summaries,
             self.command,
-            data=list_data_files(stage.environment),
+            data=stage.environment.list_data_files(),
             recipe=self._plain_config,
             mirror=self.mirror,
         )

@@ -21,6 +21,7 @@ from ratchet.config.base import Section
 from ratchet.config.loader import dump_config, load_config
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
+from ratchet.config.sections import GeneratorSection
 from ratchet.data.formats.media import embed_bytes
 from ratchet.data.processor import Processor
 from ratchet.errors import ConfigError, DataError, RunNotFound
@@ -101,7 +102,7 @@ class RecordedSource:
     async def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class NoGenerator(Section):
+class NoGenerator(GeneratorSection):
     """A generator section that builds no generator, because a replay generates nothing."""
 
     builds: ClassVar[str] = "ratchet.commands.replay.engine:no_generator"
@@ -395,7 +396,7 @@ class Replay:
         """Raise ConfigError if the stage's learner was distributed over processes."""
         stage = self.config.stages[index]
         if isinstance(stage.learner, DistributedConfig):
-            kind = getattr(stage.learner, "kind", "")
+            kind = stage.learner.kind_name
             raise ConfigError(
                 f"stage {stage.name} trained with learner.kind={kind}, whose ranks each sum a part "
                 "of a gradient: one process sums in another order, so no step would be bit-equal. "
@@ -493,7 +494,7 @@ def _qualify_key(text: str, stage: Any) -> str:
         parts_with_key = [
             name
             for name, value in values_by_key.items()
-            if keys[1] in getattr(type(value), "model_fields", ())
+            if isinstance(value, Section) and keys[1] in type(value).model_fields
         ]
         keys = ["algorithm", *parts_with_key, keys[1]] if len(parts_with_key) == 1 else keys
     return f"stages.{stage.name}.{'.'.join(keys)}{equals}{setting}"
