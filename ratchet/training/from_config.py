@@ -73,7 +73,9 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
         [ResourceRequest(DRIVER, 1, gpus=1)] if driver_trains else []
     )
     colocated_role = (
-        learner_resources[0].role if _is_colocated(config) and learner_resources and not on_cpu else None
+        learner_resources[0].role
+        if _is_colocated(config) and learner_resources and not on_cpu
+        else None
     )
     generator_resources = get_generator_resources(
         generator, on_cpu=on_cpu, colocated_role=colocated_role
@@ -352,7 +354,7 @@ def build_run(
         policy: The model to train.
         directory: The run directory.
         environment: The stage's environment, if it has been built already.
-        run_fields: Further fields of `StageRun`.
+        run_fields: Further arguments of `make_run`, and fields of `StageRun`.
     """
     stage = config.stages[index]
     spec = replace(
