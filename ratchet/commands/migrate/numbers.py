@@ -45,7 +45,7 @@ def _refuse_use(*_arguments: Any, **_named: Any) -> Any:
 _refuse: Any = _refuse_use
 
 
-class HiddenValue:
+class _Hidden:
     """A placeholder for a value, to find out if a conversion uses a key (see `used_keys`).
 
     Every special method by which code can use a value raises `HiddenValueUsed`. An `is` test and
@@ -61,7 +61,11 @@ class HiddenValue:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
     __mod__ = __rmod__ = __divmod__ = __pow__ = __rpow__ = _refuse
     __neg__ = __pos__ = __abs__ = _refuse
-    __class__ = property(_refuse)
+    __class__ = property(_refuse)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+# Declared as any type, because a conversion returns a placeholder in place of its own type.
+HiddenValue: type = _Hidden
 
 
 class InvalidValue(ValueError):
