@@ -20,6 +20,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,7 @@ from ratchet.config.schema import RecordConfig, RunConfig
 from ratchet.data.packing import pack
 from ratchet.executors.freeze import freeze, prepare_process
 from ratchet.experience.rollout.metrics import iterate_attempt_samples
+from ratchet.learners.compute.flop_counter import wrap_with_flop_counter
 from ratchet.observe.records.reader import Record
 from ratchet.observe.records.writer import Recorder
 from ratchet.observe.tracing.perfetto import open_trace
@@ -41,7 +44,7 @@ from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.loop import train
-from ratchet.training.metering import StageMeter, metering
+from ratchet.training.metering import make_meter
 from ratchet.types import Group
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
@@ -71,10 +74,9 @@ def seconds(
     recorder = (
         None if folder is None else Recorder(RecordConfig(), folder, seed=0, in_background=False)
     )
-    run.recorder, last = recorder, run.first_step + 2 + steps
-    run.last_step = run.first_step + 2
-    asyncio.run(train(run))
-    run.first_step, run.last_step = run.last_step, last
+    start = run.first_step + 2
+    asyncio.run(train(replace(run, recorder=recorder, last_step=start)))
+    run = replace(run, recorder=recorder, first_step=start, last_step=start + steps)
     started, worked = time.perf_counter(), time.process_time()
     asyncio.run(train(run))
     if recorder is not None:
@@ -91,8 +93,6 @@ def measuring(
     """Shares of the processor time of so many measured steps."""
     policy = build_policy(config)
     policy.model.load_state_dict(weights)
-    run = build_run(config, 1, policy)
-    run.last_step = run.first_step + steps
     taken = dict.fromkeys(("attempts", "meter", "trace"), 0.0)
 
     def counted(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,19 +106,18 @@ def measuring(
         return count
 
     def spread(groups: Sequence[Group]) -> list[Any]:
-        """Drained into the metrics, as the run does."""
+        """Drain them into the metrics, as the run does."""
         for labels, samples in iterate_attempt_samples(groups):
             run.metrics.add("rollout", samples, labels=labels)
         return []
 
     folder.mkdir()
-    with (
-        open_trace(folder / "trace.json") as trace,
-        metering(run, policy, config, 1, RunDirectory(folder), trace),
-    ):
-        meter = run.meter
-        assert isinstance(meter, StageMeter)
+    with open_trace(folder / "trace.json") as trace:
         assert trace is not None
+        meter = make_meter(policy, config, 1, RunDirectory(folder), trace)
+        count_flops = partial(wrap_with_flop_counter, counter=meter.flop_counter)
+        run = build_run(config, 1, policy, wrap_roles=[count_flops], meter=meter)
+        run = replace(run, last_step=run.first_step + steps)
         ratchet.training.run.iterate_attempt_samples = counted("attempts", spread)
         meter.begin, meter.measure = counted("meter", meter.begin), counted("meter", meter.measure)
         meter.flop_counter.add = counted("meter", meter.flop_counter.add)

@@ -38,7 +38,7 @@ def build(config: DistillationConfig) -> Algorithm:
         roles=roles,
         minibatches=config.minibatches,
         epochs=config.epochs,
-        group_size=int(getattr(config, "group_size", 1)),
+        group_size=config.attempts,
         temperature=config.tau,
         reads_reward=config.reads_reward,
         exempt=DISTILLATION_EXEMPTIONS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from ratchet.algorithms.advantages.compose import (
     Transform,
@@ -24,8 +24,10 @@ from ratchet.algorithms.base import (
     no_adaptation,
 )
 from ratchet.algorithms.config.advantages import AdvantageMixture
+from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import CorrectionConfig, KLConfig
+from ratchet.algorithms.config.shaping import ShapingPart
 from ratchet.algorithms.filters import drop_silent_groups, drop_truncated, note_signal
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_reward, kl_penalty, report_kl_coef
 from ratchet.algorithms.loss_aggregation import WEIGHTINGS, fixed_length, positive_mean, valued_mean
@@ -35,7 +37,6 @@ from ratchet.algorithms.rollout_correction import apply_correction, apply_correc
 from ratchet.algorithms.shaping import copy_judged_rewards
 from ratchet.algorithms.teacher_passes import build_teacher_passes
 from ratchet.batch import Batch
-from ratchet.config.base import Section
 from ratchet.config.resolve import build
 
 
@@ -92,12 +93,9 @@ def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
 
 def build_mixture(section: AdvantageMixture) -> Transform:
     """Return the estimator that mixes a section's parts by their weights."""
-    return partial(
-        mixture,
-        weighted_estimators=tuple(
-            (build(part), float(getattr(part, "weight", 1.0))) for part in section.parts
-        ),
-    )
+    parts: tuple[Any, ...] = section.parts  # the slot gives each part a key `weight`
+    weighted_estimators = tuple((build(part), float(part.weight)) for part in parts)
+    return partial(mixture, weighted_estimators=weighted_estimators)
 
 
 def sampler_as_old(batch: Batch, state: AlgoState) -> Batch:
@@ -130,7 +128,7 @@ def _build_policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ..
         else partial(fixed_length, length=config.fixed_length)
     )
     ratio_inputs = frozenset({"logprobs", "old_logprobs"})
-    level: Literal["token", "sequence"] = getattr(config.loss, "level", "token")
+    level = config.loss.level
     loss: TermFunction = build(config.loss)
     if config.correction is not None:
         loss = partial(apply_correction, fn=loss, level=level)
@@ -222,9 +220,9 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     return tuple(steps)
 
 
-def _adds_signal(shaping: tuple[Section, ...]) -> bool:
+def _adds_signal(shaping: tuple[ShapingPart, ...]) -> bool:
     """True if shaping changes equal rewards to unequal ones, by length or by truncation."""
-    return any("equal_rewards" in getattr(part, "exempt", {}) for part in shaping)
+    return any("equal_rewards" in part.exempt for part in shaping)
 
 
 def _build_adaptation(kl: KLConfig) -> Any:
@@ -262,9 +260,9 @@ def _list_exemptions(config: PolicyGradientConfig) -> dict[str, str]:
     # equal_rewards=drop removes the groups whose rewards differ only because of shaping, so shaping
     # needs no exemption.
     shaping = () if config.equal_rewards == "drop" else config.shaping
-    parts: tuple[Section, ...] = (*config.estimators, *shaping, config.loss)
+    parts: tuple[AlgorithmPart, ...] = (*config.estimators, *shaping, config.loss)
     exemptions: list[Mapping[str, str]] = []
     if config.kl.coef > 0 and config.kl.place == "reward":
-        exemptions += [getattr(part, "exempt_under_kl", {}) for part in config.estimators]
-    exemptions += [getattr(part, "exempt", {}) for part in parts]
+        exemptions += [part.exempt_under_kl for part in config.estimators]
+    exemptions += [part.exempt for part in parts]
     return {name: reason for exempt in exemptions for name, reason in exempt.items()}

@@ -26,7 +26,7 @@ LABELLED_EXEMPTIONS = {
 
 def build_pairs(config: PreferenceConfig) -> Algorithm:
     """Return the preference algorithm (DPO, IPO, SimPO, ...) that a config section describes."""
-    coef = float(getattr(config, "odds_coef", 1.0))
+    coef = config.preference_coef
     terms = [AlgorithmTerm("preference", bind(config), prompt_mean, level="group", coef=coef)]
     if config.sft_coef > 0:
         terms.append(AlgorithmTerm("nll", nll, chosen_mean, coef=config.sft_coef))

@@ -7,8 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ratchet.config.base import Section
 from ratchet.config.checks.model import known_context
-from ratchet.config.checks.placement import is_distributed
 from ratchet.config.checks.staleness import cautions
 from ratchet.config.length import count_warmup_steps
 from ratchet.config.schema import RunConfig, StageConfig
@@ -70,7 +70,7 @@ def describe(
 def _describe_ranks(config: RunConfig) -> str:
     """Return a line on the ranks of a distributed learner, which are the same in all stages."""
     learner = config.stages[0].learner
-    if not is_distributed(learner):
+    if not learner.is_distributed:
         return ""
     sizes = {key: getattr(learner, key, 1) for key in LEARNER_PARALLELISM}
     shares = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
@@ -103,9 +103,9 @@ def _describe_workers(config: RunConfig) -> str:
 def _describe_rows_per_rank(stage: StageConfig) -> str:
     """Return a line on the rows of an optimizer step, as divided among data-parallel ranks."""
     learner: Any = stage.learner
-    if not is_distributed(learner):
+    if not learner.is_distributed:
         return ""
-    rows = -(-stage.batch_size // stage.minibatches) * stage.attempts
+    rows = -(-stage.batch_size // stage.algorithm.n_minibatches) * stage.algorithm.attempts
     ranks = prod(getattr(learner, key) for key in learner.data_parallel_keys)
     summary = (
         f"{_format_count(rows, 'row')} for {_format_count(ranks, 'data rank')}, "
@@ -139,7 +139,7 @@ def _describe_stage(stage: StageConfig, first_step: int, length: str) -> list[st
     ]
     hidden = {name for name, text in lines if not text}
     if stage.source not in ("rollouts", None) or (
-        not stage.rewards and not getattr(stage.algorithm, "reads_reward", True)
+        not stage.rewards and not stage.algorithm.reads_reward
     ):
         hidden.add("rewards")
     return ["  " + ROW.format(name, text) for name, text in lines if name not in hidden]
@@ -150,11 +150,9 @@ def _describe_teachers(stage: StageConfig) -> str:
 
     A missing directory is not an error yet, because another run may create it first.
     """
-    teachers = getattr(stage.algorithm, "teacher", None) or {}
-    paths = dict.fromkeys([teachers] if isinstance(teachers, str) else teachers.values())
     return ", ".join(
         path if is_address(path) or Path(path).is_dir() else f"{path} (no directory here)"
-        for path in paths
+        for path in stage.algorithm.teacher_paths
     )
 
 
@@ -167,11 +165,10 @@ def _describe_batch(stage: StageConfig) -> str:
     }
     if stage.source in nouns:
         return f"{_format_count(stage.batch_size, nouns[stage.source])} a step"
-    trajectories = stage.batch_size * stage.attempts
+    attempts = stage.algorithm.attempts
+    trajectories = stage.batch_size * attempts
     new_tokens = trajectories * stage.sampling.max_new_tokens
-    factors = (
-        f"{_format_count(stage.batch_size, 'prompt')} x {_format_count(stage.attempts, 'attempt')}"
-    )
+    factors = f"{_format_count(stage.batch_size, 'prompt')} x {_format_count(attempts, 'attempt')}"
     return (
         f"{factors} = {_format_count(trajectories, 'trajectory')} a step, "
         f"at most {_format_count(new_tokens, 'new token')} ({stage.sampling.max_new_tokens} each)"
@@ -188,18 +185,18 @@ def _describe_replay(stage: StageConfig) -> str:
 
 
 def _describe_updates(stage: StageConfig) -> str:
-    per_batch = stage.minibatches * stage.epochs
-    splits_groups = getattr(stage.algorithm, "minibatches_of", "groups") == "groups"
+    algorithm = stage.algorithm
+    minibatches, epochs = algorithm.n_minibatches, algorithm.n_epochs
     count, noun = (
-        (stage.batch_size, "group")
-        if splits_groups
-        else (stage.batch_size * stage.attempts, "attempt")
+        (stage.batch_size * algorithm.attempts, "attempt")
+        if algorithm.splits_groups
+        else (stage.batch_size, "group")
     )
-    low, extra = divmod(count, stage.minibatches)
+    low, extra = divmod(count, minibatches)
     size = f"{low} to {low + 1} {noun}s" if extra else _format_count(low, noun)
     summary = (
-        f"{_format_count(per_batch, 'optimizer step')} a batch ({stage.minibatches} x {size}, "
-        f"{_format_count(stage.epochs, 'epoch')})"
+        f"{_format_count(minibatches * epochs, 'optimizer step')} a batch ({minibatches} x {size}, "
+        f"{_format_count(epochs, 'epoch')})"
     )
     if stage.steps is None:
         return summary
@@ -234,7 +231,7 @@ def _describe_evaluation(stage: StageConfig, first_step: int) -> str:
         f"{' and '.join(kinds)})"
     )
     environment = settings.environment or stage.environment
-    is_judged = bool(stage.eval_rewards) or getattr(environment, "judges", True)
+    is_judged = bool(stage.eval_rewards) or environment.judges
     if not is_judged:
         size = f"the loss of {_format_count(settings.tasks, 'task')} at most"
         if stage.source == "pairs":
@@ -272,5 +269,5 @@ def _format_count(number: int, noun: str) -> str:
     return f"{number:,} {plural}"
 
 
-def _kind(section: object) -> str:
-    return str(getattr(section, "kind", ""))
+def _kind(section: Section | None) -> str:
+    return "" if section is None else section.kind_name

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.commands.model_target import Target, open_target, require_config
-from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.length import shorten
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build
 from ratchet.config.schema import OptimizerConfig, RunConfig
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.presets.benchmarks import ALIASES, BENCHMARK_NAMES
 from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.errors import ConfigError, DataError, RatchetError
@@ -362,7 +362,7 @@ def _require_judge(setup: EnvSetup) -> None:
         )
 
 
-def make_env_section(name: str, overrides: Sequence[str]) -> Section:
+def make_env_section(name: str, overrides: Sequence[str]) -> EnvironmentConfig:
     """Return the config section of a benchmark or an environment.
 
     By default only the test split of a benchmark is read.

@@ -166,8 +166,7 @@ def _setup_recipe(recipe: str, overrides: Sequence[str], stage: str | None) -> D
         else None
     )
     renderer = build_renderer(config, tokenizer, processor)
-    algorithm = build(stage_config.algorithm)
-    turns = getattr(algorithm, "turns", "all")
+    turns = build(stage_config.algorithm).turns
     return DataSetup(
         build(stage_config.environment), renderer, stage_config.source, turns, config.seed
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
+from ratchet.config.sections import GeneratorSection
 from ratchet.data.chat.builtin_tokenizers import apply_chat_template_kwargs
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import TokenizerConfig
@@ -157,11 +157,11 @@ def _open_checkpoint(path: Path, step: int, recipe: Path | None, generator: str 
     )
 
 
-def _select_generator(stage: StageConfig, kind: str | None) -> Section:
+def _select_generator(stage: StageConfig, kind: str | None) -> GeneratorSection:
     """Return the section of a generator of this kind for this process; None: the stage's kind."""
     if kind is None:
-        return stage.sampling_generator
-    if getattr(stage.generator, "kind", None) == kind:
+        return stage.generator.sampler
+    if stage.generator.kind_name == kind:
         return stage.generator
     return section_from_words("generator", kind)
 

@@ -96,8 +96,8 @@ def write_recipe(name: str, request: RecipeRequest) -> str:
     """
     algorithm, lora = _find_algorithm(request)
     section = resolve("algorithm", algorithm)
-    source = str(getattr(section, "source", "rows"))
-    reads_reward = source == "rollouts" and bool(getattr(section, "reads_reward", True))
+    source = str(section.source or "rows")
+    reads_reward = source == "rollouts" and section.reads_reward
     if reads_reward and request.reward is None:
         raise ConfigError(
             f"algorithm {algorithm['kind']} learns from rewards: add --reward my_reward.py:f, a "

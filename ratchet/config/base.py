@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
@@ -18,7 +19,9 @@ class Section(BaseModel):
 
     Attributes:
         builds: The "module:callable" that `ratchet.training.build` calls with a section chosen by
-            `kind:`. It is text, so that only the backend that a run uses is imported.
+            `kind:`. It is text, so that only the backend that a run uses is imported. A section
+            without it is built by the class or function that its kind names.
+        calls_model: True if its use calls a service or loads a model.
     """
 
     model_config = ConfigDict(
@@ -26,6 +29,19 @@ class Section(BaseModel):
     )
 
     builds: ClassVar[str] = ""
+    calls_model: ClassVar[bool] = False
+
+    @property
+    def kind_name(self) -> str:
+        """Return the section's `kind`; "" if it has none, because it was made in Python."""
+        return str(dict(self).get("kind", ""))
+
+    def list_data_files(self) -> list[Path]:
+        """Return the files that the section and its subsections name, in order.
+
+        A section with file patterns or directories overrides it.
+        """
+        return _list_files(dict(self))
 
     @property
     def changed(self) -> frozenset[str]:
@@ -54,6 +70,18 @@ class Section(BaseModel):
             if not has_upper_bound:
                 _refuse_huge(field.annotation, value)
         return value
+
+
+def _list_files(value: object) -> list[Path]:
+    if isinstance(value, Path):
+        return [value] if value.is_file() else []
+    if isinstance(value, Section):
+        return value.list_data_files()
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return []
+    return [path for part in value for path in _list_files(part)]
 
 
 def _refuse_non_numbers(annotation: Any, value: Any, item_label: str = "") -> None:

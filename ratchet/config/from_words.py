@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from pydantic import ValidationError
 
-from ratchet.config.base import Section
 from ratchet.config.diagnostics import RecipeProblem, explain, report
 from ratchet.config.layers import as_layer
 from ratchet.config.resolve import section_class
@@ -21,7 +21,7 @@ from ratchet.config.yaml_tree import (
 from ratchet.errors import ConfigError
 
 
-def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Section:
+def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Any:
     """Return the section of a kind or an import path.
 
     Args:

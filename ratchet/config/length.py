@@ -35,7 +35,7 @@ def _shorten_stage(stage: StageConfig, max_steps: int) -> tuple[StageConfig, str
     shortened_stage = stage.model_copy(update={"steps": steps, "passes": None})
     updates = {
         "optimizer": _clip_optimizer(stage.optimizer, shortened_stage.optimizer_steps),
-        "algorithm": _clip_critic(stage.algorithm, steps),
+        "algorithm": stage.algorithm.limit_critic_warmup(steps - 1),
         "evaluation": _clip(stage.evaluation, "every", steps),
         "checkpoint": _clip(stage.checkpoint, "every", steps),
         "curriculum": _clip(stage.curriculum, "full_by_step", steps),
@@ -70,12 +70,6 @@ def _clip_optimizer(optimizer: OptimizerConfig, total: int) -> OptimizerConfig:
     if warmup + decay > total:
         updates |= {"warmup_steps": total - decay, "warmup_share": 0.0}
     return optimizer.model_copy(update=updates)
-
-
-def _clip_critic(algorithm: Section, steps: int) -> Section:
-    critic = getattr(algorithm, "critic", None)
-    clipped = _clip(critic, "warmup_steps", steps - 1) if hasattr(critic, "warmup_steps") else None
-    return algorithm.model_copy(update={"critic": clipped}) if clipped is not None else algorithm
 
 
 def _list_changes(before: Section, after: Section, key: str) -> list[str]:

@@ -205,3 +205,18 @@ DEFAULT_KIND: Mapping[str, str] = {
     "tokenizer": "auto",
     "cluster": "local",
 }
+_ENVIRONMENT_BASE = "ratchet.config.sections:EnvironmentConfig"
+_ESTIMATOR_BASE = "ratchet.algorithms.config.advantages:Estimator"
+# The base section of a slot, whose attributes every section of the slot has.
+BASES: Mapping[str, str] = {
+    "algorithm": "ratchet.config.sections:AlgorithmSection",
+    **dict.fromkeys(("environment", "part", "played", "problems"), _ENVIRONMENT_BASE),
+    "learner": "ratchet.config.sections:LearnerSection",
+    "generator": "ratchet.config.sections:GeneratorSection",
+    "generating": "ratchet.config.sections:GeneratorSection",
+    "weight_sync": "ratchet.config.sections:WeightSyncSection",
+    "advantage": _ESTIMATOR_BASE,
+    "estimator": _ESTIMATOR_BASE,
+    "policy_loss": "ratchet.algorithms.config.policy_losses:PolicyLoss",
+    "shaping": "ratchet.algorithms.config.shaping:ShapingPart",
+}

@@ -17,7 +17,8 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from ratchet.config.base import Section
-from ratchet.config.registry import DEFAULT_KIND, KINDS
+from ratchet.config.registry import BASES, DEFAULT_KIND, KINDS
+from ratchet.config.sections import UNKNOWN
 from ratchet.config.user_files import import_object
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_surrogates
@@ -61,8 +62,10 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def resolve(slot: str, values: Mapping[str, Any]) -> Section:
+def resolve(slot: str, values: Mapping[str, Any]) -> Any:
     """Return the section of a `slot` ("algorithm", ...) from a recipe's mapping.
+
+    It has the attributes of the slot's base section (`BASES`).
 
     Raises ConfigError for an unknown or unusable kind, pydantic's ValidationError for wrong values.
     """
@@ -86,7 +89,8 @@ def read_kind(slot: str, values: Mapping[str, Any]) -> str:
 def section_class(slot: str, kind: str) -> type[Section]:
     """Return the class that validates a section of this kind.
 
-    It gets a field `kind` if it has none, so that a saved section names its kind.
+    It gets a field `kind` if it has none, so that a saved section names its kind, and the
+    attributes of the slot's base section that it lacks.
     """
     if ":" in kind:
         target_class = _section_from_path(slot, kind)
@@ -102,24 +106,51 @@ def section_class(slot: str, kind: str) -> type[Section]:
     }
     if "kind" not in target_class.model_fields:
         missing["kind"] = (Literal[kind], kind)
-    if not missing:
+    base = import_object(BASES[slot]) if slot in BASES else Section
+    if not missing and issubclass(target_class, base):
         return target_class
-    return create_model(
+    completed = create_model(
         target_class.__name__,
         __base__=target_class,
         __doc__=target_class.__doc__,
         __module__=target_class.__module__,
         **missing,
     )
+    if not issubclass(completed, base):
+        _add_base_attributes(completed, base, UNKNOWN.get(slot, {}))
+    return completed
+
+
+def _add_base_attributes(
+    section: type[Section], base: type[Section], unknown: Mapping[str, Any]
+) -> None:
+    """Give a user's section class the attributes of its slot's base that it does not have itself.
+
+    Its own keys and attributes stay, which a second base class would hide.
+
+    Args:
+        section: The class, which nothing else uses.
+        base: The base section of the slot.
+        unknown: Values that take precedence over the base's.
+    """
+    inherited = {
+        name: value
+        for parent in reversed(base.__mro__)
+        if issubclass(parent, Section) and parent is not Section
+        for name, value in vars(parent).items()
+        if not name.startswith(("_", "model_"))
+    }
+    for name, value in {**inherited, **unknown}.items():
+        if name not in section.model_fields and not hasattr(section, name):
+            setattr(section, name, value)
 
 
 def add_slot_keys(slot: str, section: Section) -> Section:
     """Add the slot's keys to a section made in Python, so that its dump can be loaded again."""
     section_type = type(section)
     path = f"{section_type.__module__}:{section_type.__qualname__}"
-    kind = getattr(section, "kind", None) or next(
-        (k for k, known in KINDS[slot].items() if known == path), path
-    )
+    known_kind = next((kind for kind, known in KINDS[slot].items() if known == path), path)
+    kind = section.kind_name or known_kind
     expected = section_class(slot, kind)
     return section if isinstance(section, expected) else expected.model_validate(dict(section))
 
@@ -129,7 +160,8 @@ def build(section: Section, /, *arguments: Any, **named: Any) -> Any:
 
     Further arguments are passed on.
     """
-    return import_object(section.builds)(section, *arguments, **named)
+    factory = import_object(section.builds or section.kind_name)
+    return factory(section, *arguments, **named)
 
 
 def get_reward_name(section: Section) -> str:
@@ -137,7 +169,7 @@ def get_reward_name(section: Section) -> str:
 
     The name of a path is the part after the colon.
     """
-    name = getattr(section, "reward_name", None) or getattr(section, "kind", "")
+    name = getattr(section, "reward_name", None) or section.kind_name
     return str(name).rpartition(":")[2]
 
 
@@ -171,12 +203,12 @@ def _section_from_path(slot: str, kind: str) -> type[Section]:
     if slot == "tool" and inspect.isfunction(target) and not _makes_tools(target):
         name = kind.rpartition(":")[2]
         return type(name, (FunctionToolSection,), {"target": kind, "__module__": __name__})
-    config = getattr(target, "Config", None)
+    config = getattr(target, "Config", None)  # a user's class or function may have none
     if config is None:
         return _section_from_signature(slot, kind, target)
     if not _is_section(config):
         raise ConfigError(f"{kind}.Config must derive from ratchet.config.base.Section")
-    return _set_factory(kind, config)
+    return config
 
 
 def _makes_tools(function: Callable[..., Any]) -> bool:
@@ -201,15 +233,6 @@ def _require_methods(slot: str, kind: str) -> None:
 
 def _is_section(target: Any) -> bool:
     return inspect.isclass(target) and issubclass(target, Section)
-
-
-def _set_factory(kind: str, config: type[Section]) -> type[Section]:
-    """Return the section class, with `kind` as its factory if it names none in `builds`."""
-    return (
-        config
-        if config.builds
-        else type(config.__name__, (config,), {"builds": kind, "__module__": config.__module__})
-    )
 
 
 class SignatureSection(Section):
@@ -272,7 +295,7 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
     except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"the annotations of '{kind}' can't be read: {error}") from error
     if len(parameters) == 1 and _is_section(hints.get(parameters[0].name)):
-        return _set_factory(kind, hints[parameters[0].name])
+        return hints[parameters[0].name]
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind in (

@@ -6,7 +6,7 @@ In a `RunConfig` each stage has all its keys, which `ratchet.config.loader` fill
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
@@ -22,6 +22,13 @@ from ratchet.config.logs import LoggingConfig, RecordConfig
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.media_limits import MediaConfig
 from ratchet.config.resolve import Slot, resolve
+from ratchet.config.sections import (
+    AlgorithmSection,
+    EnvironmentConfig,
+    GeneratorSection,
+    LearnerSection,
+    WeightSyncSection,
+)
 from ratchet.config.sentinels import SentinelsConfig
 
 
@@ -136,12 +143,21 @@ class OptimizerConfig(Section):
 
 
 AnySection = SerializeAsAny[Section]
+if TYPE_CHECKING:
+    AnyAlgorithm = AlgorithmSection
+    AnyEnvironment = EnvironmentConfig
+    AnyLearner = LearnerSection
+    AnyGenerator = GeneratorSection
+    AnyWeightSync = WeightSyncSection
+else:
+    # A user's section may derive from `Section` alone: `resolve` adds the attributes of the base.
+    AnyAlgorithm = AnyEnvironment = AnyLearner = AnyGenerator = AnyWeightSync = AnySection
 
 
 class EvaluationConfig(Section):
     """Accuracy or loss on held-out tasks, before and after each stage."""
 
-    environment: Annotated[AnySection | None, Slot("environment", is_optional=True)] = Field(
+    environment: Annotated[AnyEnvironment | None, Slot("environment", is_optional=True)] = Field(
         default=None,
         description="Environment of the held-out tasks, judged by its own reward if it has one, "
         "else by eval_rewards; null: the stage's environment.",
@@ -266,9 +282,9 @@ def _default_section(slot: str, kind: str) -> Any:
     return lambda: resolve(slot, {"kind": kind})
 
 
-def get_default_rewards(environment: object) -> tuple[Section, ...]:
+def get_default_rewards(environment: EnvironmentConfig | None) -> tuple[Section, ...]:
     """Return the environment's default rewards; () if its steps give the rewards."""
-    default = getattr(environment, "default_reward", "")
+    default = "" if environment is None else environment.default_reward
     return (
         (resolve("rewards", {"kind": default} if isinstance(default, str) else default),)
         if default
@@ -294,10 +310,10 @@ class StageConfig(Section):
     """
 
     name: StageName = Field(description="Name of the stage; default: the algorithm's kind.")
-    algorithm: Annotated[AnySection, Slot("algorithm")] = Field(
+    algorithm: Annotated[AnyAlgorithm, Slot("algorithm")] = Field(
         description="Algorithm that turns a batch into an update."
     )
-    environment: Annotated[AnySection, Slot("environment")] = Field(
+    environment: Annotated[AnyEnvironment, Slot("environment")] = Field(
         description="Environment with the tasks and demonstrations."
     )
     rewards: Rewards = Field(
@@ -344,15 +360,15 @@ class StageConfig(Section):
     lora: LoRAConfig | None = Field(
         default=None, description="Train a LoRA adapter of the policy; null: all its weights."
     )
-    learner: Annotated[AnySection, Slot("learner")] = Field(
+    learner: Annotated[AnyLearner, Slot("learner")] = Field(
         default_factory=_default_section("learner", "local"),
         description="Backend that computes gradients: one process, DTensor (FSDP2) or Megatron.",
     )
-    generator: Annotated[AnySection, Slot("generator")] = Field(
+    generator: Annotated[AnyGenerator, Slot("generator")] = Field(
         default_factory=_default_section("generator", "engine"),
         description="Engine that samples: Ratchet's own, vLLM, transformers, or worker processes.",
     )
-    weight_sync: Annotated[AnySection, Slot("weight_sync")] = Field(
+    weight_sync: Annotated[AnyWeightSync, Slot("weight_sync")] = Field(
         default_factory=_default_section("weight_sync", "auto"),
         description="How new weights reach the generator.",
     )
@@ -367,33 +383,12 @@ class StageConfig(Section):
 
         The kinds are "rows", "pairs", "labelled", "steps" and "rollouts".
         """
-        return getattr(self.algorithm, "source", None)
+        return self.algorithm.source
 
     @property
     def played_by_workers(self) -> bool:
         """True if the stage's groups are played in the generator's rollout workers."""
-        return getattr(self.generator, "worker_runs", "") == "groups" and self.source in (
-            "rollouts",
-            None,
-        )
-
-    @property
-    def sampling_generator(self) -> Any:
-        """Return the section of the generator that samples, in this process or in workers."""
-        return getattr(self.generator, "worker", self.generator)
-
-    @property
-    def attempts(self) -> int:
-        """Return the number of attempts in a group."""
-        return int(getattr(self.algorithm, "group_size", 1))
-
-    @property
-    def minibatches(self) -> int:
-        return int(getattr(self.algorithm, "minibatches", 1))
-
-    @property
-    def epochs(self) -> int:
-        return int(getattr(self.algorithm, "epochs", 1))
+        return self.generator.plays_groups and self.source in ("rollouts", None)
 
     @property
     def n_steps(self) -> int:
@@ -403,7 +398,7 @@ class StageConfig(Section):
 
     @property
     def optimizer_steps(self) -> int:
-        return self.n_steps * self.minibatches * self.epochs
+        return self.n_steps * self.algorithm.n_minibatches * self.algorithm.n_epochs
 
     @model_validator(mode="before")
     @classmethod
@@ -472,7 +467,13 @@ class RunConfig(Section):
     @property
     def compiles(self) -> bool:
         """True if every learner can compute with compiled kernels."""
-        return all(getattr(stage.learner, "supports_cpu_kernels", False) for stage in self.stages)
+        return all(stage.learner.supports_cpu_kernels for stage in self.stages)
+
+    @property
+    def colocated(self) -> bool:
+        """True if learner and generator use the same accelerators in turns."""
+        # The section of a user's own cluster has its own keys.
+        return bool(getattr(self.cluster, "colocated", False))
 
     @model_validator(mode="after")
     def _check_kernels(self) -> RunConfig:

@@ -27,22 +27,22 @@ class TokenizerConfig(Section):
     """
 
     template: str | None = Field(
-        None,
+        default=None,
         description="Chat template: plain, turns, chatml, or the path of a .jinja file; null: the "
         "tokenizer's own template.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {},
+        default={},
         description="Variables of the chat template: {enable_thinking: false}. The template of the "
         "exported model has them as defaults.",
     )
     tool_format: Literal["auto", "hermes", "qwen3_coder", "llama", "mistral", "deepseek"] = Field(
-        "auto",
+        default="auto",
         description="Format of the model's tool calls; auto: inferred from the template and the "
         "special tokens.",
     )
     date: str | None = Field(
-        None,
+        default=None,
         description="Date that templates print as today, such as 2026-01-31; null: the date of the "
         "run's start.",
     )

@@ -10,11 +10,12 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 
-from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
-from ratchet.environments.base import EnvironmentConfig, HasCutReward
+from ratchet.config.schema import AnyEnvironment
+from ratchet.config.sections import EnvironmentConfig
+from ratchet.environments.cut_attempts import HasCutReward
 from ratchet.errors import DataError
 from ratchet.protocols import (
     Environment,
@@ -35,7 +36,7 @@ class MixtureConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.mixture:mixture"
 
-    parts: Annotated[tuple[SerializeAsAny[Section], ...], Slot("part", is_list=True)] = Field(
+    parts: Annotated[tuple[AnyEnvironment, ...], Slot("part", is_list=True)] = Field(
         min_length=1,
         description="Environments with their weights. Two of the same kind need a tag.",
     )
@@ -54,9 +55,7 @@ class MixtureConfig(EnvironmentConfig):
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The default rewards of the parts, by tag; "" if no part has one."""
-        default_rewards = {
-            get_part_tag(part): getattr(part, "default_reward", "") for part in self.parts
-        }
+        default_rewards = {get_part_tag(part): part.default_reward for part in self.parts}
         if not any(default_rewards.values()):
             return ""
         return {
@@ -68,22 +67,17 @@ class MixtureConfig(EnvironmentConfig):
 
     @property
     def data_kinds(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The kinds of training data that every part offers, without parts that declare none."""
-        sources = [
-            frozenset(part_sources)
-            for part in self.parts
-            if (part_sources := getattr(part, "data_kinds", None)) is not None
-        ]
-        return frozenset.intersection(*sources) if sources else EnvironmentConfig.data_kinds
+        """The kinds of training data that every part offers."""
+        return frozenset.intersection(*(frozenset(part.data_kinds) for part in self.parts))
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return all(getattr(part, "judges", True) for part in self.parts)
+        return all(part.judges for part in self.parts)
 
 
-def get_part_tag(part: Section) -> str:
-    """Return the tag of a part, by default its kind."""
-    return getattr(part, "tag", "") or str(getattr(part, "kind", "")).rpartition(":")[2]
+def get_part_tag(part: Any) -> str:
+    """Return the tag of a part, by default its kind. Its slot gives it the keys tag and weight."""
+    return part.tag or part.kind_name.rpartition(":")[2]
 
 
 def mixture(config: MixtureConfig) -> Mixture:
@@ -106,7 +100,8 @@ class Mixture:
     def __init__(self, config: MixtureConfig, parts: Mapping[str, Environment]) -> None:
         self.config = config
         self._parts = parts
-        self._shares = [Fraction(str(getattr(part, "weight", 1.0))) for part in config.parts]
+        sections: tuple[Any, ...] = config.parts
+        self._shares = [Fraction(str(section.weight)) for section in sections]
         self._copies: dict[str, Environment] = {}  # by tag, the copies of parts to play in
         self._current_part: Environment | None = None
         self.replayable = all(part.replayable for part in self._parts.values())

@@ -133,18 +133,10 @@ def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
         threads, reason = choose_threads(config.model) if device == "cpu" else find_thread_limit()
         if reasons is not None:
             reasons.append(f"threads=auto became {threads} ({reason})")
-    is_auto = any(getattr(stage.learner, "workers", 1) == "auto" for stage in config.stages)
+    is_auto = any(stage.learner.measures_workers for stage in config.stages)
     workers = measure_worker_count(threads) if is_auto and device == "cpu" else 1
-
-    def freeze_learner(learner: Section) -> Section:
-        return (
-            learner.model_copy(update={"workers": workers})
-            if getattr(learner, "workers", 1) == "auto"
-            else learner
-        )
-
     stages = tuple(
-        stage.model_copy(update={"learner": freeze_learner(stage.learner)})
+        stage.model_copy(update={"learner": stage.learner.with_workers(workers)})
         for stage in config.stages
     )
     kernels = config.kernels

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.resolve import import_object
-from ratchet.environments.base import EnvironmentConfig
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.errors import ConfigError
 
 REQUIRED_METHODS = ("step", "global_post_process_and_metrics")

@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ratchet.config.base import Section
+from ratchet.config.sections import GeneratorSection
 
 
-class EngineConfig(Section):
+class EngineConfig(GeneratorSection):
     """The embedded engine, which generates in this process from the learner's own weights."""
 
     builds: ClassVar[str] = "ratchet.generators.engine.engine:EmbeddedEngine"
@@ -52,8 +52,16 @@ class EngineConfig(Section):
         "for an engine that holds a copy of the weights (`workers`).",
     )
 
+    @property
+    def request_limit(self) -> int:
+        return self.max_running
 
-class HFConfig(Section):
+    @property
+    def quantisation(self) -> str | None:
+        return self.quantise
+
+
+class HFConfig(GeneratorSection):
     """A generator that runs any causal language model of transformers in this process.
 
     It is slower than the embedded engine, and is meant for models that the engine can't run.
@@ -79,6 +87,10 @@ class HFConfig(Section):
         "of computing them anew.",
     )
 
+    @property
+    def request_limit(self) -> int:
+        return self.max_running
+
 
 # Head sizes that vLLM's attention kernels for the CPU support.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -86,7 +98,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 CPU_BLOCK = 32
 
 
-class VLLMConfig(Section):
+class VLLMConfig(GeneratorSection):
     """The vLLM generator, which has its own copy of the weights.
 
     The weight sync loads the learner's weights into vLLM: its workers verify checksums first.
@@ -190,8 +202,19 @@ class VLLMConfig(Section):
         return self
 
     @property
+    def request_limit(self) -> int:
+        return self.max_running
+
+    @property
+    def quantisation(self) -> str | None:
+        return self.quantise
+
+    @property
+    def largest_lora_rank(self) -> int:
+        return self.lora_rank
+
+    @property
     def accelerators(self) -> int:
-        """Return the number of accelerators that vLLM uses, if the machine has any."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from ratchet.config.base import Section
+from ratchet.config.sections import LearnerSection
 
 
-class LocalConfig(Section):
+class LocalConfig(LearnerSection):
     """The section of the learner that runs in one process, on one device."""
 
     builds: ClassVar[str] = "ratchet.learners.local:LocalLearner"
-    # True if the learner can use Ratchet's CPU kernels. Distributed learners use PyTorch's.
     supports_cpu_kernels: ClassVar[bool] = True
 
     kind: Literal["local"] = "local"
@@ -43,25 +42,27 @@ class LocalConfig(Section):
         description="Consecutive non-finite optimizer steps after which training stops.",
     )
 
+    @property
+    def measures_workers(self) -> bool:
+        return self.workers == "auto"
 
-class DistributedConfig(Section):
+    def with_workers(self, workers: int) -> Self:
+        return self.model_copy(update={"workers": workers}) if self.measures_workers else self
+
+
+class DistributedConfig(LearnerSection):
     """The base section of learners that run in several processes, each with its own device.
 
     provider: path of the class that loads models (`ratchet.learners.distributed.model_providers`).
     division_check: path of a function (section, model) that raises if the ranks can't divide the
       model.
     data_parallel_keys: keys whose product is the number of data-parallel ranks, replicas first.
-    has_own_adamw: True if the learner has its own AdamW and supports no other optimizer.
-    placeable: True if the learner can be offloaded from its accelerator (colocation).
-    supports_pipeline_lora: True if the learner supports `lora` with `pipeline_parallel`.
     """
 
+    is_distributed: ClassVar[bool] = True
     provider: ClassVar[str]
     division_check: ClassVar[str]
     data_parallel_keys: ClassVar[tuple[str, ...]]
-    has_own_adamw: ClassVar[bool] = False
-    placeable: ClassVar[bool] = True
-    supports_pipeline_lora: ClassVar[bool] = False
 
     tensor_parallel: int = Field(
         1, ge=1, description="Ranks over which heads, MLPs and vocabulary are divided."
@@ -99,6 +100,18 @@ class DistributedConfig(Section):
         ge=1,
         description="Consecutive non-finite optimizer steps after which training stops.",
     )
+
+    @property
+    def tensor_ranks(self) -> int:
+        return self.tensor_parallel
+
+    @property
+    def pipeline_ranks(self) -> int:
+        return self.pipeline_parallel
+
+    @property
+    def divides_tokens(self) -> bool:
+        return self.sequence_parallel
 
 
 class DTensorConfig(DistributedConfig):
@@ -173,3 +186,15 @@ class MegatronConfig(DistributedConfig):
         description="Activations that the backward recomputes to save memory: none, those of "
         "attention, or those of whole layers.",
     )
+
+    @property
+    def fp8_format(self) -> str | None:
+        return self.fp8
+
+    @property
+    def weight_format(self) -> str:
+        return self.weights
+
+    @property
+    def recomputes_layers(self) -> bool:
+        return self.recompute == "full"

@@ -98,5 +98,6 @@ def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
     rewards = {name: as_reward(build(section), name) for name, section in sections_by_name.items()}
     return WeightedSum(
         rewards,
+        # A section made in Python may lack the key `weight`, which `resolve` adds.
         {name: getattr(section, "weight", 1.0) for name, section in sections_by_name.items()},
     )

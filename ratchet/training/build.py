@@ -6,9 +6,9 @@ Only this module imports all layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from ratchet.algorithms.base import Algorithm
@@ -42,11 +42,13 @@ from ratchet.training.evaluators import make_stage_evaluator
 from ratchet.training.generator_workers import make_recovering_weight_sync
 from ratchet.training.managers import make_manager
 from ratchet.training.roles import check_routers, get_max_row_length, make_roles
-from ratchet.training.run import StageRun
+from ratchet.training.run import StagePosition, StageRun
 from ratchet.training.sources import SOURCES
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Group
 from ratchet.weight_sync.factory import SyncEndpoints
+
+RolesWrapper = Callable[[Mapping[str, Learner]], dict[str, Learner]]
 
 
 def make_run(
@@ -56,6 +58,8 @@ def make_run(
     spec: StageSpec,
     *,
     ledger: PromptLedger | None = None,
+    position: StagePosition | None = None,
+    wrap_roles: Sequence[RolesWrapper] = (),
     **run_fields: Any,
 ) -> StageRun:
     """Build the run of one stage in this process.
@@ -65,10 +69,13 @@ def make_run(
         setup: The environment and its rewards.
         spec: The settings of the stage.
         ledger: Records the outcome of each group; None keeps the source's own ledger.
+        position: The position from which the stage goes on; None begins it.
+        wrap_roles: Wrap the learners that the training loop calls, in this order.
         run_fields: Further fields of `StageRun`, such as observers.
     """
-    first_step = policy.generator.version if spec.first_step is None else spec.first_step
-    last_step = first_step + spec.steps
+    origin = policy.generator.version if spec.first_step is None else spec.first_step
+    last_step = origin + spec.steps
+    position = position or StagePosition(origin)
     spec = replace(spec, sampling=policy.with_stop_ids(spec.sampling))
     check_routers(policy.model, policy.generator, algorithm, spec.learner)
     roles = make_roles(
@@ -90,40 +97,32 @@ def make_run(
         policy = replace(policy, generator=generator)
     rollout_policy = _wrap_generator(policy, spec.rollouts)
     manager = _make_group_player(policy, rollout_policy, setup, algorithm, spec, max_context)
-    source = SOURCES[algorithm.source](policy, setup, algorithm, spec, manager)
-    source.ledger = ledger or source.ledger
-    stage_source = source
-    if isinstance(source, RolloutSource):
-        is_informative = partial(has_learning_signal, by_parts=algorithm.reads_parts)
-        stage_source = _wrap_source(
-            source, rollout_policy, setup, spec, is_informative, last_step=last_step
-        )
+    batcher = _make_batcher(
+        policy, rollout_policy, setup, algorithm, spec, manager, ledger, last_step=last_step
+    )
     pair = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
-    environment = setup.environment
     evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles)
     probes = _make_probes(policy, setup, spec)
+    measure = setup.environment.measure if isinstance(setup.environment, HasMetrics) else None
+    managers = [manager]
+    managers += [*(evaluator.managers if evaluator else ()), *(probes.managers if probes else ())]
     return StageRun(
         name=spec.name,
         algorithm=algorithm,
-        roles=roles,
-        batcher=Batcher(
-            stage_source,
-            groups_per_step=spec.batch_size,
-            max_failed_share=spec.rollouts.max_failed_share,
-        ),
+        roles=reduce(lambda wrapped, wrap: wrap(wrapped), wrap_roles, roles),
+        batcher=batcher,
         weight_sync=weight_sync,
         metrics=metrics,
         parity=ParityGate(pair, spec.parity),
         probes=probes,
-        first_step=first_step,
+        first_step=position.step,
         last_step=last_step,
-        managers=(
-            manager,
-            *(evaluator.managers if evaluator else ()),
-            *(probes.managers if probes else ()),
-        ),
+        origin=origin,
+        progress=position.progress,
+        state=position.state,
+        managers=managers,
         evaluator=evaluator,
-        measure_environment=environment.measure if isinstance(environment, HasMetrics) else None,
+        measure_environment=measure,
         evaluate_every=spec.evaluation.every,
         early_stopping=EarlyStopping.from_config(spec.evaluation),
         trainable=_count_trainable(policy.model, spec.adapter),
@@ -169,6 +168,33 @@ def _make_group_player(
         spec.rollouts,
         max_context=max_context,
         needs_reward=needs_reward,
+    )
+
+
+def _make_batcher(
+    policy: Policy,
+    rollout_policy: Policy,
+    setup: EnvSetup,
+    algorithm: Algorithm,
+    spec: StageSpec,
+    manager: GroupPlayer,
+    ledger: PromptLedger | None,
+    *,
+    last_step: int,
+) -> Batcher:
+    """Return the batcher of the stage's groups, with the wrappers that the recipe names."""
+    source = SOURCES[algorithm.source](policy, setup, algorithm, spec, manager)
+    source.ledger = ledger or source.ledger
+    stage_source = source
+    if isinstance(source, RolloutSource):
+        is_informative = partial(has_learning_signal, by_parts=algorithm.reads_parts)
+        stage_source = _wrap_source(
+            source, rollout_policy, setup, spec, is_informative, last_step=last_step
+        )
+    return Batcher(
+        stage_source,
+        groups_per_step=spec.batch_size,
+        max_failed_share=spec.rollouts.max_failed_share,
     )
 
 

@@ -10,10 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ratchet.algorithms.base import AlgoState
 from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.serialization import WriteFiles, defer_writes, load_state, save_state
-from ratchet.config.base import Section
 from ratchet.config.schema import CheckpointConfig, StageConfig
 from ratchet.data.jsonl import fingerprint
 from ratchet.errors import CheckpointError, DataError, RunDirectoryError
@@ -35,6 +33,7 @@ class CheckpointSaver:
     `saved_step` is the step of the latest complete checkpoint.
 
     Args:
+        saved_step: The step at which the stage starts, or of the checkpoint that it goes on from.
         data: The files that the stage's tasks come from. A saved position is valid only in the same
             files, so their fingerprints are saved with it.
         recipe: The resolved recipe, saved so that later changes of it are reported.
@@ -44,24 +43,23 @@ class CheckpointSaver:
     def __init__(
         self,
         store: CheckpointStore,
-        run: StageRun,
         config: CheckpointConfig,
         summaries: Sequence[StageSummary],
         command: str,
         *,
+        saved_step: int = 0,
         data: Sequence[Path] = (),
         recipe: Mapping[str, Any] | None = None,
         mirror: Mirror | None = None,
     ) -> None:
         self.store = store
-        self.run = run
         self.config = config
         self.summaries = summaries
         self.command = command
         self.recipe = dict(recipe or {})
         self.mirror = mirror
         self.data = {str(path): fingerprint(path) for path in data}
-        self.saved_step = run.first_step
+        self.saved_step = saved_step
         self._tolerates_errors = config.on_error == "warn"
         self._background = BackgroundTask()
         self._background_step = 0
@@ -78,8 +76,8 @@ class CheckpointSaver:
         if self._background.ended:
             self.settle()
 
-    async def save(self, steps_done: int) -> None:
-        """Save the checkpoint after `steps_done` steps.
+    async def save(self, run: StageRun, steps_done: int) -> None:
+        """Save the checkpoint of `run` after `steps_done` steps.
 
         The last checkpoint of a stage is complete when this returns. Others may be written in the
         background.
@@ -89,7 +87,6 @@ class CheckpointSaver:
                 of a background write is raised later, by `observe`, `settle` or the next `save`.
         """
         self.settle()
-        run = self.run
         if run.verify_directory is not None:
             run.verify_directory()
         # A run that resumes from this checkpoint needs the records of all its steps.
@@ -111,7 +108,7 @@ class CheckpointSaver:
             run.stop.status is None and not run.progress.ended and steps_done < run.last_step
         )
         if self.config.background and run_continues:
-            write = self._copy(source)
+            write = self._copy(run, source)
             self._background_step = steps_done
             failpoints.point("checkpoint.copied")
             self._background.begin(lambda: self._store(steps_done, write, meta, mirror_snapshot))
@@ -119,7 +116,10 @@ class CheckpointSaver:
         # A run that stops here can resume only from this checkpoint, so errors are raised.
         with self._tolerate_errors(run.stop.status is None):
             self._store(
-                steps_done, lambda directory: self._write(directory, source), meta, mirror_snapshot
+                steps_done,
+                lambda directory: _write(run, directory, source),
+                meta,
+                mirror_snapshot,
             )
             self.saved_step = steps_done
 
@@ -144,16 +144,10 @@ class CheckpointSaver:
             if self._background.settle():
                 self.saved_step = self._background_step
 
-    def _write(self, directory: Path, source: Mapping[str, Any]) -> None:
-        for role, learner in self.run.roles.items():
-            learner.save(directory / role)
-            failpoints.point("checkpoint.role")
-        save_state(directory, source, "source")
-
-    def _copy(self, source: Mapping[str, Any]) -> WriteFiles:
+    def _copy(self, run: StageRun, source: Mapping[str, Any]) -> WriteFiles:
         """Copy the current state, and return a function that writes the copy."""
         with defer_writes() as writes:
-            self._write(Path(), source)
+            _write(run, Path(), source)
 
         def write(directory: Path) -> None:
             for write_part in writes:
@@ -172,11 +166,17 @@ class CheckpointSaver:
             log.warning("%s: training continues, and the next checkpoint replaces it", error)
 
     async def restore(
-        self, checkpoint: Checkpoint, *, changed_data: bool = False, changed_recipe: bool = False
+        self,
+        run: StageRun,
+        checkpoint: Checkpoint,
+        *,
+        changed_data: bool = False,
+        changed_recipe: bool = False,
     ) -> None:
-        """Restore the stage from a checkpoint.
+        """Load a checkpoint into the parts of a run that was built at its position.
 
         Args:
+            run: The run.
             checkpoint: The checkpoint.
             changed_data: Restore even if data files have changed.
             changed_recipe: Do not warn about changes of the recipe, which were announced already.
@@ -184,7 +184,7 @@ class CheckpointSaver:
         Raises:
             DataError: Data files have changed since, and `changed_data` is False.
         """
-        run, meta = self.run, checkpoint.meta
+        meta = checkpoint.meta
         changed_paths = [
             path
             for path, saved_fingerprint in meta["data"].items()
@@ -209,39 +209,43 @@ class CheckpointSaver:
                 checkpoint.step,
                 "; ".join(recipe_changes),
             )
-        self._load(checkpoint)
+        _load(run, checkpoint)
         await run.batcher.source.restore(load_state(checkpoint.path, "source"))
-        run.progress, run.state = Progress(**meta["progress"]), AlgoState(**meta["state"])
         if run.sentinels is not None:
             run.sentinels.restore(meta["sentinels"])
-        run.first_step = run.done = self.saved_step = checkpoint.step
         await run.weight_sync.push(version=checkpoint.step)
         failpoints.point("resume.done")
 
-    async def end_with_best(self) -> None:
+    async def end_with_best(self, run: StageRun) -> None:
         """Load the stage's best checkpoint if `checkpoint.end_with=best` and one was scored."""
         best = (
-            self.store.best(first_step=self.run.origin + 1)
+            self.store.best(first_step=run.start_step + 1)
             if self.config.end_with == "best"
             else None
         )
-        if best is None or best.step == self.run.done:
+        if best is None or best.step == run.done:
             return
         log.info(
             "stage %s ends with the weights of step %d, its best by %s",
-            self.run.name,
+            run.name,
             best.step,
             self.config.metric or "evaluation",
         )
-        self._load(best)
-        progress = Progress(**best.meta["progress"])
-        self.run.progress.accuracy, self.run.progress.loss = progress.accuracy, progress.loss
-        await self.run.weight_sync.push(version=self.run.done)
+        _load(run, best)
+        await run.return_to(Progress(**best.meta["progress"]))
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        for role, learner in self.run.roles.items():
-            failpoints.point("resume.role")
-            learner.load(checkpoint.path / role)
+
+def _write(run: StageRun, directory: Path, source: Mapping[str, Any]) -> None:
+    for role, learner in run.roles.items():
+        learner.save(directory / role)
+        failpoints.point("checkpoint.role")
+    save_state(directory, source, "source")
+
+
+def _load(run: StageRun, checkpoint: Checkpoint) -> None:
+    for role, learner in run.roles.items():
+        failpoints.point("resume.role")
+        learner.load(checkpoint.path / role)
 
 
 def refuse_lost_checkpoints(
@@ -269,24 +273,4 @@ def refuse_lost_checkpoints(
     raise RunDirectoryError(
         f"{store.root} has no checkpoint, but {directory.metrics} has {rows[-1]['step']} steps: "
         "the checkpoint was deleted. Put it back, or begin a new run with another --run-dir"
-    )
-
-
-def list_data_files(section: Any) -> list[Path]:
-    """Return the files that a section and its subsections name, in order.
-
-    A section with file patterns or directories lists its files itself (`data_files`).
-    """
-    if isinstance(section, Path):
-        return [section] if section.is_file() else []
-    if hasattr(section, "data_files"):
-        return list(section.data_files)
-    if isinstance(section, Section):
-        section = [getattr(section, name) for name in type(section).model_fields]
-    if isinstance(section, dict):
-        section = list(section.values())
-    return (
-        [path for part in section for path in list_data_files(part)]
-        if isinstance(section, list | tuple)
-        else []
     )

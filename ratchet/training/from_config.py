@@ -13,14 +13,16 @@ from ratchet.config.base import Section
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build, import_object
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, get_default_rewards
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.chat.chat_templates import set_printed_date
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.template_defaults import remove_defaults
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
-from ratchet.data.config import AutoTokenizerConfig
+from ratchet.data.config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.data.processor import Processor, load_processor
 from ratchet.errors import ConfigError
+from ratchet.executors.config import ClusterConfig
 from ratchet.executors.freeze import use_kernels
 from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.workers.config import GeneratorWorkersConfig
@@ -67,7 +69,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     trainer_resources = _get_trainer_resources(config, policy.model)
     # A driver that trains on an accelerator of this machine shares it only with a colocated
     # generator.
-    driver_trains = not trainer_resources and not on_cpu and _get_kind(config.cluster) == "local"
+    driver_trains = not trainer_resources and not on_cpu and config.cluster.kind_name == "local"
     learner_resources = trainer_resources or (
         [ResourceRequest(DRIVER, 1, gpus=1)] if driver_trains else []
     )
@@ -99,7 +101,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
 
 
 def _is_colocated(config: RunConfig) -> bool:
-    return getattr(config.cluster, "colocated", False)
+    return isinstance(config.cluster, ClusterConfig) and config.cluster.colocated
 
 
 def _check_torchrun(config: RunConfig) -> None:
@@ -108,7 +110,7 @@ def _check_torchrun(config: RunConfig) -> None:
     Under torchrun all processes exist from the start, one for each accelerator.
     """
     stage = config.stages[0]
-    if _get_kind(config.cluster) != "torchrun" or not isinstance(
+    if config.cluster.kind_name != "torchrun" or not isinstance(
         stage.generator, GeneratorWorkersConfig
     ):
         return
@@ -117,7 +119,7 @@ def _check_torchrun(config: RunConfig) -> None:
             "generator.kind=workers under torchrun needs a distributed learner, because rank 0 "
             "also trains. Set learner.kind=dtensor or megatron"
         )
-    if _get_kind(stage.generator.worker) == "vllm":
+    if stage.generator.worker.kind_name == "vllm":
         raise ConfigError(
             "vLLM starts its own processes and can't use those of torchrun. Set cluster.kind=local "
             "or ray"
@@ -127,10 +129,6 @@ def _check_torchrun(config: RunConfig) -> None:
             "generator.recovery=restart can't restart processes under torchrun. Set "
             "generator.recovery=none, or cluster.kind=local or ray"
         )
-
-
-def _get_kind(section: Section) -> str:
-    return str(getattr(section, "kind", ""))
 
 
 def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[ResourceRequest]:
@@ -174,7 +172,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
         longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0
         algorithm = build(stage.algorithm)
         check_roles(policy.model, policy.tokenizer, algorithm, longest=longest)
-        needs_media = bool(getattr(stage.environment, "needs_media", False))
+        needs_media = stage.environment.needs_media
         check_media_readers(policy.renderer.processor, algorithm, needs_media=needs_media)
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
         if stage.played_by_workers and policy.renderer.processor is not None:
@@ -201,7 +199,8 @@ def build_policy(config: RunConfig) -> Policy:
     away. The call also sets two things for this process: the recipe's kernels, and the date that
     chat templates print.
     """
-    set_printed_date(getattr(config.tokenizer, "date", None))
+    tokenizer_config = get_tokenizer_config(config)
+    set_printed_date(tokenizer_config.date)
     # Only frozen recipes from before the kernels existed still say "auto".
     use_kernels(config.kernels == "compiled")
     source, device = config.model, torch.device(config.device)
@@ -226,15 +225,13 @@ def build_policy(config: RunConfig) -> Policy:
         )
         shape = get_preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
         model = init_policy(shape, seed=config.seed, device=device)
-    tool_format = getattr(config.tokenizer, "tool_format", "auto")
-    generator = config.stages[0].generator
     return Policy.create(
         model,
         tokenizer,
-        template=get_chat_template(config),
-        tool_format=tool_format,
+        template=tokenizer_config.template,
+        tool_format=tokenizer_config.tool_format,
         processor=load_policy_processor(config) if model.reads_media else None,
-        generator=generator,
+        generator=config.stages[0].generator,
     )
 
 
@@ -277,11 +274,12 @@ def build_renderer(
     config: RunConfig, tokenizer: Tokenizer, processor: Processor | None
 ) -> Renderer:
     """Return the renderer of the recipe's chat template, as `build_policy` uses it."""
+    tokenizer_config = get_tokenizer_config(config)
     return Renderer(
         tokenizer,
-        get_chat_template(config),
+        tokenizer_config.template,
         processor=processor,
-        tool_format=getattr(config.tokenizer, "tool_format", "auto"),
+        tool_format=tokenizer_config.tool_format,
     )
 
 
@@ -290,8 +288,14 @@ def get_chat_template(config: RunConfig) -> str | None:
 
     With `chat_template_kwargs`, the tokenizer's own is the chosen one with their values.
     """
-    has_variables = bool(getattr(config.tokenizer, "chat_template_kwargs", None))
-    return None if has_variables else getattr(config.tokenizer, "template", None)
+    tokenizer_config = get_tokenizer_config(config)
+    return None if tokenizer_config.chat_template_kwargs else tokenizer_config.template
+
+
+def get_tokenizer_config(config: RunConfig) -> TokenizerConfig:
+    """Return the keys of all built-in tokenizers; other tokenizers bring their own template."""
+    section = config.tokenizer
+    return section if isinstance(section, TokenizerConfig) else TokenizerConfig()
 
 
 def build_env_setup(stage: StageConfig, environment: Environment | None = None) -> EnvSetup:
@@ -301,12 +305,13 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         stage: The stage.
         environment: Its environment, if it has been built already.
     """
+    agent: Any = stage.agent  # the slot gives it a key `ignore`
     return EnvSetup(
         environment or build(stage.environment),
         reward=build_reward(stage.rewards),
         eval_reward=build_reward(stage.eval_rewards),
-        agent=None if stage.agent is None else build(stage.agent),
-        agent_ignored=getattr(stage.agent, "ignore", ()),
+        agent=None if agent is None else build(agent),
+        agent_ignored=() if agent is None else agent.ignore,
         second_opinion=build_reward(stage.sentinels.second_opinion),
         canaries=None if stage.sentinels.canaries is None else build(stage.sentinels.canaries),
         evaluation=None
@@ -315,12 +320,12 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
     )
 
 
-def build_eval_env_setup(environment: Section) -> EnvSetup:
+def build_eval_env_setup(environment: EnvironmentConfig) -> EnvSetup:
     """Return an environment that is judged by its own reward."""
     return EnvSetup(build(environment), reward=build_reward(get_default_rewards(environment)))
 
 
-def _build_other_env_setup(stage: StageConfig, section: Section) -> EnvSetup:
+def _build_other_env_setup(stage: StageConfig, section: EnvironmentConfig) -> EnvSetup:
     environment = build(section)
     return EnvSetup(environment, reward=build_reward(choose_eval_rewards(stage, environment)))
 
@@ -366,7 +371,7 @@ def build_run(
         policy: The model to train.
         directory: The run directory.
         environment: The stage's environment, if it has been built already.
-        run_fields: Further fields of `StageRun`.
+        run_fields: Further arguments of `make_run`, and fields of `StageRun`.
     """
     stage = config.stages[index]
     spec = replace(
@@ -413,13 +418,14 @@ def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> WorkerRollou
     """Return what workers need to play the stage's groups, or None if they do not."""
     if not stage.played_by_workers:
         return None
+    tokenizer_config = get_tokenizer_config(config)
     return WorkerRolloutSpec(
         stage.environment.model_dump(mode="json"),
         [reward.model_dump(mode="json") for reward in stage.rewards],
         stage.rollouts,
-        get_chat_template(config),
-        getattr(config.tokenizer, "tool_format", "auto"),
-        getattr(config.tokenizer, "date", None),
+        tokenizer_config.template,
+        tokenizer_config.tool_format,
+        tokenizer_config.date,
     )
 
 

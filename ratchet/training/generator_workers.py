@@ -72,9 +72,9 @@ def make_generator(
     config = resolve("generating", section)
     if placement.device != "cpu":
         torch.cuda.set_device(placement.device)
-    device = "cpu" if getattr(config, "copies_weights", False) else placement.device
+    device = "cpu" if config.copies_weights else placement.device
     model = origin.policy(device=device).requires_grad_(False)
-    with env_vars.set_env_defaults(getattr(config, "environment", {})):
+    with env_vars.set_env_defaults(config.environment):
         return build(config, model, tokenizer)
 
 

@@ -1,17 +1,23 @@
-"""Measure each step: FLOP/s and MFU (model FLOP utilization), idle time, system load."""
+"""Measure each step: FLOP/s and MFU (model FLOP utilization), idle time, system load.
+
+It also logs what a user should know of a stage before and after it.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ratchet.config.schema import RunConfig
+from ratchet.algorithms.base import Algorithm
+from ratchet.config.checks.staleness import cautions
+from ratchet.config.resolve import build
+from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.generators.workers.config import GeneratorWorkersConfig
-from ratchet.learners.compute.flop_counter import FlopCounter, wrap_with_flop_counter
+from ratchet.learners.compute.flop_counter import FlopCounter
 from ratchet.models.flops import TokenCost
 from ratchet.observe.matmul_rate import Gemm, GemmTimer, measure_gemm_rate
 from ratchet.observe.system import SystemMeter, load_nvml
@@ -22,6 +28,8 @@ from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 from ratchet.types import Group
 from ratchet.utils.datasheets import DATASHEET_BY_KIND
+
+log = logging.getLogger("ratchet.train")
 
 # Size of the square matrices that measure the CPU peak; a product takes 5 ms on one core.
 MATRIX_SIDE = 512
@@ -125,43 +133,33 @@ class StageMeter:
             self.trace.flush()
 
 
-@contextmanager
-def metering(
-    run: StageRun,
+def make_meter(
     policy: Policy,
     config: RunConfig,
     index: int,
     directory: RunDirectory,
     trace: Trace | None,
-) -> Iterator[None]:
-    """Measure the steps of stage `index` inside the block."""
-    roles = run.roles
+) -> StageMeter:
+    """Return the meter of stage `index`. `build_run` counts the FLOP of the stage's learners."""
+    stage = config.stages[index]
     flop_counter = FlopCounter(
-        _get_costs_by_role(policy, run), passes_per_update=2.0 if run.trainable else 3.0
+        _get_costs_by_role(policy, build(stage.algorithm)),
+        passes_per_update=3.0 if stage.lora is None else 2.0,
     )
     system = SystemMeter(directory.path, nvml=load_nvml()) if config.logging.system else None
-    run.meter = StageMeter(
+    return StageMeter(
         flop_counter, estimate_peak_flops(policy, config, index), system=system, trace=trace
     )
-    run.roles = wrap_with_flop_counter(roles, flop_counter)
-    try:
-        yield
-    finally:
-        run.roles, run.meter = roles, None
 
 
-def _get_costs_by_role(policy: Policy, run: StageRun) -> dict[str, TokenCost]:
+def _get_costs_by_role(policy: Policy, algorithm: Algorithm) -> dict[str, TokenCost]:
     """Return the cost per token of each role whose model is the policy or a copy of it.
 
     The FLOP of other models are unknown.
     """
     cost = policy.model.token_cost
-    names = [
-        name
-        for name in run.roles
-        if name not in run.algorithm.roles or run.algorithm.roles[name].path is None
-    ]
-    return {} if cost is None else dict.fromkeys(names, cost)
+    copies = [name for name, role in algorithm.roles.items() if role.path is None]
+    return {} if cost is None else dict.fromkeys(["policy", *copies], cost)
 
 
 def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRate:
@@ -176,11 +174,7 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRa
     section = config.stages[index].generator
     # Generators of other kinds share the learner's accelerator.
     generators = section.workers if isinstance(section, GeneratorWorkersConfig) else 0
-    devices = (
-        max(learners, generators)
-        if getattr(config.cluster, "colocated", False)
-        else learners + generators
-    )
+    devices = max(learners, generators) if config.colocated else learners + generators
     if parameter.device.type != "cuda":
         gemm = Gemm(MATRIX_SIDE, MATRIX_SIDE, MATRIX_SIDE)
         timer = GemmTimer(gemm, device=parameter.device, dtype=torch.float32, round_s=ROUND_S)
@@ -197,3 +191,31 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRa
         Gemm.square("cuda"), device=parameter.device, dtype=torch.bfloat16, round_s=ROUND_S
     )
     return PeakRate(devices * rate, is_measured=True)
+
+
+def warn_of_silent_steps(run: StageRun) -> None:
+    """Log a warning if most steps of a stage had no gradient."""
+    steps = run.done - run.start_step
+    silent = run.progress.silent_steps
+    if silent > steps / 2:
+        log.warning(
+            "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), "
+            "so they trained nothing. Train longer before it, raise sampling.temperature, or "
+            "use tasks of mixed difficulty",
+            run.name,
+            silent,
+            steps,
+        )
+
+
+def log_stage(run: StageRun, stage: StageConfig) -> None:
+    """Log the cautions of a stage and the size of its adapter."""
+    for caution in cautions(stage):
+        log.warning("stage %s: %s", run.name, caution)
+    if run.trainable:
+        log.info(
+            "stage %s trains %s parameters of an adapter, %.2f %% of all",
+            run.name,
+            f"{run.trainable['trainable_parameters']:,}",
+            100 * run.trainable["trainable_share"],
+        )

@@ -151,8 +151,8 @@ class _StageCheck:
     def open_training_data(self) -> None:
         stage = self.stage
         section = stage.environment
-        if not self.scan and hasattr(section, "scan"):
-            section = section.model_copy(update={"scan": False})
+        if not self.scan and section.has_scan:
+            section = section.without_scan()
         environment = build(section)
         try:
             task = self._open_split(environment, "train")
@@ -170,7 +170,7 @@ class _StageCheck:
         if not settings.tasks or self.report.problems:
             return
         section = settings.environment or self.stage.environment
-        if not self.scan and hasattr(section, "scan"):
+        if not self.scan and section.has_scan:
             return  # the rows to hold out are only known after a scan
         environment = build(section)
         try:
@@ -206,7 +206,7 @@ class _StageCheck:
         """Render the task's text as the algorithm learns from it."""
         if self.renderer is None:
             return
-        turns = getattr(build(self.stage.algorithm), "turns", "all")
+        turns = build(self.stage.algorithm).turns
         rows = render_task(environment, task, self.renderer, str(self.stage.source), turns=turns)
         lengths = ", ".join(f"{len(row):,}" for row in rows)
         self.report.opened.append(f"{self.stage.name}: {noun} has {lengths} tokens")
@@ -236,7 +236,7 @@ class _StageCheck:
             answer, is_made_up = (Message("assistant", MADE_UP_ANSWER),), True
         trajectory = self._make_trajectory(task, answer)
         outcome = asyncio.run(_score(reward, trajectory, task))
-        names = ", ".join(str(getattr(section, "kind", "")) for section in local)
+        names = ", ".join(section.kind_name for section in local)
         if isinstance(outcome, Failed):
             message = describe_user_error(outcome.detail)
             if not is_made_up:
@@ -283,10 +283,8 @@ async def _score(reward: Reward, trajectory: Trajectory, task: Task) -> Outcome:
 
 def _calls_model(section: object) -> bool:
     """Return True for a reward that calls a service or loads a model, also inside another one."""
-    if getattr(section, "calls_model", False):
-        return True
     if isinstance(section, Section):
-        return any(_calls_model(value) for value in dict(section).values())
+        return section.calls_model or any(_calls_model(value) for value in dict(section).values())
     if isinstance(section, dict):
         return any(_calls_model(value) for value in section.values())
     return isinstance(section, tuple) and any(_calls_model(item) for item in section)

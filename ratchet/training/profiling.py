@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ratchet.batch import Batch
 from ratchet.config.schema import RunConfig
 from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.observe.tracing.profiler import ProfiledStage, Profiler
 from ratchet.protocols import Learner, LossTerm
-from ratchet.training.run import StageRun
+from ratchet.training.run import Progress
 from ratchet.training.stage import Policy
 from ratchet.utils.tracer import TRACER
 
@@ -26,45 +26,72 @@ def choose_profiled_stage(config: RunConfig, first: int) -> int:
     return next((index for index in remaining if config.stages[index].source == "rollouts"), first)
 
 
-@contextmanager
-def profiling(
-    run: StageRun, policy: Policy, config: RunConfig, steps: int, directory: Path, console: Console
-) -> Iterator[None]:
-    """Profile up to `steps` of the run's remaining steps inside the block."""
+class StageProfiling:
+    """The profiler of a stage, and the counter of the tokens of its learners.
 
-    def show(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    Args:
+        policy: The policy.
+        config: The recipe.
+        steps: Maximum number of profiled steps.
+        stage: Name of the stage.
+        remaining: The remaining steps, at least one.
+        progress: The progress of the stage.
+        directory: Receives the trace and the table.
+        show: Shows a line of text, or the table.
+    """
 
-    remaining = run.last_step - run.first_step
-    if not remaining:
-        show(f"Nothing is profiled: stage {run.name} has no step left.")
-        yield
-        return
-    roles = run.roles
-    run.roles = counting_learners = {
-        name: TokenCountingLearner(learner) for name, learner in roles.items()
-    }
-    subject = _make_subject(run, policy, config, counting_learners)
-    run.profiler = profiler = Profiler(
-        subject,
-        steps,
-        first_step=run.first_step,
-        steps_left=remaining,
-        directory=directory,
-        show=show,
-    )
-    TRACER.subscribe(profiler.follow, phases_only=True)
-    try:
-        yield
-        profiler.finish()
-    finally:
-        TRACER.unsubscribe(profiler.follow)
-        profiler.abandon()
-        run.roles = roles
+    def __init__(
+        self,
+        policy: Policy,
+        config: RunConfig,
+        steps: int,
+        *,
+        stage: str,
+        remaining: range,
+        progress: Progress,
+        directory: Path,
+        show: Callable[[str], None],
+    ) -> None:
+        self.counter = LearnerTokens()
+        self.profiler = Profiler(
+            _make_subject(policy, config, stage, progress, self.counter),
+            steps,
+            first_step=remaining.start,
+            steps_left=len(remaining),
+            directory=directory,
+            show=show,
+        )
+
+    def count_tokens(self, roles: Mapping[str, Learner]) -> dict[str, Learner]:
+        """Wrap the learners so that the tokens of their batches are counted."""
+        return {
+            name: TokenCountingLearner(learner, self.counter) for name, learner in roles.items()
+        }
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Follow the phases in the block and then finish the profile.
+
+        It is abandoned if the block raises.
+        """
+        TRACER.subscribe(self.profiler.follow, phases_only=True)
+        try:
+            yield
+            self.profiler.finish()
+        finally:
+            TRACER.unsubscribe(self.profiler.follow)
+            self.profiler.abandon()
+
+
+@dataclass
+class LearnerTokens:
+    """A counter of the tokens that learners computed."""
+
+    tokens: int = 0
 
 
 def _make_subject(
-    run: StageRun, policy: Policy, config: RunConfig, roles: Mapping[str, TokenCountingLearner]
+    policy: Policy, config: RunConfig, stage: str, progress: Progress, counter: LearnerTokens
 ) -> ProfiledStage:
     """Return the facts about model and machine that the profiler needs."""
     model = policy.model
@@ -77,12 +104,10 @@ def _make_subject(
 
     def count_tokens() -> float:
         """Return the number of tokens computed by the learners and by a generator that counts."""
-        return getattr(core, "computed_tokens", 0) + sum(
-            learner.tokens for learner in roles.values()
-        )
+        return getattr(core, "computed_tokens", 0) + counter.tokens
 
     return ProfiledStage(
-        stage=run.name,
+        stage=stage,
         device=parameter.device,
         # The dtype of the learner's autocast.
         dtype=torch.bfloat16 if parameter.device.type == "cuda" else parameter.dtype,
@@ -90,23 +115,23 @@ def _make_subject(
         vocab_size=model.vocab_size,
         largest_layer=(widest[1], widest[0]),
         requested_tokens=count_tokens,
-        generated_tokens=lambda: run.progress.generated_tokens,
+        generated_tokens=lambda: progress.generated_tokens,
     )
 
 
 class TokenCountingLearner(LearnerWrapper):
     """A learner wrapper that counts the tokens of its batches."""
 
-    def __init__(self, inner: Learner) -> None:
+    def __init__(self, inner: Learner, counter: LearnerTokens) -> None:
         super().__init__(inner)
-        self.tokens = 0
+        self.counter = counter
 
     async def score(
         self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Any]:
-        self.tokens += batch.n_tokens
+        self.counter.tokens += batch.n_tokens
         return await super().score(batch, output_names, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        self.tokens += mini.n_tokens
+        self.counter.tokens += mini.n_tokens
         return await super().update(mini, terms)

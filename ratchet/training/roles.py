@@ -10,6 +10,7 @@ from ratchet.algorithms.base import Algorithm, Role
 from ratchet.config.base import Section
 from ratchet.config.resolve import add_slot_keys, build
 from ratchet.config.schema import OptimizerConfig
+from ratchet.config.sections import LearnerSection
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import Processor, load_processor
@@ -39,7 +40,7 @@ def make_roles(
     tokenizer: Tokenizer,
     algorithm: Algorithm,
     *,
-    section: Section,
+    section: LearnerSection,
     optimizer: OptimizerConfig,
     steps: int,
     ranks: Workers | None = None,
@@ -76,7 +77,7 @@ def make_roles(
     check_roles(model, tokenizer, algorithm)
     if ranks is None and isinstance(section, DistributedConfig):
         raise ConfigError(
-            f"learner.kind={_get_kind(section)} trains in worker processes, and there are none. "
+            f"learner.kind={section.kind_name} trains in worker processes, and there are none. "
             "Pass the ranks of ratchet.training.from_config.start_processes to Policy.create, or "
             "set learner.kind=local"
         )
@@ -96,7 +97,7 @@ def _make_local_roles(
     tokenizer: Tokenizer,
     algorithm: Algorithm,
     *,
-    section: Section,
+    section: LearnerSection,
     optimizer: OptimizerConfig,
     steps: int,
     adapter: Adapter | None,
@@ -189,7 +190,7 @@ def _make_remote_roles(
     algorithm: Algorithm,
     spec: Section | None,
     *,
-    section: Section,
+    section: LearnerSection,
     optimizer: OptimizerConfig,
     steps: int,
     adapter: Adapter | None,
@@ -199,10 +200,10 @@ def _make_remote_roles(
     )
     if spec is None:
         raise ConfigError(
-            f"algorithm {algorithm.name} was made in Python, but learner.kind={_get_kind(section)} "
+            f"algorithm {algorithm.name} was made in Python, but learner.kind={section.kind_name} "
             "builds its losses again in other processes. Set StageSpec.algorithm to its section"
         )
-    _check_remote(_get_kind(section), model, algorithm, optimizer)
+    _check_remote(section.kind_name, model, algorithm, optimizer)
     shapes = {name: _read_shape(role.path, model) for name, role in algorithm.roles.items()}
     compared_sizes = (shapes[name][0] for name, role in algorithm.roles.items() if not role.aligned)
     shared_vocab = min([model.vocab_size, *compared_sizes])
@@ -365,7 +366,7 @@ def check_media_readers(
 
 
 def check_routers(
-    model: PolicyModel, generator: Generator, algorithm: Algorithm, section: Section
+    model: PolicyModel, generator: Generator, algorithm: Algorithm, section: LearnerSection
 ) -> None:
     """Check that model, generator and learners support `algorithm.router`.
 
@@ -406,7 +407,7 @@ def check_routers(
                     "algorithm.router read. Set router.measure=false and no router coefficient, "
                     f"or learner.{key}=1"
                 )
-        if getattr(section, "recompute", "none") == "full":
+        if section.recomputes_layers:
             raise ConfigError(
                 "learner.recompute=full keeps no gradient of what the losses and measures of "
                 "algorithm.router read. Set router.measure=false and no router coefficient, or "
@@ -455,7 +456,3 @@ def _make_teacher(
     return Teacher(
         learner, name=name, max_positions=positions, vocab_size=vocab, reads_media=can_read_media
     )
-
-
-def _get_kind(section: Section) -> str:
-    return str(getattr(section, "kind", ""))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from ratchet.experience.rollout.metrics import (
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.sentinels import Sentinels
+from ratchet.observe.summary import StageSummary
 from ratchet.observe.tracing.profiler import Profiler
 from ratchet.protocols import Closeable, Learner, WeightSync
 from ratchet.types import Group
@@ -114,19 +115,37 @@ class Progress:
     ended: bool = False  # stopped early, or by `limit_s`
 
 
+@dataclass(frozen=True)
+class StagePosition:
+    """The position from which a stage goes on: its start, or a checkpoint."""
+
+    step: int  # finished steps of the whole run
+    progress: Progress = field(default_factory=Progress)
+    state: AlgoState = field(default_factory=AlgoState)
+
+    @classmethod
+    def from_meta(cls, step: int, meta: Mapping[str, Any]) -> StagePosition:
+        """Return the position that the metadata of a checkpoint describe."""
+        return cls(step, Progress(**meta["progress"]), AlgoState(**meta["state"]))
+
+
 @dataclass
 class StageRun:
     """The state of a stage's training, and the parts that it calls around each step.
 
+    It is complete once it is constructed: only its own methods change it.
+
     Attributes:
+        roles: The learners by role.
         first_step: The first remaining step, in step numbers of the whole run.
         last_step: The first step after the stage.
+        origin: The stage's first step, which a resumed run keeps; None: `first_step`.
         observers: Functions called with every step's number and metrics.
         managers: Rollout managers, closed with the run.
         trainable: Number and share of the trained parameters, logged with the first step.
         measure_environment: Returns the environment's own metrics of a step's new groups.
         evaluations_dir: The directory for results of evaluations, by step.
-        save: Writes a checkpoint after the given number of steps.
+        save: Writes a checkpoint of this run after the given number of steps.
         verify_directory: Raises RunDirectoryError if the run may no longer write to its directory.
             It is called after every step, before any of its files are written.
         deadline: Monotonic time by which the run must end. A step that may end later is not begun.
@@ -141,6 +160,7 @@ class StageRun:
     weight_sync: WeightSync
     first_step: int
     last_step: int
+    origin: int | None = None
     state: AlgoState = field(default_factory=AlgoState)
     metrics: MetricsManager = field(default_factory=MetricsManager)
     observers: Sequence[Observer] = ()
@@ -152,7 +172,7 @@ class StageRun:
     evaluate_every: int = 0
     early_stopping: EarlyStopping | None = None
     evaluations_dir: Path | None = None
-    save: Callable[[int], Awaitable[None]] | None = None
+    save: Callable[[StageRun, int], Awaitable[None]] | None = None
     save_every: int = 0
     verify_directory: Callable[[], None] | None = None
     stop: StopRequest = field(default_factory=StopRequest)
@@ -173,7 +193,7 @@ class StageRun:
     _longest_step_s: float = 0.0  # seconds of the longest step, evaluation and saving included
 
     def __post_init__(self) -> None:
-        self.origin = self.first_step  # the stage's first step, which a resumed run keeps
+        self.start_step = self.first_step if self.origin is None else self.origin
         self.done = self.first_step  # number of finished steps of the whole run
         self.metrics.declare("rollout", DISTRIBUTION_REDUCERS)
 
@@ -206,6 +226,31 @@ class StageRun:
         if early_stopping is not None and progress.fruitless >= early_stopping.n_evaluations:
             progress.fruitless = 0
 
+    async def measure_start(self) -> Mapping[str, float | None]:
+        """Evaluate the weights before the stage, and return the metrics."""
+        results = await self.evaluate()
+        self.progress.accuracy_before = results.get("accuracy")
+        self.progress.loss_before = results.get("loss")
+        return self.metrics.flush(self.first_step)
+
+    def keep_accuracy(self, accuracy: float | None, *, is_share: bool) -> None:
+        """Take over the last accuracy of the previous stage, which was evaluated in the same way.
+
+        Args:
+            accuracy: The accuracy.
+            is_share: False if a reward of the evaluation was below 0 or above 1.
+        """
+        self.progress.accuracy_before, self.progress.is_share = accuracy, is_share
+
+    async def return_to(self, progress: Progress) -> None:
+        """End with earlier weights, which the learners have loaded, and with their results.
+
+        Args:
+            progress: The progress when the learners had these weights.
+        """
+        self.progress.accuracy, self.progress.loss = progress.accuracy, progress.loss
+        await self.weight_sync.push(version=self.done)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the step, which becomes the metric `time/<phase>_s`."""
@@ -216,7 +261,7 @@ class StageRun:
     async def check_parity(self, step: int, batch: Batch) -> None:
         """Check the sampler's log-probabilities against the learner's, while both have the same
         weights."""
-        if self.parity is not None and self.parity.is_due(step - self.origin):
+        if self.parity is not None and self.parity.is_due(step - self.start_step):
             self.metrics.add("parity", await self.parity.check(batch, version=step))
 
     def measure(self, role: str, update_metrics: Mapping[str, float]) -> None:
@@ -283,7 +328,7 @@ class StageRun:
         self.metrics.add("rollout", rollout_metrics)
         for labels, samples in iterate_attempt_samples(groups):
             self.metrics.add("rollout", samples, labels=labels)
-        if step == self.origin:
+        if step == self.start_step:
             self.metrics.add("policy", self.trainable)
         tokens = rollout_metrics.get("generated_tokens", rollout_metrics["tokens"])
         self.metrics.add(
@@ -325,7 +370,7 @@ class StageRun:
         is_end = self.stop.status is not None or self._is_last_step
         if self.save is not None and (is_end or self._is_due(steps_done, self.save_every)):
             with TRACER.phase(STEPS, "save", steps_done):
-                await self.save(steps_done)
+                await self.save(self, steps_done)
 
     def _update_patience(self, metrics: Mapping[str, float | None]) -> None:
         """End the stage after this step if `patience` evaluations brought no improvement."""
@@ -362,12 +407,12 @@ class StageRun:
         if (
             self.limit_s is not None
             and self.progress.seconds >= self.limit_s
-            and self.done >= self.origin + MIN_LIMITED_STEPS
+            and self.done >= self.start_step + MIN_LIMITED_STEPS
         ):
             self.progress.ended = True
 
     async def _check_reward_hacking(self, done: int, groups: Sequence[Group]) -> ProbeFindings:
-        if self.probes is None or not self.probes.is_due(done - self.origin):
+        if self.probes is None or not self.probes.is_due(done - self.start_step):
             return ProbeFindings()
         await self._push_weights()
         findings = await self.probes.check(groups)
@@ -381,7 +426,7 @@ class StageRun:
         if self.evaluator is None:
             return {}
         results = await self.evaluator.run()
-        is_first = self.done == self.origin and self.batcher.max_failed_share < 1
+        is_first = self.done == self.start_step and self.batcher.max_failed_share < 1
         for answers in list_answer_results(results):
             report_failures(answers, is_first=is_first)
         if self.evaluations_dir is not None:
@@ -396,6 +441,24 @@ class StageRun:
             self.progress.is_share = False
         return metrics
 
+    def summarise(self) -> StageSummary:
+        """Return the results of the finished stage."""
+        progress = self.progress
+        return StageSummary(
+            name=self.name,
+            algorithm=self.algorithm.name,
+            steps=self.done - self.start_step,
+            seconds=progress.seconds,
+            accuracy_before=progress.accuracy_before,
+            accuracy_after=progress.accuracy,
+            is_share=progress.is_share,
+            loss_before=progress.loss_before,
+            loss_after=progress.loss,
+            trained_tokens=progress.trained_tokens,
+            generated_tokens=progress.generated_tokens,
+            computed_tokens=progress.computed_tokens,
+        )
+
     async def close(self) -> None:
         if isinstance(self.batcher.source, Closeable):
             await self.batcher.source.close()
@@ -408,4 +471,4 @@ class StageRun:
         return self.progress.ended or self.done == self.last_step
 
     def _is_due(self, done: int, every: int) -> bool:
-        return every > 0 and (done - self.origin) % every == 0
+        return every > 0 and (done - self.start_step) % every == 0

@@ -21,12 +21,19 @@ from ratchet.learners.config import DistributedConfig, LocalConfig, MegatronConf
 from ratchet.learners.export import export_saved
 from ratchet.learners.fresh_schedule import copy_with_fresh_schedule
 from ratchet.models.scalar_head import ScalarHead
+from ratchet.protocols import Learner
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.resolve import fetch_run_model
-from ratchet.runs.run_dir import MODEL, START, RunDirectory
-from ratchet.training.from_config import build_adapter, build_policy, resolve_resume_config
+from ratchet.runs.run_dir import AVERAGE, MODEL, START, RunDirectory
+from ratchet.training.from_config import (
+    build_adapter,
+    build_policy,
+    get_adapter_base_dir,
+    resolve_resume_config,
+)
 from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
+from ratchet.utils import failpoints
 from ratchet.utils.object_store import is_address
 
 CHECKPOINT = re.compile(r"(.+)/checkpoints/step-(\d+)")
@@ -191,6 +198,25 @@ def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path)
     learner.export(target)
 
 
+def export_models(
+    config: RunConfig, run: Path, policy: Policy, learner: Learner
+) -> list[tuple[str, Path]]:
+    """Write the model directories of a finished run, and return their names and paths.
+
+    They are the last weights, and their running average if the optimizer keeps one.
+    """
+    models = [("model", run / MODEL)]
+    learner.export(models[0][1])
+    failpoints.point("finish.exported")
+    if config.stages[-1].optimizer.ema_decay is not None:
+        models.append(("average", run / AVERAGE))
+        learner.export(models[1][1], averaged=True)
+    for _, path in models:
+        policy.tokenizer.save(path)
+    failpoints.point("finish.tokenizer")
+    return models
+
+
 # --- the start of a run
 
 
@@ -252,7 +278,7 @@ def copy_start(saved: SavedWeights, config: RunConfig, run: Path, *, with_optimi
 
 def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
     for key in ("learner", "optimizer"):
-        kinds = [getattr(getattr(stage, key), "kind", "") for stage in (old, new)]
+        kinds = [getattr(stage, key).kind_name for stage in (old, new)]
         if kinds[0] != kinds[1]:
             raise ConfigError(
                 f"--with-optimizer takes over the state of {key}.kind={kinds[0]}, and the recipe "
@@ -284,3 +310,13 @@ def load_start_state(run: StageRun, directory: Path) -> None:
     state = directory / START / OPTIMIZER
     if state.is_dir():
         run.roles["policy"].load(state)
+
+
+def keep_base(
+    config: RunConfig, index: int, directory: Path, policy: Policy, run: StageRun
+) -> None:
+    """Export the base model of the stage's adapter if it exists only in this run."""
+    base = get_adapter_base_dir(config, index, directory)
+    if config.stages[index].lora is not None and base is not None:
+        run.roles["policy"].export(base, part="base")
+        policy.tokenizer.save(base)

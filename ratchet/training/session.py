@@ -8,10 +8,10 @@ import logging
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 
-from ratchet.config.checks.staleness import cautions
 from ratchet.config.loader import plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.executors.freeze import get_peak_memory, prepare_process
@@ -19,6 +19,7 @@ from ratchet.executors.signals import SecondSignal, handle_stop_signals, shield_
 from ratchet.executors.torchrun import TorchrunRank
 from ratchet.experience.sources.passes import Lengths
 from ratchet.experience.sources.prompt_ledger import PromptLedger
+from ratchet.learners.compute.flop_counter import wrap_with_flop_counter
 from ratchet.learners.config import DistributedConfig
 from ratchet.observe.console import make_robust_console
 from ratchet.observe.learning_curve import write_curve
@@ -36,22 +37,34 @@ from ratchet.protocols import Learner
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.live_status import serve_status
 from ratchet.runs.remote_sync import Mirror
-from ratchet.runs.run_dir import ADAPTER, AVERAGE, MODEL, RunDirectory
-from ratchet.training.checkpointing import CheckpointSaver, list_data_files, refuse_lost_checkpoints
+from ratchet.runs.run_dir import ADAPTER, RunDirectory
+from ratchet.training.build import RolesWrapper
+from ratchet.training.checkpointing import CheckpointSaver, refuse_lost_checkpoints
 from ratchet.training.from_config import (
     build_executor,
     build_policy,
     build_run,
     check_stages,
-    get_adapter_base_dir,
     resolve_resume_config,
     start_processes,
 )
 from ratchet.training.loop import train
-from ratchet.training.metering import metering
-from ratchet.training.profiling import choose_profiled_stage, profiling
-from ratchet.training.run import PAUSED, StageRun, StopRequest
-from ratchet.training.saved_weights import load_start_state, localize_model
+from ratchet.training.metering import log_stage, make_meter, warn_of_silent_steps
+from ratchet.training.profiling import StageProfiling, choose_profiled_stage
+from ratchet.training.run import (
+    PAUSED,
+    Observer,
+    Progress,
+    StagePosition,
+    StageRun,
+    StopRequest,
+)
+from ratchet.training.saved_weights import (
+    export_models,
+    keep_base,
+    load_start_state,
+    localize_model,
+)
 from ratchet.training.stage import Policy
 from ratchet.utils import failpoints
 from ratchet.utils.temp_dirs import sweep
@@ -130,6 +143,7 @@ class TrainingSession:
         self.trace: Trace | None = None
         self.started_at = time.monotonic()
         self._profiled_stage = 0  # index of the stage that is profiled
+        self._show_step: Observer | None = None  # shows a step in the progress bar
         self.measures = frozenset[str]()  # metrics of the latest stage's evaluator
 
     async def run(self) -> int:
@@ -158,7 +172,7 @@ class TrainingSession:
     def _say(self, note: str) -> None:
         """Write a note into the log and onto the terminal."""
         log.info("%s", note)
-        self.console.print(note, markup=False, highlight=False, soft_wrap=True)
+        self._show(note)
 
     async def _run_from_latest(self, stop: StopRequest) -> int:
         checkpoint = self.store.latest()
@@ -234,8 +248,7 @@ class TrainingSession:
                     if self.store.steps()
                     else "Stopped before the first step, so it begins anew"
                 )
-                message = f"{outcome}. Continue with: ratchet train --resume {self.place}"
-                self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+                self._show(f"{outcome}. Continue with: ratchet train --resume {self.place}")
                 return stop.status
             checkpoint = None  # later stages start from the model in memory
         assert learner is not None, "a checkpoint is always within a stage"
@@ -273,6 +286,83 @@ class TrainingSession:
         self.store.keep = checkpoint_config.keep
         self.store.keep_best = checkpoint_config.keep_best
         self.store.keep_every = checkpoint_config.keep_every
+        start = sum(earlier.n_steps for earlier in self.config.stages[:index])
+        position = (
+            StagePosition(start)
+            if checkpoint is None
+            else StagePosition.from_meta(checkpoint.step, checkpoint.meta)
+        )
+        saver = CheckpointSaver(
+            self.store,
+            checkpoint_config,
+            self.summaries,
+            self.command,
+            saved_step=position.step,
+            data=stage.environment.list_data_files(),
+            recipe=self._plain_config,
+            mirror=self.mirror,
+        )
+        profiling = self._make_profiling(
+            index, policy, range(position.step, start + stage.n_steps), position.progress
+        )
+        run = self._build_run(index, policy, stop, saver, position, profiling)
+        previous_measures = self.measures
+        self.measures = frozenset() if run.evaluator is None else run.evaluator.measured_quantities
+        if checkpoint is not None:
+            await self._restore(checkpoint, run, saver)
+        else:
+            failpoints.point("stage.begin")
+            if not index:
+                load_start_state(run, self.directory.path)
+            keep_base(self.config, index, self.directory.path, policy, run)
+            is_same_measure = bool(self.measures) and self.measures <= previous_measures
+            await self._measure_start(index, run, is_same_measure=is_same_measure)
+        self._note_provenance(run.first_step, saver.data)
+        progress_bar = show_progress(
+            run.name,
+            first_step=run.first_step,
+            last_step=run.last_step,
+            mode=self.config.logging.progress,
+            console=self.console,
+        )
+        with (
+            progress_bar as self._show_step,
+            nullcontext() if profiling is None else profiling.finishing(),
+            log_stalls(self.config.logging.stall_s),
+        ):
+            async with AsyncExitStack() as exit_stack:
+                exit_stack.push_async_callback(run.close)
+                exit_stack.callback(saver.settle)
+                await train(run)
+                if stop.status is None:
+                    saver.settle()
+                    await saver.end_with_best(run)
+        if stop.status is not None:
+            # The step may have been saved before the signal came.
+            if saver.saved_step < run.done:
+                await saver.save(run, run.done)
+            return run.roles["policy"]
+        warn_of_silent_steps(run)
+        failpoints.point("stage.end")
+        self.summaries.append(run.summarise())
+        return run.roles["policy"]
+
+    def _build_run(
+        self,
+        index: int,
+        policy: Policy,
+        stop: StopRequest,
+        saver: CheckpointSaver,
+        position: StagePosition,
+        profiling: StageProfiling | None,
+    ) -> StageRun:
+        """Return the run of a stage with all that observes it."""
+        stage, limit_s = self.config.stages[index], self.config.stages[index].checkpoint.limit_s
+        meter = make_meter(policy, self.config, index, self.directory, self.trace)
+        wrappers: list[RolesWrapper] = [
+            partial(wrap_with_flop_counter, counter=meter.flop_counter),
+            *(() if profiling is None else (profiling.count_tokens,)),
+        ]
         run = build_run(
             self.config,
             index,
@@ -280,75 +370,35 @@ class TrainingSession:
             directory=self.directory.path,
             environment=self.environments.pop(index, None),
             ledger=self.ledger,
+            position=position,
+            wrap_roles=wrappers,
             stop=stop,
+            deadline=None if limit_s is None else self.started_at + limit_s,
+            limit_s=self.try_s,
+            sentinels=Sentinels(stage.sentinels, self.directory.sentinels),
+            verify_directory=self._verify_directory,
+            evaluations_dir=self.directory.evals / stage.name,
+            save=saver.save,
+            recorder=self.recorder,
+            meter=meter,
+            profiler=None if profiling is None else profiling.profiler,
+            observers=(self.sinks.write, self._observe_step, saver.observe),
         )
-        _log_stage(run, stage)
-        previous_measures = self.measures
-        self.measures = frozenset() if run.evaluator is None else run.evaluator.measured_quantities
-        limit_s = checkpoint_config.limit_s
-        run.deadline = None if limit_s is None else self.started_at + limit_s
-        run.limit_s = self.try_s
-        run.sentinels = Sentinels(stage.sentinels, self.directory.sentinels)
-        saver = CheckpointSaver(
-            self.store,
-            run,
-            checkpoint_config,
-            self.summaries,
-            self.command,
-            data=list_data_files(stage.environment),
-            recipe=self._plain_config,
-            mirror=self.mirror,
-        )
-        run.verify_directory = self._verify_directory
-        run.evaluations_dir = self.directory.evals / stage.name
-        run.save, run.recorder = saver.save, self.recorder
-        if checkpoint is not None:
-            await self._restore(checkpoint, run, saver)
-        else:
-            failpoints.point("stage.begin")
-            if not index:
-                load_start_state(run, self.directory.path)
-            self._keep_base(index, run, policy)
-            is_same_measure = bool(self.measures) and self.measures <= previous_measures
-            await self._measure_start(index, run, is_same_measure=is_same_measure)
-        self._note_provenance(run.first_step, saver.data)
-        mode = self.config.logging.progress
-        progress = show_progress(
-            run.name,
-            first_step=run.first_step,
-            last_step=run.last_step,
-            mode=mode,
-            console=self.console,
-        )
-        meter = metering(run, policy, self.config, index, self.directory, self.trace)
-        with (
-            progress as show,
-            meter,
-            self._profiling(index, run, policy),
-            log_stalls(self.config.logging.stall_s),
-        ):
-            run.observers = (self.sinks.write, show, saver.observe)
-            async with AsyncExitStack() as exit_stack:
-                exit_stack.push_async_callback(run.close)
-                exit_stack.callback(saver.settle)
-                await train(run)
-                if stop.status is None:
-                    saver.settle()
-                    await saver.end_with_best()
-        if stop.status is not None:
-            # The step may have been saved before the signal came.
-            if saver.saved_step < run.done:
-                await saver.save(run.done)
-            return run.roles["policy"]
-        _warn_of_silent_steps(run)
-        failpoints.point("stage.end")
-        self.summaries.append(_summarise(run))
-        return run.roles["policy"]
+        log_stage(run, stage)
+        return run
+
+    def _observe_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Show a step in the progress bar, which opens after the first evaluation."""
+        if self._show_step is not None:
+            self._show_step(step, metrics)
 
     async def _restore(self, checkpoint: Checkpoint, run: StageRun, saver: CheckpointSaver) -> None:
         self.store.tidy()
         await saver.restore(
-            checkpoint, changed_data=self.changed_data, changed_recipe=self.changed_recipe
+            run,
+            checkpoint,
+            changed_data=self.changed_data,
+            changed_recipe=self.changed_recipe,
         )
         if self.changed_recipe:
             run.reopen()
@@ -366,19 +416,30 @@ class TrainingSession:
                 error,
             )
 
-    def _keep_base(self, index: int, run: StageRun, policy: Policy) -> None:
-        """Export the base model of the stage's adapter if it exists only in this run."""
-        base = get_adapter_base_dir(self.config, index, self.directory.path)
-        if self.config.stages[index].lora is not None and base is not None:
-            run.roles["policy"].export(base, part="base")
-            policy.tokenizer.save(base)
-
-    def _profiling(self, index: int, run: StageRun, policy: Policy) -> AbstractContextManager[None]:
+    def _make_profiling(
+        self, index: int, policy: Policy, remaining: range, progress: Progress
+    ) -> StageProfiling | None:
+        """Return the profiler of a stage; None if the stage is not profiled."""
+        stage = self.config.stages[index].name
         if self.profile is None or index != self._profiled_stage:
-            return nullcontext()
-        return profiling(
-            run, policy, self.config, self.profile, self.directory.profile, self.console
+            return None
+        if not remaining:
+            self._show(f"Nothing is profiled: stage {stage} has no step left.")
+            return None
+        return StageProfiling(
+            policy,
+            self.config,
+            self.profile,
+            stage=stage,
+            remaining=remaining,
+            progress=progress,
+            directory=self.directory.profile,
+            show=self._show,
         )
+
+    def _show(self, text: str) -> None:
+        """Print plain text on the terminal."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     async def _measure_start(self, index: int, run: StageRun, *, is_same_measure: bool) -> None:
         """Measure accuracy and loss before the stage.
@@ -390,13 +451,10 @@ class TrainingSession:
             and is_same_measure
             and _are_evaluated_alike(self.config.stages[index - 1], self.config.stages[index])
         ):
-            run.progress.accuracy_before = self.summaries[-1].accuracy_after
-            run.progress.is_share = self.summaries[-1].is_share
+            previous = self.summaries[-1]
+            run.keep_accuracy(previous.accuracy_after, is_share=previous.is_share)
             return
-        results = await run.evaluate()
-        run.progress.accuracy_before = results.get("accuracy")
-        run.progress.loss_before = results.get("loss")
-        flushed = run.metrics.flush(run.first_step)
+        flushed = await run.measure_start()
         # The metrics file gets a line for step 0. The first step of a later stage has one already.
         if index == 0:
             self.sinks.write(0, flushed)
@@ -404,15 +462,7 @@ class TrainingSession:
     def _finish(self, policy: Policy, learner: Learner) -> None:
         self._verify_directory()
         config = self.config
-        models = [("model", self.directory.path / MODEL)]
-        learner.export(models[0][1])
-        failpoints.point("finish.exported")
-        if config.stages[-1].optimizer.ema_decay is not None:
-            models.append(("average", self.directory.path / AVERAGE))
-            learner.export(models[1][1], averaged=True)
-        for _, path in models:
-            policy.tokenizer.save(path)
-        failpoints.point("finish.tokenizer")
+        models = export_models(config, self.directory.path, policy, learner)
         peak_mib = get_peak_memory() / 2**20
         summary = RunSummary(
             tuple(self.summaries),
@@ -437,56 +487,10 @@ class TrainingSession:
         if write_curve(self.directory.metrics, self.directory.curve):
             rows.append(("curve", self.directory.curve))
         for name, path in rows:
-            self.console.print(f"{name:8} {path}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _log_stage(run: StageRun, stage: StageConfig) -> None:
-    """Log the cautions of a stage and the size of its adapter."""
-    for caution in cautions(stage):
-        log.warning("stage %s: %s", run.name, caution)
-    if run.trainable:
-        log.info(
-            "stage %s trains %s parameters of an adapter, %.2f %% of all",
-            run.name,
-            f"{run.trainable['trainable_parameters']:,}",
-            100 * run.trainable["trainable_share"],
-        )
-
-
-def _warn_of_silent_steps(run: StageRun) -> None:
-    """Log a warning if most steps of a stage had no gradient."""
-    steps = run.done - run.origin
-    silent = run.progress.silent_steps
-    if silent > steps / 2:
-        log.warning(
-            "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), "
-            "so they trained nothing. Train longer before it, raise sampling.temperature, or "
-            "use tasks of mixed difficulty",
-            run.name,
-            silent,
-            steps,
-        )
+            self._show(f"{name:8} {path}")
 
 
 def _are_evaluated_alike(a: StageConfig, b: StageConfig) -> bool:
     """True if two stages evaluate the policy in the same way."""
     keys = ("environment", "eval_rewards", "evaluation", "sampling")
     return all(getattr(a, key) == getattr(b, key) for key in keys)
-
-
-def _summarise(run: StageRun) -> StageSummary:
-    progress = run.progress
-    return StageSummary(
-        name=run.name,
-        algorithm=run.algorithm.name,
-        steps=run.done - run.origin,
-        seconds=progress.seconds,
-        accuracy_before=progress.accuracy_before,
-        accuracy_after=progress.accuracy,
-        is_share=progress.is_share,
-        loss_before=progress.loss_before,
-        loss_after=progress.loss,
-        trained_tokens=progress.trained_tokens,
-        generated_tokens=progress.generated_tokens,
-        computed_tokens=progress.computed_tokens,
-    )

@@ -14,6 +14,7 @@ from ratchet.config.base import Section
 from ratchet.config.experience import CurriculumConfig, ParityConfig, RolloutsConfig
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import EvaluationConfig, OptimizerConfig
+from ratchet.config.sections import AlgorithmSection, GeneratorSection, LearnerSection
 from ratchet.config.sentinels import SentinelsConfig
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ class Policy:
         template: str | None = None,
         tool_format: str = "auto",
         processor: Processor | None = None,
-        generator: Section | None = None,
+        generator: GeneratorSection | None = None,
         ranks: Workers | None = None,
     ) -> Policy:
         """Return a policy for a model.
@@ -79,7 +80,7 @@ class Policy:
             )
         renderer = Renderer(tokenizer, template, processor=processor, tool_format=tool_format)
         generator_section = generator or resolve("generator", {})
-        with env_vars.set_env_defaults(getattr(generator_section, "environment", {})):
+        with env_vars.set_env_defaults(generator_section.environment):
             built_generator = build(generator_section, model, tokenizer)
         return cls(model, tokenizer, renderer, built_generator, ranks)
 
@@ -190,7 +191,7 @@ class StageSpec:
     batch_size: int
     sampling: Sampling = Sampling()
     optimizer: OptimizerConfig = OptimizerConfig()
-    learner: Section = LocalConfig()
+    learner: LearnerSection = LocalConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     parity: ParityConfig = ParityConfig()
@@ -199,7 +200,7 @@ class StageSpec:
     curriculum: CurriculumConfig | None = None
     seed: int = 0
     first_step: int | None = None
-    algorithm: Section | None = None
+    algorithm: AlgorithmSection | None = None
     weight_sync: Section | None = None
     directory: Path = Path("runs")
     colocated: bool = False

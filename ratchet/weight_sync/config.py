@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ratchet.config.base import Section
+from ratchet.config.sections import WeightSyncSection
 
 SentDtype = Literal["float32", "bfloat16", "float16"] | None
 SENT_DTYPE_DESCRIPTION = (
@@ -15,7 +15,7 @@ SENT_DTYPE_DESCRIPTION = (
 )
 
 
-class PushSection(Section):
+class PushSection(WeightSyncSection):
     """The base class of weight syncs that move weights."""
 
     dtype: SentDtype = Field(default=None, description=SENT_DTYPE_DESCRIPTION)
@@ -39,7 +39,7 @@ class AutoWeightSyncConfig(PushSection):
     kind: Literal["auto"] = "auto"
 
 
-class SharedWeightSyncConfig(Section):
+class SharedWeightSyncConfig(WeightSyncSection):
     """A weight sync for tensors shared in one process: a push only announces the version."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:shared"
@@ -65,6 +65,10 @@ class CudaIpcWeightSyncConfig(PushSection):
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
 
+    @property
+    def reads_accelerator(self) -> bool:
+        return True
+
 
 class CollectiveWeightSyncConfig(PushSection):
     """A weight sync by broadcasts from each rank to all receivers, over the network."""
@@ -83,6 +87,10 @@ class CollectiveWeightSyncConfig(PushSection):
     bucket_mib: int = Field(
         default=16, ge=1, description="Weights that a rank broadcasts at a time, in MiB."
     )
+
+    @property
+    def reads_accelerator(self) -> bool:
+        return self.backend == "nccl"
 
 
 class FilesWeightSyncConfig(PushSection):

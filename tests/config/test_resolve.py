@@ -11,8 +11,8 @@ from pydantic import ValidationError
 import ratchet
 from ratchet.config.base import Section
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import resolve, section_class
-from ratchet.environments.base import EnvironmentConfig
+from ratchet.config.resolve import build, resolve, section_class
+from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
 from ratchet.environments.tool_use.base import ToolConfig
 from ratchet.errors import ConfigError
 
@@ -91,14 +91,6 @@ def package(monkeypatch):
     section_class.cache_clear()
 
 
-def construct(section, *context):
-    """As the composition root does."""
-    module, _, name = section.builds.partition(":")
-    return getattr(sys.modules.get(module) or __import__(module, fromlist=[name]), name)(
-        section, *context
-    )
-
-
 @pytest.mark.parametrize("name", ["Maze", "Annotated"])
 def test_a_class_with_a_section_is_built_with_it(name):
     section = resolve("environment", {"kind": f"maze_for_test:{name}", "width": 7})
@@ -108,13 +100,15 @@ def test_a_class_with_a_section_is_built_with_it(name):
         7,
         "exact_match",
     )
-    assert construct(section).config.width == 7
+    assert section.data_kinds == ALL_SOURCES  # unknown, so that the start of the stage checks it
+    assert not hasattr(MazeConfig, "data_kinds")
+    assert build(section).config.width == 7
     assert section == resolve("environment", section.model_dump())
 
 
 def test_a_class_without_a_section_is_validated_by_its_signature():
     section = resolve("environment", {"kind": "maze_for_test:Plain", "width": 7, "name": "y"})
-    made = construct(section, "context that only sections with a Config get")
+    made = build(section, "context that only sections with a Config get")
     assert (made.width, made.height, made.name) == (7, 3, "y")
     with pytest.raises(ValidationError, match="width"):
         resolve("environment", {"kind": "maze_for_test:Plain"})
@@ -127,7 +121,7 @@ def test_a_class_without_a_section_is_validated_by_its_signature():
 def test_a_plain_function_is_a_reward_with_its_options_bound():
     section = resolve("rewards", {"kind": "maze_for_test:brief", "limit": 2, "weight": 0.5})
     assert section.weight == 0.5
-    reward = construct(section)
+    reward = build(section)
     assert (reward([1, 2], None), reward([1, 2, 3], None)) == (1.0, 0.0)
 
 
@@ -207,6 +201,7 @@ NO_KINDS = {
     "DistillationConfig",
     "Estimator",
     "PolicyLoss",
+    "ShapingPart",
     "CorrectionConfig",
     "StaleCorrectionConfig",
 }

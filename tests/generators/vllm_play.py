@@ -624,7 +624,7 @@ async def accuracies(config):
         for index in range(len(config.stages)):
             run = build_run(config, index, made)
             if not made.generator.shares_weights:
-                run.weight_sync = Compared(run.weight_sync, made)
+                run = replace(run, weight_sync=Compared(run.weight_sync, made))
             await train(run)
             found.append(run.progress.accuracy)
     finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,7 +32,7 @@ STAGE = {
 }
 
 
-def run_of(algorithm: Algorithm, groups: list[Group]) -> StageRun:
+def run_of(algorithm: Algorithm, groups: list[Group], **fields: Any) -> StageRun:
     """One step for each group, whose logprobs are nobody's."""
     config = RunConfig.model_validate({
         "threads": 1,
@@ -43,8 +45,7 @@ def run_of(algorithm: Algorithm, groups: list[Group]) -> StageRun:
     invented = ParityConfig(first_steps=0, every=0)
     spec = StageSpec("a", len(groups), 1, evaluation=EvaluationConfig(tasks=0), parity=invented)
     run = make_run(build_policy(config), setup, algorithm, spec)
-    run.batcher = Batcher(FakeSource(groups), groups_per_step=1)
-    return run
+    return replace(run, batcher=Batcher(FakeSource(groups), groups_per_step=1), **fields)
 
 
 def group(*parts: dict[str, float]) -> Group:
@@ -83,21 +84,25 @@ def test_a_supervised_step_is_never_silent():
 def test_weights_are_sent_when_somebody_reads_them(kind: str, pushed: list[int]):
     """Before every step that samples; where rows are given, before an evaluation, and at the
     end."""
-    run = run_of(build(resolve("algorithm", {"kind": kind})), [SAME] * 5)
-    run.weight_sync, run.evaluate_every = FakeWeightSync(), 2
+    run = run_of(
+        build(resolve("algorithm", {"kind": kind})),
+        [SAME] * 5,
+        weight_sync=(sync := FakeWeightSync()),
+        evaluate_every=2,
+    )
     asyncio.run(train(run))
-    assert run.weight_sync.pushed == pushed
+    assert sync.pushed == pushed
 
 
 def test_a_stage_may_end_after_so_many_seconds_as_if_it_had_no_step_left():
-    run = run_of(build(resolve("algorithm", {"kind": "sft"})), [SAME] * 5)
     saved: list[int] = []
 
-    async def save(done: int) -> None:
+    async def save(run: StageRun, done: int) -> None:
         saved.append(done)
 
-    run.weight_sync, run.limit_s, run.save = FakeWeightSync(), 0.0, save
+    fields = {"weight_sync": (sync := FakeWeightSync()), "limit_s": 0.0, "save": save}
+    run = run_of(build(resolve("algorithm", {"kind": "sft"})), [SAME] * 5, **fields)
     asyncio.run(train(run))
     assert (run.done, run.progress.ended) == (3, True)
-    assert run.weight_sync.pushed == [3]  # for the evaluation at the end
+    assert sync.pushed == [3]  # for the evaluation at the end
     assert saved == [3]

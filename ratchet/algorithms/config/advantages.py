@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
-from ratchet.algorithms.config.base import AlgorithmPart, AnySection
+from ratchet.algorithms.config.base import AlgorithmPart
+from ratchet.config.base import Section
 from ratchet.config.resolve import Slot
 
 # Modules of the estimators' functions.
@@ -46,6 +47,22 @@ class Estimator(AlgorithmPart):
     signal: ClassVar[Literal["reward", "parts", "teacher"]] = "reward"
     exempt_under_kl: ClassVar[Mapping[str, str]] = {"equal_rewards": KL_BY_TOKEN}
 
+    @property
+    def estimators(self) -> tuple[Estimator, ...]:
+        """Return the estimators that the section stands for: itself, or the parts of a mixture."""
+        return (self,)
+
+    @property
+    def divides_by_std(self) -> bool:
+        """True if advantages are divided by the standard deviation of the group's rewards."""
+        return False
+
+
+if TYPE_CHECKING:
+    AnyEstimator = Estimator
+else:
+    AnyEstimator = SerializeAsAny[Section]  # `resolve` adds what a user's section lacks
+
 
 class GroupRelative(Estimator):
     """GRPO's advantage: the reward, normalised within the group."""
@@ -57,6 +74,10 @@ class GroupRelative(Estimator):
     scale: ScaleField = "std"
     epsilon: Epsilon = 1e-6
 
+    @property
+    def divides_by_std(self) -> bool:
+        return self.scale == "std"
+
 
 class RLOO(Estimator):
     """RLOO's leave-one-out advantage: the reward minus the mean of the group's other attempts."""
@@ -67,6 +88,10 @@ class RLOO(Estimator):
     kind: Literal["rloo"] = "rloo"
     scale: ScaleField = "none"
     epsilon: Epsilon = 1e-6
+
+    @property
+    def divides_by_std(self) -> bool:
+        return self.scale == "std"
 
 
 class OPO(Estimator):
@@ -225,6 +250,10 @@ class GiGPO(Estimator):
     epsilon: Epsilon = 1e-6
 
     @property
+    def divides_by_std(self) -> bool:
+        return self.scale == "std"
+
+    @property
     def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the properties that the estimator lacks: none with step_weight=0."""
         return {"equal_rewards": SAME_STATE, "lone_attempt": SAME_STATE} if self.step_weight else {}
@@ -244,13 +273,17 @@ class OnPolicyDistillation(Estimator):
     kind: Literal["on_policy_distillation"] = "on_policy_distillation"
 
 
-class AdvantageMixture(AlgorithmPart):
+class AdvantageMixture(Estimator):
     """A weighted sum of several estimators' advantages."""
 
     builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build_mixture"
     function: ClassVar[str] = "ratchet.algorithms.advantages.compose:mixture"
 
     kind: Literal["mixture"] = "mixture"
-    parts: Annotated[tuple[AnySection, ...], Slot("estimator", is_list=True)] = Field(
+    parts: Annotated[tuple[AnyEstimator, ...], Slot("estimator", is_list=True)] = Field(
         min_length=1, description="Estimators, each with its weight."
     )
+
+    @property
+    def estimators(self) -> tuple[Estimator, ...]:
+        return self.parts

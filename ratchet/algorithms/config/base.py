@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
+from ratchet.config.sections import AlgorithmSection
 from ratchet.utils.terminal_text import shorten_text
 
-Source = Literal["rows", "pairs", "labelled", "steps", "rollouts"]
 AnySection = SerializeAsAny[Section]
 
 
@@ -29,25 +29,28 @@ Teacher = Annotated[
 ]
 
 
-class AlgorithmConfig(Section):
-    """The base class of the algorithms' sections.
+def list_teacher_paths(teacher: str | Mapping[str, str] | None) -> tuple[str, ...]:
+    """Return the directories that a key `teacher` names, each once."""
+    if teacher is None or isinstance(teacher, str):
+        return () if teacher is None else (teacher,)
+    return tuple(dict.fromkeys(teacher.values()))
 
-    source: the kind of training data: "rows" (demonstrations), "pairs" (a better and a worse
-      answer), "labelled" (answers with a label), "steps" (answers with a label for each step) or
-      "rollouts" (attempts that the policy samples).
-    """
 
-    source: ClassVar[Source]
+class AlgorithmConfig(AlgorithmSection):
+    """The base class of the built-in algorithms' sections."""
 
     @property
     def display_name(self) -> str:
         """Return the section's kind, or the name of its class if the section was made in Python."""
-        return str(getattr(self, "kind", type(self).__name__.removesuffix("Config").lower()))
+        return self.kind_name or type(self).__name__.removesuffix("Config").lower()
 
     @property
-    def reads_reward(self) -> bool:
-        """True if training depends on rewards; if False, attempts need no reward."""
-        return True
+    def n_minibatches(self) -> int:
+        return self.minibatches
+
+    @property
+    def n_epochs(self) -> int:
+        return self.epochs
 
     minibatches: int = Field(
         default=1,
@@ -68,10 +71,10 @@ class AlgorithmConfig(Section):
         completed = dict(values)
         for name, value in completed.items():
             default = cls.model_fields[name].default if name in cls.model_fields else None
-            if isinstance(default, Section) and isinstance(value, Mapping):
-                kind = getattr(default, "kind", None)
-                if value.get("kind", kind) == kind:
-                    completed[name] = {**dict(default), **value}
+            if not isinstance(default, Section) or not isinstance(value, Mapping):
+                continue
+            if value.get("kind", default.kind_name) == default.kind_name:
+                completed[name] = {**dict(default), **value}
         return completed
 
 

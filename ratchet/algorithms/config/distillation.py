@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ratchet.algorithms.config.base import AlgorithmConfig, Source, Teacher
+from ratchet.algorithms.config.base import AlgorithmConfig, Teacher, list_teacher_paths
 from ratchet.config.experience import Temperature
+from ratchet.config.sections import Source
 
 Objective = Annotated[
     Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"],
@@ -47,6 +48,10 @@ class DistillationConfig(AlgorithmConfig):
     @property
     def reads_reward(self) -> bool:
         return False
+
+    @property
+    def teacher_paths(self) -> tuple[str, ...]:
+        return list_teacher_paths(self.teacher)
 
     @property
     def tau(self) -> float:
@@ -90,3 +95,7 @@ class DivergenceOnPolicyConfig(DistillationConfig):
 
     objective: Objective = "reverse"
     group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")
+
+    @property
+    def attempts(self) -> int:
+        return self.group_size

@@ -5,28 +5,33 @@ The named algorithms (`named_policy_gradients`) are the same section with other 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ratchet.algorithms.config.advantages import (
     RLOO,
+    AnyEstimator,
+    Estimator,
     GroupRelative,
 )
-from ratchet.algorithms.config.base import AlgorithmConfig, AnySection, Source, Teacher
+from ratchet.algorithms.config.base import AlgorithmConfig, Teacher, list_teacher_paths
 from ratchet.algorithms.config.policy_losses import (
     PPO,
+    AnyPolicyLoss,
     CorrectionConfig,
     KLConfig,
     RouterConfig,
 )
+from ratchet.algorithms.config.shaping import AnyShaping, NormaliseRewards
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot
+from ratchet.config.sections import Source
 
-Advantage = Annotated[AnySection, Slot("advantage")]
-Loss = Annotated[AnySection, Slot("policy_loss")]
-Shaping = Annotated[tuple[AnySection, ...], Slot("shaping", is_list=True)]
+Advantage = Annotated[AnyEstimator, Slot("advantage")]
+Loss = Annotated[AnyPolicyLoss, Slot("policy_loss")]
+Shaping = Annotated[tuple[AnyShaping, ...], Slot("shaping", is_list=True)]
 
 # Types of the keys for which named algorithms set other defaults. A subclass reuses the type, and
 # thereby the description.
@@ -167,25 +172,73 @@ class PolicyGradientConfig(AlgorithmConfig):
     )
 
     @property
-    def estimators(self) -> tuple[Section, ...]:
+    def estimators(self) -> tuple[Estimator, ...]:
         """Return the advantage estimators: the parts of a mixture, or the only one."""
-        return getattr(self.advantage, "parts", (self.advantage,))
+        return self.advantage.estimators
 
     @property
     def reads(self) -> frozenset[str]:
         """Return what the estimators and the shaping need, see `AlgorithmPart.reads`."""
         parts = (*self.estimators, *self.shaping)
-        return frozenset[str]().union(*(getattr(part, "reads", frozenset()) for part in parts))
+        return frozenset[str]().union(*(part.reads for part in parts))
 
     @property
     def reads_reward(self) -> bool:
         """True if shaping, the positive NLL or any estimator uses the reward."""
-        signals = (getattr(part, "signal", "reward") for part in self.estimators)
         return (
             bool(self.shaping)
             or self.positive_nll_coef > 0
-            or any(signal != "teacher" for signal in signals)
+            or any(part.signal != "teacher" for part in self.estimators)
         )
+
+    @property
+    def attempts(self) -> int:
+        return self.group_size
+
+    @property
+    def splits_groups(self) -> bool:
+        return self.minibatches_of == "attempts"
+
+    @property
+    def corrects_rollouts(self) -> bool:
+        return self.correction is not None
+
+    @property
+    def weights_rollouts(self) -> bool:
+        return self.correction is not None and self.correction.weight != "none"
+
+    @property
+    def critic_warmup_steps(self) -> int:
+        return 0 if self.critic is None else self.critic.warmup_steps
+
+    def limit_critic_warmup(self, maximum: int) -> Self:
+        if self.critic is None or self.critic.warmup_steps <= maximum:
+            return self
+        critic = self.critic.model_copy(update={"warmup_steps": maximum})
+        return self.model_copy(update={"critic": critic})
+
+    @property
+    def penalty_starts(self) -> Mapping[int, int]:
+        starts = enumerate(part.penalty_start for part in self.shaping)
+        return {index: start for index, start in starts if start is not None}
+
+    @property
+    def teacher_paths(self) -> tuple[str, ...]:
+        return list_teacher_paths(self.teacher)
+
+    def suggest_correction(self) -> str | None:
+        """Return the keys that correct for attempts of older weights; None if none are needed.
+
+        With old_logprobs=learner, importance ratios are relative to the learner's weights at the
+        start of the step. They do not correct for the older weights that sampled the attempt.
+        """
+        has_ratio = self.loss.reads_old
+        if self.corrects_rollouts or (has_ratio and self.old_logprobs == "sampler"):
+            return None
+        # A loss with one ratio for each answer also needs one correction weight for each.
+        level = "{weight: geometric}" if self.loss.level == "sequence" else "{}"
+        alternative = ", or algorithm.old_logprobs=sampler" if has_ratio else ""
+        return f"algorithm.correction={level}{alternative}"
 
     @model_validator(mode="after")
     def _check_keys_agree(self) -> PolicyGradientConfig:
@@ -238,8 +291,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         """
         min_size = 3
         normalises_groups = any(
-            getattr(part, "kind", "") == "normalise" and getattr(part, "over", "") == "group"
-            for part in self.shaping
+            isinstance(part, NormaliseRewards) and part.over == "group" for part in self.shaping
         )
         for part in self.estimators:
             if (
@@ -256,16 +308,14 @@ class PolicyGradientConfig(AlgorithmConfig):
     def _check_signal(self) -> None:
         """Raise ValueError if the advantages ignore shaping, or ignore or distort a KL penalty."""
         kl_in_reward = self.kl.coef > 0 and self.kl.place == "reward"
-        if all(getattr(part, "signal", "reward") != "reward" for part in self.estimators):
+        if all(part.signal != "reward" for part in self.estimators):
             for key, is_set in (("shaping", self.shaping), ("kl.place=reward", kl_in_reward)):
                 if is_set:
                     raise ValueError(
                         f"{key} has no effect, because advantage {_kind(self.advantage)} does not "
                         f"read the reward: remove {key}, or mix in an advantage that reads it"
                     )
-        if kl_in_reward and any(
-            getattr(part, "scale", "none") == "std" for part in self.estimators
-        ):
+        if kl_in_reward and any(part.divides_by_std for part in self.estimators):
             raise ValueError(
                 "kl.place=reward with advantage.scale=std divides the penalty by the standard "
                 "deviation of the group's returns, which makes it huge in groups of equal rewards: "
@@ -277,9 +327,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         if self.equal_rewards == "keep":
             return
         effect = f"equal_rewards={self.equal_rewards} removes groups without a signal"
-        without_group_baseline = [
-            part for part in self.estimators if "group" not in getattr(part, "reads", frozenset())
-        ]
+        without_group_baseline = [part for part in self.estimators if "group" not in part.reads]
         if without_group_baseline:
             raise ValueError(
                 f"{effect}, but with advantage {_kind(without_group_baseline[0])} groups of equal "
@@ -293,7 +341,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     def _check_critic(self) -> None:
         """Raise ValueError unless there is one `gae` with a critic, or neither of them."""
-        if sum("values" in getattr(part, "reads", frozenset()) for part in self.estimators) > 1:
+        if sum("values" in part.reads for part in self.estimators) > 1:
             raise ValueError(
                 "advantage mixture has gae twice, but the critic can have only one target: remove "
                 "one gae"
@@ -340,7 +388,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     def _check_levels(self) -> None:
         """Raise ValueError if the correction is per token, but the loss is per sequence."""
         correction = self.correction
-        if correction is None or getattr(self.loss, "level", "token") == "token":
+        if correction is None or self.loss.level == "token":
             return
         if correction.weight in ("token", "turn"):
             raise ValueError(
@@ -356,6 +404,6 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
 
 
-def _kind(part: object) -> str:
+def _kind(part: Section) -> str:
     """Return the kind of a section, or its class's name if it has none."""
-    return str(getattr(part, "kind", type(part).__name__))
+    return part.kind_name or type(part).__name__

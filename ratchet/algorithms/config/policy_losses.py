@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
@@ -28,6 +28,12 @@ class PolicyLoss(AlgorithmPart):
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
     reads_old: ClassVar[bool] = True
+
+
+if TYPE_CHECKING:
+    AnyPolicyLoss = PolicyLoss
+else:
+    AnyPolicyLoss = SerializeAsAny[Section]  # `resolve` adds what a user's section lacks
 
 
 class PPO(PolicyLoss):

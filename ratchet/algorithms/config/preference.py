@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ratchet.algorithms.config.base import AlgorithmConfig, Source
+from ratchet.algorithms.config.base import AlgorithmConfig
+from ratchet.config.sections import Source
 
 LOSSES = "ratchet.algorithms.losses.preference"
 
@@ -42,6 +43,11 @@ class PreferenceConfig(AlgorithmConfig):
     needs_reference: ClassVar[bool] = True
 
     sft_coef: SFTCoef = 0.0
+
+    @property
+    def preference_coef(self) -> float:
+        """Return the weight of the preference loss."""
+        return 1.0
 
 
 class DPOConfig(PreferenceConfig):
@@ -103,6 +109,10 @@ class ORPOConfig(PreferenceConfig):
     odds_coef: float = Field(
         default=0.1, gt=0, description="Weight of the odds ratio loss (the paper's lambda)."
     )
+
+    @property
+    def preference_coef(self) -> float:
+        return self.odds_coef
 
 
 class KTOConfig(AlgorithmConfig):

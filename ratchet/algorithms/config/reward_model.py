@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ratchet.algorithms.config.base import AlgorithmConfig, Source
+from ratchet.algorithms.config.base import AlgorithmConfig
+from ratchet.config.sections import Source
 
 
 class BradleyTerryConfig(AlgorithmConfig):

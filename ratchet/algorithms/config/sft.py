@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ratchet.algorithms.config.base import AlgorithmConfig, Source
+from ratchet.algorithms.config.base import AlgorithmConfig
+from ratchet.config.sections import Source
 
 
 class SFTConfig(AlgorithmConfig):

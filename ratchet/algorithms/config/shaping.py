@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from ratchet.algorithms.config.base import AlgorithmPart
+from ratchet.config.base import Section
 
 SHAPING = "ratchet.algorithms.shaping"
 BY_LENGTH = "answers of different length earn different rewards after shaping"
 
 
-class OverlongPenalty(AlgorithmPart):
+class ShapingPart(AlgorithmPart):
+    """The base class of the sections of reward shaping."""
+
+    @property
+    def penalty_start(self) -> int | None:
+        """Return the length of an answer, in tokens, above which a penalty begins; None: none."""
+        return None
+
+
+if TYPE_CHECKING:
+    AnyShaping = ShapingPart
+else:
+    AnyShaping = SerializeAsAny[Section]  # `resolve` adds what a user's section lacks
+
+
+class OverlongPenalty(ShapingPart):
     """A penalty on long answers that grows linearly up to a length limit (DAPO)."""
 
     function: ClassVar[str] = f"{SHAPING}:overlong_penalty"
@@ -24,6 +40,10 @@ class OverlongPenalty(AlgorithmPart):
     buffer: int = Field(ge=1, description="Tokens before max_length over which the penalty grows.")
     factor: float = Field(default=1.0, gt=0, description="Full penalty, at max_length and beyond.")
 
+    @property
+    def penalty_start(self) -> int:
+        return self.max_length - self.buffer
+
     @model_validator(mode="after")
     def _check_buffer(self) -> OverlongPenalty:
         if self.buffer > self.max_length:
@@ -33,7 +53,7 @@ class OverlongPenalty(AlgorithmPart):
         return self
 
 
-class StopProperly(AlgorithmPart):
+class StopProperly(ShapingPart):
     """A lower reward for answers that a token limit cut off."""
 
     function: ClassVar[str] = f"{SHAPING}:stop_properly"
@@ -50,7 +70,7 @@ class StopProperly(AlgorithmPart):
     )
 
 
-class LengthPenalty(AlgorithmPart):
+class LengthPenalty(ShapingPart):
     """A penalty for each token of an answer beyond `free`."""
 
     function: ClassVar[str] = f"{SHAPING}:length_penalty"
@@ -61,7 +81,7 @@ class LengthPenalty(AlgorithmPart):
     free: int = Field(default=0, ge=0, description="Tokens of an answer without a penalty.")
 
 
-class ScaleRewards(AlgorithmPart):
+class ScaleRewards(ShapingPart):
     """A factor on all rewards."""
 
     function: ClassVar[str] = f"{SHAPING}:scale_rewards"
@@ -70,7 +90,7 @@ class ScaleRewards(AlgorithmPart):
     factor: float = Field(gt=0, description="Factor on all rewards, also those of turns.")
 
 
-class ClipRewards(AlgorithmPart):
+class ClipRewards(ShapingPart):
     """A lower and an upper bound to which rewards are clipped."""
 
     function: ClassVar[str] = f"{SHAPING}:clip_rewards"
@@ -90,7 +110,7 @@ class ClipRewards(AlgorithmPart):
         return self
 
 
-class NormaliseRewards(AlgorithmPart):
+class NormaliseRewards(ShapingPart):
     """Normalisation of rewards: subtract their mean, divide by their standard deviation."""
 
     function: ClassVar[str] = f"{SHAPING}:normalise_rewards"
@@ -107,7 +127,7 @@ class NormaliseRewards(AlgorithmPart):
         return frozenset({"group"} if self.over == "group" else ())
 
 
-class ComponentWeights(AlgorithmPart):
+class ComponentWeights(ShapingPart):
     """A weighted sum of the reward's named parts, which replaces the reward."""
 
     function: ClassVar[str] = f"{SHAPING}:component_weights"

@@ -120,8 +120,8 @@ def _to_plain(value: object) -> object:
 
 def _list_changed_keys(section: Section) -> dict[str, object]:
     changed_values: dict[str, object] = {}
-    if hasattr(section, "kind"):
-        changed_values["kind"] = getattr(section, "kind", None)
+    if section.kind_name:
+        changed_values["kind"] = section.kind_name
     for key, field in sorted(type(section).model_fields.items()):
         value = _to_plain(getattr(section, key))
         with suppress(LookupError):

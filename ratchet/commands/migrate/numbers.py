@@ -38,25 +38,34 @@ class HiddenValueUsed(Exception):
     """The error that a `HiddenValue` raises when a conversion uses it."""
 
 
-def _raise(*_arguments: Any, **_named: Any) -> Any:
+def _refuse_use(*_arguments: Any, **_named: Any) -> Any:
     raise HiddenValueUsed
 
 
-# Names of the special methods by which code can use a value.
-SPECIAL_METHODS = (
-    "bool str repr format hash eq ne lt le gt ge len iter contains getitem call int float index "
-    "complex round trunc floor ceil"
-    " add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod pow rpow neg "
-    "pos abs getattr"
-)
-# A placeholder for a value, to find out if a conversion uses a key (see `used_keys`). Any use of it
-# raises `HiddenValueUsed`, except for an `is` test and passing it on. A placeholder that was passed
-# on is found in the conversion's result.
-HiddenValue: type = type(
-    "HiddenValue",
-    (),
-    {f"__{use}__": _raise for use in SPECIAL_METHODS.split()} | {"__class__": property(_raise)},
-)
+_refuse: Any = _refuse_use
+
+
+class _Hidden:
+    """A placeholder for a value, to find out if a conversion uses a key (see `used_keys`).
+
+    Every special method by which code can use a value raises `HiddenValueUsed`. An `is` test and
+    passing it on do not. A placeholder that was passed on is found in the conversion's result.
+    """
+
+    __bool__ = __str__ = __repr__ = __format__ = __hash__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __len__ = __iter__ = __contains__ = __getitem__ = __call__ = __getattr__ = _refuse
+    __int__ = __float__ = __index__ = __complex__ = _refuse
+    __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _refuse
+    __mod__ = __rmod__ = __divmod__ = __pow__ = __rpow__ = _refuse
+    __neg__ = __pos__ = __abs__ = _refuse
+    __class__ = property(_refuse)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+# Declared as any type, because a conversion returns a placeholder in place of its own type.
+HiddenValue: type = _Hidden
 
 
 class InvalidValue(ValueError):

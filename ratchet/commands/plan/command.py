@@ -24,12 +24,13 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.generators.engine.sampler import CHUNK_ELEMENTS
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.compute.microbatching import resolve_micro_batch_tokens
+from ratchet.learners.config import DistributedConfig, DTensorConfig, LocalConfig
 from ratchet.models.flops import DecoderCost
 from ratchet.models.load import find_model
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MAX_STEPS, MAX_TOKENS
 from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels
-from ratchet.training.from_config import build_env_setup, get_chat_template
+from ratchet.training.from_config import build_env_setup, get_tokenizer_config
 from ratchet.training.stage import EnvSetup
 from ratchet.types import Task
 
@@ -221,8 +222,8 @@ def measure_workload(
     """Return the work of one step of stage `index`."""
     stage = config.stages[index]
     max_prompt_tokens, max_sequence_tokens = measure_lengths(config, index, algorithm, shape)
-    n_rows = stage.batch_size * stage.attempts * (2 if algorithm.source == "pairs" else 1)
-    max_running = getattr(stage.generator, "max_running", 2**30)
+    n_rows = stage.batch_size * stage.algorithm.attempts * (2 if algorithm.source == "pairs" else 1)
+    max_running = stage.generator.request_limit or 2**30
     n_eval_attempts = (
         stage.evaluation.tasks * max(1, stage.evaluation.samples)
         if generates_in_evaluation(stage, algorithm)
@@ -235,7 +236,7 @@ def measure_workload(
         max_running_attempts=min(max_running, n_rows) if algorithm.source == "rollouts" else 0,
         max_running_eval_attempts=min(max_running, n_eval_attempts),
         n_scoring_passes=len(algorithm.passes),
-        n_updates=stage.epochs * len(algorithm.losses),
+        n_updates=stage.algorithm.n_epochs * len(algorithm.losses),
     )
 
 
@@ -246,10 +247,9 @@ def measure_lengths(
     stage = config.stages[index]
     env_setup = build_env_setup(stage)
     tokenizer = build(config.tokenizer, config.model.path)
+    tokenizer_config = get_tokenizer_config(config)
     renderer = Renderer(
-        tokenizer,
-        get_chat_template(config),
-        tool_format=getattr(config.tokenizer, "tool_format", "auto"),
+        tokenizer, tokenizer_config.template, tool_format=tokenizer_config.tool_format
     )
     tasks = [task for _, task in TaskStream(env_setup.environment, seed=config.seed).take(N_TASKS)]
     prompt_lengths = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
@@ -300,21 +300,23 @@ def estimate_memory(
     The phases are the update and, if the stage generates, sampling.
     """
     learner, shape = stage.learner, cost.shape
-    n_workers = getattr(learner, "workers", 1)
-    n_workers = int(n_workers) if process.device_kind == "cpu" and n_workers != "auto" else 1
+    n_workers = 1
+    if isinstance(learner, LocalConfig) and process.device_kind == "cpu":
+        n_workers = 1 if learner.workers == "auto" else learner.workers
+    # A learner of a user's own is planned with the defaults.
+    sizes = learner if isinstance(learner, LocalConfig | DistributedConfig) else LocalConfig()
+    recomputes = (
+        isinstance(learner, LocalConfig | DTensorConfig) and learner.activation_checkpointing
+    )
     n_trained = count_trained_parameters(stage, algorithm, cost)
-    micro_batch_limit = resolve_micro_batch_tokens(
-        getattr(learner, "micro_batch_tokens", "auto"), process.device_kind
-    )
+    micro_batch_limit = resolve_micro_batch_tokens(sizes.micro_batch_tokens, process.device_kind)
     # Tokens of a mini-batch for one worker. A micro-batch holds at least one sequence.
-    minibatch_tokens = -(-workload.max_trained_tokens // (n_workers * stage.minibatches))
+    minibatch_tokens = -(
+        -workload.max_trained_tokens // (n_workers * stage.algorithm.n_minibatches)
+    )
     micro_batch_tokens = max(min(micro_batch_limit, minibatch_tokens), workload.max_sequence_tokens)
-    activation_bytes = cost.activation_bytes(
-        process.compute_bytes, checkpointing=getattr(learner, "activation_checkpointing", False)
-    )
-    chunk_bytes = (
-        resolve_chunk_mib(getattr(learner, "logprob_chunk_mib", "auto"), process.device_kind) * MIB
-    )
+    activation_bytes = cost.activation_bytes(process.compute_bytes, checkpointing=recomputes)
+    chunk_bytes = resolve_chunk_mib(sizes.logprob_chunk_mib, process.device_kind) * MIB
     phases = {
         "update": {
             "gradients": n_trained * FP32_BYTES * n_workers,
@@ -384,7 +386,7 @@ def _estimate_role_bytes(
     for name in algorithm.losses:
         bytes_by_purpose[f"{name}: optimizer"] = int(
             _count_trained_per_role(stage, cost)
-            * OPTIMIZER_BYTES.get(getattr(stage.optimizer, "kind", ""), 2 * FP32_BYTES)
+            * OPTIMIZER_BYTES.get(stage.optimizer.kind_name, 2 * FP32_BYTES)
         )
         if stage.optimizer.ema_decay is not None:
             bytes_by_purpose[f"{name}: average"] = _count_trained_per_role(stage, cost) * FP32_BYTES

@@ -136,9 +136,9 @@ def _shorten_stage(stage: StageConfig) -> StageConfig:
 
     The evaluation has at most as many tasks as the generator runs at a time.
     """
-    tasks = min(
-        stage.evaluation.tasks, getattr(stage.generator, "max_running", stage.evaluation.tasks)
-    )
+    tasks = stage.evaluation.tasks
+    if stage.generator.request_limit is not None:
+        tasks = min(tasks, stage.generator.request_limit)
     evaluation = {
         "tasks": tasks,
         **_get_defaults(EvaluationConfig, "every", "patience", "metric", "min_gain"),

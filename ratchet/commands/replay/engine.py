@@ -21,6 +21,7 @@ from ratchet.config.base import Section
 from ratchet.config.loader import dump_config, load_config
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
+from ratchet.config.sections import GeneratorSection
 from ratchet.data.formats.media import embed_bytes
 from ratchet.data.processor import Processor
 from ratchet.errors import ConfigError, DataError, RunNotFound
@@ -30,7 +31,7 @@ from ratchet.learners.config import DistributedConfig
 from ratchet.observe.records.reader import Record
 from ratchet.observe.records.table import build_table
 from ratchet.protocols import Fingerprinted, Learner
-from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
+from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.recipe_changes import restore_earlier_config
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.from_config import (
@@ -101,14 +102,13 @@ class RecordedSource:
     async def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class NoGenerator(Section):
-    """A generator section that builds no generator, because a replay generates nothing."""
+class NoGenerator(GeneratorSection):
+    """A generator section that builds None, because a replay generates nothing."""
 
     builds: ClassVar[str] = "ratchet.commands.replay.engine:no_generator"
 
 
-def no_generator(*_: object) -> None:
-    """Build nothing: the generator of a replay is None."""
+def no_generator(*_: object) -> None: ...
 
 
 class NoWeightSync:
@@ -174,7 +174,7 @@ class StepCollector:
 
     @property
     def replayed_step(self) -> ReplayedStep:
-        """The step that was added last."""
+        """Return the step that was added last."""
         return ReplayedStep(metrics=self._metrics, **self._step_fields)
 
 
@@ -232,15 +232,14 @@ class Replay:
             await self.replay_next()
         return self._next_stage_run()
 
-    async def replay_next(self) -> ReplayedStep:
-        """Compute the next step, and set `diverged_step` if its weights are the first to differ."""
+    async def replay_next(self, roles: Mapping[str, Learner] | None = None) -> ReplayedStep:
+        """Compute the next step, and set `diverged_step` if its weights are the first to differ.
+
+        roles: wrappers around the run's learners that compute the step in their place.
+        """
         run = self._next_stage_run()
-        run.recorder = collector = StepCollector()
-        run.observers = (collector.observe,)
-        run.first_step, run.last_step = self.last_step, self.last_step + 1
-        await train(run)
+        replayed = await self._train_next(replace(run, roles={**run.roles, **(roles or {})}))
         self.last_step += 1
-        replayed = collector.replayed_step
         recorded = self.record.steps[replayed.step].fingerprints
         if self.diverged_step is None and any(
             replayed.fingerprints.get(role) != fingerprint for role, fingerprint in recorded.items()
@@ -256,7 +255,7 @@ class Replay:
         """
         run = self._next_stage_run()
         policy = self._build_policy(config)
-        changed_run = self._make_stage_run(config, policy)
+        changed_run = self._make_stage_run(config, policy, deepcopy(run.state))
         missing_roles = sorted(set(changed_run.roles) - set(run.roles))
         if missing_roles:
             raise ConfigError(
@@ -266,11 +265,13 @@ class Replay:
         for name, learner in changed_run.roles.items():
             run.roles[name].save(directory / name)
             learner.load(directory / name)
-        changed_run.state = deepcopy(run.state)
-        changed_run.recorder = collector = StepCollector()
-        changed_run.observers = (collector.observe,)
-        changed_run.first_step, changed_run.last_step = self.last_step, self.last_step + 1
-        await train(changed_run)
+        return await self._train_next(changed_run)
+
+    async def _train_next(self, run: StageRun) -> ReplayedStep:
+        """Compute the next step alone, with the parts of `run`, and return its results."""
+        collector = StepCollector()
+        steps = {"first_step": self.last_step, "last_step": self.last_step + 1}
+        await train(replace(run, recorder=collector, observers=(collector.observe,), **steps))
         return collector.replayed_step
 
     # --- starting point and stages
@@ -288,18 +289,15 @@ class Replay:
             else resolve_resume_config(self.config, self.stage_index, self.directory.path)
         )
         self.policy = build_policy(self._without_generator(config))
-        self.run = self._make_stage_run(self.config, self.policy)
+        state = None if checkpoint is None else AlgoState(**checkpoint.meta["state"])
+        self.run = self._make_stage_run(self.config, self.policy, state)
         self.start_step = self.last_step = step
         self.diverged_step = None
         if checkpoint is None:
             load_start_state(self.run, self.directory.path)
         else:
-            self._load_checkpoint(self.run, checkpoint)
-
-    def _load_checkpoint(self, run: StageRun, checkpoint: Checkpoint) -> None:
-        for role, learner in run.roles.items():
-            learner.load(checkpoint.path / role)
-        run.state = AlgoState(**checkpoint.meta["state"])
+            for role, learner in self.run.roles.items():
+                learner.load(checkpoint.path / role)
 
     def _next_stage_run(self) -> StageRun:
         """Return the run of the stage that the next step belongs to.
@@ -331,18 +329,19 @@ class Replay:
         earlier_run, self.config = self.run, config
         if self.last_step < self._get_last_step(self.stage_index):
             self.policy = self._build_policy(config)
-            self.run = self._make_stage_run(config, self.policy)
+            self.run = self._make_stage_run(config, self.policy, deepcopy(earlier_run.state))
             with TemporaryFolder("replay") as states:
                 for name, learner in earlier_run.roles.items():
                     learner.save(states / name)
                     self.run.roles[name].load(states / name)
-            self.run.state = deepcopy(earlier_run.state)
 
     def _get_last_step(self, index: int) -> int:
         """Return the last step of stage `index`."""
         return sum(stage.n_steps for stage in self.config.stages[: index + 1])
 
-    def _make_stage_run(self, config: RunConfig, policy: Policy) -> StageRun:
+    def _make_stage_run(
+        self, config: RunConfig, policy: Policy, state: AlgoState | None = None
+    ) -> StageRun:
         """Return a run of the current stage that trains on recorded groups."""
         stage = config.stages[self.stage_index]
         spec = build_stage_spec(config, self.stage_index)
@@ -372,6 +371,7 @@ class Replay:
             NoWeightSync(),
             first_step=first_step,
             last_step=first_step + spec.steps,
+            state=state or AlgoState(),
         )
 
     def _build_policy(self, config: RunConfig) -> Policy:
@@ -396,7 +396,7 @@ class Replay:
         """Raise ConfigError if the stage's learner was distributed over processes."""
         stage = self.config.stages[index]
         if isinstance(stage.learner, DistributedConfig):
-            kind = getattr(stage.learner, "kind", "")
+            kind = stage.learner.kind_name
             raise ConfigError(
                 f"stage {stage.name} trained with learner.kind={kind}, whose ranks each sum a part "
                 "of a gradient: one process sums in another order, so no step would be bit-equal. "
@@ -494,7 +494,7 @@ def _qualify_key(text: str, stage: Any) -> str:
         parts_with_key = [
             name
             for name, value in values_by_key.items()
-            if keys[1] in getattr(type(value), "model_fields", ())
+            if isinstance(value, Section) and keys[1] in type(value).model_fields
         ]
         keys = ["algorithm", *parts_with_key, keys[1]] if len(parts_with_key) == 1 else keys
     return f"stages.{stage.name}.{'.'.join(keys)}{equals}{setting}"

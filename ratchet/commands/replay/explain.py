@@ -73,11 +73,7 @@ async def measure_influence(
             f"{', '.join(run.algorithm.losses)}"
         )
     recorder = InfluenceRecorder(learner, max_tokens=max_tokens)
-    run.roles = {**run.roles, role: recorder}
-    try:
-        replayed = await replay.replay_next()
-    finally:
-        run.roles = {**run.roles, role: learner}
+    replayed = await replay.replay_next({role: recorder})
     return replayed, recorder.influence
 
 

@@ -65,7 +65,7 @@ def _walk(
         path = f"{prefix}{name}"
         field = None if section is None else section.model_fields.get(name)
         if name == "kind":
-            if getattr(default, "kind", None) != value:
+            if default is None or default.kind_name != value:
                 yield path, value
             continue
         if field is None:
@@ -87,7 +87,7 @@ def _walk(
 
 def _match_kind(default: Any, item: Mapping[str, Any]) -> Section | None:
     """Return the default section if it is of the kind of the recipe's section."""
-    is_same = isinstance(default, Section) and getattr(default, "kind", None) == item.get("kind")
+    is_same = isinstance(default, Section) and default.kind_name == item.get("kind")
     return default if is_same else None
 
 

@@ -37,7 +37,7 @@ def _check_has_attempts(stage: StageConfig, config: RunConfig) -> Iterator[Confl
         if value:
             yield clash(
                 f"rollouts.{key}={_abbreviate(value)} has no effect, because algorithm "
-                f"{getattr(stage.algorithm, 'kind', '')} generates no attempts: remove it",
+                f"{stage.algorithm.kind_name} generates no attempts: remove it",
                 f"rollouts.{key}",
             )
 
@@ -65,7 +65,7 @@ def _check_prefetching(stage: StageConfig, config: RunConfig) -> Iterator[Confli
             "rollouts.order",
             "rollouts.max_staleness",
         )
-    if rollouts.max_staleness and getattr(config.cluster, "colocated", False):
+    if rollouts.max_staleness and config.colocated:
         yield clash(
             "cluster.colocated makes learner and generator take turns, so no attempts are "
             "generated during an update: set rollouts.max_staleness=0",
@@ -113,7 +113,7 @@ def _check_adaptive(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
             "rollouts.adaptive.staleness",
             "rollouts.max_staleness",
         )
-    if adaptive.mismatch is not None and getattr(stage.algorithm, "correction", None) is None:
+    if adaptive.mismatch is not None and not stage.algorithm.corrects_rollouts:
         yield clash(
             "rollouts.adaptive.mismatch is measured by the rollout correction, which is off: set "
             "algorithm.correction: {} if the algorithm has that key, else adaptive.staleness "
@@ -133,7 +133,7 @@ def _check_adaptive(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
 
 def _check_dynamic_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     rollouts = stage.rollouts
-    if rollouts.dynamic_sampling and stage.source == "rollouts" and stage.attempts < 2:
+    if rollouts.dynamic_sampling and stage.source == "rollouts" and stage.algorithm.attempts < 2:
         yield clash(
             "rollouts.dynamic_sampling compares the attempts of a group, and "
             "algorithm.group_size=1: raise it, or remove rollouts.dynamic_sampling",
@@ -143,11 +143,11 @@ def _check_dynamic_sampling(stage: StageConfig, config: RunConfig) -> Iterator[C
     if (
         rollouts.dynamic_sampling
         and stage.source == "rollouts"
-        and not getattr(stage.algorithm, "reads_reward", True)
+        and not stage.algorithm.reads_reward
     ):
         yield clash(
             "rollouts.dynamic_sampling compares rewards, and algorithm "
-            f"{getattr(stage.algorithm, 'kind', '')} reads none: remove it",
+            f"{stage.algorithm.kind_name} reads none: remove it",
             "rollouts.dynamic_sampling",
             "algorithm.kind",
         )

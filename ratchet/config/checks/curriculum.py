@@ -23,7 +23,7 @@ def _check_curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
     if curriculum.prefer != "even" and stage.source not in ("rollouts", None):
         yield clash(
             f"curriculum.prefer={curriculum.prefer} reads the success of attempts, and algorithm "
-            f"{getattr(stage.algorithm, 'kind', '')} generates none: set curriculum.prefer=even "
+            f"{stage.algorithm.kind_name} generates none: set curriculum.prefer=even "
             "and curriculum.difficulty",
             "curriculum.prefer",
             "algorithm.kind",
@@ -34,12 +34,12 @@ def _check_replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     replay, staleness = stage.rollouts.replay, math.ceil(stage.rollouts.max_staleness)
     if replay is None or stage.source not in ("rollouts", None):
         return
-    kind = getattr(stage.algorithm, "kind", "")
-    if getattr(getattr(stage.algorithm, "correction", None), "weight", "none") == "none":
+    algorithm = stage.algorithm
+    if not algorithm.weights_rollouts:
         yield clash(
             "rollouts.replay trains on attempts of older weights, which needs importance "
-            f"sampling, and algorithm {kind} has none: set algorithm.correction: {{weight: token}} "
-            "if the algorithm has that key",
+            f"sampling, and algorithm {algorithm.kind_name} has none: set algorithm.correction: "
+            "{weight: token} if the algorithm has that key",
             "rollouts.replay",
             "algorithm.correction",
         )
@@ -51,12 +51,10 @@ def _check_replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "rollouts.replay.max_age",
             "rollouts.max_staleness",
         )
-    if replay.priority == "spread" and (
-        stage.attempts < 2 or not getattr(stage.algorithm, "reads_reward", True)
-    ):
+    if replay.priority == "spread" and (algorithm.attempts < 2 or not algorithm.reads_reward):
         yield clash(
             "rollouts.replay.priority=spread compares the rewards of a group, and algorithm "
-            f"{kind} has none to compare: set it to uniform",
+            f"{algorithm.kind_name} has none to compare: set it to uniform",
             "rollouts.replay.priority",
             "algorithm.group_size",
         )

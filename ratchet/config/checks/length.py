@@ -43,7 +43,8 @@ def _check_schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
         yield clash(
             f"optimizer.warmup_steps={optimizer.warmup_steps} is more than the stage's "
             f"{stage.optimizer_steps} optimizer steps (steps={stage.n_steps} x "
-            f"minibatches={stage.minibatches} x epochs={stage.epochs}): lower it",
+            f"minibatches={stage.algorithm.n_minibatches} x epochs={stage.algorithm.n_epochs}): "
+            "lower it",
             "optimizer.warmup_steps",
             "steps",
         )
@@ -98,7 +99,7 @@ def _check_decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _check_critic_warmup(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    warmup = getattr(getattr(stage.algorithm, "critic", None), "warmup_steps", 0)
+    warmup = stage.algorithm.critic_warmup_steps
     if stage.steps is not None and warmup >= stage.n_steps:
         yield clash(
             f"algorithm.critic.warmup_steps={warmup} leaves the policy none of the stage's "

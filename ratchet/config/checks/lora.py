@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
@@ -40,13 +39,13 @@ def _check_encoders(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
 
 
 def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    learner: Any = stage.learner
-    # A local learner has no `supports_pipeline_lora`: it trains any adapter.
-    if stage.lora is None or not hasattr(learner, "supports_pipeline_lora"):
+    learner = stage.learner
+    # A local learner trains any adapter.
+    if stage.lora is None or not learner.is_distributed:
         return
-    if learner.pipeline_parallel > 1 and not learner.supports_pipeline_lora:
+    if learner.pipeline_ranks > 1 and not learner.supports_pipeline_lora:
         yield clash(
-            f"learner.pipeline_parallel={learner.pipeline_parallel} can't train adapters in its "
+            f"learner.pipeline_parallel={learner.pipeline_ranks} can't train adapters in its "
             "pipeline stages: set it to 1, and learner.dp_shard or tensor_parallel to the number "
             "of ranks; or set learner.kind=megatron, or remove lora",
             "learner.pipeline_parallel",
@@ -54,7 +53,7 @@ def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
     if config.model.backend == "transformers":
         yield clash(
-            f"lora with learner.kind={learner.kind} needs the built-in decoder, and "
+            f"lora with learner.kind={learner.kind_name} needs the built-in decoder, and "
             "model.backend=transformers does not use it: set model.backend=auto, or "
             "learner.kind=local",
             "model.backend",
@@ -69,25 +68,24 @@ def _check_following_stage(stage: StageConfig, config: RunConfig) -> Iterator[Co
     """
     if stage.lora is None or stage == config.stages[-1]:
         return
-    is_distributed = getattr(stage.learner, "kind", "") != "local"
-    is_remote = getattr(stage.generator, "kind", "") not in ("engine", "hf")
+    is_distributed = stage.learner.kind_name != "local"
+    is_remote = stage.generator.kind_name not in ("engine", "hf")
     if is_distributed or is_remote:
         key, section = (
             ("learner", stage.learner) if is_distributed else ("generator", stage.generator)
         )
         yield clash(
             f"stage {stage.name} has lora and is not the last, and "
-            f"{key}.kind={getattr(section, 'kind', '')} can't merge its adapter into the weights: "
+            f"{key}.kind={section.kind_name} can't merge its adapter into the weights: "
             "train the later stages in another run, from this one's model",
             "lora",
         )
 
 
 def _check_served_rank(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    generator = stage.sampling_generator
-    max_rank = getattr(generator, "lora_rank", None)
+    max_rank = stage.generator.sampler.largest_lora_rank
     if stage.lora is not None and max_rank is not None and max_rank < stage.lora.rank:
-        in_workers = getattr(stage.generator, "kind", "") == "workers"
+        in_workers = stage.generator.kind_name == "workers"
         key = "generator.worker.lora_rank" if in_workers else "generator.lora_rank"
         yield clash(
             f"lora.rank={stage.lora.rank} is more than {key}={max_rank}, the largest rank that "

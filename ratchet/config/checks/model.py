@@ -18,17 +18,17 @@ from ratchet.utils.object_store import explain_bad_address, is_address
 
 def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Yield a conflict for each object-store address that can't be used."""
-    tokenizer = getattr(config.tokenizer, "path", None)
+    model, tokenizer = dict(config.model), dict(config.tokenizer)  # each kind has its own keys
     addresses = {
         "run_dir": config.run_dir,
         "model.path": config.model.path,
-        "tokenizer.path": tokenizer,
+        "tokenizer.path": tokenizer.get("path"),
     }
     for key, address in addresses.items():
         if address is not None and is_address(address) and (reason := explain_bad_address(address)):
             yield clash(f"{key}={address} can't be used: {reason}", key)
-    for section, address in (("model", config.model.path), ("tokenizer", tokenizer)):
-        revision = getattr(getattr(config, section), "revision", None)
+    for section, keys in (("model", model), ("tokenizer", tokenizer)):
+        address, revision = keys.get("path"), keys.get("revision")
         if address is not None and is_address(address) and revision is not None:
             key = f"{section}.revision"
             yield clash(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from ratchet.config.base import Section
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.schema import RunConfig, StageConfig
 
@@ -13,7 +11,7 @@ from ratchet.config.schema import RunConfig, StageConfig
 def _check_same_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     first_learner = config.stages[0].learner
     if stage.learner != first_learner and (
-        is_distributed(first_learner) or is_distributed(stage.learner)
+        first_learner.is_distributed or stage.learner.is_distributed
     ):
         yield clash(
             f"learner differs from that of stage {config.stages[0].name}, but a distributed "
@@ -24,8 +22,7 @@ def _check_same_learner(stage: StageConfig, config: RunConfig) -> Iterator[Confl
 
 
 def _check_sequence_parallel(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    learner: Any = stage.learner
-    if getattr(learner, "sequence_parallel", False) and learner.tensor_parallel == 1:
+    if stage.learner.divides_tokens and stage.learner.tensor_ranks == 1:
         yield clash(
             "learner.sequence_parallel divides tokens among the ranks of learner.tensor_parallel, "
             "which is 1: set learner.tensor_parallel to 2 or more, or remove "
@@ -36,17 +33,17 @@ def _check_sequence_parallel(stage: StageConfig, config: RunConfig) -> Iterator[
 
 
 def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    learner = _kind(stage.learner)
-    if stage.optimizer.needs_whole_matrices and is_distributed(stage.learner):
+    learner = stage.learner.kind_name
+    if stage.optimizer.needs_whole_matrices and stage.learner.is_distributed:
         yield clash(
-            f"optimizer.kind={_kind(stage.optimizer)} computes with whole matrices, and "
+            f"optimizer.kind={stage.optimizer.kind_name} computes with whole matrices, and "
             f"learner.kind={learner} shards them over processes: set optimizer.kind=adamw, or "
             "learner.kind=local",
             "optimizer.kind",
             "learner.kind",
         )
-    if getattr(stage.learner, "has_own_adamw", False):
-        if _kind(stage.optimizer) != "adamw":
+    if stage.learner.has_own_adamw:
+        if stage.optimizer.kind_name != "adamw":
             yield clash(
                 f"learner.kind={learner} has only its own AdamW: set optimizer.kind=adamw, or "
                 "learner.kind=dtensor",
@@ -63,10 +60,10 @@ def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
 
 
 def _check_background_checkpoint(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    if stage.checkpoint.background and _kind(stage.learner) != "local":
+    if stage.checkpoint.background and stage.learner.kind_name != "local":
         yield clash(
             "checkpoint.background copies the weights of this process, and with "
-            f"learner.kind={_kind(stage.learner)} they are in others: remove it, or set "
+            f"learner.kind={stage.learner.kind_name} they are in others: remove it, or set "
             "learner.kind=local",
             "checkpoint.background",
             "learner.kind",
@@ -74,9 +71,9 @@ def _check_background_checkpoint(stage: StageConfig, config: RunConfig) -> Itera
 
 
 def _check_cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    kind = _kind(config.cluster)
-    ray_generates = kind == "ray" and _kind(stage.generator) == "workers"
-    if kind in ("ray", "torchrun") and _kind(stage.learner) == "local" and not ray_generates:
+    kind = config.cluster.kind_name
+    ray_generates = kind == "ray" and stage.generator.kind_name == "workers"
+    if kind in ("ray", "torchrun") and stage.learner.kind_name == "local" and not ray_generates:
         yield clash(
             f"cluster.kind={kind} places processes, and learner.kind=local trains in this one: "
             "set learner.kind=dtensor or remove cluster",
@@ -87,28 +84,25 @@ def _check_cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that learner and generator can leave an accelerator and sync from host memory."""
-    if not getattr(config.cluster, "colocated", False):
+    if not config.colocated:
         return
-    if not getattr(stage.generator, "placeable", True):
+    if not stage.generator.placeable:
         yield clash(
             "cluster.colocated lets learner and generator take turns on accelerators, and "
-            f"generator.kind={_kind(stage.generator)} never frees its own: set it to vllm, or "
+            f"generator.kind={stage.generator.kind_name} never frees its own: set it to vllm, or "
             "remove cluster.colocated",
             "cluster.colocated",
             "generator.kind",
         )
-    if not getattr(stage.learner, "placeable", True):
+    if not stage.learner.placeable:
         yield clash(
             "cluster.colocated lets learner and generator take turns on accelerators, and "
-            f"learner.kind={_kind(stage.learner)} never frees its own: set it to dtensor, or "
+            f"learner.kind={stage.learner.kind_name} never frees its own: set it to dtensor, or "
             "remove cluster.colocated",
             "cluster.colocated",
             "learner.kind",
         )
-    if (
-        _kind(stage.weight_sync) == "cuda_ipc"
-        or getattr(stage.weight_sync, "backend", "") == "nccl"
-    ):
+    if stage.weight_sync.reads_accelerator:
         yield clash(
             "cluster.colocated moves the learner's weights to host memory while the generator has "
             "the accelerator, and this weight sync reads them from an accelerator: set "
@@ -116,15 +110,6 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
             "cluster.colocated",
             "weight_sync.kind",
         )
-
-
-def _kind(section: Section) -> str:
-    return getattr(section, "kind", "")
-
-
-def is_distributed(learner: Any) -> bool:
-    """True if the learner trains in processes of its own."""
-    return hasattr(learner, "provider")
 
 
 PLACEMENT_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (

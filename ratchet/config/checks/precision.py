@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ratchet.config.checks.clash import Conflict, clash
-from ratchet.config.checks.placement import is_distributed
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import suggest_install
 
@@ -20,7 +18,7 @@ def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
     package = stage.optimizer.required_package
     if package is not None and find_spec(package) is None:
         yield clash(
-            f"optimizer.kind={getattr(stage.optimizer, 'kind', '')} needs the package "
+            f"optimizer.kind={stage.optimizer.kind_name} needs the package "
             f"{package}, which is not installed: {suggest_install('quantised')}, or set "
             "optimizer.kind=adamw",
             "optimizer.kind",
@@ -30,12 +28,12 @@ def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
 def _check_lora_base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.lora is None or stage.lora.base is None:
         return
-    quantisation, learner = stage.lora.base, getattr(stage.learner, "kind", "")
+    quantisation, learner = stage.lora.base, stage.learner.kind_name
     if reason := _explain_missing(quantisation):
         yield clash(
             f"lora.base={quantisation} {reason}, lora.base=float8, or remove it", "lora.base"
         )
-    if is_distributed(stage.learner):
+    if stage.learner.is_distributed:
         yield clash(
             f"lora.base={quantisation} quantises whole matrices, and learner.kind={learner} "
             "shards them over processes: set learner.kind=local, or remove lora.base",
@@ -53,8 +51,8 @@ def _check_lora_base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
 
 
 def _check_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    generator = stage.sampling_generator
-    quantisation = getattr(generator, "quantise", None)
+    generator = stage.generator.sampler
+    quantisation = generator.quantisation
     if quantisation is None:
         return
     if reason := _explain_missing(quantisation):
@@ -62,7 +60,7 @@ def _check_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
             f"generator.quantise={quantisation} {reason}, or generator.quantise=float8",
             "generator.quantise",
         )
-    if generator is stage.generator and not getattr(generator, "copies_weights", False):
+    if generator is stage.generator and not generator.copies_weights:
         yield clash(
             f"generator.quantise={quantisation} needs a generator with its own copy of the "
             "weights, and this one reads the learner's: "
@@ -70,7 +68,7 @@ def _check_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
             % quantisation,
             "generator.quantise",
         )
-    if getattr(generator, "copies_weights", False) and _lacks_cuda(config):
+    if generator.copies_weights and _lacks_cuda(config):
         yield clash(
             f"generator.quantise={quantisation} works in vLLM only on CUDA devices, and there is "
             "none here: remove it",
@@ -79,10 +77,10 @@ def _check_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
 
 
 def _check_fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    learner: Any = stage.learner
-    if getattr(learner, "fp8", None) is None:
+    learner = stage.learner
+    if learner.fp8_format is None:
         return
-    setting = f"learner.fp8={learner.fp8}"
+    setting = f"learner.fp8={learner.fp8_format}"
     if _lacks_cuda(config):
         yield clash(
             f"{setting} works only on CUDA devices, and there is none here: remove learner.fp8",
@@ -94,17 +92,17 @@ def _check_fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "install 'transformer-engine[pytorch]', or remove learner.fp8",
             "learner.fp8",
         )
-    if learner.weights != "bfloat16":
+    if learner.weight_format != "bfloat16":
         yield clash(
-            f"{setting} needs weights in bfloat16, and learner.weights={learner.weights}: set "
-            "learner.weights=bfloat16",
+            f"{setting} needs weights in bfloat16, and learner.weights={learner.weight_format}: "
+            "set learner.weights=bfloat16",
             "learner.weights",
             "learner.fp8",
         )
 
 
 def _check_lora_weights(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    if stage.lora is not None and getattr(stage.learner, "weights", "float32") != "float32":
+    if stage.lora is not None and stage.learner.weight_format != "float32":
         yield clash(
             "lora freezes the base weights, and learner.weights=bfloat16 is for training them: set "
             "learner.weights=float32, or remove lora",
@@ -129,7 +127,7 @@ def _lacks_cuda(config: RunConfig) -> bool:
     """
     if config.device == "cpu":
         return True
-    is_local = getattr(config.cluster, "kind", "") == "local"
+    is_local = config.cluster.kind_name == "local"
     return is_local and not any(Path(path).exists() for path in CUDA_DEVICES)
 
 

@@ -11,13 +11,14 @@ MAX_TRAJECTORIES = 10**7  # in memory at once; each takes at least about 1 KiB
 
 
 def _check_batch_size(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    trajectories, evaluation = stage.batch_size * stage.attempts, stage.evaluation
+    group_size, evaluation = stage.algorithm.attempts, stage.evaluation
+    trajectories = stage.batch_size * group_size
     attempts = evaluation.tasks * (evaluation.greedy + evaluation.samples)
     if trajectories > MAX_TRAJECTORIES:
         yield clash(
-            f"batch_size={stage.batch_size:,} of {stage.attempts:,} attempts each is more than the "
+            f"batch_size={stage.batch_size:,} of {group_size:,} attempts each is more than the "
             f"{MAX_TRAJECTORIES:,} trajectories that a step can hold. Set "
-            f"batch_size={max(1, MAX_TRAJECTORIES // stage.attempts)} or less.",
+            f"batch_size={max(1, MAX_TRAJECTORIES // group_size)} or less.",
             "batch_size",
         )
     if attempts > MAX_TRAJECTORIES:
@@ -31,13 +32,13 @@ def _check_batch_size(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
 
 
 def _check_temperature(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    lowest = getattr(stage.generator, "least_temperature", 0.0)
+    lowest = stage.generator.least_temperature
     for key in ("sampling", "evaluation"):
         temperature = getattr(stage, key).temperature or 0.0
         if 0 < temperature < lowest:
             yield clash(
                 f"{key}.temperature={temperature:g} is too low: generator "
-                f"{getattr(stage.generator, 'kind', '')} would use {lowest:g} "
+                f"{stage.generator.kind_name} would use {lowest:g} "
                 f"instead. Set {key}.temperature={lowest:g}.",
                 f"{key}.temperature",
                 "generator.kind",

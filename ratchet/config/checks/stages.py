@@ -22,6 +22,7 @@ from ratchet.config.model_shape.presets import PRESETS
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import get_reward_name, section_class
 from ratchet.config.schema import RunConfig, StageConfig, get_default_rewards
+from ratchet.config.sections import EnvironmentConfig
 
 
 def conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -53,12 +54,13 @@ def _check_same_generator(config: RunConfig) -> Iterator[Conflict]:
 
 def _check_minibatches(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     maximum, noun = stage.batch_size, "groups"
-    if getattr(stage.algorithm, "minibatches_of", "groups") == "attempts":
-        maximum, noun = stage.batch_size * stage.attempts, f"groups of {stage.attempts} attempts"
-    if maximum < stage.minibatches:
+    attempts, minibatches = stage.algorithm.attempts, stage.algorithm.n_minibatches
+    if stage.algorithm.splits_groups:
+        maximum, noun = stage.batch_size * attempts, f"groups of {attempts} attempts"
+    if maximum < minibatches:
         yield clash(
             f"batch_size={stage.batch_size} {noun} can't be split into "
-            f"algorithm.minibatches={stage.minibatches}: "
+            f"algorithm.minibatches={minibatches}: "
             f"set algorithm.minibatches to {maximum} or less",
             "algorithm.minibatches",
             "batch_size",
@@ -71,14 +73,14 @@ def _check_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
     sampling = stage.sampling
     if sampling.temperature == 0:
         yield clash(
-            f"sampling.temperature=0 makes the {stage.attempts} attempts of a group equal, so that "
-            f"algorithm {_kind(stage)} learns nothing: set it above 0 (evaluation has a greedy "
-            "attempt anyway)",
+            f"sampling.temperature=0 makes the {stage.algorithm.attempts} attempts of a group "
+            f"equal, so that algorithm {_kind(stage)} learns nothing: set it above 0 (evaluation "
+            "has a greedy attempt anyway)",
             "sampling.temperature",
         )
     for key, off_value in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         value = getattr(sampling, key)
-        if value != off_value and getattr(stage.algorithm, "correction", None) is None:
+        if value != off_value and not stage.algorithm.corrects_rollouts:
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, which needs a rollout "
                 f"correction in algorithm {_kind(stage)}: set sampling.{key}={off_value:g}, or "
@@ -103,7 +105,7 @@ def _check_context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _kind_or_value(value: object) -> object:
-    return getattr(value, "kind", value)
+    return value.kind_name if isinstance(value, Section) else value
 
 
 def _check_evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -192,8 +194,8 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
     )
 
 
-def _judges_itself(environment: Section) -> bool:
-    return bool(get_default_rewards(environment)) or getattr(environment, "judges", True)
+def _judges_itself(environment: EnvironmentConfig) -> bool:
+    return bool(get_default_rewards(environment)) or environment.judges
 
 
 def _check_reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -215,11 +217,11 @@ def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[C
         if (
             value != off_value
             and stage.sampling.temperature > 0
-            and not getattr(stage.generator, "reports_kept_mass", True)
+            and not stage.generator.reports_kept_mass
         ):
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, and generator "
-                f"{getattr(stage.generator, 'kind', '')} doesn't return the kept probability mass, "
+                f"{stage.generator.kind_name} doesn't return the kept probability mass, "
                 f"which training needs: set sampling.{key}={off_value:g}, or "
                 "generator.kind=engine",
                 f"sampling.{key}",
@@ -229,16 +231,14 @@ def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[C
 
 def _check_model_fits_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that the generator can run the preset. A model directory is checked when it is read."""
-    explain_misfit = getattr(stage.generator, "explain_misfit", None)
     shape = PRESETS.get(config.model.preset or "")
-    if explain_misfit is None or shape is None:
+    if shape is None:
         return
     shape = {**shape, **config.model.overrides}
     sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
-    if reason := explain_misfit(**sizes, on_cpu=config.device == "cpu"):
-        kind = getattr(stage.sampling_generator, "kind", "")
+    if reason := stage.generator.explain_misfit(**sizes, on_cpu=config.device == "cpu"):
         yield clash(
-            f"generator {kind} can't run this model: {reason}",
+            f"generator {stage.generator.sampler.kind_name} can't run this model: {reason}",
             "generator",
             "model",
         )
@@ -249,8 +249,7 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
     A custom environment is checked when the stage starts.
     """
-    data_kinds = getattr(stage.environment, "data_kinds", None)
-    if data_kinds is not None and stage.source is not None and stage.source not in data_kinds:
+    if stage.source is not None and stage.source not in stage.environment.data_kinds:
         # "played" leaves out mixtures, which have only the rows of their parts.
         suitable_kinds = [
             kind
@@ -259,12 +258,12 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         ]
         yield clash(
             f"algorithm {_kind(stage)} learns from {stage.source}, which environment "
-            f"{getattr(stage.environment, 'kind', '')} doesn't have: set environment.kind to "
+            f"{stage.environment.kind_name} doesn't have: set environment.kind to "
             f"{' or '.join(suitable_kinds)}",
             "environment.kind",
             "algorithm.kind",
         )
-    if getattr(stage.algorithm, "reference_rows", False) and stage.batch_size == 1:
+    if stage.algorithm.reference_rows and stage.batch_size == 1:
         yield clash(
             f"batch_size={stage.batch_size} leaves algorithm {_kind(stage)} no other prompt to "
             "compare an answer with: set batch_size=2 or more",
@@ -274,16 +273,17 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _may_have_rows(environment: type[Section], source: str) -> bool:
     """True if the environment has rows for this source, perhaps only with some of its keys."""
-    data_kinds = getattr(environment, "data_kinds", ())
-    return isinstance(data_kinds, property) or source in data_kinds
+    assert issubclass(environment, EnvironmentConfig), "built-in environments derive from it"
+    data_kinds: object = environment.data_kinds
+    return isinstance(data_kinds, property) or source in environment.data_kinds
 
 
 def _check_is_judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that something rewards the attempts."""
-    needs_reward = stage.source == "rollouts" and getattr(stage.algorithm, "reads_reward", True)
-    if needs_reward and not stage.rewards and not getattr(stage.environment, "judges", True):
+    needs_reward = stage.source == "rollouts" and stage.algorithm.reads_reward
+    if needs_reward and not stage.rewards and not stage.environment.judges:
         yield clash(
-            f"nothing judges the attempts in environment {getattr(stage.environment, 'kind', '')}: "
+            f"nothing judges the attempts in environment {stage.environment.kind_name}: "
             "set rewards",
             "rewards",
             "environment.kind",
@@ -294,7 +294,7 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that an agent is used and judged. A default that another stage uses is fine."""
     if stage.agent is None:
         return
-    kind = getattr(stage.agent, "kind", "")
+    kind = stage.agent.kind_name
     is_shared = any(
         other.source in ("rollouts", None) and other.agent == stage.agent for other in config.stages
     )
@@ -304,14 +304,10 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "agent",
             "agent.kind",
         )
-    if (
-        stage.source == "rollouts"
-        and getattr(stage.algorithm, "reads_reward", True)
-        and not stage.rewards
-    ):
+    if stage.source == "rollouts" and stage.algorithm.reads_reward and not stage.rewards:
         yield clash(
             f"nothing judges the attempts of agent {kind}, which environment "
-            f"{getattr(stage.environment, 'kind', '')} does not see: set rewards",
+            f"{stage.environment.kind_name} does not see: set rewards",
             "agent.kind",
             "rewards",
         )
@@ -329,7 +325,7 @@ def _check_worker_runs(stage: StageConfig, config: RunConfig) -> Iterator[Confli
         "rollouts.redundant_attempts": rollouts.redundant_attempts > 0,
         "rollouts.redundant_groups": rollouts.redundant_groups > 0,
         "agent.kind": stage.agent is not None,
-        "cluster.colocated": bool(getattr(config.cluster, "colocated", False)),
+        "cluster.colocated": config.colocated,
     }
     for key in (key for key, is_set in keys.items() if is_set):
         yield clash(
@@ -343,8 +339,7 @@ def _check_worker_runs(stage: StageConfig, config: RunConfig) -> Iterator[Confli
 
 def _check_overlong_penalty(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     longest = stage.sampling.max_new_tokens
-    for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
-        start = getattr(part, "max_length", longest) - getattr(part, "buffer", 1)
+    for index, start in stage.algorithm.penalty_starts.items():
         if start >= longest:
             yield clash(
                 f"overlong_penalty begins after {start} tokens, and "
@@ -372,7 +367,7 @@ def _check_sentinels(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
 
 
 def _kind(stage: StageConfig) -> str:
-    return getattr(stage.algorithm, "kind", "")
+    return stage.algorithm.kind_name
 
 
 STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (

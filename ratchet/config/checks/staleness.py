@@ -13,27 +13,14 @@ def cautions(stage: StageConfig) -> Iterator[str]:
 
 
 def _check_stale_attempts(stage: StageConfig) -> Iterator[str]:
-    """Warn about training on attempts of older weights without a correction.
-
-    With old_logprobs=learner, importance ratios are relative to the learner's weights at the start
-    of the step. They do not correct for the older weights that sampled the attempt (off-policy).
-    """
-    algorithm, setting = stage.algorithm, _stale_setting(stage)
-    if stage.source != "rollouts" or not setting or not hasattr(algorithm, "old_logprobs"):
-        return
-    loss = getattr(algorithm, "loss", None)
-    has_ratio = getattr(loss, "reads_old", True)
-    has_correction = getattr(algorithm, "correction", None) is not None
-    if has_correction or (has_ratio and getattr(algorithm, "old_logprobs", "") == "sampler"):
-        return
-    # A loss with one ratio for each answer also needs one correction weight for each.
-    level = "{weight: geometric}" if getattr(loss, "level", "token") == "sequence" else "{}"
-    alternative = ", or algorithm.old_logprobs=sampler" if has_ratio else ""
-    yield (
-        f"{setting} trains on attempts of older weights, and algorithm "
-        f"{getattr(algorithm, 'kind', '')} treats them as "
-        f"sampled by the current ones. Set algorithm.correction={level}{alternative}."
-    )
+    """Warn about training on attempts of older weights without a correction."""
+    setting = _stale_setting(stage)
+    fix = stage.algorithm.suggest_correction()
+    if stage.source == "rollouts" and setting and fix is not None:
+        yield (
+            f"{setting} trains on attempts of older weights, and algorithm "
+            f"{stage.algorithm.kind_name} treats them as sampled by the current ones. Set {fix}."
+        )
 
 
 def _stale_setting(stage: StageConfig) -> str:

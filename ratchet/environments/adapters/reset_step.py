@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 import numpy as np
 from pydantic import Field
 
-from ratchet.environments.base import EnvironmentConfig
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.errors import DataError
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task

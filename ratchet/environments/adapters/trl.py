@@ -17,8 +17,8 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.config.user_files import import_object
-from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.tool_use.base import Tool, Tools, ToolUnavailable, build_tools
 from ratchet.environments.tool_use.function_tool import describe_function
 from ratchet.errors import ConfigError, DataError, RatchetError

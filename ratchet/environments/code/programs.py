@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.files import DataFile
 from ratchet.data.tables import read_rows
-from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.single_turn import Problem, Procedural, Rows, is_held_out
 from ratchet.errors import DataError
 from ratchet.types import Message, Split, Task

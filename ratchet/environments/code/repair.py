@@ -9,7 +9,7 @@ from pydantic import Field, SerializeAsAny
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
-from ratchet.environments.base import EnvironmentConfig
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.tool_use.python import describe_failure
 from ratchet.protocols import Environment, HasTaskCount, Step
 from ratchet.rewards.code.extract_program import extract_program, has_expected_output

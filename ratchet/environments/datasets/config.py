@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.media_limits import FileLimits
+from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
 from ratchet.data.files import DataFile, find_files
 from ratchet.data.formats.media_columns import MEDIA_COLUMNS
 from ratchet.data.presets.datasets import Preset
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.data.row_filters import KeepConfig
-from ratchet.environments.base import ALL_SOURCES, EnvironmentConfig
 from ratchet.errors import ConfigError
 from ratchet.utils.object_store import is_address
 
@@ -99,7 +99,7 @@ class DatasetConfig(EnvironmentConfig):
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.dataset:dataset"
-    needs_media: ClassVar[bool] = False
+    has_scan: ClassVar[bool] = True
 
     preset: str | None = Field(
         None, description="Name of a published dataset: gsm8k, hh_rlhf, tulu3_sft, ..."
@@ -268,8 +268,10 @@ class DatasetConfig(EnvironmentConfig):
             self.distinct if self.distinct is not None else preset is not None and preset.distinct
         )
 
-    @property
-    def data_files(self) -> Sequence[Path]:
+    def without_scan(self) -> Self:
+        return self.model_copy(update={"scan": False})
+
+    def list_data_files(self) -> list[Path]:
         """Return the dataset's local files. A resumed run checks that they have not changed."""
         return [
             file

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
 
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.files import DataFile
 from ratchet.data.jsonl import DataRow
 from ratchet.data.tables import read_rows
-from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import DataError
 from ratchet.rewards.answers.numeric import read_number

@@ -17,8 +17,8 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import Field
 
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.formats.media import embed
-from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.games.rendering import Mark, Rgb, draw_board
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.protocols import Step
@@ -51,7 +51,7 @@ class BoardConfig(GameConfig):
     cell_px: int = Field(16, ge=6, le=256, description="Side of a cell in the image, in pixels.")
 
     @property
-    def needs_media(self) -> bool:
+    def needs_media(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.observation != "text"
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field
 
-from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
-from ratchet.environments.base import EnvironmentConfig
+from ratchet.config.schema import AnyEnvironment
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.tool_use.base import Toolbox, ToolError, Tools, build_tools
 from ratchet.environments.tool_use.calculator import calculate, format_value
 from ratchet.errors import DataError
@@ -41,14 +41,14 @@ class ToolUseConfig(ToolEnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.environment:ToolUse"
 
-    problems: Annotated[SerializeAsAny[Section], Slot("problems")] = Field(
+    problems: Annotated[AnyEnvironment, Slot("problems")] = Field(
         description="Single-turn environment with the problems; its reward judges the final "
         "message."
     )
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.problems, "default_reward", "")
+        return self.problems.default_reward
 
 
 class ToolEnvironment:

@@ -22,10 +22,10 @@ from pydantic import Field, SerializeAsAny
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.files import DataFile
 from ratchet.data.jsonl import DataRow
 from ratchet.data.tables import read_rows
-from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import DataError
 from ratchet.protocols import Step

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from pydantic import Field, field_validator
 
-from ratchet.environments.base import EnvironmentConfig
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.environments.toy.arithmetic import Operators
 

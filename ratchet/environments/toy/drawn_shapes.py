@@ -14,8 +14,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
 from ratchet.data.formats.media import embed
-from ratchet.environments.base import ALL_SOURCES, EnvironmentConfig
 from ratchet.environments.games.rendering import COLOURS, blank, draw
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.environments.wrong_answers import SingleAnswer

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from ratchet.environments.base import ALL_SOURCES, EnvironmentConfig
+from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.environments.wrong_answers import SingleAnswer
 

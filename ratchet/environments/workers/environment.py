@@ -10,11 +10,11 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field
 
-from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
-from ratchet.environments.base import EnvironmentConfig
+from ratchet.config.schema import AnyEnvironment
+from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.workers.pool import Pool
 from ratchet.protocols import (
     HasLabelledAnswers,
@@ -37,7 +37,7 @@ class WorkersConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.workers.environment:workers"
 
-    worker: Annotated[SerializeAsAny[Section], Slot("played")] = Field(
+    worker: Annotated[AnyEnvironment, Slot("played")] = Field(
         description="Environment that the workers play."
     )
     processes: int = Field(
@@ -56,15 +56,15 @@ class WorkersConfig(EnvironmentConfig):
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.worker, "default_reward", "")
+        return self.worker.default_reward
 
     @property
     def data_kinds(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.worker, "data_kinds", EnvironmentConfig.data_kinds)
+        return self.worker.data_kinds
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.worker, "judges", True)
+        return self.worker.judges
 
 
 def workers(config: WorkersConfig) -> WorkerEnvironment:

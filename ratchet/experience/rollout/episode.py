@@ -17,7 +17,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 from ratchet.data.chat.renderer import Renderer, Tools
-from ratchet.environments.base import HasCutReward
+from ratchet.environments.cut_attempts import HasCutReward
 from ratchet.errors import DataError
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting

@@ -5,21 +5,21 @@ This module imports neither torch nor the generators' code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 
-from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, resolve
+from ratchet.config.schema import AnyGenerator
+from ratchet.config.sections import GeneratorSection
 
 
-class GeneratorWorkersConfig(Section):
+class GeneratorWorkersConfig(GeneratorSection):
     """A pool of generators in worker processes that balances requests over them."""
 
     builds: ClassVar[str] = "ratchet.generators.workers.pool:GeneratorPool"
 
-    worker: Annotated[SerializeAsAny[Section], Slot("generating")] = Field(
+    worker: Annotated[AnyGenerator, Slot("generating")] = Field(
         default_factory=lambda: resolve("generating", {"kind": "engine"}),
         description="The generator that each worker holds.",
     )
@@ -56,26 +56,29 @@ class GeneratorWorkersConfig(Section):
         return self
 
     @property
-    def placeable(self) -> bool:
-        """True if the workers' generator can be offloaded from the accelerator."""
-        return getattr(self.worker, "placeable", True)
+    def sampler(self) -> GeneratorSection:
+        return self.worker
 
     @property
-    def reports_kept_mass(self) -> bool:
-        """True if the workers' generator reports the mass that sampling filters keep."""
-        return getattr(self.worker, "reports_kept_mass", True)
+    def plays_groups(self) -> bool:
+        return self.worker_runs == "groups"
 
     @property
-    def least_temperature(self) -> float:
-        """Return the lowest positive temperature that the workers' generator accepts."""
-        return getattr(self.worker, "least_temperature", 0.0)
+    def placeable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.worker.placeable
 
     @property
-    def explain_misfit(self) -> Callable[..., str | None] | None:
-        """Return the `explain_misfit` method of the workers' generator section, if it has one."""
-        return getattr(self.worker, "explain_misfit", None)
+    def reports_kept_mass(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.worker.reports_kept_mass
+
+    @property
+    def least_temperature(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.worker.least_temperature
 
     @property
     def accelerators(self) -> int:
         """Return the number of accelerators of each worker, if the machine has any."""
-        return getattr(self.worker, "accelerators", 1)
+        return self.worker.accelerators
+
+    def explain_misfit(self, **shape: Any) -> str | None:
+        return self.worker.explain_misfit(**shape)

@@ -54,7 +54,7 @@ class GeneratorPool:
             tokenizer: The policy's tokenizer.
         """
         self.tokenizer = tokenizer
-        self.precision: str | None = getattr(config.worker, "quantise", None)
+        self.precision: str | None = config.worker.quantisation
         self.max_restarts = config.max_restarts if config.recovery == "restart" else 0
         self.n_restarts = 0
         self.version = 0

@@ -18,7 +18,6 @@ from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import HasTools
 from ratchet.testing import check_environment
-from ratchet.training.checkpointing import list_data_files
 from ratchet.types import Comparison, LabelledAnswer, Message, ToolCall
 
 
@@ -646,4 +645,4 @@ def test_a_checkpoint_holds_the_fingerprint_of_every_file_here(tmp_path):
     )
     with fsspec.open("memory://elsewhere/d.jsonl", "wb") as file:
         file.write(b"{}\n")
-    assert [path.name for path in list_data_files(config)] == ["a.jsonl", "b.parquet", "c.jsonl"]
+    assert [path.name for path in config.list_data_files()] == ["a.jsonl", "b.parquet", "c.jsonl"]

@@ -1,0 +1,249 @@
+"""The base sections of algorithms, environments, learners, generators and weight syncs.
+
+Each states by default what checks, plans and the assembly of a run read from a section of its slot.
+A user's section need not derive from its base: `ratchet.config.resolve` adds what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from ratchet.config.base import Section
+
+Source = Literal["rows", "pairs", "labelled", "steps", "rollouts"]
+ALL_SOURCES: frozenset[str] = frozenset({"rows", "pairs", "labelled", "steps", "rollouts"})
+
+
+class AlgorithmSection(Section):
+    """The base section of algorithms.
+
+    Attributes:
+        source: The kind of training data: "rows" (demonstrations), "pairs" (a better and a worse
+            answer), "labelled" (answers with a label), "steps" (answers with a label for each step)
+            or "rollouts" (attempts that the policy samples).
+        reference_rows: True if each labelled row is compared with the answer to another prompt.
+    """
+
+    source: ClassVar[Source]
+    reference_rows: ClassVar[bool] = False
+
+    @property
+    def reads_reward(self) -> bool:
+        """True if training depends on rewards; if False, attempts need no reward."""
+        return True
+
+    @property
+    def attempts(self) -> int:
+        """Return the number of attempts in a group."""
+        return 1
+
+    @property
+    def n_minibatches(self) -> int:
+        """Return the number of mini-batches of a batch, with one optimizer step each."""
+        return 1
+
+    @property
+    def n_epochs(self) -> int:
+        """Return the number of passes over all mini-batches of a batch."""
+        return 1
+
+    @property
+    def splits_groups(self) -> bool:
+        """True if a mini-batch has some attempts of every group, not some groups as a whole."""
+        return False
+
+    @property
+    def corrects_rollouts(self) -> bool:
+        """True if there is a rollout correction."""
+        return False
+
+    @property
+    def weights_rollouts(self) -> bool:
+        """True if the rollout correction weights tokens or answers (importance sampling)."""
+        return False
+
+    @property
+    def critic_warmup_steps(self) -> int:
+        """Return the number of steps at the start of the stage that train the critic alone."""
+        return 0
+
+    def limit_critic_warmup(self, maximum: int) -> Self:
+        """Return the section with at most `maximum` warm-up steps of the critic."""
+        return self
+
+    @property
+    def penalty_starts(self) -> Mapping[int, int]:
+        """Return the answer length, in tokens, above which a penalty begins, by shaping index."""
+        return {}
+
+    @property
+    def teacher_paths(self) -> tuple[str, ...]:
+        """Return the directories of the teachers."""
+        return ()
+
+    def suggest_correction(self) -> str | None:
+        """Return the keys that correct for attempts of older weights.
+
+        Returns None if the algorithm needs no such keys, or corrects already.
+        """
+        return None
+
+
+class EnvironmentConfig(Section):
+    """The base section of environments.
+
+    Attributes:
+        default_reward: Kind of the reward, unless the recipe names another; "": none.
+        data_kinds: The kinds of training data that the environment offers (see `Source`).
+        judges: True if the environment's steps return rewards when there is no default reward.
+        needs_media: True if every task has images, audio or videos.
+        has_scan: True if a key `scan` makes the environment read all its rows when it is built.
+    """
+
+    default_reward: ClassVar[str] = ""
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
+    judges: ClassVar[bool] = True
+    needs_media: ClassVar[bool] = False
+    has_scan: ClassVar[bool] = False
+
+    def without_scan(self) -> Self:
+        """Return the section of an environment that reads only the first rows of its data."""
+        return self
+
+
+class LearnerSection(Section):
+    """The base section of learners.
+
+    Attributes:
+        is_distributed: True if the learner trains in processes of its own.
+        has_own_adamw: True if the learner has its own AdamW and supports no other optimizer.
+        placeable: True if the learner can be offloaded from its accelerator (colocation).
+        supports_cpu_kernels: True if the learner can use Ratchet's CPU kernels.
+        supports_pipeline_lora: True if the learner supports `lora` with several pipeline ranks.
+    """
+
+    is_distributed: ClassVar[bool] = False
+    has_own_adamw: ClassVar[bool] = False
+    placeable: ClassVar[bool] = True
+    supports_cpu_kernels: ClassVar[bool] = False
+    supports_pipeline_lora: ClassVar[bool] = False
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Return the number of ranks over which heads, MLPs and vocabulary are divided."""
+        return 1
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Return the number of ranks over which layers are divided."""
+        return 1
+
+    @property
+    def divides_tokens(self) -> bool:
+        """True if tensor-parallel ranks also divide tokens between matrix products."""
+        return False
+
+    @property
+    def fp8_format(self) -> str | None:
+        """Return the FP8 format of matrix products; None for no FP8."""
+        return None
+
+    @property
+    def weight_format(self) -> str:
+        """Return the format in which weights are stored and multiplied."""
+        return "float32"
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """True if the backward recomputes whole layers."""
+        return False
+
+    @property
+    def measures_workers(self) -> bool:
+        """True if `workers` is auto: measured when the run starts."""
+        return False
+
+    def with_workers(self, workers: int) -> Self:
+        """Return the section with the measured number of workers, if it is auto."""
+        return self
+
+
+class GeneratorSection(Section):
+    """The base section of generators.
+
+    Attributes:
+        placeable: True if the generator can be offloaded from its accelerator (colocation).
+        copies_weights: True if the generator has its own copy of the weights, so that the model
+            that it is built with only provides the first ones.
+        reports_kept_mass: True if it reports the probability mass that sampling filters keep.
+        least_temperature: The lowest positive temperature that it accepts.
+    """
+
+    placeable: ClassVar[bool] = True
+    copies_weights: ClassVar[bool] = False
+    reports_kept_mass: ClassVar[bool] = True
+    least_temperature: ClassVar[float] = 0.0
+
+    @property
+    def sampler(self) -> GeneratorSection:
+        """Return the section of the generator that samples, in this process or in workers."""
+        return self
+
+    @property
+    def plays_groups(self) -> bool:
+        """True if worker processes play whole groups (rollout workers)."""
+        return False
+
+    @property
+    def quantisation(self) -> str | None:
+        """Return the format to which the generator quantises its weights; None for none."""
+        return None
+
+    @property
+    def largest_lora_rank(self) -> int | None:
+        """Return the largest rank of an adapter that the generator is started for.
+
+        Returns None if it has no limit.
+        """
+        return None
+
+    @property
+    def request_limit(self) -> int | None:
+        """Return the number of requests that are generated at the same time; None: no limit."""
+        return None
+
+    @property
+    def accelerators(self) -> int:
+        """Return the number of accelerators that the generator uses, if the machine has any."""
+        return 1
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Return environment variables for the start; the user's own values take precedence."""
+        return {}
+
+    def explain_misfit(
+        self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool
+    ) -> str | None:
+        """Return the reason why the generator can't run a model of this shape; None if it can."""
+        return None
+
+
+class WeightSyncSection(Section):
+    """The base section of weight syncs."""
+
+    @property
+    def reads_accelerator(self) -> bool:
+        """True if pushes read the learner's weights on its accelerator, not in host memory."""
+        return False
+
+
+# What sections of a user's own state that do not derive from the base section of their slot, where
+# it differs from the base: the data of an unknown algorithm or environment is not known.
+UNKNOWN: Mapping[str, Mapping[str, Any]] = {
+    "algorithm": {"source": None},
+    **{slot: {"data_kinds": ALL_SOURCES} for slot in ("environment", "part", "played", "problems")},
+    "advantage": {"exempt_under_kl": {}},
+    "estimator": {"exempt_under_kl": {}},
+}
