@@ -32,7 +32,7 @@ PURPOSES = {
     "s3fs": ("stores", "S3; gcsfs and adlfs for Google's and Azure's stores"),
     "datasets": ("data", "datasets of the hub"),
     "pillow": ("vision", "images and videos: reading and drawing them"),
-    "soundfile": ("audio", "audio of other forms than WAV"),
+    "soundfile": ("audio", "audio"),
     "uvicorn": ("", "servers: ui, serve, black-box agents"),
     "fastapi": ("proxy", "serve, and training of black-box agents"),
     "ray": ("ray", "runs on several machines"),
