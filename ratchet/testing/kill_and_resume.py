@@ -34,7 +34,6 @@ NOT_COMPARED_NAMES = (
     "trace.json",
     "summary.json",
     "metrics.jsonl",
-    "curve.svg",
     "tensorboard",
     "checkpoints",
     ".lock",

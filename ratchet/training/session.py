@@ -21,7 +21,6 @@ from ratchet.experience.sources.passes import Lengths
 from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.learners.config import DistributedConfig
 from ratchet.observe.console import make_robust_console
-from ratchet.observe.learning_curve import write_curve
 from ratchet.observe.log import log_to
 from ratchet.observe.progress import show_progress
 from ratchet.observe.provenance import record_provenance
@@ -434,8 +433,7 @@ class TrainingSession:
         if config.stages[-1].lora is not None:
             rows.insert(-1, ("adapter", self.directory.path / ADAPTER))
             learner.export(self.directory.path / ADAPTER, part="adapter")
-        if write_curve(self.directory.metrics, self.directory.curve):
-            rows.append(("curve", self.directory.curve))
+        rows.append(("curves", f"ratchet report {self.place}"))
         for name, path in rows:
             self.console.print(f"{name:8} {path}", markup=False, highlight=False, soft_wrap=True)
 
