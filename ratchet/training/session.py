@@ -26,7 +26,7 @@ from ratchet.observe.progress import show_progress
 from ratchet.observe.provenance import record_provenance
 from ratchet.observe.records.writer import Recorder
 from ratchet.observe.sentinels import Sentinels
-from ratchet.observe.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
+from ratchet.observe.sinks import JsonlSink, Sink, Sinks, open_tensorboard
 from ratchet.observe.stall_report import log_stalls
 from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.observe.tracing.perfetto import Trace, open_trace
@@ -248,8 +248,9 @@ class TrainingSession:
 
     def _open_sinks(self, keep_through: int) -> Sinks:
         sinks: list[Sink] = [JsonlSink(self.directory.metrics, keep_through=keep_through)]
-        if self.config.logging.tensorboard:
-            sinks.append(TensorBoardSink(self.directory.tensorboard, keep_through=keep_through))
+        setting, directory = self.config.logging.tensorboard, self.directory.tensorboard
+        if board := open_tensorboard(setting, directory, keep_through=keep_through):
+            sinks.append(board)
         if self.config.logging.sinks:
             path = self.directory.path
             tracked = TrackedRun(
