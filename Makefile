@@ -20,7 +20,7 @@ CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 PEERS_PYTHON ?= $(BIN)/python
 BENCH_ROUNDS ?= 5
 
-.PHONY: help demo test test-slow lint style types layers sizes names fast-tests slow-tests bench peers clean
+.PHONY: help demo test test-slow test-lowest test-newest lint style types layers sizes names fast-tests slow-tests bench peers clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +36,12 @@ test: .venv/developer ## lint and all tests but the slow ones
 
 test-slow: .venv/developer .venv/vllm .venv/chromium ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
+
+test-lowest: .venv/developer ## the fast tests of a wheel with the lowest versions that pyproject.toml allows
+	$(BIN)/python .ci/versions.py lowest
+
+test-newest: .venv/developer ## the same with the newest versions
+	$(BIN)/python .ci/versions.py newest
 
 lint: style types layers sizes names ## the checks that run no code: style, types, layers, sizes, names
 
