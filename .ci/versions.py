@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = "audio,data,envs,lora,proxy,rewards,tensorboard,tools,vision"
 # What the test modules import, at the versions of constraints.txt.
-TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "scipy")
+TEST_TOOLS = ("pytest", "pytest-xdist", "hypothesis")
 FLOOR = re.compile(r"([\w.-]+)>=([\w.]+)")
 
 
@@ -54,7 +54,7 @@ def main(which: str, arguments: list[str]) -> int:
     constraints.write_text("\n".join(make_constraints(which)) + "\n")
     print(f"{which}: {', '.join(constraints.read_text().split())}", flush=True)
     print("torch's floor is not tried: it is the version of constraints.txt", flush=True)
-    wanted = [f"{wheel}[{EXTRAS}]", *TEST_TOOLS, "jsonschema"]
+    wanted = [f"{wheel}[{EXTRAS}]", *TEST_TOOLS, "jsonschema", "scipy"]
     subprocess.run([*install, "-c", constraints, *wanted], check=True)
     # Without it `python -m` in the repository would import the tree in place of the wheel.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "CI": ""}
