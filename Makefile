@@ -22,7 +22,7 @@ BENCH_ROUNDS ?= 5
 # `make test-changed`: a branch or a commit; empty: where the branch left main
 SINCE ?=
 
-.PHONY: help demo test test-changed test-slow lint style types layers sizes names fast-tests slow-tests bench peers clean
+.PHONY: help demo test test-changed test-slow test-lowest test-newest lint style types layers sizes names fast-tests slow-tests bench peers clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -42,6 +42,12 @@ test-changed: .venv/developer ## the tests that a change touches, without the sl
 
 test-slow: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
+
+test-lowest: .venv/developer ## the fast tests of a wheel with the lowest versions that pyproject.toml allows
+	$(BIN)/python .ci/versions.py lowest
+
+test-newest: .venv/developer ## the same with the newest versions
+	$(BIN)/python .ci/versions.py newest
 
 lint: style types layers sizes names ## the checks that run no code: style, types, layers, sizes, names
 

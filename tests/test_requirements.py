@@ -1,6 +1,7 @@
 """What the library imports is declared, and what an error or `ratchet doctor` installs exists."""
 
 import ast
+import importlib.util
 import re
 import sys
 import tomllib
@@ -88,3 +89,19 @@ def test_doctor_knows_which_packages_belong_to_the_base():
 def test_the_extra_installs_the_release_of_vllm_that_is_tested():
     major, minor = map(int, VERSION.split("."))
     assert EXTRAS["vllm"] == [f"vllm>={VERSION},<{major}.{minor + 1}"]
+
+
+def test_the_leg_of_lowest_versions_pins_every_base_dependency_at_its_floor():
+    spec = importlib.util.spec_from_file_location("versions", ROOT / ".ci/versions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    versions = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(versions)
+    floors = versions.read_floors((ROOT / "pyproject.toml").read_text())
+    # pydantic pins its core.
+    assert set(floors) == names(PROJECT["dependencies"]) - {"pydantic-core"}
+    lowest, newest = map(versions.make_constraints, ("lowest", "newest"))
+    assert {f"{name}=={floor}" for name, floor in floors.items() if name != "torch"} <= {*lowest}
+    assert {line.split("==")[0] for line in newest} == {"torch", *versions.TEST_TOOLS}
+    assert [line for line in lowest if line.startswith("torch==")] == newest[:1]
+    assert {*versions.EXTRAS.split(",")} <= EXTRAS.keys()

@@ -30,7 +30,11 @@ class RecordConfig(Section):
 class LoggingConfig(Section):
     """What a run logs, and where it sends its metrics."""
 
-    tensorboard: bool = Field(default=True, description="Write tensorboard/ beside metrics.jsonl.")
+    tensorboard: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Write tensorboard/ beside metrics.jsonl; auto: if TensorBoard is installed "
+        "(extra `tensorboard`).",
+    )
     sinks: Annotated[tuple[SerializeAsAny[Section], ...], Slot("sink", is_list=True)] = Field(
         default=(), description="Experiment trackers that receive the metrics too."
     )

@@ -18,6 +18,8 @@ from concurrent.futures import Future, TimeoutError
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ratchet.errors import WorkerError
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.devices import find_node
@@ -153,14 +155,11 @@ class LocalWorkerHandle(SocketWorkerHandle):
 
     def describe_state(self) -> str:
         try:
-            stat = Path(f"/proc/{self.child.pid.result(0)}/stat").read_text()
-        except (OSError, TimeoutError):
+            status = psutil.Process(self.child.pid.result(0)).status()
+        except (psutil.Error, TimeoutError):
             return ""
-        return (
-            " (it is stopped, for example by SIGSTOP)"
-            if stat.rpartition(")")[2].split()[0] in "Tt"
-            else ""
-        )
+        is_stopped = status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return " (it is stopped, for example by SIGSTOP)" if is_stopped else ""
 
     def _wait_for_exit(self) -> tuple[str, str]:
         try:

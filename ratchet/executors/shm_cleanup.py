@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -24,15 +26,15 @@ def list_shared_memory(group: int) -> list[Path]:
         return []
     group_paths: set[str] = set()
     other_paths: set[str] = set()
-    for process in filter(str.isdecimal, os.listdir("/proc")):
+    for process in psutil.pids():
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             mapped_paths = set(_list_mapped_paths(process))
-            (group_paths if os.getpgid(int(process)) == group else other_paths).update(mapped_paths)
+            (group_paths if os.getpgid(process) == group else other_paths).update(mapped_paths)
     paths = map(Path, sorted(group_paths - other_paths))
     return [*paths, *SHARED_MEMORY.glob(f"ratchet-*-{group}-*")]
 
 
-def _list_mapped_paths(process: str) -> Iterator[str]:
+def _list_mapped_paths(process: int) -> Iterator[str]:
     with open(f"/proc/{process}/maps") as maps:
         for line in maps:
             _, separator, path = line.partition(f" {SHARED_MEMORY}/")

@@ -11,9 +11,11 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from ratchet.errors import MissingDependency, suggest_install
 from ratchet.observe.metrics import StepMetrics
 from ratchet.observe.reducers import Histogram
 from ratchet.observe.write_files import AppendFile, replace_text
@@ -155,17 +157,40 @@ def _format_line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
+def has_tensorboard() -> bool:
+    """Return True if the package tensorboard is installed."""
+    return find_spec("tensorboard") is not None
+
+
+def open_tensorboard(
+    setting: bool | Literal["auto"], directory: Path, *, keep_through: int = -1
+) -> TensorBoardSink | None:
+    """Return the sink that `logging.tensorboard` selects; None for no sink.
+
+    "auto" without TensorBoard gives no sink, and a line in the log. Raises like `TensorBoardSink`.
+    """
+    if setting == "auto" and not has_tensorboard():
+        logger.info("No tensorboard/ is written; %s for it.", suggest_install("tensorboard"))
+        return None
+    return TensorBoardSink(directory, keep_through=keep_through) if setting else None
+
+
 class TensorBoardSink:
     """A sink that writes scalars (float32) and histograms as TensorBoard event files.
 
-    It writes at once, by TensorBoard's record writer. TensorBoard's `EventFileWriter` is not used:
-    it imports TensorFlow if that is installed, and writes from a thread.
+    Construction raises MissingDependency without TensorBoard. It writes at once, by TensorBoard's
+    record writer. TensorBoard's `EventFileWriter` is not used: it imports TensorFlow if that is
+    installed, and writes from a thread.
 
     keep_through: the step that the run resumes after. TensorBoard hides later steps of earlier
       files.
     """
 
     def __init__(self, directory: Path, *, keep_through: int = -1) -> None:
+        if not has_tensorboard():
+            raise MissingDependency(
+                "tensorboard", extra="tensorboard", needed_for="logging.tensorboard: true"
+            )
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -1,12 +1,11 @@
 """Measure a run's use of its machine: processors, memory, disk and NVIDIA accelerators.
 
-Accelerators are measured by NVIDIA's management library (NVML). Only processes on this machine
-count. Linux has all figures (from /proc); other systems have fewer.
+Accelerators are measured by NVIDIA's management library (NVML), the rest by psutil. Only processes
+on this machine count.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +14,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 GIB = 2**30
 # Seconds between searches for new processes of the run; known ones are read at every measurement.
 SEARCH_S = 10.0
-PROC = Path("/proc")
 
 
 class ProcessUsage(NamedTuple):
@@ -34,7 +34,6 @@ class SystemMeter:
     Args:
         directory: its disk is measured.
         nvml: NVIDIA's management library; None: accelerators are not measured.
-        proc: the mount point of /proc.
         clock: returns seconds.
     """
 
@@ -43,96 +42,55 @@ class SystemMeter:
         directory: Path,
         *,
         nvml: Any = None,
-        proc: Path = PROC,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.directory, self.proc, self._clock = directory, proc, clock
+        self.directory, self._clock = directory, clock
         self._gpus = AcceleratorMeter(nvml) if nvml is not None else None
-        self._descendants: set[int] = set()
+        self._root = psutil.Process()
+        self._processes: list[psutil.Process] = []
         self._searched_at = clock() - SEARCH_S
         self._last_cpu_s = {
-            pid: process.cpu_s for pid, process in self._measure_processes().items()
+            process: usage.cpu_s for process, usage in self._measure_processes().items()
         }
         self._measured_at = clock()
 
     def measure(self) -> dict[str, float]:
         """Return the current figures by name; `cpu_cores` is the mean since the last call."""
-        now, processes = self._clock(), self._measure_processes()
+        now, usages = self._clock(), self._measure_processes()
         # Only processes that existed at both measurements count. The seconds of an ended process
         # are unknown, and those of a new one may be from before this interval.
         cpu_seconds = sum(
-            process.cpu_s - self._last_cpu_s[pid]
-            for pid, process in processes.items()
-            if pid in self._last_cpu_s
+            usage.cpu_s - self._last_cpu_s[process]
+            for process, usage in usages.items()
+            if process in self._last_cpu_s
         )
         metrics = (
             {"cpu_cores": cpu_seconds / (now - self._measured_at)}
             if now > self._measured_at
             else {}
         )
-        self._last_cpu_s, self._measured_at = (
-            {pid: process.cpu_s for pid, process in processes.items()},
-            now,
-        )
-        if resident_bytes := sum(process.resident_bytes for process in processes.values()):
-            metrics["rss_gib"] = resident_bytes / GIB
-        metrics |= self._host_memory()
+        self._last_cpu_s = {process: usage.cpu_s for process, usage in usages.items()}
+        self._measured_at = now
+        metrics["rss_gib"] = sum(usage.resident_bytes for usage in usages.values()) / GIB
+        memory = psutil.virtual_memory()
+        used = memory.total - memory.available
+        metrics |= {"ram_used_gib": used / GIB, "ram_used_share": used / memory.total}
         with suppress(OSError):
             disk = shutil.disk_usage(self.directory)
             metrics |= {"disk_free_gib": disk.free / GIB, "disk_used_share": disk.used / disk.total}
         return metrics | (self._gpus.measure() if self._gpus is not None else {})
 
-    def _measure_processes(self) -> dict[int, ProcessUsage]:
-        """Return the use of each process of the run by id; only of this process without /proc."""
-        if not (self.proc / str(os.getpid()) / "stat").exists():
-            return {os.getpid(): ProcessUsage(time.process_time(), 0)}
+    def _measure_processes(self) -> dict[psutil.Process, ProcessUsage]:
+        """Return the use of this process and of each of its descendants that still exists."""
         if self._clock() - self._searched_at >= SEARCH_S:
-            self._searched_at, self._descendants = self._clock(), self._find_descendants()
-        ticks_per_s, page_bytes = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-        stats = {pid: self._read_stat(pid) for pid in self._descendants}
-        return {
-            pid: ProcessUsage(
-                (int(stat[11]) + int(stat[12])) / ticks_per_s, int(stat[21]) * page_bytes
-            )
-            for pid, stat in stats.items()
-            if stat
-        }
-
-    def _find_descendants(self) -> set[int]:
-        children: dict[int, list[int]] = {}
-        for entry in self.proc.iterdir():
-            if entry.name.isdigit() and (stat := self._read_stat(int(entry.name))):
-                children.setdefault(int(stat[1]), []).append(int(entry.name))
-        visited, pending = set[int](), [os.getpid()]
-        while pending:
-            pid = pending.pop()
-            if pid not in visited:
-                visited.add(pid)
-                pending += children.get(pid, [])
-        return visited
-
-    def _read_stat(self, pid: int) -> list[str]:
-        """Return the fields of a process's stat file after its name, which may hold blanks.
-
-        0: state, 1: parent, 11: user time, 12: system time, 21: resident pages. Return an empty
-        list if the process has ended.
-        """
-        try:
-            return (self.proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        except (OSError, UnicodeDecodeError):
-            return []
-
-    def _host_memory(self) -> dict[str, float]:
-        try:
-            lines = (self.proc / "meminfo").read_text().splitlines()
-            sizes = {
-                name: int(value.split()[0]) * 1024
-                for name, _, value in (line.partition(":") for line in lines)
-            }
-            total, free = sizes["MemTotal"], sizes["MemAvailable"]
-        except (OSError, KeyError, ValueError, IndexError):
-            return {}
-        return {"ram_used_gib": (total - free) / GIB, "ram_used_share": (total - free) / total}
+            self._searched_at = self._clock()
+            self._processes = [self._root, *self._root.children(recursive=True)]
+        usages: dict[psutil.Process, ProcessUsage] = {}
+        for process in self._processes:
+            with suppress(psutil.Error), process.oneshot():
+                times = process.cpu_times()
+                usages[process] = ProcessUsage(times.user + times.system, process.memory_info().rss)
+        return usages
 
 
 class AcceleratorMeter:

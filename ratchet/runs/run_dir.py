@@ -49,7 +49,6 @@ class RunDirectory:
         self.log = path / "run.log"
         self.summary = path / "summary.json"
         self.provenance = path / "provenance.json"
-        self.curve = path / "curve.svg"
         self.profile = path / "profile"
         self.trace = path / "trace.json"  # when each part of a step ran
         self.sentinels = path / "sentinels"  # evidence of alarms

@@ -138,7 +138,8 @@ class RemoteSandboxConfig(Section):
     retry_wait_s: float = Field(
         0.5,
         ge=0,
-        description="Wait before the first retry, in seconds; it doubles with each retry.",
+        description="Wait before the first retry, in seconds; it doubles with each retry, and up "
+        "to half is added at random.",
     )
     timeout_s: float = Field(
         30.0,

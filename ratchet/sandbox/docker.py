@@ -39,11 +39,12 @@ from ratchet.sandbox.config import DockerSandboxConfig
 from ratchet.sandbox.docker_api import DockerEngine, DockerNotFound, DockerStream, EngineUnavailable
 from ratchet.sandbox.docker_outputs import CommandOutputs
 from ratchet.sandbox.reaper import OWNER_LABEL, identify_process, remove_dead_containers
+from ratchet.utils.retry import call_with_retries
 
 T = TypeVar("T")
 # Name prefixes of runtimes with a kernel of their own: gVisor, Kata Containers.
 OWN_KERNEL_RUNTIMES = ("runsc", "kata")
-TRIES = 2
+RETRY_WAIT_S = 0.1  # wait before a call to the engine is tried once more, in seconds
 GRACE_S = 5.0  # seconds for killed processes to end, and for the engine to notice
 # Processes in addition to the program's limit: the first process, shells, and KILL_SCRIPT.
 SPARE_PROCESSES = 8
@@ -144,13 +145,13 @@ class DockerSandbox:
             raise
 
     def _retry(self, function: Callable[[], T]) -> T:
-        for remaining in reversed(range(TRIES)):
-            try:
-                return function()
-            except EngineUnavailable:
-                if not remaining or not self._finalizer.alive:
-                    raise
-        raise AssertionError("unreachable")
+        def wait(_: Exception, wait_s: float) -> bool:
+            time.sleep(wait_s)
+            return not self._finalizer.alive
+
+        return call_with_retries(
+            function, retries=1, first_wait_s=RETRY_WAIT_S, retry_on=EngineUnavailable, wait=wait
+        )
 
     def _run(
         self, run_handle: _RunHandle, program: str | Sequence[str], stdin: bytes, limits: Limits

@@ -33,6 +33,7 @@ from ratchet.sandbox.base import (
 )
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.workspace import Workspace
+from ratchet.utils.retry import call_with_retries
 
 # Bytes at which the service cuts an output, without reporting it.
 SERVICE_OUTPUT_BYTES = 1 << 20
@@ -157,14 +158,13 @@ class RemoteSandbox:
             raise SandboxError(
                 "a remote sandbox takes text as input, and this is not UTF-8"
             ) from None
-        for attempt in range(self.config.retries + 1):
-            try:
-                return _read_result(self._post(content, limits.wall_s), limits)
-            except ServiceUnavailable:
-                is_last = attempt == self.config.retries
-                if is_last or self._closing.wait(self.config.retry_wait_s * 2**attempt):
-                    raise
-        raise AssertionError("unreachable")
+        return call_with_retries(
+            lambda: _read_result(self._post(content, limits.wall_s), limits),
+            retries=self.config.retries,
+            first_wait_s=self.config.retry_wait_s,
+            retry_on=ServiceUnavailable,
+            wait=lambda _, wait_s: self._closing.wait(wait_s),
+        )
 
     def _post(self, content: bytes, wall_s: float) -> dict[str, Any]:
         """Return the service's response.

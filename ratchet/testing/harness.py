@@ -17,16 +17,16 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import psutil
+
 T = TypeVar("T")
 
-PROC = Path("/proc")  # absent outside Linux: nothing is counted or killed there
 POLL_S = 0.02  # interval in seconds at which `run_supervised` polls the check
 # A helper process of the standard library. It outlives its use, so it is not counted.
-HELPER_COMMAND = b"resource_tracker"
+HELPER_COMMAND = "resource_tracker"
 
 
 class BrokenRule(AssertionError):
@@ -126,14 +126,15 @@ def break_services() -> Iterator[None]:
 def list_children() -> set[int]:
     """Return the ids of this process's children that have not been waited for."""
     pids: set[int] = set()
-    for status in PROC.glob("[0-9]*/stat"):
-        with suppress(OSError):
-            name, _, rest = status.read_text(encoding="utf-8", errors="replace").rpartition(")")
-            if (
-                int(rest.split()[1]) == os.getpid()
-                and HELPER_COMMAND not in (status.parent / "cmdline").read_bytes()
-            ):
-                pids.add(int(name.split(" ", 1)[0]))
+    for child in psutil.Process().children():
+        try:
+            is_helper = any(HELPER_COMMAND in argument for argument in child.cmdline())
+        except psutil.ZombieProcess:
+            is_helper = False
+        except psutil.NoSuchProcess:
+            continue
+        if not is_helper:
+            pids.add(child.pid)
     return pids
 
 
@@ -146,9 +147,8 @@ def kill_processes(processes: set[int]) -> None:
 def count_open_resources() -> dict[str, int]:
     """Return how many child processes, threads and files this process has open."""
     gc.collect()
-    files = PROC / "self" / "fd"
     return {
         "processes": len(list_children()),
         "threads": threading.active_count(),
-        "files": len(os.listdir(files)) if files.exists() else 0,
+        "files": psutil.Process().num_fds(),
     }

@@ -19,7 +19,7 @@ from typing import Any
 
 from ratchet.checkpoint.manifest import MANIFEST
 from ratchet.observe.metrics import MACHINE_PREFIXES
-from ratchet.observe.sinks import read_jsonl
+from ratchet.observe.sinks import has_tensorboard, read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing.forks import ForkCaller
@@ -34,7 +34,6 @@ NOT_COMPARED_NAMES = (
     "trace.json",
     "summary.json",
     "metrics.jsonl",
-    "curve.svg",
     "tensorboard",
     "checkpoints",
     ".lock",
@@ -43,7 +42,7 @@ NOT_COMPARED_NAMES = (
 PRELOADED_MODULES = (
     "ratchet.testing.kill_and_resume",
     "ratchet.training.from_config",
-    "tensorboard.compat.proto.event_pb2",
+    *(("tensorboard.compat.proto.event_pb2",) if has_tensorboard() else ()),
 )
 
 

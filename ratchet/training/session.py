@@ -22,13 +22,12 @@ from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.learners.compute.flop_counter import wrap_with_flop_counter
 from ratchet.learners.config import DistributedConfig
 from ratchet.observe.console import make_robust_console
-from ratchet.observe.learning_curve import write_curve
 from ratchet.observe.log import log_to
 from ratchet.observe.progress import show_progress
 from ratchet.observe.provenance import record_provenance
 from ratchet.observe.records.writer import Recorder
 from ratchet.observe.sentinels import Sentinels
-from ratchet.observe.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
+from ratchet.observe.sinks import JsonlSink, Sink, Sinks, open_tensorboard
 from ratchet.observe.stall_report import log_stalls
 from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.observe.tracing.perfetto import Trace, open_trace
@@ -262,8 +261,9 @@ class TrainingSession:
 
     def _open_sinks(self, keep_through: int) -> Sinks:
         sinks: list[Sink] = [JsonlSink(self.directory.metrics, keep_through=keep_through)]
-        if self.config.logging.tensorboard:
-            sinks.append(TensorBoardSink(self.directory.tensorboard, keep_through=keep_through))
+        setting, directory = self.config.logging.tensorboard, self.directory.tensorboard
+        if board := open_tensorboard(setting, directory, keep_through=keep_through):
+            sinks.append(board)
         if self.config.logging.sinks:
             path = self.directory.path
             tracked = TrackedRun(
@@ -484,8 +484,7 @@ class TrainingSession:
         if config.stages[-1].lora is not None:
             rows.insert(-1, ("adapter", self.directory.path / ADAPTER))
             learner.export(self.directory.path / ADAPTER, part="adapter")
-        if write_curve(self.directory.metrics, self.directory.curve):
-            rows.append(("curve", self.directory.curve))
+        rows.append(("curves", f"ratchet report {self.place}"))
         for name, path in rows:
             self._show(f"{name:8} {path}")
 

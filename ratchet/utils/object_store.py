@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from ratchet.errors import DataError, MissingDependency
+from ratchet.utils.retry import call_with_retries
 from ratchet.utils.safe_read import read_json
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,16 @@ PACKAGE_BY_SCHEME = {
     "abfs": "adlfs",
     "az": "adlfs",
 }
-ATTEMPTS = 3
-PAUSE_S = 1.0  # pause before the second attempt; it doubles before each further one
+RETRIES = 2
+RETRY_WAIT_S = 1.0  # wait before the first retry, in seconds
 FETCHED_INDEX = ".fetched.json"  # size and version of each file in a fetched directory
 
 Result = TypeVar("Result")
+
+
+class StoreUnavailable(OSError):
+    """An operation of a store failed; a retry may help."""
+
 
 _cache: Path | None = None
 
@@ -247,11 +253,12 @@ class Store:
         return name or PurePosixPath(path).name  # empty if the address itself is a file
 
     def _retry(self, action: str, operation: Callable[[], Result]) -> Result:
-        """Return the result of an operation, tried up to ATTEMPTS times.
+        """Return the result of an operation; see RETRIES.
 
         action: description of the operation, for messages.
         """
-        for attempt in range(ATTEMPTS):
+
+        def attempt() -> Result:
             try:
                 return operation()
             except (FileNotFoundError, PermissionError) as error:
@@ -259,12 +266,19 @@ class Store:
             # A store's client raises exceptions of its own types. None of them may end a run.
             except Exception as error:
                 reason = f"{self.address}: {action}: {type(error).__name__}: {error}"
-                if attempt == ATTEMPTS - 1:
-                    raise OSError(reason) from error
-                pause_s = PAUSE_S * 2**attempt
-                log.warning("%s; trying again in %g s", reason, pause_s)
-                time.sleep(pause_s)
-        raise AssertionError("the last attempt returns or raises")
+                raise StoreUnavailable(reason) from error
+
+        def wait(error: Exception, wait_s: float) -> None:
+            log.warning("%s; trying again in %.1f s", error, wait_s)
+            time.sleep(wait_s)
+
+        return call_with_retries(
+            attempt,
+            retries=RETRIES,
+            first_wait_s=RETRY_WAIT_S,
+            retry_on=StoreUnavailable,
+            wait=wait,
+        )
 
 
 def _parse_info(info: Mapping[str, Any]) -> StoredFile:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import resource
 import socket
 import threading
 from contextlib import suppress
 from typing import Any
 
+import psutil
 import uvicorn
 from uvicorn.server import ServerState
 
@@ -154,11 +154,7 @@ def count_free_descriptors() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 2**20
-    try:
-        n_open = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        n_open = 64
-    return max(limit - n_open, 2 * MIN_CONNECTIONS)
+    return max(limit - psutil.Process().num_fds(), 2 * MIN_CONNECTIONS)
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> list[Any]:

@@ -198,6 +198,7 @@ def elsewhere(key: str) -> bool:
     "mcp",
     "nsenter",
     "peft",
+    "soundfile",
     "unshare",
     "verifiers",
 )

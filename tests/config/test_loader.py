@@ -68,7 +68,7 @@ def test_quickstart_resolves(write):
         None,
     )
     assert (config.model.preset, config.model.backend) == ("tiny", "auto")
-    assert (config.logging.tensorboard, config.logging.progress) == (True, "auto")
+    assert (config.logging.tensorboard, config.logging.progress) == ("auto", "auto")
     assert (sft.name, sft.source, sft.algorithm.attempts, sft.steps, sft.batch_size) == (
         "sft",
         "rows",

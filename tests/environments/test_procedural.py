@@ -14,8 +14,8 @@ from ratchet.environments.toy.sorting import Sorting, SortingConfig
 from ratchet.errors import DataError
 from ratchet.rewards.answers.countdown import CountdownReward, CountdownRewardConfig
 from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
-from ratchet.rewards.answers.expression import evaluate
 from ratchet.testing import check_environment
+from ratchet.utils.arithmetic import evaluate
 
 exact_match = ExactMatch(ExactMatchConfig())
 countdown = CountdownReward(CountdownRewardConfig())

@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import pytest
+from support.clock import simulate
 
 from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
 from ratchet.experience.async_rollouts.prefetch import PrefetchingSource
@@ -24,7 +25,6 @@ from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_f
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
-from ratchet.testing.clock import simulate
 from ratchet.testing.fakes import FakeEnvironment
 from ratchet.testing.simulated import SlowGenerator, compute_best_step_ends, draw_seconds
 from ratchet.types import Sampling

@@ -17,6 +17,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.clock import simulate
 
 from ratchet.config.resolve import build, resolve
 from ratchet.experience.async_rollouts.prefetch import PrefetchingSource
@@ -27,7 +28,6 @@ from ratchet.experience.sources.batcher import Batcher
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
-from ratchet.testing.clock import simulate
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeLearner
 from ratchet.testing.simulated import SlowLearner
 from ratchet.training.loop import train

@@ -25,6 +25,8 @@ from ratchet.models.transformers.multimodal_policy import MultimodalPolicy
 from ratchet.testing.builders import make_group
 from ratchet.types import Message, Part, Sampling, Trajectory
 
+pytestmark = pytest.mark.needs("soundfile")
+
 RATE_HZ = 16_000
 CONTROLS = ("<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
 TEMPLATE = """\

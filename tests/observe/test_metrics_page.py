@@ -4,7 +4,6 @@ reported."""
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -152,13 +151,8 @@ def of_restarts() -> dict[str, float | None]:
 
 def of_work(path: Path) -> set[str]:
     """Of `ratchet train`, on a machine with a GPU."""
-    for name, text in ((str(os.getpid()), "stat"), ("", "meminfo")):
-        (path / name).mkdir(exist_ok=True)
-        (path / name / text).write_text(
-            {"stat": "1 (a) R 0" + " 1" * 30, "meminfo": "MemTotal: 2 kB\nMemAvailable: 1 kB"}[text]
-        )
     clock = iter(range(100))
-    system = SystemMeter(path, proc=path, nvml=Nvml(), clock=lambda: next(clock))
+    system = SystemMeter(path, nvml=Nvml(), clock=lambda: next(clock))
     meter = StageMeter(
         FlopCounter({"policy": DecoderCost(get_preset("tiny", vocab_size=8)).token_cost}),
         PeakRate(1.0),

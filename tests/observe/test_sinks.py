@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ratchet.errors import MissingDependency
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.reducers import Bins
-from ratchet.observe.sinks import JsonlSink, Sinks, TensorBoardSink, read_jsonl
+from ratchet.observe.sinks import JsonlSink, Sinks, TensorBoardSink, open_tensorboard, read_jsonl
 
 METRICS = [
     {"rollout/reward": 0.1, "policy/loss": -1.5},
@@ -219,6 +220,22 @@ def test_steps_that_were_not_taken_again_are_purged(tmp_path: Path) -> None:
     board.close()
     TensorBoardSink(tmp_path, keep_through=2).close()
     assert scalars(tmp_path)["x"] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_without_tensorboard_auto_says_so_and_true_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert open_tensorboard(False, tmp_path) is None
+    board = open_tensorboard("auto", tmp_path)
+    assert board is not None
+    board.close()
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setattr("ratchet.observe.sinks.find_spec", lambda name: None)
+    with caplog.at_level("INFO"):
+        assert open_tensorboard("auto", tmp_path) is None
+    assert "ratchet[tensorboard]" in caplog.text
+    with pytest.raises(MissingDependency, match=r"ratchet\[tensorboard\]"):
+        open_tensorboard(True, tmp_path)
 
 
 def test_tensorboard_is_written_without_tensorflow_torch_or_threads(tmp_path: Path) -> None:

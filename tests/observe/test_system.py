@@ -1,17 +1,17 @@
-"""Reading of /proc and of NVML, from files and a library of our own making. Not run on a GPU."""
+"""The use of processes and of memory, and of accelerators by a library of our own making. Not run
+on a GPU."""
 
 from __future__ import annotations
 
-import os
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from ratchet.observe.system import GIB, SEARCH_S, SystemMeter, load_nvml
-
-ME = os.getpid()
-TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
 class Clock:
@@ -22,40 +22,45 @@ class Clock:
         return self.now
 
 
-def process(
-    proc: Path, pid: int, parent: int, *, cpu_s: float, mib: int, name: str = "python"
-) -> None:
-    """As Linux writes it: pid (name) state parent ... utime stime ... rss, the 4th, 14th, 15th and
-    24th."""
-    fields = [
-        "S",
-        str(parent),
-        *["0"] * 9,
-        str(int(cpu_s * TICKS)),
-        str(TICKS),
-        *["0"] * 8,
-        str(mib * 2**20 // PAGE),
-        "0",
-    ]
-    (proc / str(pid)).mkdir(parents=True, exist_ok=True)
-    (proc / str(pid) / "stat").write_text(f"{pid} ({name}) {' '.join(fields)}\n")
+class Process:
+    """A process as psutil describes it."""
+
+    def __init__(self, cpu_s: float, mib: int, *children: Process) -> None:
+        self.cpu_s, self.mib, self.descendants = cpu_s, mib, list(children)
+        self.has_ended = False
+
+    def children(self, recursive: bool) -> list[Process]:
+        assert recursive
+        return self.descendants
+
+    def oneshot(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def cpu_times(self) -> SimpleNamespace:
+        if self.has_ended:
+            raise psutil.NoSuchProcess(1)
+        return SimpleNamespace(user=self.cpu_s - 1, system=1.0)
+
+    def memory_info(self) -> SimpleNamespace:
+        return SimpleNamespace(rss=self.mib * 2**20)
 
 
-def test_the_processes_of_the_run(tmp_path: Path):
-    process(tmp_path, ME, 1, cpu_s=10, mib=512)
-    process(tmp_path, 900001, ME, cpu_s=5, mib=256, name="a) b (c")
-    process(tmp_path, 900002, 900001, cpu_s=1, mib=256)
-    process(tmp_path, 900003, 1, cpu_s=50, mib=4096)  # somebody else's
-    (tmp_path / "meminfo").write_text(
-        "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\n"
-    )
+def meter_of(
+    root: Process, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[SystemMeter, Clock]:
+    memory = SimpleNamespace(total=8 * GIB, available=6 * GIB, used=GIB)
+    monkeypatch.setattr(psutil, "Process", lambda: root)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     clock = Clock()
-    meter = SystemMeter(tmp_path, proc=tmp_path, clock=clock)
+    return SystemMeter(directory, clock=clock), clock
+
+
+def test_the_processes_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    child, ending = Process(5, 256), Process(1, 256)
+    root = Process(10, 512, child, ending)
+    meter, clock = meter_of(root, tmp_path, monkeypatch)
     clock.now = 2.0
-    process(tmp_path, ME, 1, cpu_s=12, mib=512)
-    process(tmp_path, 900001, ME, cpu_s=6, mib=256)
-    process(tmp_path, 900003, 1, cpu_s=90, mib=4096)
-    (tmp_path / "900002" / "stat").unlink()  # it has ended
+    root.cpu_s, child.cpu_s, ending.has_ended = 12, 6, True
     found = meter.measure()
     assert found["cpu_cores"] == 1.5
     assert found["rss_gib"] == 0.75
@@ -64,33 +69,37 @@ def test_the_processes_of_the_run(tmp_path: Path):
     assert 0 < found["disk_used_share"] < 1
 
 
-def test_a_new_process_is_found_later_and_counts_from_then(tmp_path: Path):
-    process(tmp_path, ME, 1, cpu_s=0, mib=512)
-    clock = Clock()
-    meter = SystemMeter(tmp_path, proc=tmp_path, clock=clock)
-    process(tmp_path, 900001, ME, cpu_s=100, mib=512)
+def test_a_new_process_is_found_later_and_counts_from_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    root = Process(1, 512)
+    meter, clock = meter_of(root, tmp_path, monkeypatch)
+    root.descendants = [Process(100, 512)]
     clock.now = 1.0
     assert meter.measure()["rss_gib"] == 0.5
     clock.now = SEARCH_S
     found = meter.measure()
     assert (found["rss_gib"], found["cpu_cores"]) == (1.0, 0.0)
-    process(tmp_path, 900001, ME, cpu_s=103, mib=512)
+    root.descendants[0].cpu_s = 103
     clock.now += 1.5
     assert meter.measure()["cpu_cores"] == 2.0
 
 
-def test_a_machine_without_proc_says_less(tmp_path: Path):
-    clock = Clock()
-    meter = SystemMeter(tmp_path, proc=tmp_path / "none", clock=clock)
-    clock.now = 1.0
-    assert meter.measure().keys() == {"cpu_cores", "disk_free_gib", "disk_used_share"}
-
-
 def test_this_machine(tmp_path: Path):
     clock = Clock()
-    meter = SystemMeter(tmp_path, clock=clock)
-    clock.now = 1.0
-    assert meter.measure()["cpu_cores"] >= 0
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        meter = SystemMeter(tmp_path, clock=clock)
+        assert child.pid in {process.pid for process in meter._last_cpu_s}
+        clock.now = 1.0
+        found = meter.measure()
+        child.communicate()
+    assert found["cpu_cores"] >= 0
+    assert (
+        0
+        < found["rss_gib"]
+        < found["ram_used_gib"]
+        < found["ram_used_gib"] / found["ram_used_share"]
+    )
 
 
 class NVMLError(Exception):
@@ -128,7 +137,7 @@ class Nvml:
 
 
 def test_accelerators(tmp_path: Path):
-    found = SystemMeter(tmp_path, proc=tmp_path / "none", nvml=Nvml()).measure()
+    found = SystemMeter(tmp_path, nvml=Nvml()).measure()
     assert {name: value for name, value in found.items() if name.startswith("gpu/")} == {
         "gpu/0/busy_share": 0.75,
         "gpu/0/memory_gib": 1.0,

@@ -27,7 +27,7 @@ RECIPE = {"stages": [{"checkpoint": {"keep_best": 1}}]}
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
     """Which machine this is: each has a cache of its own."""
-    monkeypatch.setattr(object_store, "PAUSE_S", 0.0)
+    monkeypatch.setattr(object_store, "RETRY_WAIT_S", 0.0)
 
     def be(name):
         object_store.configure_cache({"RATCHET_CACHE": str(tmp_path / name)})

@@ -91,7 +91,6 @@ def test_a_run_leaves_everything_where_it_says(whole):
         "config.yaml",
         "metrics.jsonl",
         "summary.json",
-        "curve.svg",
         "run.log",
         "provenance.json",
         "model/config.json",

@@ -21,7 +21,7 @@ from ratchet.utils.object_store import (
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(object_store, "PAUSE_S", 0.0)
+    monkeypatch.setattr(object_store, "RETRY_WAIT_S", 0.0)
     object_store.configure_cache({"RATCHET_CACHE": str(tmp_path / "cache")})
     yield tmp_path / "cache"
     object_store.configure_cache({})

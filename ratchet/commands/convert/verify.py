@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +25,6 @@ from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.weights.hf_weights import SCORE, empty_decoder, load_weights
 
 N_TOKENS = 16  # length of the sequence whose logits are compared
-MEMINFO = Path("/proc/meminfo")
 
 
 def explain_missing_logits(weights: Weights, config: Config, forms: tuple[str, str]) -> str | None:
@@ -45,7 +45,7 @@ def explain_missing_logits(weights: Weights, config: Config, forms: tuple[str, s
         find_spec("megatron") is None or find_spec("megatron.core") is None
     ):
         return f"megatron-core is not installed: {suggest_install('megatron')}"
-    if needed_bytes > _available_bytes():
+    if needed_bytes > psutil.virtual_memory().available:
         return (
             f"the model takes {needed_bytes / 2**30:.1f} GiB in float32, and this machine has less "
             "free memory"
@@ -121,14 +121,3 @@ def _single_process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _available_bytes() -> float:
-    """Return the free memory, or infinity if the system does not report it."""
-    try:
-        fields = dict(
-            line.split(":", 1) for line in MEMINFO.read_text(encoding="utf-8").splitlines()
-        )
-        return 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, ValueError, KeyError):
-        return float("inf")

@@ -14,10 +14,10 @@ import struct
 import urllib.error
 import urllib.parse
 import urllib.request
-import wave
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.files import convert_read_errors, open_binary
-from ratchet.errors import DataError, MissingDependency, suggest_install
+from ratchet.errors import DataError, MissingDependency
 from ratchet.types import MediaKind, Part
 from ratchet.utils.object_store import PACKAGE_BY_SCHEME
 
@@ -61,7 +61,7 @@ DECODE_ERRORS = (
     EOFError,
 )
 DECODE_ERRORS += (AttributeError, AssertionError, struct.error, zlib.error)
-SAMPLE_TYPES = {1: "<u1", 2: "<i2", 4: "<i4"}  # numpy types by bytes of a sample
+BLOCK_SAMPLES = 1 << 16  # samples that are decoded at once
 
 
 class Audio(NamedTuple):
@@ -258,20 +258,17 @@ def decode_audio(
 ) -> Audio:
     """Decode a clip to one channel (the mean), resampled to `rate_hz` if given.
 
-    Formats other than integer WAV need the package soundfile.
+    The package soundfile reads WAV, FLAC, Ogg, MP3 and others.
 
     Args:
         where: Row and file, for errors.
 
-    Raises DataError if the bytes are not audio, are cut off, or exceed the limits.
+    Raises DataError if the bytes are not audio, are cut off, or exceed the limits, and
+    MissingDependency without soundfile.
     """
     if not source:
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
-    samples, rate = (
-        _read_wave(source, where, limits)
-        if _is_plain_wave(source)
-        else _read_soundfile(source, where, limits)
-    )
+    samples, rate = _read_samples(source, where, limits)
     if not len(samples):
         raise DataError(f"{where}: the clip holds no samples: copy it again, or drop the row")
     mono = samples.mean(axis=1, dtype=np.float64)
@@ -409,76 +406,50 @@ def _choose_evenly_spaced(count: int, max_count: int) -> list[int]:
     )
 
 
-def _is_plain_wave(source: bytes) -> bool:
-    """True for a WAV file of integer samples (PCM)."""
-    return (
-        source[:4] == b"RIFF"
-        and source[8:12] == b"WAVE"
-        and b"fmt \x10\x00\x00\x00\x01\x00" in source[:256]
-    )
-
-
-def _read_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np.float64], int]:
-    """Return samples in [-1, 1] of shape [samples, channels], and the rate in Hz."""
+def import_soundfile() -> Any:
+    """Import and return the package soundfile. Raises MissingDependency without it."""
     try:
-        with wave.open(io.BytesIO(source)) as file:
-            n_channels, width, rate, n_declared = file.getparams()[:4]
-            _check_duration(n_declared, rate, where, limits)
-            raw = file.readframes(n_declared)
-    except (wave.Error, EOFError, struct.error, ValueError, ArithmeticError) as error:
-        raise DataError(
-            f"{where}: the clip is damaged or cut off ({_get_first_line(error)}): copy it again, "
-            "or drop the row"
-        ) from error
-    if len(raw) != n_declared * n_channels * width:
-        counts = (
-            f"its header declares {n_declared} samples, and there are "
-            f"{len(raw) // (n_channels * width)}"
-        )
-        raise DataError(f"{where}: the clip is cut off: {counts}: copy it again, or drop the row")
-    if width == 3:  # pad 24-bit samples to 32 bits with a low byte of 0
-        padded = np.zeros((len(raw) // 3, 4), np.uint8)
-        padded[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)
-        integers = padded.view("<i4").ravel()
-    elif width in SAMPLE_TYPES:
-        integers = np.frombuffer(raw, SAMPLE_TYPES[width])
-    else:
-        raise DataError(f"{where}: has samples of {width} bytes, must be 1 to 4: convert it")
-    values = integers.astype(np.float64)
-    values = (
-        (values - 128) / 128 if width == 1 else values / 2.0 ** (integers.dtype.itemsize * 8 - 1)
-    )
-    return values.reshape(-1, n_channels), rate
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: without its library
+        raise MissingDependency("soundfile", extra="audio", needed_for="reading audio") from error
+    return soundfile
 
 
-def _read_soundfile(
+def _read_samples(
     source: bytes, where: str, limits: MediaLimits
 ) -> tuple[NDArray[np.float64], int]:
-    try:
-        import soundfile  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise DataError(
-            f"{where}: is not a WAV file of integer samples: convert it, or "
-            f"{suggest_install('audio')} for FLAC, Ogg and MP3"
-        ) from error
+    """Return samples in [-1, 1] of shape [samples, channels], and the rate in Hz."""
+    soundfile = import_soundfile()
     try:
         with soundfile.SoundFile(io.BytesIO(source)) as file:
             _check_duration(file.frames, file.samplerate, where, limits)
-            return file.read(dtype="float64", always_2d=True), file.samplerate
+            # A header may declare more samples than there are, so they are not allocated at once.
+            read_block = partial(file.read, BLOCK_SAMPLES, dtype="float64", always_2d=True)
+            blocks = [read_block()]
+            while len(blocks[-1]):
+                blocks.append(read_block())
+            n_declared, rate = file.frames, file.samplerate
     except (soundfile.SoundFileError, *DECODE_ERRORS) as error:
         raise DataError(
             f"{where}: is not audio, or is damaged ({_get_first_line(error)}): copy it again, or "
             "drop the row"
         ) from error
+    # soundfile takes what is left of a WAV file as its declared length.
+    is_short_wave = source[:4] == b"RIFF" and len(source) < 8 + int.from_bytes(
+        source[4:8], "little"
+    )
+    samples = np.concatenate(blocks)
+    if is_short_wave or len(samples) < n_declared:
+        raise DataError(f"{where}: the clip is cut off: copy it again, or drop the row")
+    return samples, rate
 
 
 def _check_duration(samples: int, rate: int, where: str, limits: MediaLimits) -> None:
     if rate <= 0 or samples > limits.max_audio_s * rate:
-        limit_hint = (
-            f"at most {limits.max_audio_s:g} s are allowed: cut it, or raise max_audio_s under "
-            "media"
+        raise DataError(
+            f"{where}: declares {samples} samples at {rate} Hz, at most {limits.max_audio_s:g} s "
+            "are allowed: cut it, or raise max_audio_s under media"
         )
-        raise DataError(f"{where}: declares {samples} samples at {rate} Hz, {limit_hint}")
 
 
 def _resample(samples_N: NDArray[np.float64], rate: int, new_rate: int) -> NDArray[np.float64]:

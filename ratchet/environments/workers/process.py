@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from ratchet.environments.workers.protocol import LENGTH_HEADER, make_frame, pack, unpack
 from ratchet.errors import RatchetError
 from ratchet.observe.exit_status import describe_exit
@@ -279,9 +281,7 @@ async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
 def _count_open(pid: int) -> dict[str, int]:
     """Return the numbers of a process's threads and file descriptors; {} if they are unknown."""
     try:
-        return {
-            "threads": len(os.listdir(f"/proc/{pid}/task")),
-            "file descriptors": len(os.listdir(f"/proc/{pid}/fd")),
-        }
-    except OSError:
+        process = psutil.Process(pid)
+        return {"threads": process.num_threads(), "file descriptors": process.num_fds()}
+    except psutil.Error:
         return {}

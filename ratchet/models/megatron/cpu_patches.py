@@ -1,4 +1,4 @@
-"""Run Megatron Core without CUDA, for tests.
+"""Run Megatron Core without CUDA, for tests and for the comparison of logits after a conversion.
 
 Megatron's modules are rewritten as they are imported; torch is not changed.
 """

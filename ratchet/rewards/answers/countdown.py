@@ -8,9 +8,9 @@ from typing import ClassVar
 from pydantic import Field
 
 from ratchet.config.base import Section
-from ratchet.rewards.answers.expression import NotAnExpression, evaluate
 from ratchet.rewards.base import AnswerReward
 from ratchet.types import Task
+from ratchet.utils.arithmetic import NotAnExpression, evaluate
 
 
 class CountdownRewardConfig(Section):
@@ -39,7 +39,7 @@ class CountdownReward(AnswerReward):
     def grade(self, text: str, task: Task) -> float:
         available, target = Counter(task.meta["numbers"]), task.meta["target"]
         try:
-            value, numbers = evaluate(extract_expression(text))
+            value, numbers = evaluate(extract_expression(text), is_puzzle=True)
         except NotAnExpression:
             return 0.0
         used_numbers = Counter(numbers)

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 from ratchet.config.base import Section
 from ratchet.errors import RatchetError
 from ratchet.utils.credentials import get_credential
+from ratchet.utils.retry import get_retry_wait_s
 
 
 def _check_url(url: str) -> str:
@@ -46,7 +47,8 @@ class EndpointConfig(Section):
     backoff_s: float = Field(
         1.0,
         gt=0,
-        description="Wait before the first retry, in seconds; it doubles with each retry.",
+        description="Wait before the first retry, in seconds; it doubles with each retry, and up "
+        "to half is added at random.",
     )
     concurrency: int = Field(16, gt=0, description="Maximum number of requests in flight.")
     requests_per_minute: float | None = Field(
@@ -123,17 +125,20 @@ class Endpoint:
 
     async def post(self, body: Any) -> Any:
         """Post `body` as JSON and return the JSON response. Raises EndpointError."""
-        content, n_tries = (
-            json.dumps(body, ensure_ascii=True).encode("ascii"),
-            self.config.retries + 1,
-        )
+        content = json.dumps(body, ensure_ascii=True).encode("ascii")
+        n_tries = self.config.retries + 1
         wait_s, reason = 0.0, ""
         for try_index in range(n_tries):
             await asyncio.sleep(wait_s)
             try:
                 return await self._try_post(content)
             except _RetryableError as failure:
-                wait_s = min(MAX_WAIT_S, max(self.config.backoff_s * 2**try_index, failure.after_s))
+                wait_s = get_retry_wait_s(
+                    try_index,
+                    self.config.backoff_s,
+                    at_least_s=failure.after_s,
+                    max_s=MAX_WAIT_S,
+                )
                 reason = str(failure)
         raise EndpointError(
             f"{self.url} gave no usable response in {n_tries} tries; the last failed with {reason}"

@@ -62,6 +62,7 @@ READ = [
     ("llama", '[add(a=2, b="é\\n"), math.sin(x=-1.5e0, y=[True, None], z={"k": \'v\'},)]', "",
      [ADD, ("math.sin", {"x": -1.5, "y": [True, None], "z": {"k": "v"}})]),
     ("llama", "<|python_start|>[add()]<|python_end|>", "", [("add", {})]),
+    ("llama", '[rate(from="EUR", note="a\nb")]', "", [("rate", {"from": "EUR", "note": "a\nb"})]),
     ("mistral", f"[TOOL_CALLS] [{JSON}, {JSON}]", "", [ADD, ADD]),
     ("mistral", 'Wait.[TOOL_CALLS]add[ARGS]{"a": 2, "b": '
                 '"é\\n"}[TOOL_CALLS]add[CALL_ID]aaaaaaaaa[ARGS]{"a": 2, "b": "é\\n"}',

@@ -8,6 +8,7 @@ import http.server
 import io
 import random
 import struct
+import sys
 import threading
 import wave
 import zlib
@@ -29,7 +30,7 @@ from ratchet.data.formats.media import (
     fetch,
     shorten_reference,
 )
-from ratchet.errors import DataError
+from ratchet.errors import DataError, MissingDependency
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:PIL", "ignore::PIL.Image.DecompressionBombWarning"
@@ -351,6 +352,7 @@ def test_a_bad_video_is_an_error_that_says_which_frame() -> None:
 # --- audio
 
 
+@pytest.mark.needs("soundfile")
 def test_samples_of_every_width_are_between_minus_one_and_one() -> None:
     for width in (1, 2, 3, 4):
         top = 2 ** (8 * width - 1)
@@ -364,6 +366,54 @@ def test_samples_of_every_width_are_between_minus_one_and_one() -> None:
         assert (audio.samples_N.dtype, audio.rate_hz) == (np.float32, 8000)
 
 
+@pytest.mark.needs("soundfile")
+@pytest.mark.parametrize(
+    ("form", "subtype", "tolerance"),
+    [
+        ("WAV", "FLOAT", 1e-6),
+        ("FLAC", "PCM_16", 1e-4),
+        ("OGG", "VORBIS", 0.1),
+        ("OGG", "OPUS", 0.1),
+        ("MP3", None, 0.1),
+    ],
+)
+def test_a_clip_of_every_format_and_its_beginning(
+    form: str, subtype: str | None, tolerance: float
+) -> None:
+    import soundfile
+
+    samples_N = np.sin(np.arange(16000) / 9) * 0.4
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples_N, 8000, format=form, subtype=subtype)
+    whole = buffer.getvalue()
+    audio = decode_audio(whole, where=WHERE, limits=LIMITS)
+    assert audio.rate_hz == 8000
+    np.testing.assert_allclose(audio.samples_N, samples_N, atol=tolerance)
+    for end in range(0, len(whole) * 9 // 10, len(whole) // 30):
+        with suppress(DataError):
+            # A page of Ogg does not tell whether others follow.
+            assert len(decode_audio(whole[:end], where=WHERE, limits=LIMITS).samples_N) < 16000
+            assert form == "OGG"
+
+
+@pytest.mark.needs("soundfile")
+def test_changed_bytes_of_a_clip_never_raise_anything_but_a_data_error() -> None:
+    whole, rng = wav(bytes(2000)), random.Random("wav")
+    for _ in range(150):
+        changed = bytearray(whole)
+        for _ in range(rng.randint(1, 8)):
+            changed[rng.randrange(60)] = rng.randrange(256)
+        with suppress(DataError):
+            assert decode_audio(bytes(changed), where=WHERE, limits=LIMITS).samples_N.ndim == 1
+
+
+def test_audio_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(MissingDependency, match=r"reading audio.*soundfile.*ratchet\[audio\]"):
+        decode_audio(wav(bytes(2)), where=WHERE, limits=LIMITS)
+
+
+@pytest.mark.needs("soundfile")
 def test_channels_are_averaged() -> None:
     raw = np.array([[16384, 0], [-16384, 16384]], "<i2").tobytes()
     assert decode_audio(wav(raw, channels=2), where=WHERE, limits=LIMITS).samples_N.tolist() == [
@@ -372,6 +422,7 @@ def test_channels_are_averaged() -> None:
     ]
 
 
+@pytest.mark.needs("soundfile")
 @pytest.mark.parametrize("wanted", [4000, 7000, 16000, 44100])
 def test_another_rate_as_scipy_resamples(wanted: int) -> None:
     t = np.arange(801)
@@ -382,15 +433,16 @@ def test_another_rate_as_scipy_resamples(wanted: int) -> None:
     np.testing.assert_allclose(audio.samples_N, expected, atol=1e-4)
 
 
+@pytest.mark.needs("soundfile")
 @pytest.mark.fault("D13")
 def test_a_bad_clip_is_an_error() -> None:
     whole = wav(bytes(2000))
     for broken, why in (
         (b"", "is empty"),
-        (whole[:1000], "header declares 1000 samples, and there are 478"),
-        (whole[:30], "damaged or cut off"),
+        (whole[:1000], "the clip is cut off"),
+        (whole[:30], "is damaged"),
         (wav(b""), "no samples"),
-        (b"hello", "not a WAV file of integer samples|is not audio"),
+        (b"hello", "is not audio"),
     ):
         with pytest.raises(DataError, match=why) as caught:
             decode_audio(broken, where=WHERE, limits=LIMITS)

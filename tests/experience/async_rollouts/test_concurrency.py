@@ -10,13 +10,13 @@ import pytest
 from experience.test_simulated import BATCH, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clock import simulate
 
 from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
 from ratchet.experience.rollout.metrics import measure_staleness
 from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
 from ratchet.testing.builders import make_trajectory
-from ratchet.testing.clock import simulate
 
 
 def test_by_hand():

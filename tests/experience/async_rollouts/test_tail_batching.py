@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.clock import simulate
 
 from ratchet.experience.async_rollouts import tail_batching
 from ratchet.experience.async_rollouts.tail_batching import (
@@ -22,7 +23,6 @@ from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_f
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
-from ratchet.testing.clock import simulate
 from ratchet.testing.conformance import check_source
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
 from ratchet.types import Sampling, StopReason

@@ -1,5 +1,6 @@
 import asyncio
 from fractions import Fraction
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -10,11 +11,13 @@ from ratchet.rewards.answers.countdown import (
     CountdownRewardConfig,
     extract_expression,
 )
-from ratchet.rewards.answers.expression import MAX_DEPTH, NotAnExpression, evaluate
 from ratchet.testing import answered, check_reward
 from ratchet.types import Failed, Message, Task, Truncated
+from ratchet.utils.arithmetic import MAX_CHARS, MAX_DEPTH, NotAnExpression
+from ratchet.utils.arithmetic import evaluate as evaluate_any
 
 reward = CountdownReward(CountdownRewardConfig())
+evaluate = partial(evaluate_any, is_puzzle=True)
 
 
 def task(*, use_all: bool = True) -> Task:
@@ -113,7 +116,7 @@ def test_values_agree_with_fractions_computed_by_python(text):
         expected = value(tree.body)
     except ZeroDivisionError:
         expected = None
-    if len(text) > 400 or expected is None:
+    if len(text) > MAX_CHARS or expected is None:
         with pytest.raises(NotAnExpression):
             evaluate(text)
     else:
