@@ -1,4 +1,4 @@
-"""Find and remove the shared memory of a killed process group.
+"""Kill a process group, and remove its shared memory.
 
 Libraries remove their segments only if the process ends normally.
 """
@@ -8,10 +8,31 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+def kill_group(group: int) -> None:
+    """Kill all processes of a group, and remove the shared memory that only they used.
+
+    The process `group` is killed even if it has not become a group's leader yet.
+    """
+    paths = list_shared_memory(group)
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(group, signal.SIGKILL)
+    remove_paths(paths)
+
+
+def end_group() -> NoReturn:
+    """Kill this process and its process group, after removing their shared memory."""
+    remove_paths(list_shared_memory(os.getpgrp()))
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError("SIGKILL did not end this process")
 
 
 def list_shared_memory(group: int) -> list[Path]:
