@@ -1,19 +1,18 @@
 """Kill a process group, and remove its shared memory.
 
-Libraries remove their segments only if the process ends normally.
+Libraries remove their segments only if the process ends normally. Every child process imports this
+module, so it imports nothing that takes long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NoReturn
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm"
 
 
 def kill_group(group: int) -> None:
@@ -35,13 +34,13 @@ def end_group() -> NoReturn:
     raise AssertionError("SIGKILL did not end this process")
 
 
-def list_shared_memory(group: int) -> list[Path]:
+def list_shared_memory(group: int) -> list[str]:
     """Return the shared-memory files and directories that only this process group uses.
 
     These are files that only the group's processes have mapped, and paths named after it
     (`ratchet-<what>-<group>-<any>`). Call this before killing the group.
     """
-    if not SHARED_MEMORY.is_dir():
+    if not os.path.isdir(SHARED_MEMORY):
         return []
     group_paths: set[str] = set()
     other_paths: set[str] = set()
@@ -49,8 +48,12 @@ def list_shared_memory(group: int) -> list[Path]:
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             mapped_paths = set(_list_mapped_paths(process))
             (group_paths if os.getpgid(int(process)) == group else other_paths).update(mapped_paths)
-    paths = map(Path, sorted(group_paths - other_paths))
-    return [*paths, *SHARED_MEMORY.glob(f"ratchet-*-{group}-*")]
+    named_paths = [
+        f"{SHARED_MEMORY}/{name}"
+        for name in os.listdir(SHARED_MEMORY)
+        if name.startswith("ratchet-") and f"-{group}-" in name.removeprefix("ratchet-")
+    ]
+    return [*sorted(group_paths - other_paths), *named_paths]
 
 
 def _list_mapped_paths(process: str) -> Iterator[str]:
@@ -61,10 +64,13 @@ def _list_mapped_paths(process: str) -> Iterator[str]:
                 yield f"{SHARED_MEMORY}/{path.rstrip()}"
 
 
-def remove_paths(paths: list[Path]) -> None:
+def remove_paths(paths: list[str]) -> None:
     """Remove files and directories; missing ones are skipped."""
     for path in paths:
-        if path.is_dir():
+        if os.path.isdir(path):
+            import shutil
+
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
