@@ -29,13 +29,13 @@ from ratchet.executors.placement import (
     ResourceRequest,
     VirtualCluster,
 )
-from ratchet.executors.protocol import FrameKind, Parcel
 from ratchet.executors.signals import shield_programs
 from ratchet.executors.worker import WorkerPlace
 from ratchet.executors.worker_group import WorkerGroup
 from ratchet.executors.worker_handle import WorkerHandle, WorkerName
 from ratchet.executors.worker_main import BEAT_S
 from ratchet.observe.stall_report import waiting
+from ratchet.processes.frames import FrameKind, Parcel
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 # Set before Ray is imported, so that it sends no usage reports.

@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import ray
 
-from ratchet.executors.orphan_killer import end_with_parent
-from ratchet.executors.protocol import Parcel
 from ratchet.executors.worker import ComponentHost
-from ratchet.executors.worker_main import read_tail, redirect_output
+from ratchet.processes.frames import Parcel
+from ratchet.processes.orphan_killer import end_with_parent
+from ratchet.processes.output_log import read_tail, redirect_output
 
-Box = tuple[bytes, list[Any]]  # a Parcel with its buffers as arrays, which Ray sends without a copy
+# A Parcel with its buffers as arrays, which Ray sends without a copy.
+Box = tuple[bytes | bytearray, list[Any]]
 
 
 def box_parcel(parcel: Parcel) -> Box:
     """Return a parcel in the form that Ray sends."""
-    return parcel.pickled, [
+    return parcel.body, [
         np.frombuffer(buffer, np.uint8) if buffer.nbytes else np.empty(0, np.uint8)
         for buffer in parcel.buffers
     ]
@@ -30,8 +31,8 @@ def box_parcel(parcel: Parcel) -> Box:
 
 def unbox_parcel(box: Box) -> Parcel:
     """Return a box's parcel, copied because Ray's shared memory is read-only."""
-    pickled, arrays = box
-    return Parcel(pickled, tuple(memoryview(bytearray(array)) for array in arrays))
+    body, arrays = box
+    return Parcel(body, tuple(memoryview(bytearray(array)) for array in arrays))
 
 
 class WorkerActor:

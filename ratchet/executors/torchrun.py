@@ -37,8 +37,10 @@ from ratchet.executors.signals import STOP_SIGNALS, keep_handlers
 from ratchet.executors.worker import WorkerPlace, bind_socket
 from ratchet.executors.worker_group import WorkerGroup
 from ratchet.executors.worker_handle import START_S, SocketWorkerHandle, WorkerName
-from ratchet.executors.worker_main import end_group, serve
+from ratchet.executors.worker_main import serve
 from ratchet.observe.stall_report import waiting
+from ratchet.processes.frames import Connection
+from ratchet.processes.process_group import end_group
 
 NONCE_BYTES, PROOF_BYTES = 32, 64
 LINE_BYTES = 2**16
@@ -183,7 +185,7 @@ def _serve_rank(torchrun_rank: TorchrunRank) -> int:
         return connection
 
     def serve_group(number: str) -> None:
-        serve(connect(number), on_driver_lost=_exit_orphaned)
+        serve(Connection(connect(number)), on_driver_lost=_exit_orphaned)
 
     with connect("control") as control, control.makefile("r") as orders:
         for order in orders:
@@ -302,20 +304,23 @@ class _Hub:
             driver_end, worker_end = socket.socketpair()
             threading.Thread(
                 target=serve,
-                args=(worker_end,),
+                args=(Connection(worker_end),),
                 kwargs={"on_driver_lost": lambda: None},
                 name=str(name),
                 daemon=True,
             ).start()
             return SocketWorkerHandle(
-                name, driver_end, self._silence_s, lambda: ("its thread in the driver ended", "")
+                name,
+                Connection(driver_end),
+                self._silence_s,
+                lambda: ("its thread in the driver ended", ""),
             )
         self._n_workers += 1
         process.control.sendall(f"{self._n_workers}\n".encode())
         connection = self._accept(str(self._n_workers)).control
         assert connection is not None
         return _RemoteWorkerHandle(
-            name, connection, self._silence_s, lambda: ("its connection was closed", "")
+            name, Connection(connection), self._silence_s, lambda: ("its connection was closed", "")
         )
 
     def close(self) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from ratchet.config.resolve import import_object
 from ratchet.errors import PortBusy
-from ratchet.executors.protocol import FrameKind, Parcel, get_versions, pack, unpack
+from ratchet.executors.protocol import get_versions, pack, unpack
+from ratchet.processes.frames import FrameKind, Parcel
 from ratchet.utils.object_store import configure_cache
 
 

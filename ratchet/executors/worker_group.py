@@ -21,10 +21,11 @@ from dataclasses import replace
 from typing import Any, Self
 
 from ratchet.errors import CallTimeout, WorkerDied, WorkerError, WorkerRaised
-from ratchet.executors.protocol import FrameKind, Parcel, pack, unpack
+from ratchet.executors.protocol import pack, unpack
 from ratchet.executors.worker import WorkerPlace
 from ratchet.executors.worker_handle import Answer, WorkerHandle
 from ratchet.observe import stall_report
+from ratchet.processes.frames import FrameKind, Parcel
 
 log = logging.getLogger(__name__)
 

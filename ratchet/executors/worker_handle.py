@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import itertools
-import json
 import queue
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.errors import VersionMismatch, WorkerDied, WorkerError
-from ratchet.executors.protocol import FrameKind, Parcel, get_versions, receive, send
+from ratchet.executors.protocol import get_versions
 from ratchet.observe.stall_report import format_report, record_event
+from ratchet.processes.frames import EMPTY, Connection, FrameKind, Parcel, PeerGone
 
 # Maximum time until a worker's first message. Imports take long on a busy machine.
 START_S = 180.0
@@ -195,14 +193,15 @@ class SocketWorkerHandle(WorkerHandle):
     def __init__(
         self,
         name: WorkerName,
-        connection: socket.socket,
+        connection: Connection,
         silence_s: float,
         describe_end: Callable[[], tuple[str, str]],
     ) -> None:
         super().__init__(name, silence_s)
         self._connection = connection
+        connection.on_data = self._reset_silence
         self._describe_end = describe_end
-        self._requests: queue.SimpleQueue[tuple[FrameKind, int, Parcel | None] | None] = (
+        self._requests: queue.SimpleQueue[tuple[FrameKind, int, Parcel] | None] = (
             queue.SimpleQueue()
         )
         for job in (self._read, self._write):
@@ -210,15 +209,11 @@ class SocketWorkerHandle(WorkerHandle):
 
     def close(self) -> None:
         self.closing = True
-        self._requests.put((FrameKind.CLOSE, 0, None))
+        self._requests.put((FrameKind.CLOSE, 0, EMPTY))
 
     def kill(self) -> None:
         """Close the connection, which ends the process."""
-        self._shut_connection()
-
-    def _shut_connection(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.shut_down()
 
     def _send(self, number: int, request: Parcel) -> None:
         self._requests.put((FrameKind.CALL, number, request))
@@ -226,16 +221,16 @@ class SocketWorkerHandle(WorkerHandle):
     def _write(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
-                send(self._connection, *request)
+                self._connection.send(*request)
             except OSError:  # `_read` notices it too, and reports how the worker ended
                 return
 
     def _read(self) -> None:
         try:
             while True:
-                kind, number, parcel = receive(self._connection, self._reset_silence)
+                kind, number, parcel = self._connection.receive()
                 if kind is FrameKind.HELLO:
-                    self._check_greeting(json.loads(parcel.pickled))
+                    self._check_greeting(parcel.load_json())
                 elif not self._greeted:
                     raise VersionMismatch(
                         f"{self.name} speaks another protocol than the driver: install the same "
@@ -243,7 +238,7 @@ class SocketWorkerHandle(WorkerHandle):
                     )
                 elif kind is not FrameKind.BEAT:
                     self._complete(number, (kind, parcel))
-        except EOFError:
+        except PeerGone:
             if not self.gone.done():
                 ending, signal = self._describe_end()
                 self._end(
@@ -256,6 +251,6 @@ class SocketWorkerHandle(WorkerHandle):
         except WorkerError as error:
             self.give_up(error)
         finally:
-            self._shut_connection()
+            self._connection.shut_down()
             self._requests.put(None)
-            self._connection.close()
+            self._connection.socket.close()

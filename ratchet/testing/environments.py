@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +11,8 @@ from typing import Any
 
 from ratchet.config.from_words import section_from_words
 from ratchet.config.resolve import build
-from ratchet.environments.workers.protocol import pack, unpack
+from ratchet.data.codec import from_plain
+from ratchet.environments.workers.protocol import pack
 from ratchet.errors import DataError
 from ratchet.protocols import Environment, Reward, Step
 from ratchet.testing import faulty
@@ -175,7 +175,7 @@ def _check_splits(train: list[Task], test: list[Task]) -> None:
 def _check_serialised(task: Task) -> None:
     """Require that a task survives serialisation, for worker processes and records."""
     try:
-        reread = unpack(json.loads(json.dumps(pack(task))))
+        reread = from_plain(pack(task).load_json())
     except DataError as error:
         raise BrokenRule(
             f"task '{task.id}' can't be serialised ({error}): keep plain data in its answer and "

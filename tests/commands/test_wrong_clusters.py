@@ -147,7 +147,7 @@ def refusal(tmp_path, monkeypatch, capsys):
             sys, "argv", ["ratchet", "train", str(recipe), *overrides.split(), *run]
         )
         if not starts:
-            monkeypatch.setattr("ratchet.executors.local.ForkServerHandle", None)
+            monkeypatch.setattr("ratchet.executors.local.ForkServer", None)
         with pytest.raises(SystemExit) as caught:
             main()
         return caught.value.code, capsys.readouterr().err

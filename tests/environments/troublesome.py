@@ -1,7 +1,6 @@
 """An environment that does what it is told, however bad: tests of worker processes play it."""
 
 import asyncio
-import ctypes
 import os
 import re
 import signal
@@ -108,8 +107,6 @@ class Troublesome:
         return {"none": None, "object": Step(messages=(object(),))}[text]
 
     async def do_die(self, how):
-        if how == "segfault":
-            ctypes.string_at(0)
         if how == "exit":
             os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import signal
 import subprocess
@@ -37,15 +36,6 @@ class Tiny:
     def double(self, array):
         array *= 2
         return array
-
-    def map_shared(self, name):
-        """Two files in shared memory, of the first rank."""
-        paths = [f"/dev/shm/mapped-{name}-{i}" for i in range(2)] if self.place.rank == 0 else []
-        for path in paths:
-            with open(path, "w+b") as file:
-                file.truncate(4096)
-                self.maps = [*getattr(self, "maps", []), mmap.mmap(file.fileno(), 0)]
-        return paths
 
     def environ(self, name):
         return os.environ.get(name)

@@ -1,7 +1,6 @@
 """Deaths and silences: of workers, in calls and in collectives, and of the driver."""
 
 import contextlib
-import mmap
 import os
 import random
 import signal
@@ -93,7 +92,7 @@ def test_death_in_a_collective(start):
         group.call_now("sum", 200, (1, random.Random(0).randrange(200)))
     group = start(2, COLLECTIVE, preload=preload)
     hanging = group.submit("hang", 1)  # rank 0 waits for it in an all_reduce
-    os.kill(group.members[1].child.pid.result(), signal.SIGKILL)
+    os.kill(group.members[1].process.pid.result(), signal.SIGKILL)
     with pytest.raises(WorkerDied, match="rank 1 of 2"):
         hanging.result(timeout=20)
 
@@ -130,7 +129,7 @@ executor.plan([ResourceRequest("learner", 2)])
 group = executor.group("learner")
 group.build_now("executors.components:Tiny")
 call = group.submit("start_program")
-pids = [*group.call_now("pid"), *call.result(), executor._servers[-1]._process.pid]
+pids = [*group.call_now("pid"), *call.result(), executor._servers[-1]._server.result().pid]
 group.submit("hang")
 sys.stdout.write(" ".join(map(str, pids)) + "\\n")
 sys.stdout.write(f"{executor._servers[-1].folder}\\n")
@@ -204,7 +203,7 @@ def test_workers_start_again_after_the_nursery_was_killed():
         executor.plan([ResourceRequest("generator", 2)])
         group = executor.group("generator", 0)
         group.build_now("executors.components:Tiny")
-        os.kill(executor._servers[-1]._process.pid, signal.SIGKILL)
+        os.kill(executor._servers[-1]._server.result().pid, signal.SIGKILL)
         for rank in 0, 1:
             for _ in range(3):  # as the pool of generators does
                 with contextlib.suppress(WorkerError):
@@ -284,19 +283,3 @@ def processes_naming(folder: Path) -> list[str]:
         with contextlib.suppress(OSError):
             naming += [path.parent.name] * (str(folder).encode() in path.read_bytes())
     return naming
-
-
-def test_a_killed_worker_leaves_nothing_in_shared_memory(start):
-    """What its processes alone have mapped goes, and what is named for it; what others have mapped
-    stays."""
-    group = start(2)
-    pid = group.call_now("pid")[0]
-    made = [Path(path) for path in group.call_now("map_shared", f"{os.getpid()}")[0]]
-    named = Path(f"/dev/shm/ratchet-test-{pid}-x")
-    named.mkdir()
-    with made[1].open("r+b") as file, mmap.mmap(file.fileno(), 0):
-        for member in group.members:
-            member.kill()
-        until(lambda: not alive(pid) and not made[0].exists() and not named.exists())
-        assert made[1].exists()
-    made[1].unlink()

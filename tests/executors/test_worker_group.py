@@ -161,7 +161,7 @@ def test_another_version_is_refused_by_name(start, monkeypatch):
     monkeypatch.setattr("ratchet.executors.protocol.PROTOCOL", 99)
     with pytest.raises(
         VersionMismatch,
-        match=r"rank 0 of 1 .* another version than the driver: protocol 99 in the driver and 1 in the worker",
+        match=r"rank 0 of 1 .* another version than the driver: protocol 99 in the driver and 2 in the worker",
     ):
         start(1)
 

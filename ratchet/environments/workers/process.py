@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import json
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
-from ratchet.environments.workers.protocol import LENGTH_HEADER, make_frame, pack, unpack
+from ratchet.data.codec import from_plain
+from ratchet.environments.workers.protocol import pack
 from ratchet.errors import RatchetError
-from ratchet.observe.exit_status import describe_exit
+from ratchet.executors.env_vars import inherit_environment
+from ratchet.processes.exit_status import describe_exit
+from ratchet.processes.frames import Frame, FrameKind, Parcel, encode_frame, receive_async
+from ratchet.processes.spawn import SpawnedProcess
 from ratchet.rewards.deadline import RemotePause
 from ratchet.utils import credentials
 
@@ -31,11 +28,6 @@ START_S = 120.0  # time limit of a start, enough for imports and data on a busy 
 MAX_LEAKED = 256
 # Time in which a cancelled call must end. It ends when it awaits something.
 CANCEL_S = 1.0
-BOOTSTRAP = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from ratchet.environments.workers.worker_main import main; main(int(sys.argv[2]), "
-    "int(sys.argv[3]))"
-)
 
 
 class EnvironmentProcessLost(RatchetError):
@@ -86,15 +78,17 @@ class Worker:
         self._first_open_counts: dict[str, int] | None = None  # after the first attempt
         self._on_change = on_change
         self._calls: dict[int, _Call] = {}
-        self._call_numbers = itertools.count()
-        driver_end, worker_end = socket.socketpair()
-        with worker_end:
-            self.process = _start_process(worker_end)
+        self._call_numbers = itertools.count(1)
+        self.process = SpawnedProcess(
+            "ratchet.environments.workers.worker_main:serve",
+            # There are many workers, so numerical libraries must not start a thread per core.
+            environment=inherit_environment(OMP_NUM_THREADS="1"),
+        )
         self.ready = asyncio.get_running_loop().create_future()
         # Read the exception even if no caller awaits it, because asyncio would log it otherwise.
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._writer: asyncio.StreamWriter | None = None
-        self._serving = asyncio.create_task(self._serve(driver_end, section))
+        self._serving = asyncio.create_task(self._serve(section))
 
     @property
     def n_playing(self) -> int:
@@ -125,27 +119,26 @@ class Worker:
         operation. Raises EnvironmentProcessLost and EnvironmentRaised, and DataError for values
         that can't be sent.
         """
-        packed_argument = pack(argument)
+        request = pack(
+            {
+                "op": operation,
+                "thread": assignment.thread,
+                "instance": assignment.number,
+                "argument": argument,
+                "limit_s": pause and pause.seconds,
+            }
+        )
         await asyncio.shield(self.ready)
         if self.end_reason or assignment.thread in self.hung_threads:
             raise self._make_lost_error(assignment)
         number = next(self._call_numbers)
         answer = asyncio.get_running_loop().create_future()
-        self._send(
-            {
-                "id": number,
-                "op": operation,
-                "thread": assignment.thread,
-                "instance": assignment.number,
-                "argument": packed_argument,
-                "limit_s": pause and pause.seconds,
-            }
-        )
+        self._send(FrameKind.CALL, number, request)
         self._calls[number] = _Call(assignment, answer, pause)
         try:
             return await answer
         except asyncio.CancelledError:
-            self._send({"id": number, "op": "cancel", "thread": assignment.thread})
+            self._send(FrameKind.CANCEL, number, pack({"thread": assignment.thread}))
             asyncio.get_running_loop().call_later(CANCEL_S, self._check_cancelled, number)
             raise
 
@@ -167,10 +160,7 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and its process group, with all that environments started."""
-        if self.process.returncode is None:
-            # macOS raises PermissionError for a dead process.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
 
     def _make_lost_error(self, assignment: Assignment) -> EnvironmentProcessLost:
         if self.end_reason:
@@ -189,27 +179,31 @@ class Worker:
                 call.answer.set_exception(self._make_lost_error(call.assignment))
         self._on_change(self)
 
-    def _send(self, values: Mapping[str, Any]) -> None:
+    def _send(self, kind: FrameKind, number: int, parcel: Parcel) -> None:
         assert self._writer is not None, "a call to a process that is not ready"
-        self._writer.write(make_frame(values))
+        self._writer.writelines(encode_frame(kind, number, parcel))
 
     # --- messages from the process
 
-    async def _serve(self, driver_end: socket.socket, section: Mapping[str, Any]) -> None:
+    async def _serve(self, section: Mapping[str, Any]) -> None:
         """Start the environment in the process, and handle its replies until it ends."""
         reason = ""
         try:
-            reader, self._writer = await asyncio.open_connection(sock=driver_end)
-            self._send({"section": section, "credentials": credentials.get_environment()})
+            reader, self._writer = await asyncio.open_connection(
+                sock=self.process.connection.socket
+            )
+            setup = {"section": section, "credentials": credentials.get_environment()}
+            self._send(FrameKind.CALL, 0, pack(setup))
             async with asyncio.timeout(START_S):
-                first_reply = await _receive(reader)
-            if "error" in first_reply:
-                error = first_reply["error"]
+                greeting = await receive_async(reader)
+            if greeting.kind is FrameKind.RAISED:
+                error = greeting.parcel.load_json()
                 reason = f"the environment could not be created in a worker process:\n{error}"
                 return
             self.ready.set_result(None)
-            while True:
-                self._handle_reply(await _receive(reader))
+            while (reply := await receive_async(reader)).number:
+                self._handle_reply(reply)
+            reason = f"worker process {self.process.pid} failed:\n{reply.parcel.load_json()}"
         except TimeoutError:
             reason = f"worker process {self.process.pid} was not ready after {START_S:g} s"
         except (asyncio.IncompleteReadError, OSError):
@@ -220,22 +214,23 @@ class Worker:
                 self._writer.close()
             await self._wait_for_end(reason)
 
-    def _handle_reply(self, reply: Mapping[str, Any]) -> None:
-        if "paused" in reply:
-            pause = self._calls[reply["id"]].pause
-            if pause is not None and not self._calls[reply["id"]].answer.done():
-                pause.set(reply["paused"])
+    def _handle_reply(self, reply: Frame) -> None:
+        value = reply.parcel.load_json()
+        if reply.kind is FrameKind.PAUSE:
+            call = self._calls[reply.number]
+            if call.pause is not None and not call.answer.done():
+                call.pause.set(value)
             return
-        call = self._calls.pop(reply["id"])
+        call = self._calls.pop(reply.number)
         if call.answer.cancelled():
             self._on_change(self)
         elif not call.answer.done():
-            if "error" in reply:
+            if reply.kind is FrameKind.RAISED:
                 call.answer.set_exception(
-                    EnvironmentRaised(f"in worker process {self.process.pid}:\n{reply['error']}")
+                    EnvironmentRaised(f"in worker process {self.process.pid}:\n{value}")
                 )
             else:
-                call.answer.set_result(unpack(reply["value"]))
+                call.answer.set_result(from_plain(value))
 
     async def _wait_for_end(self, reason: str) -> None:
         """Wait until the process has ended, and fail all open calls.
@@ -243,12 +238,11 @@ class Worker:
         Args:
             reason: The reason of the end; "" if the process died by itself.
         """
-        while self.process.poll() is None:  # it was killed, or closed its socket while dying
+        # It was killed, or closed its socket while dying.
+        while (status := self.process.poll()) is None:
             await asyncio.sleep(0.002)
         self.end_reason = (
-            reason
-            or f"worker process {self.process.pid} died "
-            f"({describe_exit(self.process.returncode)[0]})"
+            reason or f"worker process {self.process.pid} died ({describe_exit(status)[0]})"
         )
         if not self.ready.done():
             self.ready.set_exception(EnvironmentProcessLost(self.end_reason))
@@ -256,26 +250,6 @@ class Worker:
             if not call.answer.done():
                 call.answer.set_exception(EnvironmentProcessLost(self.end_reason))
         self._on_change(self)
-
-
-def _start_process(worker_end: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a worker process.
-
-    It inherits the environment variables, standard output and error, and one end of a socket.
-    """
-    arguments = [json.dumps(sys.path), str(worker_end.fileno()), str(os.getpid())]
-    return subprocess.Popen(
-        # There are many workers, so numerical libraries must not start a thread per core in each.
-        ["/usr/bin/env", "OMP_NUM_THREADS=1", sys.executable, "-c", BOOTSTRAP, *arguments],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(worker_end.fileno(),),
-        start_new_session=True,  # so that Ctrl-C reaches only the driver
-    )
-
-
-async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    (length,) = LENGTH_HEADER.unpack(await reader.readexactly(LENGTH_HEADER.size))
-    return json.loads(await reader.readexactly(length))
 
 
 def _count_open(pid: int) -> dict[str, int]:

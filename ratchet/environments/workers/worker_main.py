@@ -10,110 +10,58 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import ctypes
 import faulthandler
-import json
 import os
-import signal
-import socket
-import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from ratchet.config.resolve import build, resolve
-from ratchet.environments.workers.protocol import LENGTH_HEADER, make_frame, pack, unpack
+from ratchet.data.codec import from_plain
+from ratchet.environments.workers.protocol import pack
+from ratchet.processes.frames import Connection, Frame, FrameKind
 from ratchet.protocols import Environment, HasStopStrings, HasTools
 from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.utils import credentials
 
-PR_SET_PDEATHSIG = 1
 
-
-def main(descriptor: int, driver_pid: int) -> None:
-    """Run the driver's calls. This function never returns.
+def serve(connection: Connection) -> NoReturn:
+    """Run the driver's calls.
 
     The first frame has the environment's section and the credentials. All others are calls and
     cancellations.
-
-    Args:
-        descriptor: File descriptor of the socket to the driver.
-        driver_pid: Process ID of the driver.
     """
-    _end_with_driver(driver_pid)
-    os.dup2(2, 1)  # an environment's prints must not reach the driver's standard output
     faulthandler.enable()
-    connection = socket.socket(fileno=descriptor)
-    first_frame = _receive(connection)
-    try:
-        credentials.set_environment(first_frame["credentials"])
-        server = _Server(connection, build(resolve("played", first_frame["section"])))
-    except (Exception, SystemExit):  # user code
-        connection.sendall(make_frame({"error": traceback.format_exc()}))
-        _kill_process_group()
-    connection.sendall(make_frame({"ready": True}))
+    setup = connection.receive().parcel.load_json()
+    credentials.set_environment(setup["credentials"])
+    server = _Server(connection, build(resolve("played", setup["section"])))
+    connection.send(FrameKind.HELLO)
     while True:
-        server.handle(_receive(connection))
-
-
-def _end_with_driver(driver_pid: int) -> None:
-    """Let the kernel kill this process when the driver dies, even if an environment holds the GIL.
-
-    On systems other than Linux, the process ends when the connection closes.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != driver_pid:
-        _kill_process_group()
-
-
-def _kill_process_group() -> NoReturn:
-    """Kill this process and every process in its group, such as those that environments started."""
-    os.killpg(0, signal.SIGKILL)
-    raise AssertionError("the process has been killed")
-
-
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    (length,) = LENGTH_HEADER.unpack(_receive_exactly(connection, LENGTH_HEADER.size))
-    return json.loads(_receive_exactly(connection, length))
-
-
-def _receive_exactly(connection: socket.socket, n_bytes: int) -> bytes:
-    received = bytearray()
-    while len(received) < n_bytes:
-        chunk = connection.recv(min(n_bytes - len(received), 2**20))
-        if not chunk:
-            _kill_process_group()
-        received += chunk
-    return bytes(received)
+        server.handle(connection.receive())
 
 
 class _Server:
     """The environment of this process, its threads, and the connection to the driver."""
 
-    def __init__(self, connection: socket.socket, environment: Environment) -> None:
+    def __init__(self, connection: Connection, environment: Environment) -> None:
         self.environment = environment
-        self._connection = connection
-        self._send_lock = threading.Lock()
+        self.connection = connection
         self._threads: dict[int, _AttemptThread] = {}
 
-    def handle(self, call: dict[str, Any]) -> None:
+    def handle(self, frame: Frame) -> None:
+        call = frame.parcel.load_json()
         if call["thread"] not in self._threads:
             self._threads[call["thread"]] = _AttemptThread(self)
-        self._threads[call["thread"]].handle(call)
-
-    def send(self, answer: bytes) -> None:
-        with self._send_lock:
-            self._connection.sendall(answer)
+        self._threads[call["thread"]].handle(frame.kind, frame.number, call)
 
 
 class _DriverDeadline:
     """The driver's deadline for a call. `paused` pauses it in the driver."""
 
-    def __init__(self, seconds: float, call_id: int, server: _Server) -> None:
+    def __init__(self, seconds: float, call_id: int, connection: Connection) -> None:
         self.seconds = seconds
-        self._call_id, self._server = call_id, server
+        self._call_id, self._connection = call_id, connection
         self._pauses = 0
 
     @contextlib.contextmanager
@@ -127,7 +75,7 @@ class _DriverDeadline:
     def _change_pauses(self, change: int) -> None:
         n_before, self._pauses = self._pauses, self._pauses + change
         if not n_before or not self._pauses:
-            self._server.send(make_frame({"id": self._call_id, "paused": not n_before}))
+            self._connection.send(FrameKind.PAUSE, self._call_id, pack(not n_before))
 
 
 class _AttemptThread:
@@ -151,39 +99,41 @@ class _AttemptThread:
         finally:
             os._exit(1)
 
-    def handle(self, call: dict[str, Any]) -> None:
+    def handle(self, kind: FrameKind, call_id: int, call: Mapping[str, Any]) -> None:
         """Pass a call or a cancellation to the loop. It may be called from any thread."""
-        self._loop.call_soon_threadsafe(
-            self._cancel if call["op"] == "cancel" else self._begin, call
-        )
+        if kind is FrameKind.CANCEL:
+            self._loop.call_soon_threadsafe(self._cancel, call_id)
+        else:
+            self._loop.call_soon_threadsafe(self._begin, call_id, call)
 
-    def _begin(self, call: dict[str, Any]) -> None:
-        task = self._loop.create_task(self._answer(call))
-        self._calls[call["id"]] = task
-        task.add_done_callback(lambda task: self._finish(call["id"], task))
+    def _begin(self, call_id: int, call: Mapping[str, Any]) -> None:
+        task = self._loop.create_task(self._answer(call_id, call))
+        self._calls[call_id] = task
+        task.add_done_callback(lambda task: self._finish(call_id, task))
 
     def _finish(self, call_id: int, task: asyncio.Task[None]) -> None:
         del self._calls[call_id]
         if task.cancelled():  # before it began, so `_answer` has sent nothing
-            self._server.send(make_frame({"id": call_id, "error": "cancelled"}))
+            self._server.connection.send(FrameKind.RAISED, call_id, pack("cancelled"))
 
-    def _cancel(self, call: dict[str, Any]) -> None:
-        if call["id"] in self._calls:
-            self._calls[call["id"]].cancel()
+    def _cancel(self, call_id: int) -> None:
+        if call_id in self._calls:
+            self._calls[call_id].cancel()
 
-    async def _answer(self, call: dict[str, Any]) -> None:
+    async def _answer(self, call_id: int, call: Mapping[str, Any]) -> None:
+        connection = self._server.connection
         if call["limit_s"] is not None:
-            CURRENT_DEADLINE.set(_DriverDeadline(call["limit_s"], call["id"], self._server))
+            CURRENT_DEADLINE.set(_DriverDeadline(call["limit_s"], call_id, connection))
         try:
-            answer = make_frame({"id": call["id"], "value": pack(await self._run_operation(call))})
+            kind, answer = FrameKind.RESULT, pack(await self._run_operation(call))
         # Every error of an environment is sent to the driver. A cancelled call is answered too,
         # because the driver waits for one answer to each call.
         except BaseException:
-            answer = make_frame({"id": call["id"], "error": traceback.format_exc()})
-        self._server.send(answer)
+            kind, answer = FrameKind.RAISED, pack(traceback.format_exc())
+        connection.send(kind, call_id, answer)
 
     async def _run_operation(self, call: Mapping[str, Any]) -> dict[str, Any] | None:
-        instance, argument = call["instance"], unpack(call["argument"])
+        instance, argument = call["instance"], from_plain(call["argument"])
         if call["op"] == "close":
             if instance in self._instances:
                 await self._instances.pop(instance).close()

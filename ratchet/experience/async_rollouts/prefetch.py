@@ -15,10 +15,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ratchet.data.codec import from_plain, to_plain
 from ratchet.experience.async_rollouts.resumable_generator import CURRENT_GROUP, ResumableGenerator
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup, StalenessScheduler
 from ratchet.experience.rollout.metrics import measure_staleness
-from ratchet.experience.rollout.plain_values import from_plain, to_plain
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.types import Group
 

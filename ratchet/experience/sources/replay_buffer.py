@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from ratchet.config.experience import ReplayConfig
-from ratchet.experience.rollout.plain_values import from_plain, to_plain
+from ratchet.data.codec import from_plain, to_plain
 from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.protocols import AdaptiveSource, Closeable, HasMetrics, Source

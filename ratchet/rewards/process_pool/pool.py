@@ -10,28 +10,22 @@ turn right answers into wrong answers.
 from __future__ import annotations
 
 import asyncio
-import json
-import select
 import signal
 import subprocess
-import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ratchet.errors import RatchetError
-from ratchet.observe.exit_status import describe_exit
 from ratchet.observe.stall_report import waiting
+from ratchet.processes.exit_status import describe_exit
+from ratchet.processes.frames import Frame, FrameKind, Parcel, PeerGone, dump_json
+from ratchet.processes.spawn import SpawnedProcess
 
 START_S = 120.0  # limit on the wall time of a worker's imports, on a busy machine
 # Calls after which a worker is replaced, because a computer algebra system's caches grow with each.
 CALLS_PER_WORKER = 2000
-BOOTSTRAP = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from "
-    "ratchet.rewards.process_pool.worker_main import main; main"
-)
 
 
 class ProcessorTimeExceeded(RatchetError):
@@ -73,7 +67,7 @@ class RewardWorkers:
         )
 
     def _call(self, arguments: tuple[Any, ...]) -> Any:
-        request = json.dumps(arguments) + "\n"
+        request = dump_json(arguments)
         # Try twice, since a worker may be killed from outside.
         for is_last_try in (False, True):
             worker = self._take_worker()
@@ -82,7 +76,7 @@ class RewardWorkers:
                     reply = worker.request(request)
             except _WorkerDeath as death:
                 worker.kill()
-                if death.signal_number == signal.SIGPROF:
+                if death.status == -signal.SIGPROF:
                     raise ProcessorTimeExceeded(
                         f"{self.function} took more than {self.cpu_s:g} s of processor time"
                     ) from None
@@ -92,9 +86,10 @@ class RewardWorkers:
                     ) from None
                 continue
             self._return_worker(worker)
-            if "error" in reply:
-                raise PoolWorkerError(f"{self.function} raised:\n{reply['error']}")
-            return reply["value"]
+            value = reply.parcel.load_json()
+            if reply.kind is FrameKind.RAISED:
+                raise PoolWorkerError(f"{self.function} raised:\n{value}")
+            return value
         raise AssertionError("unreachable")
 
     def _take_worker(self) -> _Worker:
@@ -114,12 +109,12 @@ class RewardWorkers:
 class _WorkerDeath(Exception):
     """The worker died or gave no answer in time.
 
-    signal_number: the signal that killed it; 0 or less if no signal did.
+    status: its exit status, as in `subprocess`; None if it gave no answer.
     """
 
-    def __init__(self, reason: str, signal_number: int = 0) -> None:
+    def __init__(self, reason: str, status: int | None = None) -> None:
         super().__init__(reason)
-        self.signal_number = signal_number
+        self.status = status
 
 
 class _Worker:
@@ -128,66 +123,44 @@ class _Worker:
         # The worker itself limits its processor time. This limit on wall time ends calls that
         # sleep, or that get no processor time for very long.
         self.wall_s = 30.0 + 20.0 * cpu_s
-        code = f"{BOOTSTRAP}({function!r}, {cpu_s!r}, {memory_mib!r})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+        self.process = SpawnedProcess(
+            "ratchet.rewards.process_pool.worker_main:serve",
+            (function, cpu_s, memory_mib),
             # With a fixed hash seed, sets of symbols are iterated in the same order in every run.
-            env={"PYTHONHASHSEED": "0"},
-            start_new_session=True,  # Ctrl-C is for the driver
+            environment={"PYTHONHASHSEED": "0"},
+            stderr=subprocess.DEVNULL,
         )
-        self._buffer = b""
         try:
-            self._receive(START_S)
+            self._exchange(None, START_S)
         except _WorkerDeath as death:
             self.kill()
-            raise PoolWorkerError(f"the process of {function} did not start ({death})") from None
+            raise PoolWorkerError(f"the process of {function} did not start: {death}") from None
 
-    def request(self, request: str) -> dict[str, Any]:
+    def request(self, request: Parcel) -> Frame:
         """Send a request and return the reply. Raise _WorkerDeath."""
-        assert self.process.stdin is not None
         self.n_calls += 1
-        try:
-            self.process.stdin.write(request.encode("ascii"))
-            self.process.stdin.flush()
-        except OSError:
-            raise self._wait_for_death() from None
-        return json.loads(self._receive(self.wall_s))
+        return self._exchange(request, self.wall_s)
 
-    def _receive(self, limit_s: float) -> bytes:
-        assert self.process.stdout is not None
-        pipe = self.process.stdout.fileno()
-        poll = select.poll()
-        poll.register(pipe, select.POLLIN)
-        end = time.monotonic() + limit_s
-        while b"\n" not in self._buffer:
-            if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise _WorkerDeath(f"no answer within {limit_s:.0f} s")
-            chunk = self.process.stdout.read1(2**16)  # pyright: ignore[reportAttributeAccessIssue]
-            if not chunk:
-                raise self._wait_for_death()
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
-
-    def _wait_for_death(self) -> _WorkerDeath:
+    def _exchange(self, request: Parcel | None, limit_s: float) -> Frame:
+        """Send the request, if there is one, and return the next frame. Raise _WorkerDeath."""
+        connection = self.process.connection
+        connection.socket.settimeout(limit_s)
         try:
-            code = self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            return _WorkerDeath("it closed its pipes")
-        return _WorkerDeath(describe_exit(code)[0], signal_number=-code)
+            if request is not None:
+                connection.send(FrameKind.CALL, self.n_calls, request)
+            frame = connection.receive()
+        except TimeoutError:
+            raise _WorkerDeath(f"no answer within {limit_s:.0f} s") from None
+        except (PeerGone, OSError):
+            status = self.process.end()
+            raise _WorkerDeath(describe_exit(status)[0], status) from None
+        if frame.kind is FrameKind.RAISED and not frame.number:
+            raise _WorkerDeath(frame.parcel.load_json())
+        return frame
 
     def kill(self) -> None:
-        self.process.kill()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except OSError:  # closing flushes, which fails if the process is dead
-                continue
-        self.process.wait()
+        self.process.end()
+        self.process.connection.socket.close()
 
 
 def _close(idle: list[_Worker]) -> None:

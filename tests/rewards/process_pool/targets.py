@@ -26,6 +26,10 @@ def divide(a, b):
     return a / b
 
 
+def leave():
+    sys.exit("enough")
+
+
 def devour(mib):
     return len(bytearray(mib * 2**20))
 

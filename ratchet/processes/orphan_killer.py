@@ -5,11 +5,9 @@ dies, but not the processes that a killed worker has started. The program runs a
 imports only one module of Ratchet, from the same folder, so that it starts in milliseconds.
 """
 
-import contextlib
 import importlib
 import os
 import select
-import signal
 import subprocess
 import sys
 
@@ -41,11 +39,7 @@ def main(group: int, parent: int) -> None:
         os.setsid()
         poller.poll()
     sys.path.append(os.path.dirname(__file__))
-    shm_cleanup = importlib.import_module("shm_cleanup")
-    paths = shm_cleanup.list_shared_memory(group)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-    shm_cleanup.remove_paths(paths)
+    importlib.import_module("process_group").kill_group(group)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""Kill a process group, and remove its shared memory.
+
+Libraries remove their segments only if the process ends normally. Every child process imports this
+module, so it imports nothing that takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import NoReturn
+
+SHARED_MEMORY = "/dev/shm"
+
+
+def kill_group(group: int) -> None:
+    """Kill all processes of a group, and remove the shared memory that only they used.
+
+    The process `group` is killed even if it has not become a group's leader yet.
+    """
+    paths = list_shared_memory(group)
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(group, signal.SIGKILL)
+    remove_paths(paths)
+
+
+def end_group() -> NoReturn:
+    """Kill this process and its process group, after removing their shared memory."""
+    remove_paths(list_shared_memory(os.getpgrp()))
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError("SIGKILL did not end this process")
+
+
+def list_shared_memory(group: int) -> list[str]:
+    """Return the shared-memory files and directories that only this process group uses.
+
+    These are files that only the group's processes have mapped, and paths named after it
+    (`ratchet-<what>-<group>-<any>`). Call this before killing the group.
+    """
+    if not os.path.isdir(SHARED_MEMORY):
+        return []
+    group_paths: set[str] = set()
+    other_paths: set[str] = set()
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            mapped_paths = set(_list_mapped_paths(process))
+            (group_paths if os.getpgid(int(process)) == group else other_paths).update(mapped_paths)
+    named_paths = [
+        f"{SHARED_MEMORY}/{name}"
+        for name in os.listdir(SHARED_MEMORY)
+        if name.startswith("ratchet-") and f"-{group}-" in name.removeprefix("ratchet-")
+    ]
+    return [*sorted(group_paths - other_paths), *named_paths]
+
+
+def _list_mapped_paths(process: str) -> Iterator[str]:
+    with open(f"/proc/{process}/maps") as maps:
+        for line in maps:
+            _, separator, path = line.partition(f" {SHARED_MEMORY}/")
+            if separator and not path.endswith(" (deleted)\n"):
+                yield f"{SHARED_MEMORY}/{path.rstrip()}"
+
+
+def remove_paths(paths: list[str]) -> None:
+    """Remove files and directories; missing ones are skipped."""
+    for path in paths:
+        if os.path.isdir(path):
+            import shutil
+
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
