@@ -48,6 +48,7 @@ from ratchet.executors.worker_group import WorkerGroup
 from ratchet.executors.worker_handle import WorkerHandle, WorkerName
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.remote import RemoteLearner
+from ratchet.processes import frames
 from ratchet.types import Group, Message, Owner, Scored, Task, Trajectory, Turn
 
 PER_NODE, ATTEMPTS, VOCABULARY = 8, 8, 150_000
@@ -97,9 +98,9 @@ class Simulated(WorkerHandle):
 
     def kill(self) -> None: ...
 
-    def _send(self, number: int, request: protocol.Parcel) -> None:
+    def _send(self, number: int, request: frames.Parcel) -> None:
         start = time.process_time()
-        self.bytes += len(request.pickled) + sum(buffer.nbytes for buffer in request.buffers)
+        self.bytes += len(request.body) + sum(buffer.nbytes for buffer in request.buffers)
         # parts of what the driver has may be read-only
         with warnings.catch_warnings(action="ignore"):
             _, (method, (_, batches, wanted, *_), _) = protocol.unpack(request)
@@ -114,7 +115,7 @@ class Simulated(WorkerHandle):
             answer = [{name: torch.zeros(batch.n_tokens) for name in wanted} for batch in batches]
         packed = protocol.pack(answer)
         self.aside_s += time.process_time() - start
-        self._complete(number, (protocol.FrameKind.RESULT, packed))
+        self._complete(number, (frames.FrameKind.RESULT, packed))
 
 
 def drawn(count: int, seed: int) -> list[Group]:

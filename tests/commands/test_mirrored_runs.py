@@ -53,7 +53,7 @@ MEMORY, FILES = "memory://{id}/run", "file://{tmp}/store/run"
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(object_store, "PAUSE_S", 0.0)
+    monkeypatch.setattr(object_store, "RETRY_WAIT_S", 0.0)
 
     def be_new():
         cache = tmp_path_factory.mktemp("cache")

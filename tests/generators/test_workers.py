@@ -368,7 +368,8 @@ def test_the_section():
         n_heads=3, n_kv_heads=1, head_dim=64, n_layers=1, on_cpu=True
     ).startswith("tensor_parallel=2")
     assert config().reports_kept_mass
-    assert config().explain_misfit is None
+    sizes = {"n_heads": 3, "n_kv_heads": 1, "head_dim": 64, "n_layers": 1}
+    assert config().explain_misfit(**sizes, on_cpu=True) is None
     assert isinstance(made.worker, type(resolve("generator", {"kind": "vllm"})))
     assert GeneratorPool(made, None, None).max_restarts == 0
     assert GeneratorPool(config(recovery="restart", max_restarts=5)).max_restarts == 5

@@ -87,7 +87,7 @@ def _walk(
 
 def _match_kind(default: Any, item: Mapping[str, Any]) -> Section | None:
     """Return the default section if it is of the kind of the recipe's section."""
-    is_same = isinstance(default, Section) and default.kind_name == item.get("kind")
+    is_same = isinstance(default, Section) and default.kind_name == item.get("kind", "")
     return default if is_same else None
 
 
