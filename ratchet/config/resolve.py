@@ -19,9 +19,9 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ratchet.config.base import Section
 from ratchet.config.registry import BASES, DEFAULT_KIND, KINDS
 from ratchet.config.sections import UNKNOWN
-from ratchet.config.user_files import import_object
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_surrogates
+from ratchet.utils.user_imports import import_object
 
 
 def _check_ignored(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ async def _score_completion(
     handler: RequestHandler, answer: AgentAnswer, n_top: int
 ) -> TokenScores:
     """Return the recorded log-probabilities of an answer, with alternatives if any are wanted."""
-    recorded_scores = TokenScores.of_completion(answer.completion)
+    recorded_scores = TokenScores.from_completion(answer.completion)
     if not n_top or not len(answer.completion.tokens):
         return recorded_scores
     scores = await handler.score(
