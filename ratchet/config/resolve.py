@@ -197,6 +197,11 @@ METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 def _section_from_path(slot: str, kind: str) -> type[Section]:
     target = import_object(kind)
     if _is_section(target):
+        if not target.builds:
+            raise ConfigError(
+                f"'{kind}' is a section that names nothing to build: set builds = "
+                "'my_pkg.module:Class' in it, or name that class"
+            )
         return target
     if not callable(target):
         raise ConfigError(f"'{kind}' is neither a class nor a function")
