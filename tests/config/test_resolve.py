@@ -193,7 +193,7 @@ MODULES = {
     "optimizer": ["config.schema", "learners.optim.config"],
     "learner": ["learners.config"],
     "generator": ["generators.config", "generators.workers.config"],
-    "tokenizer": ["data.config"],
+    "tokenizer": ["data.tokenizer_config"],
 }
 BASES = {"environment": EnvironmentConfig, "tool": ToolConfig}
 # bases of kinds, and lone parts
