@@ -77,7 +77,7 @@ class TRLReward:
     What the function passes to `log_metric` is logged beside its reward. `log_extra` has no effect.
     """
 
-    together = True
+    compares_attempts = True
 
     def __init__(
         self, function: Callable[..., Any], label: str, *, conversational: bool | None = None
