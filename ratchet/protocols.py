@@ -359,9 +359,9 @@ class Reward(Protocol):
     messages hold the whole conversation. A plain function `(trajectory, task) -> float | dict of
     named parts` is adapted to this protocol.
 
-    A reward that does not compare attempts may set the attribute `together = False`. Each attempt
-    is then judged by its own call as soon as it ends, so a failed or late call affects no other
-    attempt.
+    A reward that does not compare attempts may set the attribute `compares_attempts = False`. Each
+    attempt is then judged by its own call as soon as it ends, so a failed or late call affects no
+    other attempt.
     """
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]: ...
@@ -369,9 +369,9 @@ class Reward(Protocol):
 
 @runtime_checkable
 class HasFinalAnswers(Protocol):
-    """A reward that extracts an attempt's final answer, for votes among a task's attempts."""
+    """A reward that extracts an attempt's final answer, which majority voting counts (cons@k)."""
 
-    def vote(self, trajectory: Trajectory, task: Task) -> str | None:
+    def extract_final_answer(self, trajectory: Trajectory, task: Task) -> str | None:
         """Return a text that is equal for equivalent answers; None if there is no answer."""
         ...
 

@@ -222,7 +222,7 @@ def is_finite_number(number: Any) -> bool:
 
 
 # --- how an attempt ends. A failure is never a reward: only Scored, and Truncated with a reward,
-# enter statistics.
+# enter reward statistics.
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +285,9 @@ class Trajectory:
     tokens: NDArray[np.int64]  # [L]
     owner: NDArray[np.int8]  # [L] of Owner
     trainable: NDArray[np.bool_]  # [L]
-    rollout_logprobs: NDArray[np.float32]  # [L], 0 where the policy did not write
-    versions: NDArray[np.int32]  # [L], -1 where the policy did not write
-    log_kept_mass: NDArray[np.float32] | None = None  # [L], see `Completion`; None: nothing was cut
+    rollout_logprobs: NDArray[np.float32]  # [L], 0 where the token was not sampled
+    versions: NDArray[np.int32]  # [L], -1 where the token was not sampled
+    log_kept_mass: NDArray[np.float32] | None = None  # [L], see `Completion`; None: no filter
     # [L, layers with experts, experts of a token], see `Completion`
     routes: NDArray[np.int16] | None = None
     attempt: int = 0
@@ -323,8 +323,11 @@ class Trajectory:
         return self.outcome.parts if isinstance(self.outcome, Scored | Truncated) else {}
 
     @property
-    def counts(self) -> bool:
-        """True if the trajectory may enter statistics, baselines and gradients."""
+    def is_usable(self) -> bool:
+        """True if the trajectory has a reward, or needs none (supervised data, `Unjudged`).
+
+        Others are left out of statistics, baselines and gradients.
+        """
         return self.outcome is None or isinstance(self.outcome, Unjudged) or self.reward is not None
 
     @property
@@ -345,13 +348,13 @@ class Trajectory:
 
     @property
     def sampled(self) -> bool:
-        """True if a policy wrote any token: only such tokens have a weight version."""
+        """True if any token was sampled. Others, such as supervised ones, have the version -1."""
         # argmax takes a third of the time of any().
         return bool(len(self.versions)) and bool(self.versions[self.versions.argmax()] >= 0)
 
     @property
     def completion_length(self) -> int:
-        # Counting bytes of few tokens takes a tenth of numpy's constant overhead.
+        # For short trajectories, `bytes.count` takes a tenth of the time of numpy's count.
         return self.owner.tobytes().count(POLICY)
 
     @classmethod

@@ -150,8 +150,8 @@ class Algorithm:
     epochs: passes over all mini-batches of a batch.
     group_size: sampled attempts at each prompt.
     greedy_baseline: True if each group also has a greedy attempt, with use="baseline".
-    reference_rows: True if each labelled row gets a second one with use="reference": its prompt
-      with the answer to another prompt.
+    uses_mismatched_pairs: True if each labelled row gets a second one with use="reference": its
+      prompt with the answer to another prompt.
     temperature: sampling temperature assumed for text that no sampler wrote (demonstrations).
     turns: assistant turns of a demonstration that train: all of them, or the last one.
     reads_reward: False if nothing depends on rewards. Attempts without a reward then train too.
@@ -176,7 +176,7 @@ class Algorithm:
     epochs: int = 1
     group_size: int = 1
     greedy_baseline: bool = False
-    reference_rows: bool = False
+    uses_mismatched_pairs: bool = False
     temperature: float = 1.0
     turns: Literal["all", "last"] = "all"
     reads_reward: bool = True

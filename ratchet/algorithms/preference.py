@@ -59,6 +59,6 @@ def build_kto(config: KTOConfig) -> Algorithm:
         advantage=kto_reference_point,
         minibatches=config.minibatches,
         epochs=config.epochs,
-        reference_rows=config.reference_rows,
+        uses_mismatched_pairs=config.uses_mismatched_pairs,
         exempt=LABELLED_EXEMPTIONS,
     )

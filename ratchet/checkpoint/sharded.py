@@ -60,10 +60,11 @@ def save_blocks(
                 "sizes": tuple(block.tensor.shape),
             }
         )
-    # "numbers" is the key of the metadata in the files of checkpoints.
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / f"rank-{rank}.safetensors")
+        # The metadata has the key "numbers" in the file. Under another key, the checkpoints that
+        # exist could not be read.
         (directory / f"rank-{rank}.json").write_text(
             json.dumps({"blocks": index, "numbers": dict(metadata)}), encoding="utf-8"
         )

@@ -201,9 +201,13 @@ def _print_and_save(results: EvalResults, target: str, out: Path | None, console
     if save_report(results, directory, title):
         console.print(f"results {directory}", markup=False, highlight=False, soft_wrap=True)
     attempts = [attempt for prompt in results.prompts for attempt in prompt.attempts]
+    if not attempts:
+        raise RatchetError("there are no attempts to judge")
     if all(attempt.reward is None for attempt in attempts):
-        reason = next((attempt.detail or attempt.end for attempt in attempts), "there is none")
-        raise RatchetError(f"no attempt has a reward; the first: {reason[-500:]}")
+        reason = attempts[0].detail or attempts[0].end
+        raise RatchetError(
+            f"no attempt has a reward. The first attempt ended with: {reason[-500:]}"
+        )
 
 
 def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _Results:
@@ -313,7 +317,8 @@ def build_eval_setup(
     if config is None:
         spec = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
     else:
-        # No step is trained, so the passes of a recipe need not be counted.
+        # No step is trained. With a length of 1 step, the data need not be read to turn `passes`
+        # into steps.
         spec = build_stage_spec(shorten(config, 1)[0], len(config.stages) - 1)
     if evaluation.on is not None:
         section = make_env_section(evaluation.on, evaluation.overrides)
@@ -410,9 +415,11 @@ async def _run_and_close(policy: Policy, evaluation: Coroutine[Any, Any, Result]
 
 
 def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mapping[str, Learner]:
-    """Return the learners that the evaluation reads: the policy, and the teachers with a path.
+    """Return the learners that score in the evaluation: the policy, and the other roles.
 
-    They are local learners for any run, because this process has the whole model.
+    The other roles (references, teachers) are left out unless each can be loaded from a path. All
+    are `LocalLearner`s, whatever `learner.kind` the run had, because this process has the whole
+    model.
 
     Raises:
         ConfigError: The target has no scalar head although the algorithm trains one, or its loss
@@ -428,21 +435,24 @@ def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mappin
             )
         device = next(policy.model.parameters()).device
         return {"policy": build(LocalConfig(), policy.model, head=head.to(device))}
-    copied_roles = [name for name, role in algorithm.roles.items() if role.path is None]
-    loss_reads_roles = algorithm.source != "pairs" and not setup.judges
-    if copied_roles and loss_reads_roles and (start_model := _find_start_model(target)) is not None:
+    # A role without a path is a copy of the policy at the start of the stage.
+    start_roles = [name for name, role in algorithm.roles.items() if role.path is None]
+    # Judged answers and compared pairs need only the policy. Otherwise the held-out loss is
+    # measured, which reads the other roles too.
+    measures_loss = algorithm.source != "pairs" and not setup.judges
+    if start_roles and measures_loss and (start_model := _find_start_model(target)) is not None:
         roles = {
             name: replace(role, path=role.path or start_model)
             for name, role in algorithm.roles.items()
         }
-        algorithm, copied_roles = replace(algorithm, roles=roles), []
-    if copied_roles and loss_reads_roles:
+        algorithm, start_roles = replace(algorithm, roles=roles), []
+    if start_roles and measures_loss:
         raise ConfigError(
             f"the loss of {algorithm.name} compares with the model before its stage "
-            f"({copied_roles[0]}), which is not kept. Add --on KIND, or give the recipe "
+            f"({start_roles[0]}), which is not kept. Add --on KIND, or give the recipe "
             "eval_rewards"
         )
-    if copied_roles or not algorithm.roles:
+    if start_roles or not algorithm.roles:
         return {"policy": build(LocalConfig(), policy.model)}
     scoring_algorithm = replace(algorithm, losses={})
     section, optimizer = LocalConfig(), OptimizerConfig()

@@ -128,8 +128,8 @@ def _list_terms(algorithm: Algorithm) -> list[str]:
 def _unfold(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     """Yield the functions that `function` is composed of, each with its options.
 
-    A `functools.partial` is composed of the functions in its options `transforms`, `parts` and
-    `fn`.
+    A `functools.partial` with the option `transforms` or `parts` is composed of the functions there
+    instead of its own. A function in its option `fn` follows in each case.
     """
     options: dict[str, Any] = {}
     while isinstance(function, functools.partial):

@@ -16,8 +16,8 @@ from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.config.sections import GeneratorSection
 from ratchet.data.chat.builtin_tokenizers import apply_chat_template_kwargs
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
-from ratchet.data.config import TokenizerConfig
 from ratchet.data.processor import load_processor
+from ratchet.data.tokenizer_config import TokenizerConfig
 from ratchet.errors import ConfigError, ModelError, RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
 from ratchet.models.load import load_policy

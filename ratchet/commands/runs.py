@@ -34,8 +34,8 @@ class RunRow:
     """A row of the list of runs.
 
     Attributes:
-        state: "running", "finished", or "stopped" if it can be resumed; "mirrored" for a run at an
-            address that is not finished; "damaged" if its recipe can't be read.
+        state: "running", "finished", or "stopped" if it can be resumed; "mirrored" for an
+            unfinished run in an object store; "damaged" if its recipe can't be read.
         step: The last step with metrics.
         steps: Number of steps in the recipe.
         seconds: Time of all steps.
@@ -170,7 +170,7 @@ def list_runs(path_or_address: str | Path, *, as_json: bool) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     # A long name is continued in the next line, because names often differ only at their ends.
     table.add_column("run", overflow="fold")
-    for name in ("state", "step", "training", "accuracy", "loss", "checkpoints"):
+    for name in ("state", "step", "train time", "accuracy", "loss", "checkpoints"):
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
     parent = f"{path_or_address}".rstrip("/")
     for row in rows:
@@ -229,7 +229,7 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
             if step is not None
             else f"  none of {shared:,} steps differs"
             if shared
-            else "  no step has numbers of both"
+            else "  the two runs have no step in common"
         )
         for name, last_values in comparison["last"].items():
             a, b = ("-" if value is None else f"{value:.4g}" for value in last_values)
@@ -341,7 +341,7 @@ def clean_runs(directory: Path, *, confirmed: bool) -> None:
         if not sys.stdin.isatty():
             console.print("add --yes to remove them")
             return
-        if not Confirm.ask(f"remove {len(runs_without_steps)} of them?", console=console):
+        if not Confirm.ask(f"remove these {len(runs_without_steps)} runs?", console=console):
             return
     for run in runs_without_steps:
         with run.locked():

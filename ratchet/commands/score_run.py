@@ -128,7 +128,7 @@ def _list_attempts(step: int, group: Group) -> list[RecordedAttempt]:
     return [
         RecordedAttempt(step, group, rows)
         for rows in group.attempts
-        if rows[-1].sampled and rows[-1].counts
+        if rows[-1].sampled and rows[-1].is_usable
     ]
 
 

@@ -95,7 +95,7 @@ class ServedModel:
             score_tokens, self.policy.model, tokens, temperature=temperature or 1.0, n_top=n_top
         )
 
-    def deliver(self, answer: AgentAnswer) -> None:
+    def record(self, answer: AgentAnswer) -> None:
         """Do nothing: answers are not kept."""
 
     def _open_session(self, request: SamplingFields, sampling: Sampling) -> AgentSession:

@@ -16,9 +16,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ratchet.config.user_files import FILE_OBJECT
 from ratchet.config.yaml_tree import COMMAND_LINE, Node, ValueOrigin
 from ratchet.utils.object_store import is_address
+from ratchet.utils.user_imports import FILE_OBJECT
 
 IMPORT_DIRS = "import_dirs"
 # The keys whose values, or the values below them, are paths that are read.

@@ -191,10 +191,10 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "prometheus": "ratchet.observe.config:PrometheusConfig",
     },
     "tokenizer": {
-        "auto": "ratchet.data.config:AutoTokenizerConfig",
-        "characters": "ratchet.data.config:CharactersConfig",
-        "bytes": "ratchet.data.config:BytesConfig",
-        "byte_bpe": "ratchet.data.config:ByteBPEConfig",
+        "auto": "ratchet.data.tokenizer_config:AutoTokenizerConfig",
+        "characters": "ratchet.data.tokenizer_config:CharactersConfig",
+        "bytes": "ratchet.data.tokenizer_config:BytesConfig",
+        "byte_bpe": "ratchet.data.tokenizer_config:ByteBPEConfig",
     },
 }
 DEFAULT_KIND: Mapping[str, str] = {

@@ -19,9 +19,9 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ratchet.config.base import Section
 from ratchet.config.registry import BASES, DEFAULT_KIND, KINDS
 from ratchet.config.sections import UNKNOWN
-from ratchet.config.user_files import import_object
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_surrogates
+from ratchet.utils.user_imports import import_object
 
 
 def _check_ignored(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -197,6 +197,11 @@ METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 def _section_from_path(slot: str, kind: str) -> type[Section]:
     target = import_object(kind)
     if _is_section(target):
+        if not target.builds:
+            raise ConfigError(
+                f"'{kind}' is a section that names nothing to build: set builds = "
+                "'my_pkg.module:Class' in it, or name that class"
+            )
         return target
     if not callable(target):
         raise ConfigError(f"'{kind}' is neither a class nor a function")

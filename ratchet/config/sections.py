@@ -1,7 +1,8 @@
 """The base sections of algorithms, environments, learners, generators and weight syncs.
 
-Each states by default what checks, plans and the assembly of a run read from a section of its slot.
-A user's section need not derive from its base: `ratchet.config.resolve` adds what it lacks.
+Each base defines the attributes that the checks, the planner and the assembly of a run read, with
+default values. A user's section need not derive from its base: `ratchet.config.resolve` adds what
+it lacks.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ class AlgorithmSection(Section):
         source: The kind of training data: "rows" (demonstrations), "pairs" (a better and a worse
             answer), "labelled" (answers with a label), "steps" (answers with a label for each step)
             or "rollouts" (attempts that the policy samples).
-        reference_rows: True if each labelled row is compared with the answer to another prompt.
+        uses_mismatched_pairs: True if the loss needs a mismatched pair for each labelled row: its
+            prompt with the answer to another prompt, as for the KL estimate of KTO.
     """
 
     source: ClassVar[Source]
-    reference_rows: ClassVar[bool] = False
+    uses_mismatched_pairs: ClassVar[bool] = False
 
     @property
     def reads_reward(self) -> bool:
@@ -55,7 +57,10 @@ class AlgorithmSection(Section):
 
     @property
     def corrects_rollouts(self) -> bool:
-        """True if there is a rollout correction."""
+        """True if the algorithm corrects for the mismatch of the sampling and the trained policy.
+
+        A rollout correction weights or masks tokens or answers.
+        """
         return False
 
     @property
@@ -74,7 +79,10 @@ class AlgorithmSection(Section):
 
     @property
     def penalty_starts(self) -> Mapping[int, int]:
-        """Return the answer length, in tokens, above which a penalty begins, by shaping index."""
+        """Return the answer length, in tokens, above which each length penalty begins.
+
+        The keys are indices in `algorithm.shaping`.
+        """
         return {}
 
     @property
@@ -96,7 +104,8 @@ class EnvironmentConfig(Section):
     Attributes:
         default_reward: Kind of the reward, unless the recipe names another; "": none.
         data_kinds: The kinds of training data that the environment offers (see `Source`).
-        judges: True if the environment's steps return rewards when there is no default reward.
+        judges: True if the environment's steps return rewards. It is read only if `default_reward`
+            is "".
         needs_media: True if every task has images, audio or videos.
         has_scan: True if a key `scan` makes the environment read all its rows when it is built.
     """
@@ -118,14 +127,14 @@ class LearnerSection(Section):
     Attributes:
         is_distributed: True if the learner trains in processes of its own.
         has_own_adamw: True if the learner has its own AdamW and supports no other optimizer.
-        placeable: True if the learner can be offloaded from its accelerator (colocation).
+        can_offload: True if the learner can be offloaded from its accelerator (colocation).
         supports_cpu_kernels: True if the learner can use Ratchet's CPU kernels.
         supports_pipeline_lora: True if the learner supports `lora` with several pipeline ranks.
     """
 
     is_distributed: ClassVar[bool] = False
     has_own_adamw: ClassVar[bool] = False
-    placeable: ClassVar[bool] = True
+    can_offload: ClassVar[bool] = True
     supports_cpu_kernels: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = False
 
@@ -140,8 +149,8 @@ class LearnerSection(Section):
         return 1
 
     @property
-    def divides_tokens(self) -> bool:
-        """True if tensor-parallel ranks also divide tokens between matrix products."""
+    def uses_sequence_parallelism(self) -> bool:
+        """True if each tensor-parallel rank holds a part of the tokens between matrix products."""
         return False
 
     @property
@@ -173,14 +182,14 @@ class GeneratorSection(Section):
     """The base section of generators.
 
     Attributes:
-        placeable: True if the generator can be offloaded from its accelerator (colocation).
+        can_offload: True if the generator can be offloaded from its accelerator (colocation).
         copies_weights: True if the generator has its own copy of the weights, so that the model
             that it is built with only provides the first ones.
-        reports_kept_mass: True if it reports the probability mass that sampling filters keep.
+        reports_kept_mass: True if it reports the probability mass that top-p, top-k and min-p keep.
         least_temperature: The lowest positive temperature that it accepts.
     """
 
-    placeable: ClassVar[bool] = True
+    can_offload: ClassVar[bool] = True
     copies_weights: ClassVar[bool] = False
     reports_kept_mass: ClassVar[bool] = True
     least_temperature: ClassVar[float] = 0.0
@@ -239,8 +248,10 @@ class WeightSyncSection(Section):
         return False
 
 
-# What sections of a user's own state that do not derive from the base section of their slot, where
-# it differs from the base: the data of an unknown algorithm or environment is not known.
+# The attributes of a user's section that does not derive from a base section, by registry slot.
+# Only values that differ from those of the base are listed: nothing is known of the training data
+# of such an algorithm or environment ("part", "played" and "problems" are slots of environments
+# too), and such an advantage estimator has no exemptions.
 UNKNOWN: Mapping[str, Mapping[str, Any]] = {
     "algorithm": {"source": None},
     **{slot: {"data_kinds": ALL_SOURCES} for slot in ("environment", "part", "played", "problems")},

@@ -24,7 +24,7 @@ def pack(groups: Sequence[Group]) -> Batch:
     Groups without a remaining trajectory are left out. Raises DataError for a trajectory that has
     no tokens, or whose first token is trainable: no token precedes it, so none predicts it.
     """
-    kept_groups = [(group, [t for t in group.trajectories if t.counts]) for group in groups]
+    kept_groups = [(group, [t for t in group.trajectories if t.is_usable]) for group in groups]
     kept_groups = [(group, trajectories) for group, trajectories in kept_groups if trajectories]
     rows = [(g, t) for g, (_, trajectories) in enumerate(kept_groups) for t in trajectories]
     for g, trajectory in rows:

@@ -18,7 +18,7 @@ from ratchet.evals.results import (
 from ratchet.experience.rollout.failures import describe_failures
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import HasFinalAnswers
-from ratchet.rewards.base import find_voter
+from ratchet.rewards.base import find_answer_extractor
 from ratchet.types import Cancelled, Failed, Group, Sampling, Scored, Task, Trajectory, Truncated
 
 log = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ class Evaluator:
     def _evaluate_prompt(
         self, task: Task, greedy_groups: Sequence[Group], sampled_groups: Sequence[Group]
     ) -> PromptResult:
-        voting_reward = find_voter(self.manager.reward, task)
+        answer_extractor = find_answer_extractor(self.manager.reward, task)
 
         def record_attempts(groups: Sequence[Group]) -> tuple[AttemptResult, ...]:
             return tuple(
-                _record_attempt(trajectories, voting_reward, task)
+                _record_attempt(trajectories, answer_extractor, task)
                 for group in groups
                 for trajectories in group.attempts
             )
@@ -86,7 +86,7 @@ class Evaluator:
             task.id,
             task.tag,
             hash_task(task),
-            voting_reward is not None,
+            answer_extractor is not None,
             greedy_attempt,
             record_attempts(sampled_groups),
             shorten_prompt(task),
@@ -94,20 +94,21 @@ class Evaluator:
 
 
 def _record_attempt(
-    trajectories: Sequence[Trajectory], voting_reward: HasFinalAnswers | None, task: Task
+    trajectories: Sequence[Trajectory], answer_extractor: HasFinalAnswers | None, task: Task
 ) -> AttemptResult:
     """Return the record of an attempt.
 
     Args:
         trajectories: The trajectories of the attempt. The last one has the whole conversation.
-        voting_reward: The reward that extracts final answers, if there is one.
+        answer_extractor: The reward that extracts the final answer, which majority voting counts;
+            None if no reward can.
         task: The task of the attempt.
     """
     last_trajectory = trajectories[-1]
     answer = (
         None
-        if voting_reward is None or last_trajectory.reward is None
-        else voting_reward.vote(last_trajectory, task)
+        if answer_extractor is None or last_trajectory.reward is None
+        else answer_extractor.extract_final_answer(last_trajectory, task)
     )
     replies = [message.text for message in last_trajectory.messages if message.role == "assistant"]
     detail = ""

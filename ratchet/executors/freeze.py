@@ -15,7 +15,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import resolve
 from ratchet.config.schema import RunConfig
 from ratchet.data.chat.chat_templates import may_print_date, today
-from ratchet.data.config import AutoTokenizerConfig, TokenizerConfig
+from ratchet.data.tokenizer_config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig, LocalClusterConfig
 from ratchet.executors.threads import choose_threads, find_thread_limit, measure_worker_count

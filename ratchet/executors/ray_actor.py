@@ -39,7 +39,9 @@ class WorkerActor:
     """A worker in a Ray actor: calls run in one thread, and another answers heartbeats."""
 
     def __init__(self) -> None:
-        redirect_output(Path(os.readlink("/proc/self/fd/1")))  # stderr too
+        # Ray has one file for stdout and one for stderr. Write both, and the log, to the first, so
+        # that they are in order.
+        redirect_output(Path(os.readlink("/proc/self/fd/1")))
         end_with_parent()
         self._worker = ComponentHost()
 

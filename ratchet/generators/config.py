@@ -14,7 +14,7 @@ class EngineConfig(GeneratorSection):
     """The embedded engine, which generates in this process from the learner's own weights."""
 
     builds: ClassVar[str] = "ratchet.generators.engine.engine:EmbeddedEngine"
-    placeable: ClassVar[bool] = False  # it holds no copy of the weights to offload
+    can_offload: ClassVar[bool] = False  # it holds no copy of the weights to offload
 
     kind: Literal["engine"] = "engine"
     max_running: int = Field(
@@ -43,13 +43,14 @@ class EngineConfig(GeneratorSection):
     )
     keep_kv: bool = Field(
         False,
-        description="Running requests keep the old weights' keys and values at a commit, instead "
-        "of computing them anew.",
+        description="When new weights arrive, running requests keep the KV cache of the old "
+        "weights, instead of computing it anew.",
     )
     quantise: Literal["nf4", "float8"] | None = Field(
         None,
-        description="Format to which the layers' matrices are quantised when they are received; "
-        "for an engine that holds a copy of the weights (`workers`).",
+        description="Format to which the layers' matrices are quantised when a weight sync "
+        "delivers them; only for engines in worker processes (generator.kind=workers), which have "
+        "a copy of the weights.",
     )
 
     @property
@@ -68,7 +69,7 @@ class HFConfig(GeneratorSection):
     """
 
     builds: ClassVar[str] = "ratchet.generators.hf:HFGenerator"
-    placeable: ClassVar[bool] = False  # it holds no copy of the weights to offload
+    can_offload: ClassVar[bool] = False  # it holds no copy of the weights to offload
 
     kind: Literal["hf"] = "hf"
     max_running: int = Field(
@@ -83,8 +84,8 @@ class HFConfig(GeneratorSection):
     )
     keep_kv: bool = Field(
         False,
-        description="Running requests keep the old weights' keys and values at a commit, instead "
-        "of computing them anew.",
+        description="When new weights arrive, running requests keep the KV cache of the old "
+        "weights, instead of computing it anew.",
     )
 
     @property
@@ -105,7 +106,7 @@ class VLLMConfig(GeneratorSection):
     """
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGenerator"
-    reports_kept_mass: ClassVar[bool] = False  # of the probability that its sampling filters keep
+    reports_kept_mass: ClassVar[bool] = False
     # vLLM replaces lower positive temperatures by this one.
     least_temperature: ClassVar[float] = 0.01
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
@@ -154,8 +155,8 @@ class VLLMConfig(GeneratorSection):
     )
     keep_kv: bool = Field(
         False,
-        description="Running requests keep the old weights' keys and values at a commit, instead "
-        "of computing them anew.",
+        description="When new weights arrive, running requests keep the KV cache of the old "
+        "weights, instead of computing it anew.",
     )
     lora_rank: int = Field(
         0,
@@ -171,8 +172,8 @@ class VLLMConfig(GeneratorSection):
     )
     quantise: Literal["float8"] | None = Field(
         None,
-        description="Format to which vLLM quantises the layers' matrices when they are received; "
-        "for accelerators that multiply matrices in this format.",
+        description="Format to which vLLM quantises the layers' matrices when a weight sync "
+        "delivers them; for accelerators that multiply matrices in this format.",
     )
     handover_dir: str | None = Field(
         None,

@@ -110,7 +110,7 @@ class DistributedConfig(LearnerSection):
         return self.pipeline_parallel
 
     @property
-    def divides_tokens(self) -> bool:
+    def uses_sequence_parallelism(self) -> bool:
         return self.sequence_parallel
 
 
@@ -155,7 +155,7 @@ class MegatronConfig(DistributedConfig):
     division_check: ClassVar[str] = "ratchet.learners.distributed.checks:check_megatron"
     data_parallel_keys: ClassVar[tuple[str, ...]] = ("data_parallel",)
     has_own_adamw: ClassVar[bool] = True
-    placeable: ClassVar[bool] = False
+    can_offload: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = True
 
     kind: Literal["megatron"] = "megatron"

@@ -98,7 +98,9 @@ def _write_model(
     adapter = model.adapter
     if part == "adapter":
         assert adapter is not None, "the model has no adapter"
-        save_adapter(directory, adapter, model.check_adapter(adapter.lora), adapter_weights)
+        save_adapter(
+            directory, adapter, model.resolve_adapter_layers(adapter.lora), adapter_weights
+        )
         return
     model.save(
         directory,

@@ -28,7 +28,7 @@ from ratchet.learners.compute.microbatching import (
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
-from ratchet.learners.optim.step_policy import StepPolicy
+from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.lora.files import check_base, fingerprint_weights, save_adapter, sum_bits
 from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.policy import PolicyModel
@@ -102,10 +102,12 @@ class LocalLearner:
         if optimizer is not None:
             self.optimizer = build(optimizer, forward.parameters(), matrices=model.matrices())
         self._offloader = Offloader([model, head], self.optimizer)
-        self.step_policy = (
+        self.step_rules = (
             None
             if optimizer is None
-            else StepPolicy(optimizer, total_steps=total_steps, max_bad_steps=config.max_bad_steps)
+            else OptimizerStepRules(
+                optimizer, total_steps=total_steps, max_bad_steps=config.max_bad_steps
+            )
         )
 
     # --- scoring
@@ -148,10 +150,10 @@ class LocalLearner:
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         """Take one optimizer step on a mini-batch."""
         optimizer = self.optimizer
-        step_policy = self.step_policy
+        step_rules = self.step_rules
         assert optimizer is not None, "a frozen role can't be updated"
-        assert step_policy is not None
-        metrics = step_policy.begin()
+        assert step_rules is not None
+        metrics = step_rules.begin()
         rows = select_weighted_rows(mini, terms)
         if not rows:
             return {**metrics, "skipped_empty": 1.0}
@@ -160,10 +162,10 @@ class LocalLearner:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         metrics |= {name: float(value) for name, value in sums.items()} | {"grad_norm": float(norm)}
         try:
-            if not step_policy.is_finite_step(metrics["grad_norm"], metrics["loss"]):
+            if not step_rules.is_finite_step(metrics["grad_norm"], metrics["loss"]):
                 return {**metrics, "skipped_nonfinite": 1.0}
-            if step_policy.config.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(parameters, step_policy.config.max_grad_norm, norm)
+            if step_rules.config.max_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(parameters, step_rules.config.max_grad_norm, norm)
             optimizer.step(metrics["lr"])
         finally:
             optimizer.zero_grad()
@@ -191,7 +193,7 @@ class LocalLearner:
         reproducible.
         """
         sums: dict[str, Tensor] = {}
-        step = 0 if self.step_policy is None else self.step_policy.steps_taken
+        step = 0 if self.step_rules is None else self.step_rules.steps_taken
         plan = self._plan_micros(mini)
 
         def learn(forward: Forward, number: int) -> Mapping[str, Tensor]:
@@ -277,17 +279,17 @@ class LocalLearner:
 
     def save(self, directory: Path) -> None:
         state: dict[str, object] = {"steps_taken": 0, "bad_steps": 0}
-        if self.step_policy is not None:
+        if self.step_rules is not None:
             state = {
-                "steps_taken": self.step_policy.steps_taken,
-                "bad_steps": self.step_policy.bad_steps,
+                "steps_taken": self.step_rules.steps_taken,
+                "bad_steps": self.step_rules.bad_steps,
             }
         state["parameters"] = {
             name: parameter.detach() for name, parameter in self.forwards[0].parameters()
         }
         if self.optimizer is not None:
             # Save in the order of the parameters, so that equal states give equal files. The
-            # optimizer's own order is that of first gradients.
+            # optimizer's state is ordered by when each parameter first had a gradient.
             moments = self.optimizer.state
             state["optimizer"] = {
                 name: moments[name]
@@ -320,7 +322,7 @@ class LocalLearner:
         ):
             if part == "adapter":
                 assert self.model.adapter is not None, "the model has no adapter"
-                names = self.model.check_adapter(self.model.adapter.lora)
+                names = self.model.resolve_adapter_layers(self.model.adapter.lora)
                 save_adapter(
                     directory, self.model.adapter, names, dict(self.model.adapter_weights())
                 )
@@ -333,9 +335,9 @@ class LocalLearner:
         state = load_state(directory)
         if self.model.frozen_names():
             check_base(directory, state.get("base"), self._base_fingerprint)
-        if self.step_policy is not None:
-            self.step_policy.steps_taken = state["steps_taken"]
-            self.step_policy.bad_steps = state["bad_steps"]
+        if self.step_rules is not None:
+            self.step_rules.steps_taken = state["steps_taken"]
+            self.step_rules.bad_steps = state["bad_steps"]
         with torch.no_grad():
             for name, parameter in self.forwards[0].parameters():
                 parameter.copy_(state["parameters"][name])

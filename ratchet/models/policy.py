@@ -152,7 +152,7 @@ class PolicyModel(nn.Module, ABC):
     # --- an adapter
 
     @abstractmethod
-    def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
+    def resolve_adapter_layers(self, lora: LoRAConfig) -> tuple[str, ...]:
         """Return the names of the linear maps that an adapter with these settings would adapt.
 
         Raises ConfigError if the model lacks a linear map that `lora` names.
@@ -320,7 +320,7 @@ class DecoderPolicy(PolicyModel):
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
         return canonical_weights(self.decoder)
 
-    def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
+    def resolve_adapter_layers(self, lora: LoRAConfig) -> tuple[str, ...]:
         return resolve_decoder_targets(self.shape, lora)
 
     def attach(self, adapter: Adapter) -> None:

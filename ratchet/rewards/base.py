@@ -41,7 +41,7 @@ class PerTrajectory(ABC):
     name: str  # a verdict that is a single number is logged under this name
     # A verdict outside these bounds is a bug of the reward: the attempt fails. None: no bounds.
     bounds: tuple[float, float] | None = None
-    together = False  # see `Reward`
+    compares_attempts = False  # each attempt is judged by its own call, as soon as it ends
 
     @property
     def label(self) -> str:
@@ -63,7 +63,8 @@ class PerTrajectory(ABC):
         Failed("reward") if judging raised, or returned no finite number or one out of bounds. A
         trajectory that had failed or was cancelled keeps its outcome.
         """
-        if len(trajectories) == 1:  # the usual case needs no asyncio task
+        # `compares_attempts` is False, so most calls have one trajectory. It needs no asyncio task.
+        if len(trajectories) == 1:
             return [await self._judge_one(trajectories[0], task)]
         return await asyncio.gather(
             *(self._judge_one(trajectory, task) for trajectory in trajectories)
@@ -154,9 +155,12 @@ class FinalAnswer(AnswerReward):
 
     @abstractmethod
     def answer(self, text: str) -> str | None:
-        """Return the answer, spelled alike for equal meanings; None if the text has no answer."""
+        """Return the answer in a canonical form, so that equivalent answers are equal texts.
 
-    def vote(self, trajectory: Trajectory, task: Task) -> str | None:
+        None if the text has no answer.
+        """
+
+    def extract_final_answer(self, trajectory: Trajectory, task: Task) -> str | None:
         return (
             None
             if isinstance(trajectory.outcome, Truncated)
@@ -164,14 +168,14 @@ class FinalAnswer(AnswerReward):
         )
 
 
-def find_voter(reward: Reward | None, task: Task) -> HasFinalAnswers | None:
+def find_answer_extractor(reward: Reward | None, task: Task) -> HasFinalAnswers | None:
     """Return the reward that extracts final answers for this task: `reward` or a part of it.
 
     None if there is none.
     """
     if isinstance(reward, HasFinalAnswers):
         return reward
-    find_delegate = getattr(reward, "voter", None)
+    find_delegate = getattr(reward, "find_answer_extractor", None)
     return None if find_delegate is None else find_delegate(task)
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, get_reward_name
 from ratchet.protocols import HasFinalAnswers
-from ratchet.rewards.base import find_voter
+from ratchet.rewards.base import find_answer_extractor
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 
@@ -56,11 +56,11 @@ class ByTag:
         }
 
     @property
-    def together(self) -> bool:
-        return any(reward.together for reward in self._domains.values())
+    def compares_attempts(self) -> bool:
+        return any(reward.compares_attempts for reward in self._domains.values())
 
-    def voter(self, task: Task) -> HasFinalAnswers | None:
-        return find_voter(self._domains.get(task.tag, self._domains.get(ANY_TAG)), task)
+    def find_answer_extractor(self, task: Task) -> HasFinalAnswers | None:
+        return find_answer_extractor(self._domains.get(task.tag, self._domains.get(ANY_TAG)), task)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return the outcomes by the rewards of the task's tag, or of "*" if the tag is not listed.
@@ -90,7 +90,7 @@ class TurnRewardsOnly:
     It fails a finished attempt without turn rewards.
     """
 
-    together = False
+    compares_attempts = False
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         return [_keep_turn_rewards(trajectory, task) for trajectory in trajectories]

@@ -11,7 +11,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import build, get_reward_name
 from ratchet.errors import ConfigError
 from ratchet.protocols import HasFinalAnswers, Reward
-from ratchet.rewards.base import as_reward, find_voter
+from ratchet.rewards.base import as_reward, find_answer_extractor
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 from ratchet.utils.user_code import run_guarded
 
@@ -37,13 +37,18 @@ class WeightedSum:
         self.rewards, self.weights = dict(rewards), dict(weights)
 
     @property
-    def together(self) -> bool:
-        return any(getattr(reward, "together", True) for reward in self.rewards.values())
+    def compares_attempts(self) -> bool:
+        return any(getattr(reward, "compares_attempts", True) for reward in self.rewards.values())
 
-    def voter(self, task: Task) -> HasFinalAnswers | None:
+    def find_answer_extractor(self, task: Task) -> HasFinalAnswers | None:
         """Return the first reward that extracts final answers for this task, if any."""
         return next(
-            (voter for reward in self.rewards.values() if (voter := find_voter(reward, task))), None
+            (
+                extractor
+                for reward in self.rewards.values()
+                if (extractor := find_answer_extractor(reward, task))
+            ),
+            None,
         )
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:

@@ -116,7 +116,7 @@ def load_changed_config(path: Path, overrides: Sequence[str], *, run: str | Path
         reason = _find_reason(Change(tuple(key.split(".")), None, None))
         if reason is None or reason is RULES[-1][1]:
             continue
-        # The value of a key that can't change is not explained, even if it is wrong.
+        # The error for a key that can't change does not say if its new value is also invalid.
         if _may_resume_with(path, full_overrides[-1], current):
             continue
         problems.append(f"{key} can't change: {reason}")
@@ -200,10 +200,9 @@ def check_changes(
 def _find_reason(change: Change) -> str | None:
     """Return why a key can't change, or None if it can."""
     key = ".".join(change.path[2:]) if change.stage is not None else change.key
-    # A section that changes as a whole has another kind.
+    # A section may change as a whole, for example to another kind. Its name followed by ".kind"
+    # matches the rules on its keys, such as "model.*".
     keys = [key, f"{key}.kind"]
-    if key == "learner" or key == "optimizer":
-        keys = keys[1:]
     return next(
         (reason for pattern, reason in RULES if any(fnmatchcase(name, pattern) for name in keys)),
         None,

@@ -254,7 +254,7 @@ class DockerSandbox:
             seconds = time.monotonic() - start
             if reason is not None:
                 self._kill_programs(container, exec_id)
-                return Result(None, None, *outputs.texts_without_end(), seconds, reason)
+                return Result(None, None, *outputs.get_truncated_texts(), seconds, reason)
         finally:
             stream.close()
         code = self._wait_for_exit_code(exec_id)
@@ -266,7 +266,7 @@ class DockerSandbox:
                 "end"
             )
         if code <= 128:
-            return Result(code, None, *outputs.texts_without_end(), seconds, Reason.EXIT)
+            return Result(code, None, *outputs.get_truncated_texts(), seconds, Reason.EXIT)
         out_of_memory = code == 137 and engine.json("GET", f"/containers/{container}/json")[
             "State"
         ].get("OOMKilled")
@@ -274,7 +274,7 @@ class DockerSandbox:
         return Result(
             None,
             code - 128 if reason is Reason.SIGNAL else None,
-            *outputs.texts_without_end(),
+            *outputs.get_truncated_texts(),
             seconds,
             reason,
         )

@@ -32,7 +32,9 @@ CHUNK_BYTES = 1 << 16
 # The stream (1: stdout, 2: stderr), and the length of the data that follows.
 FRAME_HEADER = struct.Struct(">B3xI")
 MAX_ANSWER_BYTES = 4 << 20
-SESSION_FILE_MODE = 0o777  # all processes of a container run as one user
+# Files put into a container belong to root. Its processes run as another user, which must be able
+# to change them.
+PUT_FILE_MODE = 0o777
 
 
 class EngineUnavailable(SandboxError):
@@ -177,7 +179,7 @@ class DockerEngine:
         with tarfile.open(fileobj=tar_file, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name, data in _list_entries(files):
                 entry = tarfile.TarInfo(name)
-                entry.mode, entry.mtime = SESSION_FILE_MODE, int(time.time())
+                entry.mode, entry.mtime = PUT_FILE_MODE, int(time.time())
                 if data is None:
                     entry.type = tarfile.DIRTYPE
                 else:
@@ -303,7 +305,7 @@ def _closing(response: httpx2.Response) -> Iterator[None]:
 def _list_entries(files: Mapping[str, bytes]) -> Sequence[tuple[str, bytes | None]]:
     """Return all directories, then the files.
 
-    The engine would create missing directories itself, but for root alone.
+    The engine would create missing directories itself, but only root could write to them.
     """
     folders = {str(folder) for name in files for folder in Path(name).parents} - {"."}
     return [*((folder, None) for folder in sorted(folders)), *files.items()]

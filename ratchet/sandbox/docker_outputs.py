@@ -35,16 +35,17 @@ class CommandOutputs:
                     break
         except TimeoutError:
             return Reason.WALL
-        is_over_limit = any(len(text) > self._max_bytes for text in self._without_end())
+        is_over_limit = any(len(text) > self._max_bytes for text in self._remove_end_markers())
         return Reason.OUTPUT if is_over_limit else None
 
     @property
     def is_complete(self) -> bool:
         return all(text.endswith(self._end_marker) for text in self.texts.values())
 
-    def texts_without_end(self) -> tuple[bytes, bytes]:
-        first, second = (text[: self._max_bytes] for text in self._without_end())
+    def get_truncated_texts(self) -> tuple[bytes, bytes]:
+        """Return stdout and stderr without their end markers, each cut to `max_bytes`."""
+        first, second = (text[: self._max_bytes] for text in self._remove_end_markers())
         return first, second
 
-    def _without_end(self) -> list[bytes]:
+    def _remove_end_markers(self) -> list[bytes]:
         return [bytes(text).removesuffix(self._end_marker) for text in self.texts.values()]

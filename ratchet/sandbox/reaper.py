@@ -1,4 +1,7 @@
-"""Label containers with their owner process, and remove those of dead owners."""
+"""Identify the owner process of a container, and remove the containers of dead owners.
+
+The owner is the value of a container's label `OWNER_LABEL`.
+"""
 
 from __future__ import annotations
 

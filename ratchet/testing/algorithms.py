@@ -202,7 +202,7 @@ def _check_order(case: Case) -> None:
     rng = np.random.default_rng(case.draw.seed)
     algorithm = case.algorithm
     groups = case.draw.groups(algorithm)
-    rows = [row for group in groups for row in group.trajectories if row.counts]
+    rows = [row for group in groups for row in group.trajectories if row.is_usable]
     shuffled = [groups[i] for i in rng.permutation(len(groups))]
     if algorithm.source != "pairs":
         shuffled = [
@@ -214,7 +214,7 @@ def _check_order(case: Case) -> None:
             )
             for group in shuffled
         ]
-    shuffled_rows = [id(row) for group in shuffled for row in group.trajectories if row.counts]
+    shuffled_rows = [id(row) for group in shuffled for row in group.trajectories if row.is_usable]
     update, other = Update.from_groups(algorithm, groups), Update.from_groups(algorithm, shuffled)
     positions = [shuffled_rows.index(id(row)) for row in rows]
     for role in algorithm.losses:

@@ -118,8 +118,8 @@ def find_algorithm(path: str, overrides: Sequence[str] = ()) -> Algorithm:
     if isinstance(target, Algorithm):
         if overrides:
             raise ConfigError(
-                f"'{path}' is an Algorithm, complete as it stands: override keys of a section or a "
-                "function"
+                f"'{path}' is an Algorithm object, which takes no overrides: remove them, or name "
+                "the section or function that builds it"
             )
         return target
     if not callable(target):

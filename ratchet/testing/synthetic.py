@@ -305,7 +305,7 @@ def _make_labelled(
     rows = [_make_supervised_row(rng, algorithm, Scored(float(rng.choice(REWARDS))))]
     return (
         [*rows, _make_supervised_row(rng, algorithm, attempt=1, use="reference")]
-        if algorithm.reference_rows
+        if algorithm.uses_mismatched_pairs
         else rows
     )
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.tokenizer import Tokenizer
-from ratchet.data.config import PRINTABLE
+from ratchet.data.tokenizer_config import PRINTABLE
 
 Family = Literal["qwen2_5_vl", "qwen3_vl"]
 SPECIAL_TOKENS = (

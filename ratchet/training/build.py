@@ -285,7 +285,7 @@ def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, f
         return {}
     weights = dict(model.canonical_weights())
     trainable = count_adapter_parameters(
-        weights, model.check_adapter(adapter.lora), adapter.lora.rank
+        weights, model.resolve_adapter_layers(adapter.lora), adapter.lora.rank
     )
     return {
         "trainable_parameters": trainable,

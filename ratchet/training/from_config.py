@@ -19,8 +19,8 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.template_defaults import remove_defaults
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
-from ratchet.data.config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.data.processor import Processor, load_processor
+from ratchet.data.tokenizer_config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig
 from ratchet.executors.freeze import use_kernels
@@ -182,7 +182,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
             )
         if stage.lora is not None:
             require_peft()
-            policy.model.check_adapter(stage.lora)
+            policy.model.resolve_adapter_layers(stage.lora)
             if isinstance(stage.learner, DTensorConfig) and not isinstance(
                 policy.model, DecoderPolicy
             ):

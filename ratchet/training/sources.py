@@ -72,7 +72,7 @@ def _make_labelled(
         _make_stream(setup, spec),
         spec.name,
         _make_text_renderer(policy, algorithm),
-        reference_rows=algorithm.reference_rows,
+        uses_mismatched_pairs=algorithm.uses_mismatched_pairs,
     )
 
 

@@ -83,9 +83,10 @@ class Body:
         if self.size > limits.body_bytes:
             reason = f"the body has more than {limits.body_bytes} bytes"
             raise BodyRefused(413, reason, "body_too_large")
-        if bytes_by_key[self.key] > limits.key_bytes:
-            reason = f"unanswered requests with this key hold more than {limits.key_bytes} bytes"
+        if bytes_by_key[self.key] > limits.bodies_bytes_per_key:
+            limit = limits.bodies_bytes_per_key
+            reason = f"unanswered requests with this key hold more than {limit} bytes"
             raise BodyRefused(429, f"{reason}: ask again later", "busy")
-        if bytes_by_key.total() > limits.bodies_bytes:
-            reason = f"unanswered requests hold more than {limits.bodies_bytes} bytes"
+        if bytes_by_key.total() > limits.total_body_bytes:
+            reason = f"unanswered requests hold more than {limits.total_body_bytes} bytes"
             raise BodyRefused(503, f"{reason}: ask again later", "busy")

@@ -40,9 +40,9 @@ class ServerLimits:
     body_bytes: int = 2**23
     # Total size of the bodies of all unanswered requests (on average half a MiB for each of 512
     # connections).
-    bodies_bytes: int = 2**28
+    total_body_bytes: int = 2**28
     # Size of the bodies of unanswered requests with the same key (Authorization).
-    key_bytes: int = 2**28
+    bodies_bytes_per_key: int = 2**28
     # Time for responses that are being sent when the server stops.
     grace_s: float = 5.0
 
@@ -103,8 +103,8 @@ class Connections:
 class StrictConnection(h11.Connection):
     """An h11 connection that refuses requests of ambiguous length (RFC 9112, 6.1).
 
-    This prevents request smuggling: otherwise a proxy may compute another end of the body, and
-    forward as body bytes that this server would parse as the next request.
+    This prevents request smuggling: otherwise a proxy and this server may disagree on where the
+    body ends, and this server would parse the rest of the body as another request.
     """
 
     def next_event(self) -> Any:

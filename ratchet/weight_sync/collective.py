@@ -100,7 +100,7 @@ class CollectiveTransport(WeightTransport):
         try:
             for part in outgoing:
                 tensor = part.tensor.to(self.device, part.dtype).contiguous()
-                parts.append(part.to_part(stream.sent_bytes, checksum(tensor)))
+                parts.append(part.as_sent(stream.sent_bytes, checksum(tensor)))
                 stream.send(as_bytes(tensor))
             if stream.sent_bytes != self.sizes[rank]:
                 raise WeightSyncError(

@@ -67,7 +67,7 @@ class CudaIpcTransport(WeightTransport):
         for part in outgoing:
             target_n = buffer_n[position : position + part.n_bytes]
             parts.append(
-                part.to_part(position, copy_with_checksum(target_n, part.tensor, part.dtype))
+                part.as_sent(position, copy_with_checksum(target_n, part.tensor, part.dtype))
             )
             position += align_bytes(part.n_bytes)
         # Wait for the copies, since receivers read on other streams.

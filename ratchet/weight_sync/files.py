@@ -53,7 +53,7 @@ class FilesTransport(WeightTransport):
         for part in outgoing:
             converted = torch.empty(part.tensor.numel(), dtype=part.dtype)
             parts.append(
-                part.to_part(
+                part.as_sent(
                     offset, copy_with_checksum(as_bytes(converted), part.tensor, part.dtype)
                 )
             )

@@ -104,7 +104,7 @@ class SharedMemoryTransport(WeightTransport):
                 )
             target_n = bytes_n[position : position + part.n_bytes]
             parts.append(
-                part.to_part(position, copy_with_checksum(target_n, part.tensor, part.dtype))
+                part.as_sent(position, copy_with_checksum(target_n, part.tensor, part.dtype))
             )
             next_position[part.block] = position + align_bytes(part.n_bytes)
         return parts

@@ -68,7 +68,8 @@ class OutgoingPart:
         kind: "whole" is the whole block. A change is sent as two parts: "at", the changed positions
             in the flattened block, and "to", their new values.
         dtype: The dtype to which the tensor is converted for sending.
-        block_checksum: Checksum of the whole block after a change, on its "to" part.
+        block_checksum: Only on the "to" part of a change: the checksum of the whole block once the
+            change is applied. "" on other parts.
     """
 
     block: int
@@ -81,7 +82,7 @@ class OutgoingPart:
     def n_bytes(self) -> int:
         return self.tensor.numel() * self.dtype.itemsize
 
-    def to_part(self, start: int, checksum: str) -> SentPart:
+    def as_sent(self, start: int, checksum: str) -> SentPart:
         """Return the `SentPart` of this part, which begins at byte `start`."""
         return SentPart(
             self.block,

@@ -27,7 +27,7 @@ def files(tmp_path):
     save_adapter(
         tmp_path / "adapter",
         policy.adapter,
-        policy.check_adapter(policy.adapter.lora),
+        policy.resolve_adapter_layers(policy.adapter.lora),
         dict(policy.adapter_weights()),
     )
     return tmp_path

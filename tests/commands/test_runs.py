@@ -81,7 +81,9 @@ def test_metrics_that_are_no_numbers_are_left_out(place: Path, tmp_path: Path) -
     assert (odd.accuracy, odd.seconds) == (whole.accuracy, whole.seconds)
     assert "9 of 4" in said("list", str(tmp_path / "a"))
     (tmp_path / "a" / "metrics.jsonl").write_text("")
-    assert "no step has numbers of both" in said("compare", str(place / "a"), str(tmp_path / "a"))
+    assert "the two runs have no step in common" in said(
+        "compare", str(place / "a"), str(tmp_path / "a")
+    )
 
 
 def test_a_run_under_way_says_so(place: Path) -> None:

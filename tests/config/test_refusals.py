@@ -350,7 +350,7 @@ CLASHES = [
     ),
     (
         {"eval_rewards": "[{kind: countdown}]", "evaluation": "{tasks: 0}"},
-        "eval_rewards judge in evaluation, and evaluation.tasks=0 evaluates nothing: remove eval_rewards, or evaluation.tasks",
+        "eval_rewards judge in evaluation, and evaluation.tasks=0 evaluates nothing: remove eval_rewards, or set evaluation.tasks above 0",
     ),
     (
         {"rewards": "[{kind: countdown}, {kind: countdown}]"},

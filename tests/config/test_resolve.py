@@ -136,6 +136,7 @@ def test_a_plain_function_is_a_reward_with_its_options_bound():
             "parameter 'weight' of 'maze_for_test:Reserved' is a key that every section has",
         ),
         ("environment", "maze_for_test:Foreign", "must derive from ratchet.config.base.Section"),
+        ("environment", "maze_for_test:MazeConfig", "a section that names nothing to build"),
         ("environment", "maze_for_test:CONSTANT", "neither a class nor a function"),
         ("environment", "maze_for_test:Maz", "did you mean 'maze_for_test:Maze'"),
         ("environment", "absent_for_test:Maze", "can't be imported"),
@@ -192,7 +193,7 @@ MODULES = {
     "optimizer": ["config.schema", "learners.optim.config"],
     "learner": ["learners.config"],
     "generator": ["generators.config", "generators.workers.config"],
-    "tokenizer": ["data.config"],
+    "tokenizer": ["data.tokenizer_config"],
 }
 BASES = {"environment": EnvironmentConfig, "tool": ToolConfig}
 # bases of kinds, and lone parts

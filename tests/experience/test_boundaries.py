@@ -304,8 +304,9 @@ def test_data_that_can_not_be_rendered_are_not_tried_again():
 class Grader:
     """Breaks when it is asked the first `times`."""
 
-    def __init__(self, breaks, times, *, together):
-        self.breaks, self.left, self.together, self.asked = breaks, times, together, []
+    def __init__(self, breaks, times, *, compares_attempts):
+        self.breaks, self.left, self.asked = breaks, times, []
+        self.compares_attempts = compares_attempts
 
     async def score(self, trajectories, task):
         self.asked.append(len(trajectories))
@@ -333,7 +334,7 @@ async def no_part():
 @pytest.mark.fault("R4")
 def test_whatever_a_reward_does_costs_the_attempt_it_was_asked_about(breaks):
     timeout_s = 0.02 if breaks is hangs else None
-    grader = Grader(breaks, 1, together=False)
+    grader = Grader(breaks, 1, compares_attempts=False)
     found = outcomes(manage(reward=grader, timeout_s=timeout_s))
     assert grader.asked == [1, 1, 1]
     assert sorted(type(o).__name__ for o in found) == ["Failed", "Scored", "Scored"]
@@ -341,7 +342,11 @@ def test_whatever_a_reward_does_costs_the_attempt_it_was_asked_about(breaks):
         "timeout" if breaks is hangs else "reward"
     }
     assert (
-        outcomes(manage(reward=Grader(breaks, 2, together=False), timeout_s=timeout_s, retries=2))
+        outcomes(
+            manage(
+                reward=Grader(breaks, 2, compares_attempts=False), timeout_s=timeout_s, retries=2
+            )
+        )
         == [Scored(1.0)] * 3
     )
 

@@ -151,7 +151,7 @@ def test_given_rows_carry_their_pictures(kind, rows, media):
     source = {
         "rows": lambda: SupervisedSource(stream, "r", writer, train="all"),
         "pairs": lambda: PairSource(stream, "r", writer),
-        "labelled": lambda: LabelledSource(stream, "r", writer, reference_rows=False),
+        "labelled": lambda: LabelledSource(stream, "r", writer, uses_mismatched_pairs=False),
         "steps": lambda: SteppedSource(stream, "r", writer),
     }[kind]()
     jobs = [(f"g{i}", task) for i, task in enumerate(islice(Given().tasks("train", seed=0), 2))]

@@ -48,7 +48,7 @@ class Worker(FakeEnvironment):
 
 
 class Grader:
-    together = False
+    compares_attempts = False
 
     def __init__(self, deaths):
         self.deaths = [deaths]
@@ -77,7 +77,7 @@ def test_a_killed_worker_costs_its_attempt_which_no_statistic_sees(where):
     assert [row.outcome.kind for row in failed] == [where]
     assert "Traceback" in failed[0].outcome.detail
     assert "ConnectionError: the worker died with status -9" in failed[0].outcome.detail
-    assert [row.reward for row in found.trajectories if row.counts] == [1.0] * 3
+    assert [row.reward for row in found.trajectories if row.is_usable] == [1.0] * 3
     batch = pack([found])
     assert (batch.n_sequences, batch.rewards_S.tolist()) == (3, [1.0] * 3), (
         "it neither trains nor is in the baseline"

@@ -331,4 +331,4 @@ def test_an_attempt_that_cannot_be_computed_fails_without_reward(untied):
     assert broken.outcome.kind == "data"
     assert "aren't finite from its new token 0 on" in broken.outcome.detail
     assert broken.reward is None
-    assert not broken.counts
+    assert not broken.is_usable

@@ -399,7 +399,7 @@ def write_adapter(model, directory):
     save_adapter(
         directory,
         model.adapter,
-        model.check_adapter(model.adapter.lora),
+        model.resolve_adapter_layers(model.adapter.lora),
         dict(model.adapter_weights()),
     )
 

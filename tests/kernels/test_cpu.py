@@ -298,7 +298,7 @@ def test_positions_that_the_kernel_cant_read_are_left_to_pytorch():
     q, k, v = normal(2, 4, 16), normal(2, 2, 16, seed=1), normal(2, 2, 16, seed=2)
 
     def attended(positions, longest=6):
-        cache = KVCache(SHAPE, max_rows=2, dtype=torch.float32, device=torch.device("cpu"))
+        cache = KVCache(SHAPE, max_rounded_slots=2, dtype=torch.float32, device=torch.device("cpu"))
         cache.reserve(2, 32)
         return DecodeAttention(cache, positions, longest)(0, q, k, v)
 

@@ -125,7 +125,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(dropout, t
 
 def test_a_checkpoint_of_another_base_is_refused(tmp_path):
     learner().save(tmp_path)
-    with pytest.raises(CheckpointError, match="other frozen weights"):
+    with pytest.raises(CheckpointError, match="another base model"):
         learner(policy(Adapter(LORA), seed=1)).load(tmp_path)
 
 

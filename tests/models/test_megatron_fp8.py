@@ -25,7 +25,9 @@ def test_a_device_that_does_not_multiply_so_is_refused():
 
 def test_a_shape_that_it_cannot_multiply_is_refused():
     Fp8Format("hybrid", "delayed").check_shape(SHAPE, 2)
-    with pytest.raises(ModelError, match=r"heads is 64 on a rank: lower learner\.tensor_parallel"):
+    with pytest.raises(
+        ModelError, match=r"QKV projection is 64 on a rank: lower learner\.tensor_parallel"
+    ):
         Fp8Format("e4m3", "blockwise").check_shape(DecoderConfig(23, 128, 2, 4, 2, 16, 256), 2)
 
 

@@ -376,4 +376,4 @@ def test_output_above_the_limit_without_its_end_is_told(size, reason):
     stream = SimpleNamespace(iter_frames=lambda deadline: iter([(1, b"x" * size)]))
     outputs = CommandOutputs(10, "END")
     assert outputs.read_to_end(stream, deadline=0.0) is reason
-    assert outputs.texts_without_end() == (b"x" * 10, b"")
+    assert outputs.get_truncated_texts() == (b"x" * 10, b"")

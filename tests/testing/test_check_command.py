@@ -80,7 +80,11 @@ def test_an_algorithm_a_section_and_a_function_are_all_found():
             "is an int: name an Algorithm, a section, or a function",
         ),
         ("algorithms_for_test:other", [], "makes a list, not an Algorithm"),
-        ("algorithms_for_test:MINE", ["coef=1"], "is an Algorithm, complete as it stands"),
+        (
+            "algorithms_for_test:MINE",
+            ["coef=1"],
+            "is an Algorithm object, which takes no overrides",
+        ),
         ("algorithms_for_test:make", [], "coef"),
         ("algorithms_for_test:make", ["coef"], "override 'coef' is not of the form key=value"),
         (

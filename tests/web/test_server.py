@@ -309,7 +309,7 @@ def post(size: int, *, path: str = "/", authorization: str = "Bearer a") -> byte
 def test_bodies_count_until_their_requests_are_answered() -> None:
     async def scene() -> list[bytes]:
         app = Reading()
-        limits = replace(LONG, body_bytes=10, key_bytes=14, bodies_bytes=25)
+        limits = replace(LONG, body_bytes=10, bodies_bytes_per_key=14, total_body_bytes=25)
         guard = Guard(app, limits=limits)
         async with serving(guard, limits) as server:
             held = [

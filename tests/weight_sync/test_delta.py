@@ -100,7 +100,7 @@ def deliver(received, shards, session, base, version, *, sent=None):
 def outgoing(shards, session, base, version):
     parts, numbers = [], {}
     for item in iterate_changes(iter(shards), None, session=session, base=base, version=version):
-        parts.append(item.to_part(len(parts), checksum(item.tensor.contiguous())))
+        parts.append(item.as_sent(len(parts), checksum(item.tensor.contiguous())))
         numbers[parts[-1]] = item.tensor.reshape(-1).clone()
     return parts, numbers
 

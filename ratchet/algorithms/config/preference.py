@@ -122,7 +122,7 @@ class KTOConfig(AlgorithmConfig):
     source: ClassVar[Source] = "labelled"
     # Each row gets a second one: its prompt with the answer to another prompt, for the reference
     # point.
-    reference_rows: ClassVar[bool] = True
+    uses_mismatched_pairs: ClassVar[bool] = True
 
     beta: Beta = 0.1
     desirable: float = Field(default=1.0, gt=0, description="Weight of good answers.")

@@ -65,7 +65,8 @@ class StoredModel:
     def logits_form(self) -> str:
         """Return the form whose implementation computes the logits.
 
-        With an adapter it is "hf": Megatron reads the files itself, and they lack the adapter.
+        With an adapter it is "hf": Megatron's implementation loads the weights from the files
+        itself, which lack the adapter.
         """
         return self.form if self.adapter is None else "hf"
 
@@ -86,7 +87,10 @@ class OutputFile:
         return self.path.parent / STATE_DIR / f"{self.path.name}.json"
 
     def records(self) -> list[Record] | None:
-        """Return the records of the written file; None if it is missing or incomplete."""
+        """Return the descriptions of the tensors in the written file (see `Record`).
+
+        None if the file is missing or incomplete.
+        """
         try:
             marker = safe_read.read_json(self.marker)
             return marker["records"] if self.path.stat().st_size == marker["size"] else None

@@ -20,7 +20,7 @@ from ratchet.commands.migrate.table import (
     covered,
     dropped,
     flag,
-    inert,
+    no_effect,
     number,
     only_if,
     real,
@@ -137,13 +137,15 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
             f"{model}.ulysses_size",
         ),
         *dropped("is a switch of the peer's engine that learners lack", f"{role}.strategy_args.*"),
-        *inert(
+        *no_effect(
             shared.MICRO_BATCHES,
             f"{role}.infer_batch_size",
             f"{role}.use_dynamic_batching_*",
             f"{role}.max_tokens_per_microbatch_*",
         ),
-        *inert(shared.PACKING, f"{role}.use_sequence_packing", f"{role}.sequence_packing_args.*"),
+        *no_effect(
+            shared.PACKING, f"{role}.use_sequence_packing", f"{role}.sequence_packing_args.*"
+        ),
         *dropped(shared.PRECISION, f"{model}.dtype"),
         *dropped(shared.NUMERICS, f"{model}.*", f"{args}.*", f"{role}.*"),
         *dropped(shared.DATA_LOADER, f"{role}.data_args.*"),
@@ -190,7 +192,7 @@ COMMON = (
         "rollout_dump_dir",
         "*_dir",
     ),
-    *inert("every step is logged", "logging_steps"),
+    *no_effect("every step is logged", "logging_steps"),
     *dropped("`ratchet train --resume RUN` continues a run", "resume_from_checkpoint"),
     *dropped(
         "the model's own chat template is used, unless tokenizer.template is set",
@@ -364,7 +366,7 @@ RLVR = (
         "docs/rewards.md lists the keys of each reward; rewards run without accelerators",
         "rewards.*",
     ),
-    *inert(shared.KV_CACHE, "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
+    *no_effect(shared.KV_CACHE, "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
     *covered(
         "actor_infer.strategy_args.strategy_name",
         "actor_infer.device_mapping",
@@ -379,10 +381,8 @@ RLVR = (
         "reward.*",
     ),
     *dropped(
-        (
-            "algorithm.equal_rewards=drop leaves out groups of equal rewards, and "
-            "rollouts.dynamic_sampling replaces them; difficulty has no weight"
-        ),
+        "algorithm.equal_rewards=drop leaves out groups of equal rewards, and "
+        "rollouts.dynamic_sampling replaces them; difficulty has no weight",
         "difficulty_*",
         "length_loss_weight",
     ),

@@ -258,10 +258,13 @@ def covered(key: str, *keys: str) -> Iterator[KeyRow]:
 
 
 def dropped(reason: str, *keys: str) -> Iterator[KeyRow]:
-    """Yield rows of keys that have no counterpart for the same reason."""
+    """Yield rows of keys that have no counterpart, for the same reason.
+
+    A run in Ratchet may give other results without them. See `no_effect` for other keys.
+    """
     return (KeyRow(key, note=reason) for key in keys)
 
 
-def inert(reason: str, *keys: str) -> Iterator[KeyRow]:
+def no_effect(reason: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of keys that need no counterpart, because they change no training result."""
     return (KeyRow(key, note=reason, inert=True) for key in keys)

@@ -1,7 +1,8 @@
 """The key rows that all of TRL's trainers share: those of TrainingArguments and ModelConfig.
 
-A row with the exact key goes before a row with a pattern, so `eval_*` does not cover
-`eval_on_start`, which has a row of its own.
+A row with the exact key takes precedence over a row with a pattern, so `eval_*` does not cover
+`eval_on_start`, which has a row of its own. Rows without a counterpart are `dropped` if results may
+differ for it, and `no_effect` if they can't.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ratchet.commands.migrate.table import (
     covered,
     dropped,
     flag,
-    inert,
+    no_effect,
     number,
     real,
     whole,
@@ -22,8 +23,8 @@ from ratchet.commands.migrate.table import (
 
 # The note on keys that distribute a run over processes and devices.
 PLACEMENT_NOTE = (
-    "learner, generator and cluster set where a run computes (docs/cluster.md); only "
-    "`ratchet train` is launched"
+    "learner, generator and cluster set where a run computes (docs/cluster.md); "
+    "`ratchet train` starts the processes itself"
 )
 
 # The note on keys that upload to the Hugging Face Hub.
@@ -119,7 +120,7 @@ TRAINING = (
         "shuffle_dataset",
         "data_seed",
     ),
-    *inert(
+    *no_effect(
         shared.PACKING,
         "padding_free",
         "pad_to_multiple_of",
@@ -139,16 +140,20 @@ TRAINING = (
         "use_cpu",
     ),
     *dropped(HUB_NOTE, "push_to_hub", "hub_*"),
-    *inert(
+    *no_effect(
         "every step is logged", "logging_*", "log_*", "num_completions_to_print", "disable_tqdm"
     ),
     *dropped(
-        "evaluation.tasks is the number of held-out tasks",
+        "an evaluation has no batch size: generator.max_running and learner.micro_batch_tokens "
+        "limit what is computed at once",
         "per_device_eval_batch_size",
         "eval_accumulation_steps",
-        "num_generations_eval",
-        "eval_on_start",
-        "do_eval",
+    ),
+    *dropped(
+        "set evaluation.samples: sampled attempts at each held-out task", "num_generations_eval"
+    ),
+    *dropped(
+        "evaluation.tasks above 0 evaluates before and after each stage", "eval_on_start", "do_eval"
     ),
     *dropped(
         "`ratchet train --resume RUN` continues a run",
@@ -223,9 +228,9 @@ TRAINING = (
         "neftune_noise_alpha",
     ),
     *dropped("set the keys of optimizer", "optim_args", "optim_target_modules"),
-    *dropped(PLACEMENT_NOTE, "parallelism_config"),
+    *dropped(PLACEMENT_NOTE, "parallelism_config", "ignore_bias_buffers"),
     *dropped(shared.NUMERICS, "liger_kernel_config", "use_cache", "debug"),
-    *dropped(shared.DATA_LOADER, "length_column_name", "train_sampling_strategy"),
+    *dropped(shared.DATA_LOADER, "length_column_name", "train_sampling_strategy", "streaming"),
     *dropped("set logging.sinks: [{kind: trackio, space: ...}]", "trackio_*"),
     KeyRow("dataset_config", "environment.subset"),
     KeyRow("dataset_train_split", "environment.train_split"),
@@ -233,17 +238,22 @@ TRAINING = (
     *dropped(
         "environment.kind=mixture mixes several datasets, each with its columns",
         "datasets",
-        "dataset_text_field",
-        "dataset_kwargs",
-        "ignore_bias_buffers",
-        "test_split_size",
-        "streaming",
+    ),
+    *dropped("set environment.columns: {text: NAME}", "dataset_text_field"),
+    *dropped("environment.kind=dataset prepares its rows without options", "dataset_kwargs"),
+    *dropped(
+        "set environment.test_share, the share of the rows that is held out", "test_split_size"
     ),
     *dropped(
-        "has no switch here; `ratchet doctor` lists what is missing on a machine",
-        "ignore_data_skip",
-        "skip_memory_metrics",
+        "a resumed run always continues with the row after its checkpoint", "ignore_data_skip"
+    ),
+    *dropped("the metrics of a step always have the memory in use", "skip_memory_metrics"),
+    *dropped(
+        "has no switch here: equal seeds give equal runs on a CPU, and need not on an accelerator",
         "full_determinism",
+    ),
+    *dropped(
+        "has no switch here: learner.micro_batch_tokens limits the memory of a step",
         "torch_empty_cache_steps",
     ),
 )

@@ -20,7 +20,7 @@ from ratchet.commands.migrate.table import (
     covered,
     dropped,
     flag,
-    inert,
+    no_effect,
     number,
     only_if,
     only_value,
@@ -145,7 +145,7 @@ ROLLOUT_ROWS = (
         "has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, topr or kimi",
         "vespo_*",
     ),
-    *inert(shared.KV_CACHE, "vllm_gpu_memory_utilization"),
+    *no_effect(shared.KV_CACHE, "vllm_gpu_memory_utilization"),
     *dropped(
         "the run starts vLLM itself; cluster.colocated lets it share the learner's accelerators",
         "vllm_server_*",

@@ -219,8 +219,8 @@ def loss(value: Any, config: PeerConfig) -> Any:
         high = _clip_high(config)
         if high <= 1:
             return Dropped(
-                f"epsilon_high={high} is the largest weight of a token there, but the limit here, "
-                "1 + clip_high, is above 1"
+                f"epsilon_high={high} is the largest weight of a token there. Here it is "
+                "1 + clip_high, which can't be 1 or less: set algorithm.loss.clip_high yourself"
             )
         note = "the largest weight of a token is epsilon_high there, and 1 + clip_high here"
         return Values({"algorithm.kind": "cispo", "algorithm.loss.clip_high": high - 1}, note)
@@ -302,7 +302,10 @@ def rewards(value: Any, config: PeerConfig) -> Any:
             "factor": factor,
         }
         values["algorithm.shaping"] = [penalty]
-        notes.append("buffer is 256 here, because the file does not contain the punishment's own")
+        notes.append(
+            "buffer is 256 here, because the file does not contain the soft_punish_cache of "
+            "get_soft_overlong_punishment"
+        )
     if not values:
         return Dropped(f"{', '.join(unknown)}: {shared.OWN_REWARD}")
     return Values(values, "; ".join(notes))

@@ -34,8 +34,8 @@ def uses_key(
     except HiddenValueUsed:
         return True
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
-        # The conversion fails on real values too: count the key as used, since its report item
-        # already notes the failure.
+        # The use of a hidden value raises HiddenValueUsed, so another value made the conversion
+        # fail. The report lists that failure: count the key as used, so that it is listed once.
         return True
     return _contains(result, hidden)
 

@@ -17,7 +17,7 @@ from ratchet.commands.migrate.table import (
     covered,
     dropped,
     flag,
-    inert,
+    no_effect,
     number,
     only_if,
     positive,
@@ -358,15 +358,15 @@ DROPPED_ROWS = (
     KeyRow("model_engine", covered_by=f"{ACTOR}.strategy"),
     *covered(f"{ROLLOUT}.name", f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.max_num_seqs"),
     KeyRow(f"{ACTOR}.use_dynamic_bsz", covered_by=f"{ACTOR}.ppo_max_token_len_per_gpu"),
-    *inert(
+    *no_effect(
         shared.MICRO_BATCHES,
         f"{ACTOR}.ppo_micro_batch_size*",
         f"{ROLLOUT}.log_prob_*",
         f"{ARR}.ref.log_prob_*",
     ),
-    *inert(shared.KV_CACHE, f"{ROLLOUT}.gpu_memory_utilization"),
+    *no_effect(shared.KV_CACHE, f"{ROLLOUT}.gpu_memory_utilization"),
     *dropped(shared.PRECISION, f"{ROLLOUT}.dtype", f"{ACTOR}.fsdp_config.model_dtype"),
-    *inert(shared.PACKING, f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding"),
+    *no_effect(shared.PACKING, f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding"),
     *dropped(
         shared.NUMERICS,
         f"{MODEL}.*",

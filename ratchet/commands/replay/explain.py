@@ -159,7 +159,9 @@ def _sum_by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _make_token_row(
     token: TokenPull, group: Group, tokenizer: Tokenizer, influence: Influence
 ) -> dict[str, Any]:
-    candidates = [row for row in group.trajectories if row.counts and row.attempt == token.attempt]
+    candidates = [
+        row for row in group.trajectories if row.is_usable and row.attempt == token.attempt
+    ]
     row = candidates[token.trajectory]
     context = row.tokens[max(0, token.position - N_CONTEXT_TOKENS) : token.position].tolist()
     return {

@@ -70,14 +70,14 @@ def _check_decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             )
         return
     if not decay:
-        share = (
+        suggested_value = (
             ""
             if steps is None
             else f"={max(1, steps // 5)} (a fifth of the stage's {steps} optimizer steps)"
         )
         yield clash(
             "optimizer.schedule=wsd without optimizer.decay_steps never decays: set "
-            f"optimizer.decay_steps{share}, or optimizer.schedule=constant",
+            f"optimizer.decay_steps{suggested_value}, or optimizer.schedule=constant",
             "optimizer.schedule",
         )
     if steps is None:

@@ -22,7 +22,7 @@ def _check_same_learner(stage: StageConfig, config: RunConfig) -> Iterator[Confl
 
 
 def _check_sequence_parallel(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    if stage.learner.divides_tokens and stage.learner.tensor_ranks == 1:
+    if stage.learner.uses_sequence_parallelism and stage.learner.tensor_ranks == 1:
         yield clash(
             "learner.sequence_parallel divides tokens among the ranks of learner.tensor_parallel, "
             "which is 1: set learner.tensor_parallel to 2 or more, or remove "
@@ -86,7 +86,7 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
     """Check that learner and generator can leave an accelerator and sync from host memory."""
     if not config.colocated:
         return
-    if not stage.generator.placeable:
+    if not stage.generator.can_offload:
         yield clash(
             "cluster.colocated lets learner and generator take turns on accelerators, and "
             f"generator.kind={stage.generator.kind_name} never frees its own: set it to vllm, or "
@@ -94,7 +94,7 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
             "cluster.colocated",
             "generator.kind",
         )
-    if not stage.learner.placeable:
+    if not stage.learner.can_offload:
         yield clash(
             "cluster.colocated lets learner and generator take turns on accelerators, and "
             f"learner.kind={stage.learner.kind_name} never frees its own: set it to dtensor, or "

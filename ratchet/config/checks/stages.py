@@ -167,7 +167,10 @@ def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that an evaluation uses `eval_rewards`, of this stage or of one that shares them."""
+    """Check that `eval_rewards` are used.
+
+    They are, by this stage's evaluation or by that of another stage with the same `eval_rewards`.
+    """
     eval_environment = stage.evaluation.environment
     evaluating_stages = [
         other
@@ -180,15 +183,20 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
     is_default = stage.eval_rewards == (get_default_rewards(stage.environment) or stage.rewards)
     if is_default or any(other.eval_rewards == stage.eval_rewards for other in evaluating_stages):
         return
-    key, reason = "evaluation.tasks", "evaluation.tasks=0 evaluates nothing"
+    key, reason, fix = (
+        "evaluation.tasks",
+        "evaluation.tasks=0 evaluates nothing",
+        "set evaluation.tasks above 0",
+    )
     if eval_environment is not None:
-        key, reason = (
+        key, reason, fix = (
             "evaluation.environment",
             f"evaluation.environment={_kind_or_value(eval_environment)} is judged by its own "
             "reward",
+            "remove evaluation.environment",
         )
     yield clash(
-        f"eval_rewards judge in evaluation, and {reason}: remove eval_rewards, or {key}",
+        f"eval_rewards judge in evaluation, and {reason}: remove eval_rewards, or {fix}",
         "eval_rewards",
         key,
     )
@@ -250,7 +258,8 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     A custom environment is checked when the stage starts.
     """
     if stage.source is not None and stage.source not in stage.environment.data_kinds:
-        # "played" leaves out mixtures, which have only the rows of their parts.
+        # The registry slot "played" has all environments but mixtures, whose rows are those of
+        # their parts.
         suitable_kinds = [
             kind
             for kind in KINDS["played"]
@@ -263,7 +272,7 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "environment.kind",
             "algorithm.kind",
         )
-    if stage.algorithm.reference_rows and stage.batch_size == 1:
+    if stage.algorithm.uses_mismatched_pairs and stage.batch_size == 1:
         yield clash(
             f"batch_size={stage.batch_size} leaves algorithm {_kind(stage)} no other prompt to "
             "compare an answer with: set batch_size=2 or more",
@@ -272,7 +281,10 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _may_have_rows(environment: type[Section], source: str) -> bool:
-    """True if the environment has rows for this source, perhaps only with some of its keys."""
+    """True if the environment can have rows for this source.
+
+    A property `data_kinds` depends on the keys of the section, so any source is possible.
+    """
     assert issubclass(environment, EnvironmentConfig), "built-in environments derive from it"
     data_kinds: object = environment.data_kinds
     return isinstance(data_kinds, property) or source in environment.data_kinds
@@ -291,7 +303,10 @@ def _check_is_judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
 
 
 def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that an agent is used and judged. A default that another stage uses is fine."""
+    """Check that an agent is used and judged.
+
+    An agent that is set for all stages need not be used by this stage if another one uses it.
+    """
     if stage.agent is None:
         return
     kind = stage.agent.kind_name
@@ -351,7 +366,10 @@ def _check_overlong_penalty(stage: StageConfig, config: RunConfig) -> Iterator[C
 
 
 def _check_sentinels(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that there are attempts to probe. A default that another stage uses is fine."""
+    """Check that there are attempts to probe.
+
+    Sentinels that are set for all stages need none in this stage if another one has attempts.
+    """
     if any(
         other.source in ("rollouts", None) and other.sentinels == stage.sentinels
         for other in config.stages

@@ -53,7 +53,7 @@ HF_NUMBERS = (
     ),
     *("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor"),
 )
-# The keys that must not be null. Other keys may be null, which differs from being absent.
+# The keys that may be absent, but not null. For all other keys null is accepted.
 HF_NOT_NULL = (
     *(
         "max_position_embeddings",

@@ -16,7 +16,8 @@ from ratchet.data.chat.chat_templates import BUILTIN_TEMPLATES, load_template_so
 from ratchet.data.chat.template_defaults import set_defaults
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
-from ratchet.data.config import (
+from ratchet.data.jsonl import decode_line, iter_raw_lines
+from ratchet.data.tokenizer_config import (
     PRINTABLE,
     AutoTokenizerConfig,
     ByteBPEConfig,
@@ -24,7 +25,6 @@ from ratchet.data.config import (
     CharactersConfig,
     TokenizerConfig,
 )
-from ratchet.data.jsonl import decode_line, iter_raw_lines
 from ratchet.errors import ConfigError, DataError
 from ratchet.utils.safe_read import open_file
 

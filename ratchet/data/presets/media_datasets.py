@@ -62,7 +62,8 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
     ),
     # Columns: audio, question ("...\nChoices:\nA. ...\nB. ..."), answer ("B. ..."); splits train,
     # validation. Only the sound of each video is included; "video" in a question means that sound.
-    # Columns checked against: NeMo RL's avqa loader, other code that reads it; no card.
+    # `asked` is the question as `convert_avqa` rewrites it. Columns checked against: NeMo RL's avqa
+    # loader, other code that reads it; no card.
     "avqa": Preset(
         "gijs/avqa-processed",
         {"audio": "audio", "prompt": "question", "answer": "answer"},

@@ -18,7 +18,6 @@ from pydantic import Field, SerializeAsAny, field_validator
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
 from ratchet.config.sections import EnvironmentConfig
-from ratchet.config.user_files import import_object
 from ratchet.environments.tool_use.base import Tool, Tools, ToolUnavailable, build_tools
 from ratchet.environments.tool_use.function_tool import describe_function
 from ratchet.errors import ConfigError, DataError, RatchetError
@@ -27,6 +26,7 @@ from ratchet.rewards.deadline import Deadline
 from ratchet.rewards.integrations.base import encode_messages, read_columns, read_number
 from ratchet.rewards.integrations.trl import call_trl_reward, make_column_arguments
 from ratchet.types import Message, Part, Split, Task, ToolCall
+from ratchet.utils.user_imports import import_object
 
 # Public methods of a class that are not tools.
 NO_TOOLS = ("reset", "get_reward")

@@ -32,7 +32,7 @@ from ratchet.environments.datasets.usual_columns import (
 from ratchet.errors import DataError
 from ratchet.types import MediaKind, Message, Part
 
-ANSWER_COLUMNS = ("chosen", "rejected", "completions")
+JUDGED_ANSWER_COLUMNS = ("chosen", "rejected", "completions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,9 @@ class DatasetRowReader:
             frozenset(preset.columns) if preset else frozenset()
         )
         self.configured_file_columns = frozenset(config.columns.values())
-        # A preset says what all of its columns mean.
-        self.finds_other_names = preset is None
+        # The columns of a preset are known, so no alternative names (such as question for prompt)
+        # are tried.
+        self.accepts_alternative_names = preset is None
         self.template = (
             config.prompt if config.prompt is not None else preset.prompt if preset else ""
         )
@@ -131,13 +132,15 @@ class DatasetRowReader:
 class _RowParser:
     """A parser of one row.
 
-    Its methods take Ratchet's own column names, such as "prompt" (usual names); `columns` maps them
-    to the file's.
+    Its methods take Ratchet's own column names, such as "prompt" (usual names). `columns` of the
+    recipe maps them to those of the file.
     """
 
     def __init__(self, reader: DatasetRowReader, row: DataRow, where: str) -> None:
         self.reader, self.row, self.where = reader, row, where
-        self.columns = tuple(name for name, value in row.values.items() if value is not None)
+        self.non_null_columns = tuple(
+            name for name, value in row.values.items() if value is not None
+        )
 
     def parse(self) -> RowContents:
         row_id, difficulty = self.get("id"), self.get("difficulty")
@@ -148,9 +151,13 @@ class _RowParser:
             "difficulty": None
             if difficulty is None
             else read_number(difficulty, self.reader.column_names["difficulty"], self.where),
-            "columns": self.columns,
+            "columns": self.non_null_columns,
         }
-        if self.has_any(PREFERENCE_COLUMNS) or self.has_any(ANSWER_COLUMNS) or self.is_labelled():
+        if (
+            self.has_any(PREFERENCE_COLUMNS)
+            or self.has_any(JUDGED_ANSWER_COLUMNS)
+            or self.is_labelled()
+        ):
             prompt, judgement = self.parse_judged_answers()
             return RowContents(
                 prompt=prompt, judgement=judgement, answer=self.parse_answer(), **common
@@ -222,7 +229,7 @@ class _RowParser:
         values = dict(self.row.values)
         for usual_name, name in names.items():
             # Leave out columns that the row lacks, so that `PreferenceReader` looks for the prompt
-            # under its other usual names.
+            # under its alternative names.
             if name in self.row.values or usual_name in self.reader.declared_usual_names:
                 values[name] = self.get(usual_name)
         if self.has_any(PREFERENCE_COLUMNS):
@@ -254,7 +261,11 @@ class _RowParser:
         return (first, second) if preference_value < 0 else (second, first)
 
     def is_labelled(self) -> bool:
-        """True if the row has one answer with a label. Without the label it is a plain answer."""
+        """True if the row has one answer with a label.
+
+        A `completion` without a label is a plain answer, unless the recipe or the preset declares
+        that column.
+        """
         return self.get("completion") is not None and (
             "completion" in self.reader.declared_usual_names
             or "label" in self.row.values
@@ -279,9 +290,9 @@ class _RowParser:
         return text
 
     def parse_response(self) -> dict[str, Any]:
-        """Return the `RowContents` fields of a row without `answer`.
+        """Return `answer` and `solution` of `RowContents`, for a row without a column `answer`.
 
-        They come from a column such as `response`.
+        They come from a column with an alternative name, such as `response`.
 
         The solution keeps its white space, because it is trained on. The answer is stripped,
         because a reward compares with it.
@@ -321,9 +332,9 @@ class _RowParser:
         if (
             name is None
             and "prompt" not in self.reader.declared_usual_names
-            and self.reader.finds_other_names
+            and self.reader.accepts_alternative_names
         ):
-            raise DataError(f"{self.where}: {explain_no_prompt(self.columns)}")
+            raise DataError(f"{self.where}: {explain_no_prompt(self.non_null_columns)}")
         value = self.require("prompt")
         if isinstance(value, list):
             return self.add_system_message(read_messages(value, f"{self.where}: column '{name}'"))
@@ -413,7 +424,7 @@ class _RowParser:
 
         Return None if the row lacks the column.
 
-        The prompt and the messages are also found by other usual names.
+        The prompt and the messages are also found by alternative names (`OTHER_NAMES`).
 
         Raises DataError if several columns may be meant.
         """
@@ -430,7 +441,10 @@ class _RowParser:
         return next(iter(candidates), None)
 
     def find_candidates(self, usual_name: str) -> tuple[str, ...]:
-        if not self.reader.finds_other_names or usual_name in self.reader.declared_usual_names:
+        if (
+            not self.reader.accepts_alternative_names
+            or usual_name in self.reader.declared_usual_names
+        ):
             return ()
         return list_candidates(usual_name, self.row.values, self.reader.configured_file_columns)
 
@@ -443,7 +457,7 @@ class _RowParser:
             problem = (
                 f"column '{name}' is null" if name in self.row.values else f"no column '{name}'"
             )
-            columns = ", ".join(self.columns) or "no columns"
+            columns = ", ".join(self.non_null_columns) or "no columns"
             raise DataError(
                 f"{self.where}: {problem}; the row has {columns}: name yours in `columns`: "
                 f"{{{usual_name}: ...}}"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ratchet.config.resolve import FunctionToolSection
-from ratchet.config.user_files import import_object
 from ratchet.errors import ConfigError
+from ratchet.utils.user_imports import import_object
 
 
 class FunctionTool:

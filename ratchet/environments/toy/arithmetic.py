@@ -18,7 +18,7 @@ from ratchet.environments.wrong_answers import SingleAnswer
 
 def _check_distinct(operators: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(operators)) < len(operators):
-        raise ValueError(f"operators {' '.join(operators)} repeat one: list each once")
+        raise ValueError(f"operators={' '.join(operators)} has one twice: list each once")
     return operators
 
 
@@ -26,8 +26,8 @@ Operators = Annotated[
     tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_check_distinct)
 ]
 
-
-ExactOperators = Annotated[
+# Without "/", so that results are integers.
+IntegerOperators = Annotated[
     tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_check_distinct)
 ]
 
@@ -42,7 +42,7 @@ class ArithmeticConfig(EnvironmentConfig):
     digits: int = Field(
         2, ge=1, le=100, description="Number of digits of each operand, padded with zeros."
     )
-    operators: ExactOperators = Field(
+    operators: IntegerOperators = Field(
         ("+",), description="Operators, drawn with equal probabilities."
     )
     reverse: bool = Field(

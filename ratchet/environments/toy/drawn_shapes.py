@@ -24,7 +24,7 @@ from ratchet.types import Comparison, Message, Part, Task
 
 def _check_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(names)) < len(names):
-        raise ValueError(f"{', '.join(names)} repeat one: list each once")
+        raise ValueError(f"{', '.join(names)} has one twice: list each once")
     return names
 
 

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 START_S = 120.0  # time limit of a start, enough for imports and data on a busy machine
 # Threads or file descriptors that attempts may leave open before their process is replaced.
 MAX_LEAKED = 256
-# Time in which a cancelled call must end. It ends when it awaits something.
+# Time limit for a cancelled call to end. It can end only at its next `await`. A call that does not
+# end in time is considered hung.
 CANCEL_S = 1.0
 
 
@@ -95,7 +96,7 @@ class Worker:
         return sum(assignment.is_playing for assignment in self.assignments)
 
     def count_load(self, thread: int) -> tuple[int, int]:
-        """Return the numbers of a thread's cancelled calls that still run, and of its attempts."""
+        """Return how many cancelled calls of a thread still run, and how many attempts it plays."""
         n_cancelled = sum(
             call.assignment.thread == thread
             for call in self._calls.values()
@@ -115,9 +116,9 @@ class Worker:
     ) -> Any:
         """Run an operation in the process and return its result.
 
-        While the process runs a judged program, `pause` is set. Cancelling this call cancels the
-        operation. Raises EnvironmentProcessLost and EnvironmentRaised, and DataError for values
-        that can't be sent.
+        `pause` stops the attempt's deadline while the process runs a program to judge it.
+        Cancelling this call cancels the operation. Raises EnvironmentProcessLost and
+        EnvironmentRaised, and DataError for values that can't be sent.
         """
         request = pack(
             {

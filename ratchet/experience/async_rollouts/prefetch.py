@@ -97,7 +97,7 @@ class PrefetchingSource:
         self._waited = False
         if self.pause_during_update:
             await self.generator.inner.resume()
-        self.generator.open()
+        self.generator.resume_requests()
         for scheduled in self._to_restart:
             self._play(scheduled)
         self._to_restart = []
@@ -141,7 +141,7 @@ class PrefetchingSource:
         Attempts in flight are interrupted and continue with the next draw.
         """
         if self._tasks and self.replayable:
-            await self.generator.close(lambda: self.source.manager.n_playing)
+            await self.generator.interrupt_requests(lambda: self.source.manager.n_playing)
         return {
             "source": await self.source.snapshot(),
             "issues": [self._to_state(scheduled) for scheduled in self.scheduler.unfinished],
@@ -172,7 +172,7 @@ class PrefetchingSource:
         Attempts that can't be replayed start again with the next draw.
         """
         await self.source.restore(state["source"])
-        await self.generator.close(lambda: 0)
+        await self.generator.interrupt_requests(lambda: 0)
         in_flight = []
         for entry in state["issues"]:
             scheduled = self.scheduler.begin(entry["version"], *self.source.claim(entry["id"]))
@@ -197,7 +197,7 @@ class PrefetchingSource:
             return
         for scheduled in in_flight:
             self._play(scheduled)
-        await self.generator.close(lambda: self.source.manager.n_playing)
+        await self.generator.interrupt_requests(lambda: self.source.manager.n_playing)
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())

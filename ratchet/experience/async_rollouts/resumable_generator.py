@@ -3,7 +3,8 @@
 A group's completions go into its journal under the request's seed, which identifies attempt and
 turn. A resumed run replays an attempt from its start: each turn gets its completion from the
 journal, until the journal ends and sampling continues. So a checkpoint needs no state of a
-`replayable` environment. A run that saves a checkpoint takes the same path as a run that resumes.
+`replayable` environment. Saving a checkpoint interrupts and resumes all requests too, so a run that
+goes on after it and a run that is resumed from it sample in the same way.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class ResumableGenerator:
 
     def __init__(self, inner: Generator) -> None:
         self.inner = inner
-        self._closed = False
-        # Requests that wait for `open`, by (number of the group, seed).
+        self._is_interrupted = False
+        # Requests that wait for `resume_requests`, by (number of the group, seed).
         self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -57,16 +58,16 @@ class ResumableGenerator:
             return await self.inner.generate(tokens, sampling, media)
         completion = group.journal.get(sampling.seed)
         while completion is None or completion.stop is StopReason.ABORTED:
-            await self._wait_until_open(group, sampling.seed)
+            await self._wait_until_resumed(group, sampling.seed)
             continuation = await self.inner.generate(
                 *_remaining_request(tokens, sampling, completion), media
             )
             completion = group.journal[sampling.seed] = join_completions(completion, continuation)
-            if completion.stop is StopReason.ABORTED and not self._closed:
+            if completion.stop is StopReason.ABORTED and not self._is_interrupted:
                 break  # the request was aborted for another reason
         return completion
 
-    async def close(self, count_playing: Callable[[], int]) -> None:
+    async def interrupt_requests(self, count_playing: Callable[[], int]) -> None:
         """Interrupt all requests, and wait until every attempt waits in `generate`.
 
         Attempts that are still busy in an environment or a reward after INTERRUPT_TIMEOUT_S are not
@@ -75,7 +76,7 @@ class ResumableGenerator:
         Args:
             count_playing: Returns the number of attempts in flight.
         """
-        self._closed = True
+        self._is_interrupted = True
         self.inner.abort()
         try:
             async with asyncio.timeout(INTERRUPT_TIMEOUT_S):
@@ -90,15 +91,15 @@ class ResumableGenerator:
                 INTERRUPT_TIMEOUT_S,
             )
 
-    def open(self) -> None:
+    def resume_requests(self) -> None:
         """Resume the waiting requests in a fixed order, so that runs are reproducible."""
-        self._closed = False
+        self._is_interrupted = False
         for key in sorted(self._waiting):
             if not self._waiting[key].done():
                 self._waiting[key].set_result(None)
 
-    async def _wait_until_open(self, group: ScheduledGroup, seed: int) -> None:
-        if not self._closed:
+    async def _wait_until_resumed(self, group: ScheduledGroup, seed: int) -> None:
+        if not self._is_interrupted:
             return
         key = group.number, seed
         self._waiting[key] = asyncio.get_running_loop().create_future()
@@ -109,7 +110,7 @@ class ResumableGenerator:
 
 
 async def _run_event_loop() -> None:
-    """Let the event loop run until finished attempts have reached all tasks that wait for them."""
+    """Let the event loop run until all tasks that awaited a finished request have continued."""
     for _ in range(EVENT_LOOP_ITERATIONS):
         await asyncio.sleep(0)
 

@@ -38,7 +38,7 @@ class TokenScores:
     top_logprobs: NDArray[np.float32]
 
     @classmethod
-    def of_completion(cls, completion: Completion) -> TokenScores:
+    def from_completion(cls, completion: Completion) -> TokenScores:
         """Return the recorded log-probabilities of sampled tokens, without alternatives."""
         shape = (len(completion.tokens), 0)
         return cls(completion.logprobs, np.zeros(shape, np.int64), np.zeros(shape, np.float32))

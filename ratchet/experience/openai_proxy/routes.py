@@ -70,7 +70,7 @@ class Routes:
                 _stream_events(handler, chat_request), media_type="text/event-stream"
             )
         answer, reply = await _cancel_on_disconnect(request, _reply(handler, chat_request))
-        handler.deliver(answer)
+        handler.record(answer)
         return JSONResponse(reply.json(_new_id("chatcmpl")))
 
     async def completions(self, request: Request) -> Response:
@@ -82,7 +82,7 @@ class Routes:
         work = complete_prompts(handler, completion_request, prompts)
         completions = await _cancel_on_disconnect(request, work)
         for completion in completions:
-            completion.deliver_to(handler)
+            completion.record_in(handler)
         names = _name_tokens(handler, completion_request.return_tokens_as_token_ids)
         return JSONResponse(
             token_api.write_completions(_new_id("cmpl"), completion_request, completions, names)
@@ -98,7 +98,7 @@ class Routes:
             n_top=generate_request.sampling_params.logprobs,
         )
         completion = await _cancel_on_disconnect(request, work)
-        completion.deliver_to(handler)
+        completion.record_in(handler)
         names = _name_tokens(handler, True)
         return JSONResponse(token_api.write_generated(generate_request, completion, names))
 
@@ -130,7 +130,7 @@ async def _read_body(request: Request) -> bytes:
 
 
 async def _reply(handler: RequestHandler, request: ChatRequest) -> tuple[AgentAnswer, ChatReply]:
-    """Return an answer to a conversation, and what the client gets of it."""
+    """Return the policy's answer to a conversation, and the reply for the client."""
     answer = await handler.answer(request)
     completion = answer.completion
     logprobs = None
@@ -145,7 +145,7 @@ async def _score_completion(
     handler: RequestHandler, answer: AgentAnswer, n_top: int
 ) -> TokenScores:
     """Return the recorded log-probabilities of an answer, with alternatives if any are wanted."""
-    recorded_scores = TokenScores.of_completion(answer.completion)
+    recorded_scores = TokenScores.from_completion(answer.completion)
     if not n_top or not len(answer.completion.tokens):
         return recorded_scores
     scores = await handler.score(
@@ -229,8 +229,8 @@ def _format_metrics(ignored: IgnoredFields) -> str:
 async def _stream_events(handler: RequestHandler, request: ChatRequest) -> AsyncIterator[str]:
     """Yield the events of a streamed answer.
 
-    The first event is sent at once, so that the answer is cancelled if the client disconnects while
-    it is sampled.
+    The first event is sent before the answer is sampled, so an error of sampling is an event, not a
+    status. Starlette cancels the iteration, and so the sampling, when the client disconnects.
     """
     name = _new_id("chatcmpl")
     opening_delta = {"role": "assistant", "content": ""}
@@ -243,9 +243,9 @@ async def _stream_events(handler: RequestHandler, request: ChatRequest) -> Async
     options = request.stream_options
     content, *end = reply.chunks(name, include_usage=options is not None and options.include_usage)
     yield format_event(content)
-    # The client may leave, and send its next request, as soon as it has the reason of the end, so
-    # the answer becomes part of the attempt before that.
-    handler.deliver(answer)
+    # The client may disconnect and send its next request as soon as it has `finish_reason`, so the
+    # answer becomes part of the attempt before that chunk is sent.
+    handler.record(answer)
     for chunk in end:
         yield format_event(chunk)
     yield format_event("[DONE]")

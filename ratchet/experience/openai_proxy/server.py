@@ -29,8 +29,8 @@ from ratchet.web.guard import Guard
 from ratchet.web.server import Server
 
 # grace_s: how long the server waits for responses in flight after the last attempt.
-# key_bytes: limits the bodies of one attempt's key, to leave room for those of others.
-LIMITS = ServerLimits(grace_s=1.0, key_bytes=2**25)
+# bodies_bytes_per_key: limits the bodies of one attempt's key, to leave room for those of others.
+LIMITS = ServerLimits(grace_s=1.0, bodies_bytes_per_key=2**25)
 # The official client retries 409, 429 and 5xx unless this header forbids it. A retry would fail
 # again here.
 NO_RETRY = {"x-should-retry": "false"}

@@ -115,7 +115,7 @@ class AgentSession:
         self._rendering = asyncio.Lock()
 
     async def answer(self, request: ChatRequest) -> AgentAnswer:
-        """Sample an answer, which counts only after `deliver`.
+        """Sample an answer, which counts only after `record`.
 
         Cancelling this coroutine aborts the generation.
 
@@ -146,7 +146,7 @@ class AgentSession:
     async def complete(
         self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0
     ) -> AgentAnswer:
-        """Sample a completion of token ids, which counts only after `deliver`.
+        """Sample a completion of token ids, which counts only after `record`.
 
         It extends the answer whose tokens, prompt included, are the longest beginning of `tokens`.
         In the trajectory's messages the text of other tokens stands as one of the user.
@@ -183,7 +183,7 @@ class AgentSession:
         """Raise ApiError: only the log-probabilities of sampled tokens are known here."""
         raise ApiError(400, ONLY_SAMPLED, param="logprobs", code="unsupported_value")
 
-    def deliver(self, answer: AgentAnswer) -> None:
+    def record(self, answer: AgentAnswer) -> None:
         """Add an answer to the attempt once the client has it."""
         parent = answer.parent
         if parent is not None and parent.strand is not None and parent.strand.tip is parent:

@@ -64,7 +64,8 @@ class CompletionRequest(SamplingFields):
 
     Attributes:
         prompt: Text, token ids, or a list of either. Each gets a completion of its own.
-        logprobs: Number of likeliest tokens per position; 0: the tokens' own alone.
+        logprobs: Number of likeliest tokens per position; 0: only the log-probability of each token
+            itself; None: no log-probabilities.
         echo: Put the prompt before its completion, in text and `logprobs`.
     """
 
@@ -192,10 +193,10 @@ class TokenCompletion:
     def completion(self) -> Completion:
         return NO_COMPLETION if self.answer is None else self.answer.completion
 
-    def deliver_to(self, handler: RequestHandler) -> None:
+    def record_in(self, handler: RequestHandler) -> None:
         """Make the completion part of the attempt, once it goes to the client."""
         if self.answer is not None:
-            handler.deliver(self.answer)
+            handler.record(self.answer)
 
 
 def encode_text(renderer: Renderer, text: str, *, add_special: bool) -> list[int]:

@@ -109,7 +109,7 @@ class RolloutManager:
         self.judge_timeout_s = judge_timeout_s
         self.retries = retries
         # True if an attempt can be judged as soon as it ends, without the rest of its group.
-        self._judges_alone = reward is None or not getattr(reward, "together", True)
+        self._judges_alone = reward is None or not getattr(reward, "compares_attempts", True)
         self.n_playing = 0  # attempts that are being played or judged
         self._idle_environments: list[Environment] = []
 

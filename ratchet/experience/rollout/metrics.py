@@ -37,7 +37,9 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     were new.
     """
     rows = [t for group in groups for t in group.trajectories]
-    trainable = _concatenate([t.trainable for t in rows if t.counts and t.use == "train"], np.bool_)
+    trainable = _concatenate(
+        [t.trainable for t in rows if t.is_usable and t.use == "train"], np.bool_
+    )
     metrics = {
         "tokens": float(sum(map(len, rows))),
         "trained_tokens": float(np.count_nonzero(trainable)),
@@ -131,7 +133,7 @@ def _collect_samples(group: Group) -> dict[str, list[float]]:
 
 def measure_staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
     """Return mean and maximum staleness, in versions, of trained tokens; {} if none is stale."""
-    rows = [t for group in groups for t in group.trajectories if t.counts and t.use == "train"]
+    rows = [t for group in groups for t in group.trajectories if t.is_usable and t.use == "train"]
     versions = _concatenate([t.versions for t in rows], np.int32)
     trainable = _concatenate([t.trainable for t in rows], np.bool_)
     staleness = step - versions[trainable & (versions >= 0)]

@@ -189,17 +189,22 @@ class PairSource(AnswerSource):
 class LabelledSource(AnswerSource):
     """A source of one answer with its reward for each task.
 
-    With `reference_rows` each group also pairs its task with the answer to another prompt of the
-    draw, for KTO's reference point. A draw with only one prompt then raises DataError.
+    With `uses_mismatched_pairs` each group also pairs its task with the answer to another prompt of
+    the draw, for KTO's reference point. A draw with only one prompt then raises DataError.
     """
 
     protocol = HasLabelledAnswers
 
     def __init__(
-        self, stream: TaskStream, name: str, text_renderer: TextRenderer, *, reference_rows: bool
+        self,
+        stream: TaskStream,
+        name: str,
+        text_renderer: TextRenderer,
+        *,
+        uses_mismatched_pairs: bool,
     ) -> None:
         super().__init__(stream, name, text_renderer)
-        self.reference_rows = reference_rows
+        self.uses_mismatched_pairs = uses_mismatched_pairs
 
     def check_length(self, task: Task) -> None:
         assert isinstance(self.stream.environment, HasLabelledAnswers)
@@ -212,7 +217,7 @@ class LabelledSource(AnswerSource):
         groups = []
         for index, ((name, task), answer) in enumerate(zip(jobs, answers, strict=True)):
             rows = [self.text_renderer.row(task, answer.messages, answer.reward)]
-            if self.reference_rows:
+            if self.uses_mismatched_pairs:
                 other = answers[_find_other_prompt(index, [task.messages for _, task in jobs])]
                 rows.append(
                     replace(

@@ -55,5 +55,5 @@ def _make_source(
             stream, "render", text_renderer, train="last" if turns == "last" else "all"
         )
     if source == "labelled":
-        return LabelledSource(stream, "render", text_renderer, reference_rows=False)
+        return LabelledSource(stream, "render", text_renderer, uses_mismatched_pairs=False)
     return (PairSource if source == "pairs" else SteppedSource)(stream, "render", text_renderer)

@@ -66,7 +66,7 @@ class ReplayBuffer:
             if row.use == "train" and row.reward is not None
         ]
         if self.config.priority == "uniform":
-            return float(any(row.counts for row in group.trajectories))
+            return float(any(row.is_usable for row in group.trajectories))
         return pstdev(rewards) if rewards else 0.0
 
     def ack(self, ids: Sequence[str], step: int) -> None:

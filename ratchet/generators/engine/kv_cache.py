@@ -31,10 +31,17 @@ class KVCache:
     """
 
     def __init__(
-        self, config: DecoderConfig, *, max_rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        *,
+        max_rounded_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.config = config
-        self.max_rows = max_rows
+        # Up to here the number of slots is rounded up to a power of two. A larger request gets the
+        # number that it needs.
+        self.max_rounded_slots = max_rounded_slots
         self.dtype = dtype
         self.device = device
         self.stride = max(
@@ -54,7 +61,9 @@ class KVCache:
 
     def plan_size(self, n_slots: int, length: int) -> tuple[int, int]:
         """Return (slots, capacity) after `reserve(n_slots, length)`."""
-        n_slots = max(self.n_slots, min(_round_up_to_power_of_two(n_slots), self.max_rows), n_slots)
+        n_slots = max(
+            self.n_slots, min(_round_up_to_power_of_two(n_slots), self.max_rounded_slots), n_slots
+        )
         return n_slots, max(self.capacity, self.stride, _round_up_to_power_of_two(length))
 
     def get_bytes(self, n_slots: int, length: int) -> int:
@@ -106,17 +115,17 @@ class KVCache:
             used_part = store[:, :, :length]
             used_part.index_copy_(0, targets, used_part.index_select(0, sources))
 
-    def erase(self, rows: list[int]) -> None:
+    def erase(self, slots: list[int]) -> None:
         """Fill slots with zeros, so that they hold finite numbers again."""
-        for store in (*self.keys, *self.values) if rows else ():
-            store.index_fill_(0, torch.tensor(rows, device=self.device), 0.0)
+        for store in (*self.keys, *self.values) if slots else ():
+            store.index_fill_(0, torch.tensor(slots, device=self.device), 0.0)
 
     def write(
-        self, layer: int, rows_N: Tensor, positions_N: Tensor, k_NKD: Tensor, v_NKD: Tensor
+        self, layer: int, slots_N: Tensor, positions_N: Tensor, k_NKD: Tensor, v_NKD: Tensor
     ) -> None:
         """Store keys and values at (slot, position) pairs (both int64 [N], all pairs distinct)."""
-        self.keys[layer].transpose(1, 2).index_put_((rows_N, positions_N), k_NKD)
-        self.values[layer].transpose(1, 2).index_put_((rows_N, positions_N), v_NKD)
+        self.keys[layer].transpose(1, 2).index_put_((slots_N, positions_N), k_NKD)
+        self.values[layer].transpose(1, 2).index_put_((slots_N, positions_N), v_NKD)
 
 
 def _round_up_to_power_of_two(n: int) -> int:

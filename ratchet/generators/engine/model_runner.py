@@ -41,9 +41,12 @@ class ModelRunner:
         self.decoder = decoder
         self.limits = limits
         self.device = weight.device
-        max_rows = round_up_to(limits.max_running, limits.row_multiple)
+        max_rounded_slots = round_up_to(limits.max_running, limits.row_multiple)
         self.cache = KVCache(
-            decoder.config, max_rows=max_rows, dtype=weight.dtype, device=weight.device
+            decoder.config,
+            max_rounded_slots=max_rounded_slots,
+            dtype=weight.dtype,
+            device=weight.device,
         )
         routes_shape = len(decoder.config.sparse_layers), decoder.config.experts_per_token
         self.slots = RequestSlots(

@@ -416,7 +416,7 @@ class MultiprocessCore:
         """Make vLLM's processes end with this process. Await this before any other call to vLLM."""
         if not self._is_guarded:
             self._is_guarded = True
-            await self.llm.collective_rpc("end_with", args=(socket.gethostname(), os.getpid()))
+            await self.llm.collective_rpc("tie_to_driver", args=(socket.gethostname(), os.getpid()))
             self._on_files_read()
 
     def cancel(self, request: GenerationRequest) -> None:

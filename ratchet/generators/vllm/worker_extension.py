@@ -121,11 +121,12 @@ class VLLMWorkerExtension(_VLLMWorker):
         """Return the version of the last push that was loaded."""
         return self.pushed_version
 
-    def end_with(self, host: str, driver: int) -> None:
-        """Make this worker and vLLM's engine end when the driver's process ends.
+    def tie_to_driver(self, host: str, driver: int) -> None:
+        """End this worker and vLLM's engine when the driver's process ends.
 
-        Otherwise an engine whose driver was killed would keep running and hold the accelerator,
-        since it ends only on the driver's request.
+        The files of vLLM's shared memory are unlinked at once, because a killed process would leave
+        them behind. Without this call, an engine whose driver was killed would keep running and
+        hold the accelerator, since it ends only on the driver's request.
         """
         _unlink_shared_memory()
         if socket.gethostname() == host and os.getpid() != driver:

@@ -64,8 +64,8 @@ class GeneratorWorkersConfig(GeneratorSection):
         return self.worker_runs == "groups"
 
     @property
-    def placeable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.worker.placeable
+    def can_offload(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.worker.can_offload
 
     @property
     def reports_kept_mass(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -19,7 +19,7 @@ from ratchet.batch import Batch
 from ratchet.learners.compute.forward import Forward
 from ratchet.learners.compute.token_outputs import Head, TokenOutputSpec, compute_token_columns
 from ratchet.learners.distributed.topology import Topology
-from ratchet.learners.optim.step_policy import StepPolicy
+from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.parallel.collectives import Group, sum_forward
 from ratchet.models.parallel.sharded_policy import DistributedPolicy
@@ -103,7 +103,7 @@ class RankLearner(ABC):
 
     Args:
         gradient_group: The ranks over which gradients are summed; None for a single rank.
-        step_policy: Learning rates, and the decision to skip a step; None for a frozen role.
+        step_rules: Learning rates, and the decision to skip a step; None for a frozen role.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class RankLearner(ABC):
         topology: Topology,
         rank: int,
         gradient_group: Group | None,
-        step_policy: StepPolicy | None,
+        step_rules: OptimizerStepRules | None,
     ) -> None:
         self.forward = forward
         self.topology = topology
         self.rank = rank
         self.gradient_group = gradient_group
-        self.step_policy = step_policy
+        self.step_rules = step_rules
         self.coordinates = list(topology.coordinates())[rank]
 
     def score(
@@ -139,9 +139,9 @@ class RankLearner(ABC):
 
         The step is skipped if there are no micro-batches.
         """
-        step_policy = self.step_policy
-        assert step_policy is not None, "a frozen role can't be updated"
-        metrics = step_policy.begin()
+        step_rules = self.step_rules
+        assert step_rules is not None, "a frozen role can't be updated"
+        metrics = step_rules.begin()
         if not micros:
             return {**metrics, "skipped_empty": 1.0}
         try:
@@ -151,9 +151,9 @@ class RankLearner(ABC):
             ranks_with_loss = self.topology.world_size // self.topology.pipeline
             norm, loss = self._complete_gradient(sums.get("loss", 0.0) / ranks_with_loss)
             metrics |= sums | {"grad_norm": norm}
-            if not step_policy.is_finite_step(norm, loss):
+            if not step_rules.is_finite_step(norm, loss):
                 return {**metrics, "skipped_nonfinite": 1.0}
-            limit = step_policy.config.max_grad_norm
+            limit = step_rules.config.max_grad_norm
             self._step(metrics["lr"], 1.0 if limit is None else min(1.0, limit / (norm + 1e-6)))
         finally:
             self._zero_gradient()
@@ -184,7 +184,7 @@ class RankLearner(ABC):
         Args:
             micro_index: Index of the micro-batch among those of this rank.
         """
-        step = 0 if self.step_policy is None else self.step_policy.steps_taken
+        step = 0 if self.step_rules is None else self.step_rules.steps_taken
         return derive_mask_seed(
             step, micro_index * self.topology.data_ranks + self.topology.data_rank(self.coordinates)
         )

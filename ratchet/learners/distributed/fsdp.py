@@ -46,7 +46,7 @@ from ratchet.learners.distributed.pipeline import Pipeline
 from ratchet.learners.export import export_blocks
 from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
-from ratchet.learners.optim.step_policy import StepPolicy
+from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.layers.moe import Experts
 from ratchet.models.lora.files import check_base
 from ratchet.models.lora.layers import seed_dropout
@@ -137,12 +137,14 @@ class DTensorLearner(RankLearner):
             device=device,
             replays_routes=replays_routes,
         )
-        step_policy = (
+        step_rules = (
             None
             if optimizer is None
-            else StepPolicy(optimizer, total_steps=total_steps, max_bad_steps=config.max_bad_steps)
+            else OptimizerStepRules(
+                optimizer, total_steps=total_steps, max_bad_steps=config.max_bad_steps
+            )
         )
-        super().__init__(forward, mesh.topology, mesh.rank, mesh.gradient_group, step_policy)
+        super().__init__(forward, mesh.topology, mesh.rank, mesh.gradient_group, step_rules)
         self.param_shards = collect_param_shards(model, head, mesh)
         trained_ids = {
             id(parameter)
@@ -276,11 +278,11 @@ class DTensorLearner(RankLearner):
 
     def save(self, directory: Path) -> None:
         numbers: dict[str, Any] = {}
-        if self.optimizer is not None and self.step_policy is not None:
+        if self.optimizer is not None and self.step_rules is not None:
             steps = {name: int(moments["step"]) for name, moments in self.optimizer.state.items()}
             numbers = {
-                "taken": self.step_policy.steps_taken,
-                "bad": self.step_policy.bad_steps,
+                "taken": self.step_rules.steps_taken,
+                "bad": self.step_rules.bad_steps,
                 "steps": steps,
             }
         if self.frozen:
@@ -311,9 +313,9 @@ class DTensorLearner(RankLearner):
         if self.frozen:
             check_base(directory, block_files.metadata.get("base"), self.base_fingerprint)
         fill_param_shards(self.trained, block_files.read)
-        if self.optimizer is not None and self.step_policy is not None:
-            self.step_policy.steps_taken = block_files.metadata["taken"]
-            self.step_policy.bad_steps = block_files.metadata["bad"]
+        if self.optimizer is not None and self.step_rules is not None:
+            self.step_rules.steps_taken = block_files.metadata["taken"]
+            self.step_rules.bad_steps = block_files.metadata["bad"]
             self.optimizer.state = {}
             for item in (
                 item for item in self.trained if item.name in block_files.metadata["steps"]

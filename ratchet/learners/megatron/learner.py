@@ -35,7 +35,7 @@ from ratchet.learners.distributed.frozen_fingerprint import fingerprint_across_r
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.export import HEAD, export_blocks
 from ratchet.learners.megatron.state import load_state, save_state
-from ratchet.learners.optim.step_policy import StepPolicy
+from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import MegatronShard, megatron_layout
 from ratchet.models.layers.expert_routing import RouterMonitor
@@ -85,17 +85,19 @@ class MegatronLearner(RankLearner):
             device=device,
             replays_routes=replays_routes,
         )
-        step_policy = (
+        step_rules = (
             None
             if optimizer is None
-            else StepPolicy(optimizer, total_steps=total_steps, max_bad_steps=config.max_bad_steps)
+            else OptimizerStepRules(
+                optimizer, total_steps=total_steps, max_bad_steps=config.max_bad_steps
+            )
         )
         gradient_group: Any = (
             parallel_state.get_data_parallel_group(with_context_parallel=True)
             if topology.gradient_ranks > 1
             else None
         )
-        super().__init__(forward, topology, dist.get_rank(), gradient_group, step_policy)
+        super().__init__(forward, topology, dist.get_rank(), gradient_group, step_rules)
         self.model = model
         self.autocast = autocast
         self.owned_parameters = list(model.owned_parameters())
@@ -258,14 +260,14 @@ class MegatronLearner(RankLearner):
         return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
 
     def save(self, directory: Path) -> None:
-        save_state(directory, self.model, self.optimizer, self.step_policy, self.base_fingerprint)
+        save_state(directory, self.model, self.optimizer, self.step_rules, self.base_fingerprint)
 
     def load(self, directory: Path) -> None:
         """Load a checkpoint, written by any number of ranks.
 
         Raises CheckpointError if a part is missing, or if it belongs to other frozen weights.
         """
-        load_state(directory, self.model, self.optimizer, self.step_policy, self.base_fingerprint)
+        load_state(directory, self.model, self.optimizer, self.step_rules, self.base_fingerprint)
 
 
 def _renew_parameters(model: MegatronPolicy) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import checkpoint
 
 from ratchet.checkpoint.manifest import MEGATRON_FOLDER
 from ratchet.errors import CheckpointError
-from ratchet.learners.optim.step_policy import StepPolicy
+from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.lora.files import check_base
 from ratchet.models.megatron.blocks import is_model_weight
 from ratchet.models.megatron.policy import MegatronPolicy
@@ -61,7 +61,7 @@ def save_state(
     directory: Path,
     model: MegatronPolicy,
     optimizer: Any,
-    step_policy: StepPolicy | None,
+    step_rules: OptimizerStepRules | None,
     base_fingerprint: str | None,
 ) -> None:
     """Write a checkpoint. All ranks must call it and share the directory.
@@ -72,8 +72,8 @@ def save_state(
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded_state(model, optimizer, is_loading=False)
-    if step_policy is not None:
-        state["pace"] = {"taken": step_policy.steps_taken, "bad": step_policy.bad_steps}
+    if step_rules is not None:
+        state["pace"] = {"taken": step_rules.steps_taken, "bad": step_rules.bad_steps}
     if base_fingerprint is not None:
         state["base"] = base_fingerprint
     dist_checkpointing.save(state, str(folder), InProcessSaveStrategy())
@@ -84,7 +84,7 @@ def load_state(
     directory: Path,
     model: MegatronPolicy,
     optimizer: Any,
-    step_policy: StepPolicy | None,
+    step_rules: OptimizerStepRules | None,
     base_fingerprint: str | None,
 ) -> None:
     """Read a checkpoint.
@@ -115,14 +115,14 @@ def load_state(
             raise CheckpointError(f"{folder} can't be read: {error}") from error
         for number, chunk in enumerate(model.chunks):
             chunk.load_state_dict(state[f"model{number}"], strict=False)
-        if optimizer is not None and step_policy is not None:
+        if optimizer is not None and step_rules is not None:
             optimizer.load_state_dict(state["optimizer"])
             for adam in _torch_adams(optimizer):
                 for moments in adam.state.values():
                     # Megatron gives all parameters the same step tensor; each needs its own.
                     moments["step"] = moments["step"].clone()
-            step_policy.steps_taken = state["pace"]["taken"]
-            step_policy.bad_steps = state["pace"]["bad"]
+            step_rules.steps_taken = state["pace"]["taken"]
+            step_rules.bad_steps = state["pace"]["bad"]
 
 
 def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -196,6 +196,7 @@ def check_base(directory: Path, saved: object, current: str) -> None:
     """
     if saved != current:
         raise CheckpointError(
-            f"{directory} was saved beside other frozen weights: their fingerprint is {saved}, "
-            f"that of this model is {current}. Resume with the model that the run began with."
+            f"{directory} was saved with another base model: its frozen weights have the "
+            f"fingerprint {saved}, those of this model {current}. Resume with the model that the "
+            "run began with."
         )

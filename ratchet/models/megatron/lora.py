@@ -25,18 +25,19 @@ def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapt
         target_names = resolve_decoder_targets(stage.shape, adapter.lora)
         layout = make_stage_layout(stage, sizes)
         stage.requires_grad_(False)
-        maps = [
+        linears = [
             (path, module)
             for path, module in stage.named_modules()
             if isinstance(module, AdaptableLinear)
         ]
-        for number, (path, linear) in enumerate(maps):
+        for number, (path, linear) in enumerate(linears):
             targets = (
                 {} if linear.is_expert else _group_by_target(layout[f"{path}.weight"], target_names)
             )
             if targets:
-                index = stage.stage_index.index + stage.stage_index.count * number
-                linear.adapter = ParallelLoRA(linear, targets, adapter.lora, index)
+                # Seeds the dropout: unique over all stages, and the same on all ranks of a stage.
+                dropout_index = stage.stage_index.index + stage.stage_index.count * number
+                linear.adapter = ParallelLoRA(linear, targets, adapter.lora, dropout_index)
         init_adapters(stage, adapter, make_adapter_layout(stage))
 
 

@@ -58,9 +58,10 @@ class Fp8Format:
             tensor: The number of tensor-parallel ranks.
         """
         mlp = shape.expert_intermediate_size if shape.n_experts else shape.intermediate_size
+        qkv_width = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim // tensor
         widths = {
             "hidden_size": shape.hidden_size,
-            "heads": (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim // tensor,
+            "the width of the QKV projection": qkv_width,
             "intermediate_size": mlp // tensor,
         }
         for name, width in widths.items():
@@ -87,7 +88,7 @@ class MegatronSizes:
     sequence: bool = False  # sequence parallelism, see `ratchet.models.parallel.tensor_parallel`
 
     def stage(self, rank: int, chunk: int = 0) -> ShardIndex:
-        """Return the pipeline stage that a chunk of a pipeline rank is, among all stages."""
+        """Return the index of a pipeline rank's chunk among all pipeline stages."""
         return ShardIndex(rank + self.pipeline * chunk, self.pipeline * self.chunks)
 
     def check(self, shape: DecoderConfig) -> None:

@@ -183,7 +183,7 @@ class MultimodalPolicy(TransformersPolicy):
 
     def attach(self, adapter: Adapter) -> None:
         transformers_lora.attach(
-            self.model, adapter, self.check_adapter(adapter.lora), within=self.language
+            self.model, adapter, self.resolve_adapter_layers(adapter.lora), within=self.language
         )
         self.adapter = adapter
 

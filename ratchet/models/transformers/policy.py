@@ -319,7 +319,7 @@ class TransformersPolicy(PolicyModel):
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
         return transformers_lora.canonical_weights(self.model)
 
-    def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
+    def resolve_adapter_layers(self, lora: LoRAConfig) -> tuple[str, ...]:
         if lora.base is not None:
             raise ConfigError(
                 f"lora.base={lora.base} is for Ratchet's own decoder, but transformers runs this "
@@ -328,7 +328,7 @@ class TransformersPolicy(PolicyModel):
         return resolve_target_modules(lora, transformers_lora.list_linear_maps(self.layers()))
 
     def attach(self, adapter: Adapter) -> None:
-        transformers_lora.attach(self.model, adapter, self.check_adapter(adapter.lora))
+        transformers_lora.attach(self.model, adapter, self.resolve_adapter_layers(adapter.lora))
         self.adapter = adapter
 
     def merge(self) -> None:

@@ -76,7 +76,7 @@ def read_index(directory: Path) -> list[RecordFile]:
     """Return the files in the index; [] if there is no index.
 
     An unfinished last line is ignored. Raises DataError for a changed line, and for an index that
-    can't be read, such as a pipe.
+    can't be read, for example because it is not a regular file.
     """
     path = directory / INDEX
     try:
@@ -186,8 +186,9 @@ class Record:
         return read_media(path)
 
     def groups(self, step: int) -> list[Group]:
-        """Return all groups that a step drew; media have no `inputs` (see `read_groups`).
+        """Return all groups that a step drew.
 
+        `Medium.inputs` are empty, because the processor computes them again (see `read_groups`).
         Raises DataError as `step` and `media` do, and if only a sample of the groups was recorded.
         """
         table = self.step(step)

@@ -94,10 +94,10 @@ def _list_rows(groups: Sequence[Group], group_indices: Sequence[int] | None) -> 
     for index, group in enumerate(groups):
         for number, trajectory in enumerate(group.trajectories):
             # The batch holds the trajectories that count, in this order.
-            batch_index = next_batch_index if trajectory.counts else None
+            batch_index = next_batch_index if trajectory.is_usable else None
             if index in kept_indices:
                 rows.append(TrajectoryRow(index, group, number, trajectory, batch_index))
-            next_batch_index += trajectory.counts
+            next_batch_index += trajectory.is_usable
     return rows
 
 

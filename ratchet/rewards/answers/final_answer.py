@@ -91,8 +91,8 @@ def extract_marked_answer(text: str) -> str | None:
 def normalize_spelling(latex: str) -> str:
     """Return an answer in a normalised spelling: equal for different spellings of the same LaTeX.
 
-    Answers may differ in spaces, sizes, text commands, a trailing unit, a leading "x=", and degree,
-    percent or dollar signs.
+    It leaves out surplus spaces, sizes (\\left, \\displaystyle), text commands, a trailing unit, a
+    leading "x=", and degree, percent and dollar signs. Fractions and roots get braces.
     """
     latex = UNIT.sub("", latex[:MAX_ANSWER_CHARS].strip().rstrip("."))
     for pattern, replacement in SPELLINGS:

@@ -123,7 +123,7 @@ class FunctionJudge:
         is_same_python = sandbox.has_same_python
         self._program, self._explain = (
             _build_script("program_runner", entry, compiled=is_same_python)
-            for entry in ("program", "explain")
+            for entry in ("answer_calls", "explain")
         )
         self._tests = _build_script("sandbox_program", "tests", compiled=is_same_python)
         self._tests_limits = Limits(

@@ -29,7 +29,7 @@ from ratchet.rewards.code.plain_values import (
 SHOWN_CHARS = 500  # maximum length of an argument or a returned value, as shown
 
 
-def program() -> NoReturn:
+def answer_calls() -> NoReturn:
     """Read {"prompt", "entry_point", "text", "calls"}; write a line for each call that ended.
 
     The judged code may tamper with this process, but can reach only its own answers there.
@@ -50,8 +50,8 @@ def program() -> NoReturn:
 def explain() -> NoReturn:
     """Read {"prompt", "entry_point", "text", "call"}; write the call and its returned value.
 
-    An exception's traceback goes to stderr. This process knows one call of the tests and nothing
-    else of them, so that all output of the program can be shown to the policy.
+    An exception's traceback goes to stderr. This process knows only one call of the tests, so
+    whatever the judged code prints can be shown to the policy.
     """
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from ratchet.config.base import Section
-from ratchet.config.user_files import import_object
 from ratchet.errors import ConfigError, DataError
 from ratchet.types import READ_FROM, Message, Part, Task, Trajectory, is_finite_number
+from ratchet.utils.user_imports import import_object
 
 
 class LibraryRewardConfig(Section):

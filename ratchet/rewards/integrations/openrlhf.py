@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
-from ratchet.config.user_files import import_object
 from ratchet.errors import DataError
 from ratchet.rewards.base import PerTrajectory, Verdict
 from ratchet.rewards.integrations.base import (
@@ -20,6 +19,7 @@ from ratchet.rewards.integrations.base import (
     split_messages,
 )
 from ratchet.types import Scored, Task, Trajectory
+from ratchet.utils.user_imports import import_object
 
 
 class OpenRLHFRewardConfig(LibraryRewardConfig):

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ratchet.config.user_files import import_object
 from ratchet.errors import DataError
 from ratchet.rewards.integrations.base import (
     LibraryRewardConfig,
@@ -25,6 +24,7 @@ from ratchet.rewards.integrations.base import (
 from ratchet.rewards.weighted_sum import NOT_APPLICABLE
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.utils.user_imports import import_object
 
 # TRL does not pass these columns on: they are arguments of their own.
 OWN_ARGUMENTS = ("prompt", "completion", "completion_ids")
@@ -77,7 +77,7 @@ class TRLReward:
     What the function passes to `log_metric` is logged beside its reward. `log_extra` has no effect.
     """
 
-    together = True
+    compares_attempts = True
 
     def __init__(
         self, function: Callable[..., Any], label: str, *, conversational: bool | None = None

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from ratchet.config.user_files import import_object
 from ratchet.errors import DataError
 from ratchet.rewards.base import PerTrajectory, Verdict
 from ratchet.rewards.integrations.base import (
@@ -24,6 +23,7 @@ from ratchet.rewards.integrations.base import (
     split_messages,
 )
 from ratchet.types import Scored, Task, Trajectory
+from ratchet.utils.user_imports import import_object
 
 
 class VerlRewardConfig(LibraryRewardConfig):

@@ -23,7 +23,7 @@ from ratchet.data.chat.builtin_tokenizers import (
 from ratchet.data.chat.chat_templates import BUILTIN_TEMPLATES
 from ratchet.data.chat.tokenizer import BATCH_CALL_CHARS, GUARD, Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
-from ratchet.data.config import (
+from ratchet.data.tokenizer_config import (
     PRINTABLE,
     AutoTokenizerConfig,
     ByteBPEConfig,
@@ -434,7 +434,7 @@ def test_wrong_settings_say_what_to_change(tmp_path):
 
 def test_configuration_needs_no_tokenizer_and_rendering_no_torch():
     script = (
-        "import sys, ratchet.data.config; assert not {'tokenizers', 'torch', 'jinja2'} & "
+        "import sys, ratchet.data.tokenizer_config; assert not {'tokenizers', 'torch', 'jinja2'} & "
         "set(sys.modules)\n"
         "import ratchet.data.chat.renderer, ratchet.data.chat.builtin_tokenizers\n"
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"

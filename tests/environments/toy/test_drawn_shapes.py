@@ -151,7 +151,7 @@ def test_keys_do_what_they_say():
         ({"size": 16, "grid": 4}, "set size to 32"),
         ({"things": [1, 1]}, "position, which needs two different things"),
         ({"colours": ["red"]}, "questions has colour, and there is only one"),
-        ({"shapes": ["square", "square"]}, "repeat one"),
+        ({"shapes": ["square", "square"]}, "has one twice"),
     ],
 )
 def test_what_can_not_be_asked_is_refused(settings, why):

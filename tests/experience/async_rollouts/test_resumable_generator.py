@@ -69,9 +69,9 @@ def test_an_interrupted_completion_ends_as_if_it_had_not_been(after):
         inner.core.step = counted
         while steps < after:
             await asyncio.sleep(0)
-        await generator.close(lambda: len(PROMPTS))
+        await generator.interrupt_requests(lambda: len(PROMPTS))
         kept = [dict(issue.journal) for issue in issues]
-        generator.open()
+        generator.resume_requests()
         return kept, await asyncio.gather(*asked)
 
     whole = engine().generate_all(PROMPTS, [sampling(i) for i in range(3)])
@@ -98,10 +98,10 @@ def test_tokens_keep_the_version_that_drew_them():
         asked = asyncio.create_task(in_issue(issue, generator.generate([1, 2], sampling(0))))
         for _ in range(6):
             await asyncio.sleep(0)
-        await generator.close(lambda: 1)
+        await generator.interrupt_requests(lambda: 1)
         first = len(issue.journal[0].tokens)
         await inner.commit(5)
-        generator.open()
+        generator.resume_requests()
         return first, await asked
 
     first, found = asyncio.run(run())
@@ -129,7 +129,7 @@ def test_an_abort_by_somebody_else_ends_the_request():
 def test_requests_of_no_group_pass_through():
     async def run():
         generator = ResumableGenerator(engine())
-        await generator.close(lambda: 0)
+        await generator.interrupt_requests(lambda: 0)
         return await generator.generate([1], sampling(0))
 
     assert len(asyncio.run(run()).tokens) == 20

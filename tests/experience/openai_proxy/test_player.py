@@ -199,7 +199,7 @@ def test_an_agent_that_raises_costs_its_attempt_and_keeps_its_tokens(error):
     for act in (breaks, breaks_in_a_thread):
         (row,) = play(act)
         assert row.outcome.kind == "agent"
-        assert not row.counts
+        assert not row.is_usable
         assert row.completion_length == 2
 
 

@@ -176,7 +176,7 @@ def test_a_broken_environment_costs_only_its_attempt(where):
     assert trajectory.outcome.kind == "environment"
     assert trajectory.outcome.detail.startswith("task t:\nTraceback")
     assert "the maze is on fire" in trajectory.outcome.detail
-    assert not trajectory.counts
+    assert not trajectory.is_usable
     assert len(trajectory) >= 1
 
 
@@ -228,7 +228,7 @@ def test_an_abort_cancels_the_attempt():
 
     trajectory = play(Aborting(lambda tokens, sampling: [2]), FakeEnvironment())
     assert trajectory.outcome == Cancelled("aborted")
-    assert not trajectory.counts
+    assert not trajectory.is_usable
 
 
 class Forgetful(Digits):

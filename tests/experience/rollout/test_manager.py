@@ -208,12 +208,12 @@ def test_where_no_reward_is_read_one_that_is_given_is_still_measured():
         Failed("reward", "broken"),
         Truncated(0.5),
     ]
-    assert [t.counts for t in group.trajectories] == [True, True, False, True]
+    assert [t.is_usable for t in group.trajectories] == [True, True, False, True]
     assert measure_groups([group])["reward"] == 0.75
     needed = asyncio.run(
         unneeded(Reward(), needs_reward=True).group(task, SAMPLING, group_id="g", attempts=4)
     )
-    assert [t.counts for t in needed.trajectories] == [True, False, False, True]
+    assert [t.is_usable for t in needed.trajectories] == [True, False, False, True]
 
 
 def test_rewards_of_the_environment_are_kept_where_none_is_read():

@@ -69,9 +69,12 @@ def pairs(environment=None, **settings) -> PairSource:
     return PairSource(TaskStream(environment or Given(), seed=0), "p", writer(**settings))
 
 
-def labelled(reference_rows=True, **settings) -> LabelledSource:
+def labelled(uses_mismatched_pairs=True, **settings) -> LabelledSource:
     return LabelledSource(
-        TaskStream(Given(), seed=0), "k", writer(**settings), reference_rows=reference_rows
+        TaskStream(Given(), seed=0),
+        "k",
+        writer(**settings),
+        uses_mismatched_pairs=uses_mismatched_pairs,
     )
 
 
@@ -177,7 +180,7 @@ def test_reference_rows_are_predicted_and_never_train():
 
 
 def test_without_reference_rows_a_labelled_answer_stands_alone_and_one_task_is_enough():
-    (group,) = draw(labelled(reference_rows=False), 1)
+    (group,) = draw(labelled(uses_mismatched_pairs=False), 1)
     (trajectory,) = group.trajectories
     assert trained(trajectory) == "judged 0<eos>"
     assert trajectory.reward == -1.0
@@ -276,7 +279,7 @@ def test_data_of_long_rows_alone_are_an_error(monkeypatch):
     ("source", "method"),
     [
         (PairSource, "comparison"),
-        (lambda *a: LabelledSource(*a, reference_rows=True), "labelled_answer"),
+        (lambda *a: LabelledSource(*a, uses_mismatched_pairs=True), "labelled_answer"),
         (SteppedSource, "steps"),
     ],
 )

@@ -13,7 +13,7 @@ CONFIG = DecoderConfig(10, 64, 1, 6, 2, 32, 64)
 
 
 def filled_cache(lengths, seed=0):
-    cache = KVCache(CONFIG, max_rows=64, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(CONFIG, max_rounded_slots=64, dtype=torch.float32, device=torch.device("cpu"))
     cache.reserve(len(lengths), max(lengths))
     generator = torch.Generator().manual_seed(seed)
     for store in (cache.keys[0], cache.values[0]):

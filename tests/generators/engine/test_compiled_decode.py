@@ -48,7 +48,7 @@ def decoder_of(shape):
 
 
 def cache_of(shape, rows=80, tokens=300):
-    cache = KVCache(shape, max_rows=rows, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(shape, max_rounded_slots=rows, dtype=torch.float32, device=torch.device("cpu"))
     cache.reserve(rows, tokens)
     generator = torch.Generator().manual_seed(2)
     for store in (*cache.keys, *cache.values):

@@ -9,8 +9,10 @@ from ratchet.generators.engine.kv_cache import MIN_MULTIPLICATIONS, STRIDE, KVCa
 CONFIG = DecoderConfig(10, 64, 2, 4, 2, 32, 64)
 
 
-def make_cache(max_rows=48):
-    return KVCache(CONFIG, max_rows=max_rows, dtype=torch.float32, device=torch.device("cpu"))
+def make_cache(max_rounded_slots=48):
+    return KVCache(
+        CONFIG, max_rounded_slots=max_rounded_slots, dtype=torch.float32, device=torch.device("cpu")
+    )
 
 
 def test_it_grows_by_doubling_up_to_the_slots_allowed_and_keeps_what_it_holds():
@@ -54,7 +56,7 @@ def test_moving_slots_copies_what_is_used():
 def test_small_heads_get_a_stride_that_keeps_every_product_in_blas(head_dim, stride):
     cache = KVCache(
         replace(CONFIG, head_dim=head_dim),
-        max_rows=1,
+        max_rounded_slots=1,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )

@@ -38,7 +38,10 @@ def policy(seed=None, **lora):
 
 def saved(made, directory):
     save_adapter(
-        directory, made.adapter, made.check_adapter(made.adapter.lora), dict(made.adapter_weights())
+        directory,
+        made.adapter,
+        made.resolve_adapter_layers(made.adapter.lora),
+        dict(made.adapter_weights()),
     )
     return directory
 

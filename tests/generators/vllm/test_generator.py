@@ -437,7 +437,7 @@ def test_it_conforms(generation):
 def test_the_models_files_stay_until_the_engine_has_answered(generation, decoder, first):
     policy, start = DecoderPolicy(decoder), generation._directory / "start"
     there = []
-    generation.core.llm.worker.end_with = lambda host, driver: there.append(
+    generation.core.llm.worker.tie_to_driver = lambda host, driver: there.append(
         (start / "model.safetensors").exists()
     )
     if first == "a request":
@@ -464,7 +464,7 @@ def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
 
     async def run():
         await DirectWeightSync(learner, generation).push(3)
-        assert llm.log == ["end_with", "check_push", "pause keep True", "apply_push", "resume"]
+        assert llm.log == ["tie_to_driver", "check_push", "pause keep True", "apply_push", "resume"]
         assert generation.version == 3
         assert set(llm.worker.loaded) == {"lm_head.weight", *dict(policy.canonical_weights())}
         llm.log.clear()
@@ -617,7 +617,7 @@ def test_adapters_that_it_was_not_started_for_or_that_do_not_fit_are_refused(
         save_adapter(
             tmp_path / name,
             policy.adapter,
-            policy.check_adapter(policy.adapter.lora),
+            policy.resolve_adapter_layers(policy.adapter.lora),
             dict(policy.adapter_weights()),
         )
         return tmp_path / name

@@ -111,7 +111,7 @@ def test_names_and_sizes_are_those_of_peft():
     assert weights[f"{q}.lora_B.weight"].shape == (32, 2)
     assert len(weights) == 2 * 7 * 2
     count = count_adapter_parameters(
-        dict(policy.canonical_weights()), policy.check_adapter(LoRAConfig()), 2
+        dict(policy.canonical_weights()), policy.resolve_adapter_layers(LoRAConfig()), 2
     )
     assert count == sum(weight.numel() for weight in weights.values())
 
@@ -128,7 +128,7 @@ def test_peft_reads_what_was_written_and_computes_the_same(tmp_path):
     save_adapter(
         tmp_path / "adapter",
         adapter,
-        policy.check_adapter(adapter.lora),
+        policy.resolve_adapter_layers(adapter.lora),
         dict(policy.adapter_weights()),
     )
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)

@@ -278,9 +278,9 @@ def test_what_can_t_be_done_with_such_a_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"set generator\.kind to hf"):
         EmbeddedEngine(EngineConfig(), policy)
     with pytest.raises(ConfigError, match="q_prok"):
-        policy.check_adapter(LoRAConfig(target_modules=("q_prok",)))
+        policy.resolve_adapter_layers(LoRAConfig(target_modules=("q_prok",)))
     with pytest.raises(ConfigError, match="qkv"):  # of the tower
-        policy.check_adapter(LoRAConfig(target_modules=("qkv",)))
+        policy.resolve_adapter_layers(LoRAConfig(target_modules=("qkv",)))
 
 
 def test_media_of_one_kind_must_fit_together():

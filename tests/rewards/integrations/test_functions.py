@@ -100,7 +100,7 @@ def test_an_attempt_without_any_reward_is_neither_scored_nor_failed():
     alone = compose_rewards([section("trl", "only_sums")])
     (outcome,) = asyncio.run(alone.score([answered(WORD, "abcd")], WORD))
     assert outcome == NOT_APPLICABLE
-    assert not answered(WORD, "abcd", outcome).counts
+    assert not answered(WORD, "abcd", outcome).is_usable
 
 
 @pytest.mark.parametrize(

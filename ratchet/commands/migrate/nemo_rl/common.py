@@ -13,7 +13,7 @@ from ratchet.commands.migrate.table import (
     covered,
     dropped,
     flag,
-    inert,
+    no_effect,
     number,
     only_if,
     positive,
@@ -154,7 +154,7 @@ COMMON = (
         "the run writes model/ in Hugging Face form; `ratchet convert` converts it",
         "checkpointing.*",
     ),
-    *inert(
+    *no_effect(
         shared.MICRO_BATCHES,
         "policy.train_micro_batch_size",
         "policy.logprob_batch_size",
@@ -162,7 +162,9 @@ COMMON = (
         "policy.dynamic_batching.*",
         "policy.logprob_chunk_size",
     ),
-    *inert(shared.PACKING, "policy.sequence_packing.*", "policy.make_sequence_length_divisible_by"),
+    *no_effect(
+        shared.PACKING, "policy.sequence_packing.*", "policy.make_sequence_length_divisible_by"
+    ),
     *dropped(
         shared.PRECISION,
         "policy.precision",
@@ -174,7 +176,7 @@ COMMON = (
         "policy.max_total_sequence_length",
         "data.max_input_seq_length",
     ),
-    *inert(shared.KV_CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
+    *no_effect(shared.KV_CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
     *covered(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size"),
     *covered(f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size"),
     KeyRow(f"{MEGATRON}.optimizer.clip_grad", note="repeats policy.max_grad_norm, which counts"),
@@ -199,7 +201,7 @@ COMMON = (
     *covered("logger.wandb_enabled", "logger.wandb.*"),
     *covered("logger.mlflow_enabled", "logger.mlflow.*"),
     *covered("logger.swanlab_enabled", "logger.swanlab.*"),
-    *inert("metrics always go to metrics.jsonl and the terminal", "logger.*"),
+    *no_effect("metrics always go to metrics.jsonl and the terminal", "logger.*"),
     *dropped(
         "rewards and environments are chosen by kind (docs/rewards.md, docs/environments.md)",
         "env.*",
@@ -209,7 +211,7 @@ COMMON = (
         "reward_penalties.*",
     ),
     *dropped("only rollouts.max_staleness and rollouts.order can be set here", "async_rl.*"),
-    *inert("data pass between processes without settings", "data_plane.*"),
+    *no_effect("data pass between processes without settings", "data_plane.*"),
 )
 
 

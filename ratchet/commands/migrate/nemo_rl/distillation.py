@@ -18,7 +18,7 @@ from ratchet.commands.migrate.table import (
     KeyRow,
     PeerConfig,
     dropped,
-    inert,
+    no_effect,
     whole,
 )
 from ratchet.errors import ConfigError
@@ -90,11 +90,11 @@ DISTILLATION = (
         note="the tokens outside the teacher's top k are one more outcome here, neither left out "
         "(false there) nor of teacher probability 0 (true there)",
     ),
-    *inert(
+    *no_effect(
         "the teacher must have the student's tokenizer, as there",
         "teacher.tokenizer.*",
     ),
-    *inert(
+    *no_effect(
         "the teacher neither trains nor samples",
         "teacher.optimizer.*",
         "teacher.scheduler",
@@ -109,7 +109,7 @@ DISTILLATION = (
         "teacher.megatron_cfg.scheduler.*",
         "teacher.megatron_cfg.distributed_data_parallel_config.*",
     ),
-    *inert(
+    *no_effect(
         shared.MICRO_BATCHES,
         "teacher.train_micro_batch_size",
         "teacher.logprob_batch_size",
@@ -117,7 +117,7 @@ DISTILLATION = (
         "teacher.dynamic_batching.*",
         "teacher.logprob_chunk_size",
     ),
-    *inert(
+    *no_effect(
         shared.PACKING, "teacher.sequence_packing.*", "teacher.make_sequence_length_divisible_by"
     ),
     *(

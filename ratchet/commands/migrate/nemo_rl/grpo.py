@@ -19,7 +19,7 @@ from ratchet.commands.migrate.table import (
     Values,
     covered,
     dropped,
-    inert,
+    no_effect,
 )
 
 
@@ -96,7 +96,7 @@ GRPO = (
         "on_policy_distillation.*",
         "_teachers.*",
     ),
-    *inert(
+    *no_effect(
         "changes how the trainer computes, not its results",
         "grpo.deduplicate_multimodal_data",
         "grpo.debug_payload_metrics",

@@ -20,7 +20,7 @@ from ratchet.commands.migrate.table import (
     covered,
     dropped,
     flag,
-    inert,
+    no_effect,
     number,
     only_if,
     whole,
@@ -311,7 +311,7 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
             f"{section}.dynamic_sampling_oversample_ratio",
             f"{section}.batch_multiplier",
         ),
-        *inert(
+        *no_effect(
             "changes how the trainer computes, not its results",
             f"{section}.skip_reference_policy_logprobs_calculation",
         ),

@@ -22,7 +22,7 @@ from ratchet.commands.migrate.table import (
     covered,
     dropped,
     flag,
-    inert,
+    no_effect,
     number,
     only_if,
     whole,
@@ -228,15 +228,17 @@ CRITIC = (
         for name in names
     ),
     *dropped("the critic starts from the policy's model here", "ppo.warm_start_value_checkpoint"),
-    *inert("the critic reads the policy's tokens", "value.tokenizer.*"),
-    *inert("the critic has a scalar head here, without settings", "value.reward_model_cfg.*"),
-    *inert(
+    *no_effect("the critic reads the policy's tokens", "value.tokenizer.*"),
+    *no_effect("the critic has a scalar head here, without settings", "value.reward_model_cfg.*"),
+    *no_effect(
         shared.MICRO_BATCHES,
         "value.train_micro_batch_size",
         "value.logprob_batch_size",
         "value.dynamic_batching.*",
     ),
-    *inert(shared.PACKING, "value.sequence_packing.*", "value.make_sequence_length_divisible_by"),
+    *no_effect(
+        shared.PACKING, "value.sequence_packing.*", "value.make_sequence_length_divisible_by"
+    ),
     *dropped(
         "the critic runs on the policy's learner, and has its settings but for the learning rate",
         "value.*",

@@ -10,7 +10,7 @@ from ratchet.errors import TrainingError
 from ratchet.learners.optim.schedule import compute_lr_factor
 
 
-class StepPolicy:
+class OptimizerStepRules:
     """The learning rate of each optimizer step, and the decision to skip non-finite steps.
 
     Args:

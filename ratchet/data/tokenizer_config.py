@@ -1,4 +1,4 @@
-"""The configuration sections of tokenizers. Importing it loads no tokenizer library."""
+"""The configuration sections of tokenizers. Importing this module loads no tokenizer library."""
 
 from __future__ import annotations
 
