@@ -89,6 +89,10 @@ class CheckpointError(RatchetError):
     pass
 
 
+class CheckpointNotFound(CheckpointError):
+    pass
+
+
 class RunDirectoryError(RatchetError):
     pass
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import typer
 
-from ratchet.errors import ConfigError, DataError, ModelError, RatchetError, RunNotFound
+from ratchet.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    DataError,
+    ModelError,
+    RatchetError,
+    RunNotFound,
+)
 from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten_text
 
 # Exit statuses. The first means that a recipe, data or a model is wrong, or too large for this
@@ -56,7 +63,7 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
     Return None for an error that is a bug: its traceback should be shown.
     """
     if isinstance(error, RatchetError):
-        wrong_input = ConfigError | DataError | ModelError | RunNotFound
+        wrong_input = ConfigError | DataError | ModelError | RunNotFound | CheckpointNotFound
         status = WRONG_INPUT if isinstance(error, wrong_input) else FAILED
         return f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}", status
     if isinstance(error, RecursionError):

@@ -22,7 +22,7 @@ from ratchet.cli.new import new
 from ratchet.cli.recorded import explain, replay, report, status, ui
 from ratchet.cli.runs import Json, runs
 from ratchet.cli.train import Overrides, train
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, DataError
 from ratchet.utils import credentials, failpoints, object_store
 
 
@@ -308,6 +308,10 @@ def score(
 
         score_run(file, reward, keys or [], steps=step or [], as_json=json, workers=workers)
         return
+    if not object_store.is_address(file):
+        fault = "is not there" if not Path(file).exists() else "is a directory, but no run"
+        if not Path(file).exists() or Path(file).is_dir():
+            raise DataError(f"{file} {fault}: name a file of answers, or the directory of a run")
     if step:
         raise ConfigError("--step is only for a run, and a file has no steps: remove it")
     if not reward:

@@ -50,7 +50,24 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
                 description="Fields of the agent's requests that have no effect, in place of an "
                 "error: [temperature, response_format].",
             ),
-        )
+        ),
+        "host": (
+            str,
+            Field(
+                "127.0.0.1",
+                description="Address on which the server of the attempts listens. 0.0.0.0 lets "
+                "agents in containers and on other machines call it; each needs the key of its "
+                "attempt.",
+            ),
+        ),
+        "public_host": (
+            str | None,
+            Field(
+                None,
+                description="Host name in the base URL that agents get, such as "
+                "host.docker.internal; null: the value of host.",
+            ),
+        ),
     },
     "part": {
         "weight": (

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ratchet.errors import RunDirectoryError
 from ratchet.observe.write_files import open_unshared
 from ratchet.utils.terminal_text import escape_controls
 
@@ -97,9 +98,15 @@ def log_to(
 ) -> Iterator[None]:
     """Append records of `ratchet` loggers to `path` inside the block; show warnings on `console`.
 
-    Raises OSError.
+    Raises RunDirectoryError if the file can't be opened.
     """
-    log_file = LogFile(path, console)
+    try:
+        log_file = LogFile(path, console)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{path} can't be written ({error.strerror or error}): move it away, or make it "
+            "writable"
+        ) from error
     log_file.setFormatter(UtcFormatter())
     handlers: list[logging.Handler] = [log_file]
     if console is not None:

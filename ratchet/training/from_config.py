@@ -25,6 +25,7 @@ from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig
 from ratchet.executors.freeze import use_kernels
 from ratchet.executors.placement import ResourceRequest
+from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import DistributedConfig, DTensorConfig
@@ -305,13 +306,18 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         stage: The stage.
         environment: Its environment, if it has been built already.
     """
-    agent: Any = stage.agent  # the slot gives it a key `ignore`
+    agent: Any = stage.agent  # the slot gives it the keys of the server
+    agent_server = (
+        LOCAL_SERVER
+        if agent is None
+        else AgentServerSettings(agent.ignore, agent.host, agent.public_host)
+    )
     return EnvSetup(
         environment or build(stage.environment),
         reward=build_reward(stage.rewards),
         eval_reward=build_reward(stage.eval_rewards),
         agent=None if agent is None else build(agent),
-        agent_ignored=() if agent is None else agent.ignore,
+        agent_server=agent_server,
         second_opinion=build_reward(stage.sentinels.second_opinion),
         canaries=None if stage.sentinels.canaries is None else build(stage.sentinels.canaries),
         evaluation=None

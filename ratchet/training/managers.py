@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ratchet.config.experience import RolloutsConfig
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import MissingDependency
 from ratchet.experience.openai_proxy.agents import Agent
+from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import AttemptPlayer, RolloutManager
 from ratchet.protocols import Generator, HasTools, Reward
@@ -43,7 +43,7 @@ def make_manager(
         setup.agent,
         rollouts,
         max_context or policy.model.max_positions,
-        setup.agent_ignored,
+        setup.agent_server,
     )
     return make_manager_with_player(
         player, policy.renderer, setup, reward, rollouts, needs_reward=needs_reward
@@ -79,7 +79,7 @@ def make_player(
     agent: Agent | None,
     rollouts: RolloutsConfig,
     max_context: int,
-    agent_ignored: Sequence[str] = (),
+    agent_server: AgentServerSettings = LOCAL_SERVER,
 ) -> AttemptPlayer:
     """Return a player in which the policy acts itself, or an agent acts and calls the policy.
 
@@ -101,5 +101,5 @@ def make_player(
         raise MissingDependency(
             str(missing.name), extra="proxy", needed_for="a stage with an agent"
         ) from missing
-    proxy = Proxy(ignored=agent_ignored)
+    proxy = Proxy(settings=agent_server)
     return AgentPlayer(agent, generator, renderer, **limits, proxy=proxy)

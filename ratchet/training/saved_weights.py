@@ -14,7 +14,7 @@ from pathlib import Path
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
-from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError, RunNotFound
+from ratchet.errors import CheckpointNotFound, ConfigError, RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import freeze
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import DistributedConfig, LocalConfig, MegatronConfig
@@ -127,7 +127,7 @@ def replace_saved_model(config: RunConfig) -> RunConfig:
 def _require_step(directory: RunDirectory, step: int) -> None:
     steps = CheckpointStore(directory.checkpoints).steps()
     if step not in steps:
-        raise CheckpointError(
+        raise CheckpointNotFound(
             f"{directory.path} has no checkpoint of step {step}. There are {steps or 'none'}"
         )
 

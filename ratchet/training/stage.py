@@ -22,6 +22,7 @@ from ratchet.data.processor import Processor
 from ratchet.errors import ModelError
 from ratchet.executors import env_vars
 from ratchet.experience.openai_proxy.agents import Agent
+from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import LocalConfig
 from ratchet.models.lora.decoder import Adapter
@@ -113,7 +114,7 @@ class EnvSetup:
         eval_reward: The evaluation rewards; None takes `reward`.
         agent: A program that plays the environment with the policy; None lets the policy itself
             play.
-        agent_ignored: Fields of the agent's requests that have no effect.
+        agent_server: Settings of the server that the agent calls.
         second_opinion: A reward for `ratchet.experience.checks.reward_hacking`. It judges attempts
             again, and nothing trains on it.
         canaries: Tasks for the same check that must not earn a reward.
@@ -124,7 +125,7 @@ class EnvSetup:
     reward: Reward | None = None
     eval_reward: Reward | None = None
     agent: Agent | None = None
-    agent_ignored: tuple[str, ...] = ()
+    agent_server: AgentServerSettings = LOCAL_SERVER
     second_opinion: Reward | None = None
     canaries: Environment | None = None
     evaluation: EnvSetup | None = None

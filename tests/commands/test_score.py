@@ -317,7 +317,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "malformed JSON" in " ".join(shown.split())
     assert command(monkeypatch, path) == 2
     assert "--reward is missing" in capsys.readouterr().err
-    assert command(monkeypatch, tmp_path / "none", "--reward", "boxed") == 2
+    for place, reason in ((tmp_path / "none", "is not there"), (tmp_path, "but no run")):
+        assert command(monkeypatch, place) == 2
+        assert f"{reason}: name a file of answers" in " ".join(capsys.readouterr().err.split())
     assert command(monkeypatch, path, "--reward", "boxed", "normalize=false") == 2
     assert "did you mean 'normalise'?" in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ratchet.errors import RunDirectoryError
 from ratchet.observe import log
 from ratchet.observe.log import UtcFormatter, log_to
 
@@ -108,5 +109,5 @@ def test_a_full_disk_is_told_once(tmp_path: Path, capsys, monkeypatch) -> None:
 @pytest.mark.fault("P26")
 def test_a_log_that_is_no_plain_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.log")
-    with pytest.raises(OSError, match=r"run\.log"), log_to(tmp_path / "run.log"):
+    with pytest.raises(RunDirectoryError, match=r"run\.log"), log_to(tmp_path / "run.log"):
         pass

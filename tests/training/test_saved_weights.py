@@ -13,7 +13,7 @@ from ratchet.checkpoint.serialization import load_state
 from ratchet.cli.main import app
 from ratchet.commands.plan.command import read_shape
 from ratchet.config.loader import load_config
-from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError
+from ratchet.errors import CheckpointNotFound, ConfigError, RunDirectoryError
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.run_dir import START
 from ratchet.training.saved_weights import (
@@ -85,7 +85,7 @@ def test_names_of_saved_weights(folder: Path) -> None:
         assert find_saved(place) == SavedWeights(first, 2)
     assert find_saved(first / "model") is None
     assert find_saved("org/model") is None
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3. There are \[2, 4\]"):
+    with pytest.raises(CheckpointNotFound, match=r"no checkpoint of step 3. There are \[2, 4\]"):
         find_saved(f"{first}@3")
     with pytest.raises(RunDirectoryError, match="holds no run"):
         find_saved(f"{folder}@3")

@@ -7,6 +7,7 @@ and the smallest fix.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ratchet.config.base import Section
 from ratchet.config.checks.async_rollouts import ASYNC_CHECKS
@@ -309,6 +310,13 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """
     if stage.agent is None:
         return
+    agent: Any = stage.agent  # the slot gives it the keys of the server
+    if agent.host in ("0.0.0.0", "::") and agent.public_host is None:
+        yield clash(
+            f"agent.host={agent.host} is no address that an agent can call: set agent.public_host "
+            "to the name under which agents reach this machine, such as host.docker.internal",
+            "agent.host",
+        )
     kind = stage.agent.kind_name
     is_shared = any(
         other.source in ("rollouts", None) and other.agent == stage.agent for other in config.stages

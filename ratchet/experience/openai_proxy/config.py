@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from ratchet.config.base import Section
+
+
+@dataclass(frozen=True)
+class AgentServerSettings:
+    """The settings of the server that an agent's attempts call.
+
+    Attributes:
+        ignored: Fields of requests that have no effect.
+        host: The address that the server listens on.
+        public_host: The host name in the base URL that agents get; None: `host`.
+    """
+
+    ignored: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    public_host: str | None = None
+
+
+LOCAL_SERVER = AgentServerSettings()
 
 
 class CommandConfig(Section):

@@ -20,6 +20,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from ratchet.errors import ConfigError
+from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
 from ratchet.experience.openai_proxy.handler import RequestHandler
 from ratchet.experience.openai_proxy.routes import Routes
 from ratchet.experience.openai_proxy.session import AgentSession
@@ -47,11 +49,16 @@ class _RunningServer:
 class Proxy:
     """The server of all open sessions. It listens only while a session is open."""
 
-    def __init__(self, limits: ServerLimits = LIMITS, ignored: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        limits: ServerLimits = LIMITS,
+        settings: AgentServerSettings = LOCAL_SERVER,
+    ) -> None:
         self._sessions: dict[str, AgentSession] = {}
         self._running: _RunningServer | None = None
         self._limits = limits
-        self._app = make_chat_app(self._sessions.get, limits=limits, ignored=ignored)
+        self._settings = settings
+        self._app = make_chat_app(self._sessions.get, limits=limits, ignored=settings.ignored)
 
     @contextlib.asynccontextmanager
     async def open(self, session: AgentSession) -> AsyncIterator[tuple[str, str]]:
@@ -64,7 +71,9 @@ class Proxy:
         if self._running is None:
             self._running = self._start()
         try:
-            yield f"http://127.0.0.1:{self._running.server.address[1]}/v1", key
+            host = self._settings.public_host or self._settings.host
+            url_host = f"[{host}]" if ":" in host else host
+            yield f"http://{url_host}:{self._running.server.address[1]}/v1", key
         finally:
             del self._sessions[key]
             session.close()
@@ -75,7 +84,16 @@ class Proxy:
 
     def _start(self) -> _RunningServer:
         # The socket listens before the server runs: connections wait instead of being refused.
-        server = Server(self._app, socket.create_server(("127.0.0.1", 0)), limits=self._limits)
+        host = self._settings.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"agent.host={host} is no address of this machine ({error.strerror or error}): set "
+                "it to 127.0.0.1, or to 0.0.0.0 for all of its addresses"
+            ) from error
+        server = Server(self._app, listener, limits=self._limits)
         return _RunningServer(server, asyncio.get_running_loop().create_task(server.run()))
 
 

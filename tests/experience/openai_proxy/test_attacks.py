@@ -13,6 +13,7 @@ from experience.openai_proxy.talk import EOS, RENDERER, Scripted, only, said, se
 from openai import AuthenticationError, BadRequestError, RateLimitError
 
 from ratchet.errors import ConfigError
+from ratchet.experience.openai_proxy.config import AgentServerSettings
 from ratchet.experience.openai_proxy.server import LIMITS, Proxy, make_chat_app
 from ratchet.testing.fakes import FakeGenerator
 
@@ -457,6 +458,28 @@ def test_what_breaks_in_the_generator_is_told_to_the_session():
             return session.strands
 
     assert asyncio.run(scene()) == []
+
+
+def test_agents_elsewhere_get_the_public_name_of_a_server_for_all_addresses():
+    async def scene():
+        proxy = Proxy(settings=AgentServerSettings(host="0.0.0.0", public_host="localhost"))
+        async with serving(Scripted(["a"]), proxy=proxy) as (_, client):
+            assert str(client.base_url).startswith("http://localhost:")
+            await said(client, HI)
+            with pytest.raises(AuthenticationError):
+                await client.with_options(api_key="other").models.list()
+
+    asyncio.run(scene())
+
+
+def test_an_address_of_another_machine_is_refused_with_the_fix():
+    async def scene():
+        proxy = Proxy(settings=AgentServerSettings(host="203.0.113.1"))
+        with pytest.raises(ConfigError, match=r"agent\.host=203\.0\.113\.1 is no address of this"):
+            async with serving(Scripted(["a"]), proxy=proxy):
+                pass
+
+    asyncio.run(scene())
 
 
 @pytest.mark.fault("S4")

@@ -11,7 +11,7 @@ from experience.openai_proxy.talk import TOOLS, Scripted, converse, said, sampli
 from openai import AsyncOpenAI, OpenAI
 
 from ratchet.experience.openai_proxy.agents import MAX_OUTPUT, CommandAgent
-from ratchet.experience.openai_proxy.config import CommandConfig
+from ratchet.experience.openai_proxy.config import AgentServerSettings, CommandConfig
 from ratchet.experience.openai_proxy.player import AgentPlayer
 from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.experience.rollout.manager import RolloutManager
@@ -44,7 +44,7 @@ def play(
         max_context=max_context,
         max_turns=max_turns,
         timeout_s=timeout_s,
-        proxy=Proxy(ignored=ignored),
+        proxy=Proxy(settings=AgentServerSettings(ignored)),
     )
     return asyncio.run(player.play(TASK, FakeEnvironment(), sampling(**sampled), attempt=2))
 
