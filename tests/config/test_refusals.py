@@ -341,6 +341,10 @@ CLASHES = [
         "evaluation.samples=2 at sampling.temperature=0 are all equal: set evaluation.temperature",
     ),
     (
+        {"agent": "{kind: command, command: [play], host: 0.0.0.0}"},
+        "agent.host=0.0.0.0 is no address that an agent can call: set agent.public_host",
+    ),
+    (
         {"algorithm": "{kind: sft}", "rewards": "[{kind: countdown}]"},
         "rewards judge attempts, and algorithm sft generates none: remove rewards",
     ),
