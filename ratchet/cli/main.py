@@ -308,10 +308,9 @@ def score(
 
         score_run(file, reward, keys or [], steps=step or [], as_json=json, workers=workers)
         return
-    if not object_store.is_address(file):
-        fault = "is not there" if not Path(file).exists() else "is a directory, but no run"
-        if not Path(file).exists() or Path(file).is_dir():
-            raise DataError(f"{file} {fault}: name a file of answers, or the directory of a run")
+    if not object_store.is_address(file) and (not Path(file).exists() or Path(file).is_dir()):
+        fault = "a directory, but not a run directory" if Path(file).is_dir() else "not there"
+        raise DataError(f"{file} is {fault}: name a file of answers, or the directory of a run")
     if step:
         raise ConfigError("--step is only for a run, and a file has no steps: remove it")
     if not reward:

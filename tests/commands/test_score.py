@@ -317,7 +317,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "malformed JSON" in " ".join(shown.split())
     assert command(monkeypatch, path) == 2
     assert "--reward is missing" in capsys.readouterr().err
-    for place, reason in ((tmp_path / "none", "is not there"), (tmp_path, "but no run")):
+    for place, reason in ((tmp_path / "none", "is not there"), (tmp_path, "not a run directory")):
         assert command(monkeypatch, place) == 2
         assert f"{reason}: name a file of answers" in " ".join(capsys.readouterr().err.split())
     assert command(monkeypatch, path, "--reward", "boxed", "normalize=false") == 2

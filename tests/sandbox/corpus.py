@@ -68,9 +68,13 @@ async def attack(sandbox: LocalSandbox, attempt: Attack, places: dict[str, str])
     return await sandbox.run(source, STDIN, limits)
 
 
+FORK_SERVER = "from ratchet.testing.forks import serve"
+
+
 def descendants(pid: int) -> dict[int, str]:
     """By process id, the command line, or "zombie". Reads /proc, as no bookkeeping of ours could be
-    trusted here."""
+    trusted here. The server from which tests fork commands is left out: it is no part of what is
+    tested, and must not be killed with it."""
     parents: dict[int, int] = {}
     kinds: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
@@ -94,7 +98,7 @@ def descendants(pid: int) -> dict[int, str]:
         if (parent == pid or parent in found) and child not in found
     }:
         found |= grown
-    return {child: kinds[child] for child in found}
+    return {child: kinds[child] for child in found if FORK_SERVER not in kinds[child]}
 
 
 def open_files() -> set[str]:
