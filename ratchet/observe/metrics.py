@@ -40,8 +40,8 @@ class StepMetrics(dict[str, float | None]):
 class MetricsManager:
     """A collector of metrics. Names are `prefix/key`, or `stage/prefix/key` with a stage.
 
-    Samples that belong to a domain or an
-    environment appear as `prefix/<label>/<value>/key`, such as `rollout/tag/maths/reward`.
+    Samples that belong to a domain or an environment appear as `prefix/<label>/<value>/key`, such
+    as `rollout/tag/maths/reward`.
 
     `declare` or the first `add` of a metric sets how its samples merge. A result that is not finite
     becomes None (null in JSON, which has no NaN). A second metric `<name>/nan`, `<name>/inf` or

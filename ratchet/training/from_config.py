@@ -229,7 +229,7 @@ def build_policy(config: RunConfig) -> Policy:
     return Policy.create(
         model,
         tokenizer,
-        template=tokenizer_config.template,
+        template=get_chat_template(config),
         tool_format=tokenizer_config.tool_format,
         processor=load_policy_processor(config) if model.reads_media else None,
         generator=config.stages[0].generator,
@@ -278,7 +278,7 @@ def build_renderer(
     tokenizer_config = get_tokenizer_config(config)
     return Renderer(
         tokenizer,
-        tokenizer_config.template,
+        get_chat_template(config),
         processor=processor,
         tool_format=tokenizer_config.tool_format,
     )
@@ -429,7 +429,7 @@ def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> WorkerRollou
         stage.environment.model_dump(mode="json"),
         [reward.model_dump(mode="json") for reward in stage.rewards],
         stage.rollouts,
-        tokenizer_config.template,
+        get_chat_template(config),
         tokenizer_config.tool_format,
         tokenizer_config.date,
     )

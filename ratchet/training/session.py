@@ -357,7 +357,8 @@ class TrainingSession:
         profiling: StageProfiling | None,
     ) -> StageRun:
         """Return the run of a stage with all that observes it."""
-        stage, limit_s = self.config.stages[index], self.config.stages[index].checkpoint.limit_s
+        stage = self.config.stages[index]
+        limit_s = stage.checkpoint.limit_s
         meter = make_meter(policy, self.config, index, self.directory, self.trace)
         wrappers: list[RolesWrapper] = [
             partial(wrap_with_flop_counter, counter=meter.flop_counter),

@@ -30,7 +30,7 @@ from ratchet.models.load import find_model
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MAX_STEPS, MAX_TOKENS
 from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels
-from ratchet.training.from_config import build_env_setup, get_tokenizer_config
+from ratchet.training.from_config import build_env_setup, build_renderer
 from ratchet.training.stage import EnvSetup
 from ratchet.types import Task
 
@@ -247,10 +247,7 @@ def measure_lengths(
     stage = config.stages[index]
     env_setup = build_env_setup(stage)
     tokenizer = build(config.tokenizer, config.model.path)
-    tokenizer_config = get_tokenizer_config(config)
-    renderer = Renderer(
-        tokenizer, tokenizer_config.template, tool_format=tokenizer_config.tool_format
-    )
+    renderer = build_renderer(config, tokenizer, None)
     tasks = [task for _, task in TaskStream(env_setup.environment, seed=config.seed).take(N_TASKS)]
     prompt_lengths = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
     if algorithm.source == "rollouts":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -67,12 +67,16 @@ class TokenNames:
 
     tokenizer: Tokenizer
     as_ids: bool
+    _texts: dict[int, str] = field(default_factory=dict)  # the same tokens recur as alternatives
 
     def __call__(self, token: int) -> str:
         return f"token_id:{token}" if self.as_ids else self.decode(token)
 
     def decode(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special=False)
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.tokenizer.decode([token], skip_special=False)
+        return text
 
 
 def get_finish_reason(completion: Completion, message: Message | None = None) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -16,6 +17,7 @@ from ratchet.experience.openai_proxy import answers, token_api
 from ratchet.experience.openai_proxy.answers import ChatReply, TokenNames, TokenScores, format_event
 from ratchet.experience.openai_proxy.handler import RequestHandler
 from ratchet.experience.openai_proxy.schema import ChatRequest
+from ratchet.experience.openai_proxy.session import count_max_chars, run_in_thread
 from ratchet.experience.openai_proxy.strands import AgentAnswer
 from ratchet.experience.openai_proxy.wire import MODEL, ApiError, IgnoredFields, SamplingFields
 from ratchet.web.guard import get_bearer_key
@@ -78,15 +80,16 @@ class Routes:
         completion_request = token_api.CompletionRequest.read(
             await _read_body(request), self.ignored
         )
-        prompts = completion_request.list_prompts(handler.renderer)
+        check_text_size(handler, completion_request.list_texts())
+        prompts = await run_in_thread(partial(completion_request.list_prompts, handler.renderer))
+        completion_request.check_answer_size(prompts, handler.max_context)
         work = complete_prompts(handler, completion_request, prompts)
         completions = await _cancel_on_disconnect(request, work)
         for completion in completions:
             completion.record_in(handler)
         names = _name_tokens(handler, completion_request.return_tokens_as_token_ids)
-        return JSONResponse(
-            token_api.write_completions(_new_id("cmpl"), completion_request, completions, names)
-        )
+        write = partial(token_api.write_completions, _new_id("cmpl"), completion_request)
+        return await run_in_thread(lambda: JSONResponse(write(completions, names)))
 
     async def generate(self, request: Request) -> Response:
         handler = self._find_handler(request)
@@ -100,20 +103,23 @@ class Routes:
         completion = await _cancel_on_disconnect(request, work)
         completion.record_in(handler)
         names = _name_tokens(handler, True)
-        return JSONResponse(token_api.write_generated(generate_request, completion, names))
+        write = partial(token_api.write_generated, generate_request, completion, names)
+        return await run_in_thread(lambda: JSONResponse(write()))
 
     async def tokenize(self, request: Request) -> Response:
         handler = self._find_handler(request)
         tokenize_request = token_api.TokenizeRequest.read(await _read_body(request), self.ignored)
-        return JSONResponse(
-            token_api.tokenize(tokenize_request, handler.renderer, handler.max_context)
+        check_text_size(handler, tokenize_request.list_texts())
+        tokenize = partial(
+            token_api.tokenize, tokenize_request, handler.renderer, handler.max_context
         )
+        return await run_in_thread(lambda: JSONResponse(tokenize()))
 
     async def detokenize(self, request: Request) -> Response:
         handler = self._find_handler(request)
         tokens = token_api.DetokenizeRequest.read(await _read_body(request), self.ignored).tokens
-        text = handler.renderer.tokenizer.decode(tokens, skip_special=False)
-        return JSONResponse({"prompt": text})
+        decode = partial(handler.renderer.tokenizer.decode, tokens, skip_special=False)
+        return await run_in_thread(lambda: JSONResponse({"prompt": decode()}))
 
     def _find_handler(self, request: Request) -> RequestHandler:
         """Return the handler of the request's key. Raises ApiError with status 401."""
@@ -127,6 +133,20 @@ class Routes:
 
 async def _read_body(request: Request) -> bytes:
     return b"".join([chunk async for chunk in request.stream()])
+
+
+def check_text_size(handler: RequestHandler, texts: Sequence[str]) -> None:
+    """Raise ApiError for a text far longer than the context, which would take long to tokenize."""
+    longest = max(map(len, texts), default=0)
+    limit = count_max_chars(handler.renderer, handler.max_context)
+    if longest > limit:
+        raise ApiError(
+            400,
+            f"a text has {longest} characters, and a context of {handler.max_context} tokens takes "
+            f"at most {limit}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 async def _reply(handler: RequestHandler, request: ChatRequest) -> tuple[AgentAnswer, ChatReply]:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,10 +66,25 @@ MAX_MERGED_CHARS = 4
 # Maximum of messages times assistant turns in a conversation that extends no answer. A template
 # renders all messages before each turn, which takes two seconds at this size.
 MAX_RENDERED = 2**19
+T = TypeVar("T")
 ONLY_SAMPLED = (
     "only the sampled tokens' own logprobs are recorded while a run trains; `ratchet serve` "
     "answers with alternatives and with logprobs of prompts"
 )
+
+
+async def run_in_thread(work: Callable[[], T]) -> T:
+    """Return the result of work with texts, done beside the event loop.
+
+    Rendering, tokenizing or decoding a long text takes seconds, which no other request should wait.
+    """
+    return await asyncio.get_running_loop().run_in_executor(RENDERING, work)
+
+
+def count_max_chars(renderer: Renderer, max_context: int) -> int:
+    """Return the number of characters that a context can hold at most."""
+    # Normalisation such as NFKC may merge several characters into one.
+    return MAX_MERGED_CHARS * renderer.tokenizer.max_token_chars * max_context
 
 
 class AgentSession:
@@ -205,7 +221,7 @@ class AgentSession:
 
     @property
     def latest_answer(self) -> AgentAnswer | None:
-        """The answer that was delivered last."""
+        """The answer that was recorded last."""
         return self.strands[-1].tip if self.strands else None
 
     def close(self) -> None:
@@ -308,8 +324,7 @@ class AgentSession:
             else [message for message in messages if message.role != "assistant"]
         )
         characters = sum(len(message.text) for message in counted_messages)
-        # Normalisation such as NFKC may merge several characters into one.
-        limit = MAX_MERGED_CHARS * self.renderer.tokenizer.max_token_chars * self.max_context
+        limit = count_max_chars(self.renderer, self.max_context)
         if characters > limit:
             raise self._make_too_long_error(
                 f"the messages have {characters} characters, and a context of {self.max_context} "
@@ -333,9 +348,7 @@ class AgentSession:
         render = partial(self._render, messages, tools, parent)
         try:
             self._check_size(messages)
-            # Rendering a long conversation takes seconds, so a thread does it without delaying the
-            # other requests of the process.
-            return await asyncio.get_running_loop().run_in_executor(RENDERING, render)
+            return await run_in_thread(render)
         except RatchetError as error:
             param = "tools" if isinstance(error, ConfigError) else "messages"
             raise ApiError(400, str(error), param=param, code="invalid_value") from error
@@ -363,21 +376,14 @@ class AgentSession:
 
         Of equal ones, an answer that is still the last one of its strand is preferred.
         """
-        answers = [
-            answer
-            for same_key_answers in self._answers.values()
-            for answer in same_key_answers
-            if len(answer.tokens) < len(prompt)
-            and np.array_equal(answer.tokens, prompt[: len(answer.tokens)])
-        ]
-        return max(
-            answers,
-            key=lambda answer: (
-                len(answer.tokens),
-                answer.strand is not None and answer.strand.tip is answer,
-            ),
-            default=None,
-        )
+        parent, longest = None, (0, False)
+        for answer in chain.from_iterable(self._answers.values()):
+            tokens = answer.tokens
+            is_tip = answer.strand is not None and answer.strand.tip is answer
+            is_longer = longest < (len(tokens), is_tip) and len(tokens) < len(prompt)
+            if is_longer and np.array_equal(tokens, prompt[: len(tokens)]):
+                parent, longest = answer, (len(tokens), is_tip)
+        return parent
 
     def _render(
         self, messages: tuple[Message, ...], tools: Tools | None, parent: AgentAnswer | None

@@ -43,7 +43,7 @@ class AgentAnswer:
         sampling: The sampling parameters of the answer.
         n_malformed: Number of malformed tool calls.
         cut: True if a limit of the run ended it, not the policy or the agent.
-        strand: The strand that it was delivered to.
+        strand: The strand that it was recorded in.
     """
 
     prompt: NDArray[np.int64]

@@ -11,10 +11,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import RatchetError
@@ -47,6 +47,8 @@ from ratchet.types import Completion, StopReason
 DEFAULT_MAX_TOKENS = 16  # of a text completion, as in OpenAI's API
 MAX_PROMPTS = 512  # per request
 MAX_COMPLETION_LOGPROBS = 20
+# Log-probabilities in the answer to one request, alternatives included; each takes some 50 bytes.
+MAX_LOGPROB_ENTRIES = 2**20
 
 NO_COMPLETION = Completion(
     np.zeros(0, np.int64),
@@ -86,19 +88,17 @@ class CompletionRequest(SamplingFields):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
-    stream: bool | None = None
+    stream: Literal[False] | None = None
     user: str | None = None
-
-    @field_validator("stream")
-    @classmethod
-    def _refuse_stream(cls, stream: bool | None) -> bool | None:
-        if stream:
-            raise ValueError("text completions are not streamed; use /v1/chat/completions")
-        return stream
 
     @property
     def max_new_tokens(self) -> int:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def list_texts(self) -> list[str]:
+        """Return the prompts that are text."""
+        prompts: Any = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        return [prompt for prompt in prompts if isinstance(prompt, str)]
 
     def list_prompts(self, renderer: Renderer) -> list[list[int]]:
         """Return the token ids of each prompt.
@@ -118,6 +118,23 @@ class CompletionRequest(SamplingFields):
             raise ApiError(400, "prompt: it has no tokens", param="prompt", code="invalid_value")
         return token_lists
 
+    def check_answer_size(self, prompts: Sequence[Sequence[int]], max_context: int) -> None:
+        """Raise ApiError if the answer would have too many log-probabilities."""
+        if self.logprobs is None:
+            return
+        n_new = min(self.max_new_tokens, max_context)
+        shown_tokens = sum(n_new + (len(tokens) if self.echo else 0) for tokens in prompts)
+        n_entries = shown_tokens * (1 + self.logprobs)
+        if n_entries > MAX_LOGPROB_ENTRIES:
+            raise ApiError(
+                400,
+                f"the answer may have {n_entries:,} log-probabilities, and "
+                f"{MAX_LOGPROB_ENTRIES:,} are allowed: send fewer prompts, or lower logprobs or "
+                "max_tokens",
+                param="logprobs",
+                code="invalid_value",
+            )
+
 
 class GenerateSampling(SamplingFields):
     """The sampling parameters of /inference/v1/generate."""
@@ -135,14 +152,7 @@ class GenerateRequest(WireRequest):
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     sampling_params: GenerateSampling
     return_token_ids: bool | None = None
-    stream: bool | None = None
-
-    @field_validator("stream")
-    @classmethod
-    def _refuse_stream(cls, stream: bool | None) -> bool | None:
-        if stream:
-            raise ValueError("completions of token ids are not streamed")
-        return stream
+    stream: Literal[False] | None = None
 
     def judge_unknown_fields(self, ignored: IgnoredFields) -> None:
         for name in ("features", "content_parts"):
@@ -165,6 +175,10 @@ class TokenizeRequest(WireRequest):
     ) = None
     tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     return_token_strs: bool | None = None
+
+    def list_texts(self) -> list[str]:
+        """Return the text, or the texts of the messages joined."""
+        return ["".join(message.content for message in self.messages or ()), self.prompt or ""]
 
 
 class DetokenizeRequest(WireRequest):

@@ -88,6 +88,7 @@ REFUSAL_REASONS = {
     "presence_penalty": "; the learner could not reproduce its logprobs",
     "frequency_penalty": "; the learner could not reproduce its logprobs",
     "repetition_penalty": "; the learner could not reproduce its logprobs",
+    "stream": "; only /v1/chat/completions is streamed",
     "skip_special_tokens": "; set return_token_ids to get all tokens of an answer",
 }
 
@@ -150,17 +151,20 @@ class IgnoredFields:
         self.counts: Counter[str] = Counter()
 
     def remove(self, body: bytes) -> bytes:
-        """Return the body without the fields of `names`."""
+        """Return the body without the fields of `names`, also in its `sampling_params`."""
         if not self.names:
             return body
         try:
             request = from_json(body)
         except ValueError:
             return body  # validation refuses it
-        if not isinstance(request, dict) or self.names.isdisjoint(request):
+        if not isinstance(request, dict):
             return body
-        for name in sorted(self.names.intersection(request)):
-            self.count(name, request.pop(name))
+        for part in (request, request.get("sampling_params")):
+            if not isinstance(part, dict):
+                continue
+            for name in sorted(self.names.intersection(part)):
+                self.count(name, part.pop(name))
         return json.dumps(request).encode()
 
     def count(self, name: str, value: Any) -> None:
@@ -170,7 +174,8 @@ class IgnoredFields:
             if len(self.counts) >= MAX_COUNTED_FIELDS:
                 name = "others"
             else:
-                log.warning(
+                log.log(
+                    logging.WARNING if name in self.names else logging.INFO,
                     "a request has %s=%.100s, which has no effect%s. Further requests with %s are "
                     "counted in /metrics, not logged",
                     name,

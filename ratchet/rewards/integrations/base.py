@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from ratchet.config.base import Section
 from ratchet.errors import ConfigError, DataError
+from ratchet.rewards.base import PerTrajectory
 from ratchet.types import READ_FROM, Message, Part, Task, Trajectory, is_finite_number
 from ratchet.utils.user_imports import import_object
 
@@ -36,6 +37,19 @@ class LibraryRewardConfig(Section):
     def reward_name(self) -> str:
         """The name of the reward in metrics: the function's."""
         return self.function.rpartition(":")[2]
+
+
+class LibraryReward(PerTrajectory):
+    """The base class of rewards that call a function of another library for each attempt."""
+
+    def __init__(self, config: LibraryRewardConfig) -> None:
+        self.name = config.reward_name
+        self.path = config.function
+        self.function = import_object(config.function)
+
+    @property
+    def label(self) -> str:
+        return self.path
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
 from ratchet.errors import DataError
-from ratchet.rewards.base import PerTrajectory, Verdict
+from ratchet.rewards.base import Verdict
 from ratchet.rewards.integrations.base import (
+    LibraryReward,
     LibraryRewardConfig,
     describe_location,
     read_metrics,
@@ -19,7 +20,6 @@ from ratchet.rewards.integrations.base import (
     split_messages,
 )
 from ratchet.types import Scored, Task, Trajectory
-from ratchet.utils.user_imports import import_object
 
 
 class OpenRLHFRewardConfig(LibraryRewardConfig):
@@ -32,21 +32,12 @@ class OpenRLHFRewardConfig(LibraryRewardConfig):
     builds: ClassVar[str] = "ratchet.rewards.integrations.openrlhf:OpenRLHFReward"
 
 
-class OpenRLHFReward(PerTrajectory):
+class OpenRLHFReward(LibraryReward):
     """A reward that calls a function of OpenRLHF in a thread.
 
     A prompt is the text of its messages, and a query is the prompt with the answer behind it, both
     without the chat template's own text. The label is the task's answer, or the row's `label`.
     """
-
-    def __init__(self, config: OpenRLHFRewardConfig) -> None:
-        self.name = config.reward_name
-        self.config = config
-        self.function = import_object(config.function)
-
-    @property
-    def label(self) -> str:
-        return self.config.function
 
     def judge(self, trajectory: Trajectory, task: Task) -> Awaitable[Verdict]:
         prompt_messages, completion = split_messages(trajectory)

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ratchet.errors import DataError
-from ratchet.rewards.base import PerTrajectory, Verdict
+from ratchet.rewards.base import Verdict
 from ratchet.rewards.integrations.base import (
+    LibraryReward,
     LibraryRewardConfig,
     describe_location,
     is_async,
@@ -23,7 +24,6 @@ from ratchet.rewards.integrations.base import (
     split_messages,
 )
 from ratchet.types import Scored, Task, Trajectory
-from ratchet.utils.user_imports import import_object
 
 
 class VerlRewardConfig(LibraryRewardConfig):
@@ -40,7 +40,7 @@ class VerlRewardConfig(LibraryRewardConfig):
     )
 
 
-class VerlReward(PerTrajectory):
+class VerlReward(LibraryReward):
     """A reward that calls a function of verl: in a thread, unless the function is async.
 
     `data_source`, `reward_model.ground_truth` and `extra_info` are columns of the row. Without
@@ -48,16 +48,11 @@ class VerlReward(PerTrajectory):
     """
 
     def __init__(self, config: VerlRewardConfig) -> None:
-        self.name = config.reward_name
-        self.config = config
-        self.function = import_object(config.function)
-
-    @property
-    def label(self) -> str:
-        return self.config.function
+        super().__init__(config)
+        self.further_arguments = config.reward_kwargs
 
     def judge(self, trajectory: Trajectory, task: Task) -> Awaitable[Verdict]:
-        return self._call(make_verl_arguments(trajectory, task) | self.config.reward_kwargs)
+        return self._call(make_verl_arguments(trajectory, task) | self.further_arguments)
 
     async def _call(self, arguments: dict[str, Any]) -> Verdict:
         if is_async(self.function):

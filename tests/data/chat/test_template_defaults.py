@@ -90,6 +90,22 @@ def test_training_evaluation_chat_and_the_exported_model_render_the_same(model, 
     assert [shown(renderer) for renderer in renderers] == [expected] * 4
 
 
+def test_a_template_that_the_recipe_names_has_the_values_too(tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text(TEMPLATE)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "threads: 1\nmodel: {preset: tiny}\nalgorithm: {kind: sft}\nsteps: 1\nbatch_size: 1\n"
+        "environment: {kind: arithmetic}\n"
+        f"tokenizer: {{kind: bytes, template: {template}, chat_template_kwargs: {OFF}}}\n"
+    )
+    config = freeze(load_config(path))
+    policy = build_policy(config)
+    renderers = [policy.renderer, build_renderer(config, policy.tokenizer, None)]
+    expected = "<|user|>Hi<|end|><|assistant|><think>\n\n</think>"
+    assert [shown(renderer) for renderer in renderers] == [expected] * 2
+
+
 def test_a_tokenizer_of_the_recipe_may_get_other_defaults_than_the_saved_one(tmp_path):
     keys = {"kind": "characters", "template": TEMPLATE}
     plain, off = (

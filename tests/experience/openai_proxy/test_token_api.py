@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import httpx
 import numpy as np
@@ -11,6 +12,7 @@ from experience.openai_proxy.talk import EOS, RENDERER, TOOLS, Scripted, serving
 from openai import AsyncOpenAI, BadRequestError
 
 from ratchet.errors import DataError
+from ratchet.experience.openai_proxy.config import AgentServerSettings
 from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.types import Owner
@@ -179,7 +181,11 @@ REFUSED = {
     "no prompt": ("/v1/completions", {"prompt": ""}, "it has no tokens"),
     "a token of no model": ("/v1/completions", {"prompt": [10**6]}, "isn't in the model's vocab"),
     "a negative token": ("/v1/completions", {"prompt": [-1]}, "prompt"),
-    "a stream": ("/v1/completions", {"prompt": "a", "stream": True}, "are not streamed"),
+    "a stream": (
+        "/v1/completions",
+        {"prompt": "a", "stream": True},
+        "only /v1/chat/completions is streamed",
+    ),
     "an echo": (
         "/v1/completions",
         {"prompt": "a", "echo": True, "logprobs": 1},
@@ -187,6 +193,17 @@ REFUSED = {
     ),
     "two answers": ("/v1/completions", {"prompt": "a", "n": 2}, "one request for each answer"),
     "alternatives": ("/v1/completions", {"prompt": "a", "logprobs": 2}, "only the sampled"),
+    "a text far too long": ("/v1/completions", {"prompt": "a" * 200_000}, "a text has 200000"),
+    "a conversation far too long": (
+        "/tokenize",
+        {"messages": [{"role": "user", "content": "a" * 200_000}]},
+        "a text has 200000",
+    ),
+    "more log-probabilities than an answer holds": (
+        "/v1/completions",
+        {"prompt": [[1]] * 500, "max_tokens": 5000, "logprobs": 0},
+        "the answer may have 2,048,000 log-probabilities",
+    ),
     "no sampling": ("/inference/v1/generate", {"token_ids": [1]}, "sampling_params"),
     "no tokens": ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, "token_ids"),
     "another temperature": (
@@ -256,3 +273,34 @@ def test_one_prompt_that_is_refused_aborts_the_others() -> None:
             return session
 
     assert asyncio.run(scene()).strands == []
+
+
+def test_texts_are_tokenized_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text takes seconds, in which no other request would be answered."""
+    threads = []
+    tokenizer_type = type(RENDERER.tokenizer)
+    plain_encode = tokenizer_type.encode
+
+    def encode_and_note(self, *arguments, **options):
+        threads.append(threading.current_thread().name)
+        return plain_encode(self, *arguments, **options)
+
+    async def scene() -> None:
+        async with serving(Scripted(["a"])) as (_, client):
+            monkeypatch.setattr(tokenizer_type, "encode", encode_and_note)
+            await post(client, "/tokenize", {"prompt": "hi"})
+            await post(client, "/v1/completions", {"prompt": ["hi", "ho"]})
+
+    asyncio.run(scene())
+    assert len([name for name in threads if name.startswith("render")]) >= 3
+
+
+def test_ignored_fields_are_ignored_in_sampling_params_too() -> None:
+    async def scene() -> None:
+        proxy = Proxy(settings=AgentServerSettings(ignored=("temperature",)))
+        async with serving(Scripted(["a"]), proxy=proxy) as (session, client):
+            body = {"token_ids": [5], "sampling_params": {"temperature": 0.3}}
+            assert (await post(client, "/inference/v1/generate", body))[0] == 200
+            assert [sampling.temperature for _, sampling in session.generator.requests] == [1.0]
+
+    asyncio.run(scene())
