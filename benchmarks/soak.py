@@ -4,8 +4,9 @@ descriptors, threads, files.
     python benchmarks/soak.py [--minutes 30] [--every 10] [--kill-every 60] [--seed 0] [--folder
     DIRECTORY]
 
-The training runs under Ray, with two worker generators of which one is killed now and then,
-records, and saves in the background. `ratchet ui` shows it, `ratchet serve` serves a model beside
+The training runs under Ray, with two worker generators, records, and saves in the background. One
+worker lives as long as the training, and its growth counts. The other is killed now and then, and
+the table shows its replacements apart: how much those hold depends on their age. `ratchet ui` shows it, `ratchet serve` serves a model beside
 it, and clients of both come, go and break off. At the end SIGTERM stops the training.
 
 Prints a table: each kind of process, what it held in the middle and at the end, and its growth per
@@ -69,6 +70,7 @@ TRAINED: dict[str, Any] = {
     "steps": 100_000_000,
 }
 OURS = ("driver", "worker", "ui", "serve")
+REPLACED = "worker, replaced when killed"
 LOADING_S = 20.0  # age from which on a process counts
 # The most that one kind of our processes may grow in the second half, and the share of what it held
 # in the middle.
@@ -174,6 +176,7 @@ class Watch:
         default_factory=lambda: defaultdict(dict)
     )
     born: dict[int, int] = field(default_factory=dict)
+    lasting_worker: int | None = None  # pid of the worker that is never killed
     shared: set[str] = field(default_factory=set)
 
     def look(self) -> list[tuple[str, int]]:
@@ -181,7 +184,12 @@ class Watch:
         processes = []
         for stat in descendants(list(self.roots)):
             self.born[stat.pid] = stat.birth
-            if kind := self.roots.get(stat.pid) or kind_of(stat.pid):
+            kind = self.roots.get(stat.pid) or kind_of(stat.pid)
+            if kind == "worker":
+                self.lasting_worker = self.lasting_worker or stat.pid
+                if stat.pid != self.lasting_worker:
+                    kind = REPLACED
+            if kind:
                 processes.append((kind, stat.pid))
         return processes
 
@@ -355,7 +363,7 @@ class Soak:
             time.sleep(every_s)
 
     def _kill_a_worker(self) -> None:
-        workers = [pid for kind, pid in self.watch.look() if kind == "worker"]
+        workers = [pid for kind, pid in self.watch.look() if kind == REPLACED]
         if workers:
             self.kills += 1
             with suppress(ProcessLookupError):
