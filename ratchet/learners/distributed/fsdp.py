@@ -206,6 +206,7 @@ class DTensorLearner(RankLearner):
     ) -> list[Mapping[str, Tensor]]:
         forward = self.forward
         pipeline = self.pipeline
+        # FSDP divides gradients by this number.
         factor = self.mesh.topology.gradient_ranks
         device_micros = [micro.to(forward.device, forward.dtype) for micro in micros]
         all_metrics: list[Mapping[str, Tensor]] = []
@@ -307,7 +308,7 @@ class DTensorLearner(RankLearner):
     def load(self, directory: Path) -> None:
         """Load a checkpoint that any number of ranks saved.
 
-        Raises CheckpointError if a part is missing, or if it belongs to other frozen weights.
+        Raises CheckpointError if the checkpoint lacks a block, or belongs to other frozen weights.
         """
         block_files = BlockFiles(directory)
         if self.frozen:
