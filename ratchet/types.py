@@ -133,7 +133,7 @@ class Task:
 class Comparison:
     """Two continuations of a task's messages, the better one first.
 
-    `rewards` are those of both, if they were scored.
+    `rewards`: (reward of `chosen`, reward of `rejected`); None if they have none.
     """
 
     chosen: tuple[Message, ...]
@@ -202,8 +202,9 @@ POLICY = int(Owner.POLICY)
 class Turn:
     """One policy turn: tokens [start, end) of its trajectory.
 
-    `terminated`: the environment ended the episode here. `cut`: a token limit ended the turn, not
-    the policy; None: unknown.
+    `state_key`: as in `ratchet.protocols.Step`. `terminated`: True if the environment ended the
+    episode after this turn. `cut`: True if a token limit, not the policy, ended the turn; None:
+    unknown.
     """
 
     start: int

@@ -26,7 +26,7 @@ from torch.autograd.profiler import record_function
 
 from ratchet.kernels.build import describe_processor, load_library
 
-# These values are the same as N_PARTIAL_SUMS in kernels.c and MAX_HEAD_DIM in rows.h.
+# These values must equal N_PARTIAL_SUMS in kernels.c and MAX_HEAD_DIM in rows.h.
 N_PARTIAL_SUMS = 8
 MAX_HEAD_DIM = 512
 # Minimum size (elements) of a matrix for which oneDNN is faster than MKL on AMD's processors.
@@ -227,14 +227,14 @@ class _Heads(Function):
 # --- silu(gate) * up
 
 
-def swiglu(gate_up_TF: Tensor) -> Tensor:
+def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """Return silu(gate) * up, [T, F].
 
-    gate_up_TF: [T, 2 F], the gate in the first F columns.
+    gate_up_T2F: the first F columns are the gate, the last F are `up`.
     """
     if torch.is_grad_enabled():
-        return _SwiGLU.apply(gate_up_TF)
-    return _swiglu(gate_up_TF.contiguous())
+        return _SwiGLU.apply(gate_up_T2F)
+    return _swiglu(gate_up_T2F.contiguous())
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

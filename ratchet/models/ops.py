@@ -111,16 +111,16 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
     return _Rotate.apply(x_THD, cos_T1D, sin_T1C)
 
 
-def swiglu(gate_up_TF: Tensor) -> Tensor:
+def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """Return `silu(gate) * up`, [T, F] (arXiv:2002.05202, eq. 6).
 
-    gate_up_TF: [T, 2F]: the first F columns are the gate, the last F are `up`.
+    gate_up_T2F: the first F columns are the gate, the last F are `up`.
     """
-    if cpu.is_supported(gate_up_TF) and not gate_up_TF.shape[-1] % 2:
-        return cpu.swiglu(gate_up_TF)
+    if cpu.is_supported(gate_up_T2F) and not gate_up_T2F.shape[-1] % 2:
+        return cpu.swiglu(gate_up_T2F)
     if not torch.is_grad_enabled():
-        return _swiglu(gate_up_TF)
-    return _SwiGLU.apply(gate_up_TF)
+        return _swiglu(gate_up_T2F)
+    return _SwiGLU.apply(gate_up_T2F)
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 A rank computes columns of its own micro-batches. An optimizer step uses the gradients of all ranks.
 Every rank gets the same calls in the same order, and the same number of micro-batches.
+
+T = tokens of a micro-batch, t = those of them that this rank computes, d = hidden size.
 """
 
 from __future__ import annotations

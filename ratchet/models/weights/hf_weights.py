@@ -201,8 +201,8 @@ class WeightFiles:
             ):
                 ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
                 raise ModelError(
-                    f"{self.directory}: weight '{name}' has shape {list(shape)}, which is too "
-                    f"small for the sizes in config.json: a block ends at {ends}"
+                    f"{self.directory}: weight '{name}' has shape {list(shape)}, which does not "
+                    f"fit the sizes in config.json: a block ends at {ends}"
                 )
             return tensor_slice[
                 tuple(
