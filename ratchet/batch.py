@@ -26,8 +26,8 @@ class LossWeights(NamedTuple):
 
     level: Level
     values: Tensor  # float64, [T], [S] or [G] by `level`
-    # The sum of the weights over the whole step, even in a micro-batch of it. Metrics are divided
-    # by it to become means.
+    # Sum of `values` over the whole optimizer step; the micro-batches of the step have the same
+    # total. Sums of weighted metrics are divided by it, which makes them means.
     total: float = 1.0
     coef: float = 1.0  # factor on the term in this step
 
@@ -47,8 +47,10 @@ class Batch:
     turn_T: Tensor  # int32, index of the policy turn, -1 outside
     # float64, the turn's own reward at its last token, NaN elsewhere
     turn_rewards_T: Tensor
-    state_T: Tensor  # int64, id of the policy turn's (group, state key), -1 elsewhere
-    # bool, the loss mask: False in rows with use != "train" and for what filters removed
+    # int64, number of the pair (group, `Turn.state_key`) of the policy turn, -1 elsewhere
+    state_T: Tensor
+    # bool, the final mask (loss mask): False in rows with use != "train", and in rows and tokens
+    # that a filter or a rollout correction removed
     trainable_T: Tensor
     # bool, the tokens that scoring passes score: trainable tokens of "train" and "reference" rows
     predicted_T: Tensor
@@ -144,15 +146,15 @@ class Batch:
         """Return a mini-batch, micro-batch or shard: the given sequences in the given order.
 
         Weights stay with their rows and are not renormalised. Groups are renumbered from 0 in order
-        of appearance. If a weight is at group level, each group must be taken whole (the planner's
-        `unit` ensures that).
+        of appearance. If a weight is at group level, each group must be taken whole
+        (`plan_microbatches` with unit="group" never splits one).
         """
         return next(self.split([sequences]))
 
     def split(self, plan: Iterable[Sequence[int]]) -> Iterator[Batch]:
-        """Yield `take(part)` for each part of a plan, such as a plan of micro-batches.
+        """Yield `take(sequences)` for each list of sequences in a plan, such as of micro-batches.
 
-        The time for each part is proportional to its size.
+        The time for each list is proportional to its tokens, not to those of the whole batch.
         """
         starts_S = self.starts_S
         return (self._select(sequences, starts_S) for sequences in plan)

@@ -10,17 +10,18 @@
     ├── MissingColumn        a loss needs a column that no pass fills
     ├── MissingDependency    an optional package is absent; names the extra that installs it
     ├── CheckpointError      a checkpoint is absent, incomplete or damaged
+    │   └── CheckpointNotFound  there is no checkpoint of that step
     ├── RunDirectoryError    the run directory can't be used (taken, read-only, other config)
-    │   └── RunNotFound      the place that a command was given holds no run
+    │   └── RunNotFound      the path or address given to a command holds no run
     ├── WeightSyncError      new weights did not reach a generator, which keeps the old ones
     │   └── DeltaRefused     a delta does not apply to the version that the receiver has
     ├── TrainingError        training can't go on (non-finite steps, many failed attempts)
     │   └── ParityError      sampler and learner disagree about the probability of sampled tokens
     └── WorkerError          a process of a distributed run; names its role, rank and host
-        ├── WorkerDied       it ended, or was silent for too long and was killed
-        ├── WorkerRaised     its component raised an exception that can't be sent as it is
-        ├── CallTimeout      it did not answer by the deadline
-        ├── PortBusy         none of the ports that it may use is free
+        ├── WorkerDied       the process ended, or was silent for too long and was killed
+        ├── WorkerRaised     its component raised an exception that is only known as text
+        ├── CallTimeout      the process did not answer by the deadline
+        ├── PortBusy         none of the ports that the process may use is free
         └── VersionMismatch  driver and worker run different versions
 
 A message says what is wrong, where, and the smallest fix. `assert` is kept for our own bugs.
@@ -113,8 +114,8 @@ class WorkerDied(WorkerError):
     """The error for a worker process that ended or was killed.
 
     Attributes:
-        signal: The name of the signal that ended it ("SIGKILL"), or "".
-        tail: The last lines of its output.
+        signal: The name of the signal that ended the process ("SIGKILL"), or "".
+        tail: The last lines of the process's output.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class LossTerm(Protocol):
     @property
     def needs(self) -> frozenset[str]: ...
     def __call__(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's sum of weight * x, and metrics, detached and weighted alike."""
+        """Return (the micro-batch's sum of weight * x, its weighted mean metrics, detached)."""
         ...
 
 
@@ -120,8 +120,9 @@ class Learner(Protocol):
             output_names: some of "logprobs", "entropy", "values", "token_scores" [T], "scores" [S],
                 "topk_ids" [T, K], "topk_logprobs" [T, K + 1].
             top_k: K. "topk_logprobs" has the K likeliest tokens, then all others together.
-                0 gives all V tokens in order of their ids, [T, V], or those of the batch's
-                column `teacher_ids` if it has one.
+                With 0, "topk_logprobs" has the tokens in the batch's column `teacher_ids`, then
+                all others together. If the batch has no such column, it has all V tokens in order
+                of their ids, [T, V].
         """
         ...
 
@@ -240,6 +241,7 @@ class Step:
     messages: the observation.
     reward: the turn's own reward; None leaves judging to the rewards.
     done: True if the episode has ended.
+    state_key: names the state in which the policy took this turn (`gigpo` reads it); "": unknown.
     metrics: summed over the turns of an attempt.
     """
 
@@ -320,7 +322,7 @@ class HasTaskCount(Protocol):
 
 @runtime_checkable
 class HasMetrics(Protocol):
-    """An environment or source that adds its own metrics of a step's groups."""
+    """An environment or source that computes metrics of its own from a step's groups."""
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]: ...
 
@@ -355,8 +357,8 @@ class HasStepLabels(Protocol):
 class Reward(Protocol):
     """A judge of the trajectories of one group.
 
-    `score` gets one trajectory for each attempt. If its history forked, this is the last one, whose
-    messages hold the whole conversation. A plain function `(trajectory, task) -> float | dict of
+    `score` gets one trajectory for each attempt: the last one, whose messages hold the whole
+    conversation, if the history forked. A plain function `(trajectory, task) -> float | dict of
     named parts` is adapted to this protocol.
 
     A reward that does not compare attempts may set the attribute `compares_attempts = False`. Each
@@ -435,7 +437,7 @@ class Workers(Ranks, Protocol):
     """The ranks of one role, each a process with a component of its own.
 
     `ratchet.executors.worker_group.WorkerGroup` implements it. Ranks run a call at the same time,
-    and each rank runs one call after another.
+    and each rank runs one call after another. `each` gives each rank arguments of its own.
     """
 
     @property

@@ -33,8 +33,8 @@ class Sampling:
     """The sampling settings of one completion.
 
     Equal (tokens, sampling, weights) give equal completions, independently of other requests.
-    Filters act after the temperature, in the order top_k, top_p, min_p (each on the distribution
-    that the temperature gives, renormalised at the end).
+    The filters top_k, top_p and min_p act in this order. Each reads the probabilities that the
+    temperature gives; those of the kept tokens are renormalised once, after all filters.
 
     Raises SamplingError for a value with which no token can be sampled. NumPy numbers become Python
     numbers, lists become tuples.
@@ -229,7 +229,7 @@ def _check_stop(name: str, value: Any) -> tuple[str, ...]:
                 name,
                 text,
                 f"has {len(text):,} characters",
-                f"a string of at most {MAX_STOP_STRING_LENGTH:,}",
+                f"strings of at most {MAX_STOP_STRING_LENGTH:,} characters",
             )
     if len(value) > MAX_STOP_STRINGS:
         raise _make_error(
@@ -256,7 +256,7 @@ def _check_routes(name: str, value: Any) -> bool:
 
 def _check_adapter(name: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise _make_error(name, value, "is no name of an adapter", "None for the policy's own")
+        raise _make_error(name, value, "is not a string", "None (the policy's own adapter)")
     return value
 
 

@@ -106,7 +106,7 @@ class Task:
     """One prompt and the data needed to judge an answer to it.
 
     `id` is unique within a run's data; statistics are keyed by it, not by the prompt. `tag` names
-    the domain (metrics and reward routing split by it).
+    the domain: metrics are also reported per tag, and rewards and teachers may be chosen by it.
     """
 
     id: str
@@ -133,7 +133,7 @@ class Task:
 class Comparison:
     """Two continuations of a task's messages, the better one first.
 
-    `rewards` are those of both, if they were scored.
+    `rewards`: (reward of `chosen`, reward of `rejected`); None if they have none.
     """
 
     chosen: tuple[Message, ...]
@@ -167,11 +167,13 @@ class Completion:
     """The result of a generator, with one entry per new token.
 
     Attributes:
-        logprobs: Log-probabilities under the temperature alone (at temperature 0: under 1).
+        logprobs: Log-probabilities under the temperature, before the filters (for temperature 0:
+            under temperature 1).
         log_kept_mass: Log of the probability mass that the sampling filters kept.
         versions: Version of the weights that produced each token.
         routes: If `Sampling.routes` is set, the experts that computed each token in each layer with
-            experts; -1 for the last token, which has not been computed yet.
+            experts; -1 for the last token, which has not been computed yet. Else None.
+        extras: Further values from the generator, by name.
     """
 
     tokens: NDArray[np.int64]
@@ -200,8 +202,9 @@ POLICY = int(Owner.POLICY)
 class Turn:
     """One policy turn: tokens [start, end) of its trajectory.
 
-    `terminated`: the environment ended the episode here. `cut`: a token limit ended the turn, not
-    the policy; None: unknown.
+    `state_key`: as in `ratchet.protocols.Step`. `terminated`: True if the environment ended the
+    episode after this turn. `cut`: True if a token limit, not the policy, ended the turn; None:
+    unknown.
     """
 
     start: int
@@ -235,7 +238,7 @@ class Scored:
 class Truncated:
     """An attempt cut off by a token or turn budget.
 
-    `reward` is None if the unfinished attempt could not be judged.
+    `reward` is None if the attempt could not be judged, because it is unfinished.
     """
 
     reward: float | None = None
@@ -246,7 +249,8 @@ class Truncated:
 class Unjudged:
     """An attempt without a reward, because the algorithm reads none.
 
-    It ended or was cut off (`truncated`). It is trained on, but enters no reward statistic.
+    `truncated` tells if a token or turn limit ended it. It is trained on, but enters no reward
+    statistic.
     """
 
     truncated: bool = False
@@ -279,7 +283,8 @@ class Trajectory:
     `use`: "train" rows give gradients. A "baseline" row (ReMax's greedy answer) and a "reference"
     row (KTO's mismatched pair) only feed statistics. `outcome=None` means that there was nothing to
     judge (supervised data). `rollout_logprobs` were recorded under `temperature`, and the learner
-    computes its own logprobs under the same temperature.
+    computes its own logprobs under the same temperature. `extras` holds further values by name,
+    such as the result of a black-box agent.
     """
 
     tokens: NDArray[np.int64]  # [L]
@@ -309,7 +314,9 @@ class Trajectory:
         logprobs, versions = len(self.rollout_logprobs), len(self.versions)
         assert logprobs == length, f"rollout_logprobs has {logprobs} entries for {length} tokens"
         assert versions == length, f"versions has {versions} entries for {length} tokens"
-        assert self.routes is None or len(self.routes) == length, "routes have another length"
+        assert self.routes is None or len(self.routes) == length, (
+            f"routes has {len(self.routes)} entries for {length} tokens"
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -348,7 +355,7 @@ class Trajectory:
 
     @property
     def sampled(self) -> bool:
-        """True if any token was sampled. Others, such as supervised ones, have the version -1."""
+        """True if any token was sampled: tokens that were not have the version -1."""
         # argmax takes a third of the time of any().
         return bool(len(self.versions)) and bool(self.versions[self.versions.argmax()] >= 0)
 

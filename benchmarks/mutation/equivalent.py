@@ -32,8 +32,8 @@ EQUIVALENT: Table = {
     (
         BASE,
         "AlgorithmTerm.__call__",
-        "(share * torch.where(active, values.to(weight.dtype), 0.0)).sum() -> "
-        "(share * torch.where(active, values.to(weight.dtype), 1.0)).sum()",
+        "(mean_weight * torch.where(active, values.to(weight.dtype), 0.0)).sum() -> "
+        "(mean_weight * torch.where(active, values.to(weight.dtype), 1.0)).sum()",
     ): ZERO_WEIGHT,
     (
         TEACHER,
@@ -49,9 +49,9 @@ EQUIVALENT: Table = {
     ): SAME_KEYS,
     (
         POLICY,
-        "_sequence_metrics",
+        "_compute_sequence_metrics",
         "torch.no_grad() -> torch.enable_grad()",
-    ): "what it averages comes from `_metrics`, already without a gradient",
+    ): "what it averages comes from `_compute_metrics`, already without a gradient",
     (
         REWARD_MODEL,
         "process_reward",
@@ -106,7 +106,7 @@ EQUIVALENT: Table = {
     ): MINUS_ZERO,
     (
         TEMPORAL,
-        "_last_rows",
+        "_find_last_rows",
         "torch.full((size,), -1).scatter_reduce -> torch.full((size,), -2).scatter_reduce",
     ): "every attempt has a sequence, whose index is greater",
     (
@@ -122,7 +122,7 @@ EQUIVALENT: Table = {
     ): "both have an entry a sequence",
     (
         TEMPORAL,
-        "_explained_variance",
+        "_measure_explained_variance",
         "(returns_N - values_N).var(correction=0) / returns_N.var(correction=0) -> "
         "(values_N - returns_N).var(correction=0) / returns_N.var(correction=0)",
     ): "the variance of -x is that of x",

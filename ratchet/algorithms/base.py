@@ -29,9 +29,9 @@ class AlgorithmTerm:
 
     fn: `fn(out, batch) -> (x, metrics)` returns x and detached metrics at the term's `level`:
       [T], [S] or [G].
-    weighting: `weighting(batch)` returns the [T] column that carries the complete normaliser,
-      computed once over an optimizer step. The weight of a sequence or group is the sum of the
-      weights of its tokens.
+    weighting: `weighting(batch)` returns the weight of each token [T], already divided by the
+      normaliser. It is computed once, over all rows of an optimizer step. The weight of a sequence
+      or group is the sum of the weights of its tokens.
     needs: names of the `Outputs` that the learner must produce.
     coef: factor of the term. A term with coef=0 is only measured: it adds nothing to the loss, even
       if its values are not finite.
@@ -66,9 +66,9 @@ class AlgorithmTerm:
         # A weight of 0 means "not part of the loss": inf * 0 would make the sum NaN.
         active = weight != 0
         loss = coef * (weight * torch.where(active, x, 0.0)).sum() if coef else weight.new_zeros(())
-        share = weight / total if total else weight
+        mean_weight = weight / total if total else weight
         means = {
-            name: (share * torch.where(active, values.to(weight.dtype), 0.0)).sum()
+            name: (mean_weight * torch.where(active, values.to(weight.dtype), 0.0)).sum()
             for name, values in metrics.items()
         }
         return loss, means
@@ -102,12 +102,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Role:
-    """A model beside the policy, and how to make it.
+    """A model beside the policy, such as a reference, critic or teacher.
 
-    path: directory or hub id of its model; None: a copy of the policy at the start of the stage.
-    lr: its peak learning rate; None: the policy's.
-    aligned: True if its tokenizer differs from the policy's, so that its columns are aligned by
-      text spans.
+    path: directory or hub id of the model; None: a copy of the policy at the start of the stage.
+    lr: peak learning rate of the role; None: the policy's.
+    aligned: True if the role's tokenizer differs from the policy's, so that its columns are aligned
+      by text spans.
     """
 
     path: str | None = None
@@ -142,9 +142,10 @@ class Algorithm:
     source: the kind of groups it learns from, one of `ratchet.training.sources.SOURCES`.
     advantage: fills every column that is computed between the scoring passes and the update.
     fills: columns that `advantage` fills in place of a scoring pass.
-    adapt: may change `state.numbers` after a step, where "coef/<term>" replaces a term's `coef`.
-    warmup: number of steps at the start of the stage in which a role is not updated, by role.
-    minibatches: optimizer steps that a batch is divided into.
+    adapt: may change `state.numbers` after a step. A number "coef/<term>" replaces a term's `coef`.
+    warmup: by role, the number of training steps at the start of the stage in which the role is not
+      updated.
+    minibatches: number of mini-batches that a batch is divided into, with one optimizer step each.
     minibatches_of: unit in which a batch is distributed over its mini-batches. Losses that compare
       the rows of a group need "groups".
     epochs: passes over all mini-batches of a batch.
@@ -159,7 +160,8 @@ class Algorithm:
       as different if their parts differ.
     replays_routes: True for router replay: the policy's routers choose the experts that the sampler
       recorded.
-    exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
+    exempt: properties of `ratchet.algorithms.properties` that the algorithm does not have, each
+      with the reason.
     """
 
     name: str
@@ -187,7 +189,10 @@ class Algorithm:
     def __post_init__(self) -> None:
         names = [term.name for terms in self.losses.values() for term in terms]
         if len(set(names)) != len(names):
-            raise ConfigError(f"algorithm '{self.name}': two terms share a name among {names}")
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(
+                f"algorithm '{self.name}': two terms share the name '{repeated}'. Rename one."
+            )
         used_roles = {*self.losses, *(scoring_pass.role for scoring_pass in self.passes)}
         unknown_roles = used_roles - {*self.roles, "policy"}
         if unknown_roles:
@@ -234,7 +239,7 @@ class Algorithm:
         return frozenset(pass_outputs).union(*(term.needs for term in self.losses.get(role, ())))
 
     def roles_to_update(self, state: AlgoState) -> Iterator[str]:
-        """Yield the roles whose warm-up is over."""
+        """Yield the roles with a loss whose warm-up is over."""
         return (role for role in self.losses if state.step >= self.warmup.get(role, 0))
 
     def split(self, batch: Batch) -> Iterator[Batch]:
@@ -298,7 +303,7 @@ class Algorithm:
     def token_weights(self, batch: Batch) -> Tensor:
         """Return the weight of each token in the policy's loss of its optimizer step, float64 [T].
 
-        It is the sum of the terms' weights times the absolute values of their coefficients.
+        This weight is the sum over terms of |coef| times the term's weight.
         """
         terms = [term for term in self.losses.get("policy", ()) if term.coef]
         weights_T = torch.zeros(batch.n_tokens, dtype=torch.float64)

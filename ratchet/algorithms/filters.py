@@ -28,7 +28,7 @@ def keep_rows(batch: Batch, kept_S: Tensor) -> Batch:
 def note_signal(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
     """Fill `has_signal`, bool [S]: True if `transforms` give the group any advantage other than 0.
 
-    The transforms run on a copy of the batch and of the state, which is then dropped.
+    The transforms run on copies of the batch and of the state, which are then dropped.
     """
     scratch_state = AlgoState(state.step, dict(state.numbers))
     transformed = batch

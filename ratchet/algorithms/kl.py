@@ -1,6 +1,6 @@
 """The KL penalty between policy and reference, as a loss term or as part of the reward.
 
-The expected gradient of both is that of the configured KL divergence. T = tokens.
+In both places, its expected gradient is the gradient of the configured KL divergence. T = tokens.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def kl_penalty(
 
     The expectation is over tokens drawn from the old policy.
 
-    The gradient of k1 itself is 0 in expectation, and that of k3 itself is the gradient of the
-    *forward* KL, if the tokens are on-policy. So each estimator is multiplied by the importance
-    ratio w = policy / old policy:
+    Without a factor, on-policy tokens give k1 the expected gradient 0, and k3 the gradient of the
+    *forward* KL. So each estimator is multiplied by the importance ratio w = policy / old policy:
     - For k1 and k3 of the reverse KL, w keeps its gradient, which adds the score function term.
       The value is an unbiased estimate of the KL.
     - For k2, and k3 of the forward KL, w is detached, because their own gradients are already

@@ -20,8 +20,8 @@ from ratchet.batch import Batch
 def token_mean(batch: Batch) -> Tensor:
     """Return mask / sum(mask): every trainable token has the same weight. float64 [T].
 
-    This is DAPO's token-level loss (arXiv:2503.14476, eq. 8), taken over the whole batch as in its
-    authors' code. `prompt_mean` takes it prompt by prompt.
+    This is DAPO's token-level loss (arXiv:2503.14476, eq. 8) over the whole batch, as in its
+    authors' code. The published equation averages within each prompt first: `prompt_mean`.
     """
     return _mean_over(batch.trainable_T)
 
@@ -69,8 +69,8 @@ def fixed_length(batch: Batch, *, length: int) -> Tensor:
 def positive_mean(batch: Batch, *, above: float = 0.0) -> Tensor:
     """Return equal weights on the tokens of rows with a reward above `above`. float64 [T].
 
-    The reward is the one before shaping. VAPO (arXiv:2504.05118, section 4.3) weighs the likelihood
-    of correct answers in this way.
+    Rewards before shaping are compared. VAPO (arXiv:2504.05118, section 4.3) gives the NLL of
+    correct answers these weights.
     """
     return _mean_over(batch.trainable_T & (batch.need("judged_rewards") > above)[batch.sequence_T])
 
@@ -84,7 +84,10 @@ def valued_mean(batch: Batch) -> Tensor:
 
 
 def chosen_mean(batch: Batch) -> Tensor:
-    """Return equal weights on the tokens of each group's first row, a pair's chosen answer."""
+    """Return equal weights on the tokens of each group's first row, float64 [T].
+
+    The first row of a pair is the chosen answer.
+    """
     first_S = torch.ones_like(batch.train_S)
     first_S[1:] = batch.group_S[1:] != batch.group_S[:-1]
     return _mean_over(batch.trainable_T & first_S[batch.sequence_T])

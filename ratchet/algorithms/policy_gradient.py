@@ -41,7 +41,7 @@ from ratchet.config.resolve import build
 
 
 def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
-    """Return the policy-gradient algorithm that a recipe's `algorithm` section describes."""
+    """Return the algorithm of a `policy_gradient` section, or of a named one such as `grpo`."""
     losses = {"policy": _build_policy_terms(config)}
     roles: dict[str, Role] = {}
     passes = list(_list_policy_passes(config))
@@ -144,9 +144,9 @@ def _build_policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ..
         if config.correction is not None:
             penalty = partial(apply_correction, fn=penalty)
         terms.append(AlgorithmTerm("kl", penalty, weighting, needs=ratio_inputs, coef=kl.coef))
-    # A token that the correction masks must not train in any term. With mask_denominator=kept such
-    # tokens are not in the final mask. With mask_denominator=all they are, so these two terms
-    # must be 0 there.
+    # A token that the correction masks must not train in any term. mask_denominator=kept removes
+    # such tokens from the final mask. mask_denominator=all leaves them in it, so the entropy and
+    # NLL terms must be 0 at these tokens.
     entropy_loss, likelihood_loss = (
         _zero_where_masked(fn, config.correction) for fn in (entropy_bonus, nll)
     )
@@ -194,8 +194,8 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
         steps.append(copy_judged_rewards)
     estimator: Transform = build(config.advantage)
     if config.equal_rewards == "drop" and _adds_signal(config.shaping):
-        # A length penalty gives answers of equal reward different advantages, so that their group
-        # would not be dropped. So the signal is measured without such shaping.
+        # A length penalty gives answers of equal reward different advantages, which would keep
+        # their group. So the signal is measured without such shaping.
         neutral_shaping = [build(part) for part in config.shaping if not _adds_signal((part,))]
         steps.append(partial(note_signal, transforms=(*neutral_shaping, estimator)))
     steps += [build(part) for part in config.shaping]

@@ -20,15 +20,16 @@ PROPERTIES: Mapping[str, str] = {
     "names the group",
 }
 
-# A property does not apply to an algorithm without advantages. The reason of its exemption then
-# begins with one of these. `check_algorithm` tests that the algorithm has no advantages.
+# Some properties do not apply to an algorithm without advantages. The reason of such an exemption
+# begins with one of these texts, and `check_algorithm` tests that the algorithm has no advantages.
 NOT_APPLICABLE = ("no advantages", "no policy gradient")
 
 
 def is_applicable(reason: str) -> bool:
-    """True for a property that applies to the algorithm but does not hold.
+    """True if the exempted property applies to the algorithm, but does not hold.
 
-    reason: the reason of an exemption. False if it says that the property does not apply.
+    reason: the reason of the exemption. One that begins with a text of `NOT_APPLICABLE` says that
+      the property does not apply.
     """
     return not reason.startswith(NOT_APPLICABLE)
 
@@ -58,7 +59,7 @@ def render_properties(exemptions: Mapping[str, Mapping[str, str]]) -> str:
     ]
     reasons: dict[str, int] = {}
     for algorithm, exempt in exemptions.items():
-        cells = [_cell(reasons, exempt.get(name)) for name in PROPERTIES]
+        cells = [_render_cell(reasons, exempt.get(name)) for name in PROPERTIES]
         lines.append(f"| `{algorithm}` | {' | '.join(cells)} |")
     lines += [
         "",
@@ -70,7 +71,7 @@ def render_properties(exemptions: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _cell(reasons: dict[str, int], reason: str | None) -> str:
+def _render_cell(reasons: dict[str, int], reason: str | None) -> str:
     """Return a cell of the table, and number a new reason in `reasons`."""
     if reason is None:
         return "holds"

@@ -32,12 +32,12 @@ async def fill_columns(batch: Batch, algo: Algorithm, roles: Mapping[str, Learne
     ):
         passes = list(consecutive)
         rows = None if tag is None else _find_rows_with_tag(batch, tag)
-        # A batch is empty if every attempt of a step failed. It needs its columns too.
+        # An empty batch (every attempt of the step failed) is scored too, to get its columns.
         if rows == [] and batch.n_sequences:
             continue
-        tagged = batch if rows is None else batch.take(rows)
+        scored_rows = batch if rows is None else batch.take(rows)
         outputs = [scoring_pass.output for scoring_pass in passes]
-        columns = await roles[role].score(tagged, outputs, top_k=top_k)
+        columns = await roles[role].score(scored_rows, outputs, top_k=top_k)
         for scoring_pass in passes:
             batch = _fill_rows(batch, scoring_pass, columns[scoring_pass.output], rows)
     return batch

@@ -1,7 +1,7 @@
 """Reward shaping: pure functions that change rewards before advantages are estimated.
 
-They change the rewards of scored rows, also of rows with use="baseline". S = sequences (rows),
-A = attempts, |y| = number of policy tokens of an attempt, over all its rows.
+They change the rewards of all scored rows, including rows with use="baseline". S = sequences
+(rows), A = attempts, |y| = number of policy tokens of an attempt, over all its rows.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def scale_rewards(batch: Batch, state: AlgoState, *, factor: float) -> Batch:
 def clip_rewards(
     batch: Batch, state: AlgoState, *, low: float | None = None, high: float | None = None
 ) -> Batch:
-    """Clip the reward of each attempt to [low, high].
+    """Clip the reward of each attempt to [low, high]. None is no bound.
 
-    The rewards of its turns do not change. The reward of the last step is the remainder, so the
-    steps of an attempt still sum to its reward.
+    The rewards of turns do not change. The last step of an attempt gets the remainder (see
+    `compute_step_rewards`), so the steps still sum to the attempt's reward.
     """
     return _replace_rewards(batch, batch.rewards_S.clamp(low, high))
 
@@ -94,7 +94,8 @@ def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, f
     """Set the reward to the sum of weight * part over the named parts of the reward.
 
     A part that a row lacks counts as 0. The rewards of turns are multiplied by the weight of the
-    part "environment". Raises ConfigError if no row of the batch has a part that `weights` names.
+    part "environment", or by 0 if `weights` does not name it. Raises ConfigError if no row of the
+    batch has a part that `weights` names.
     """
     if not batch.n_sequences:
         return batch
@@ -127,7 +128,8 @@ def normalise_rewards(
         center: if False, subtract no mean.
 
     If the standard deviation is 0, rewards are only centred. The rewards of turns are divided by
-    the same divisor. The mean is subtracted from the reward of the attempt's last step.
+    the same divisor, but no mean is subtracted from them: the attempt's last step gets the
+    remainder.
     """
     attempts = collect_attempts(batch)
     rewards_A = attempts.rewards_A
@@ -136,13 +138,13 @@ def normalise_rewards(
         mean_S = torch.full_like(batch.rewards_S, mean)
         std_S = torch.full_like(batch.rewards_S, std)
     else:
-        index = attempts.groups
-        row_S = batch.group_S
+        bins = attempts.groups
+        bin_S = batch.group_S
         if over == "batch":
-            index = put_all_in_one_bin(rewards_A)
-            row_S = torch.zeros_like(batch.group_S)
-        mean_S = mean_by(index, rewards_A)[row_S]
-        std_S = std_by(index, rewards_A)[row_S]
+            bins = put_all_in_one_bin(rewards_A)
+            bin_S = torch.zeros_like(batch.group_S)
+        mean_S = mean_by(bins, rewards_A)[bin_S]
+        std_S = std_by(bins, rewards_A)[bin_S]
     divisor_S = torch.where(std_S > 0, std_S + epsilon, 1.0)
     scaled = replace(batch, turn_rewards_T=batch.turn_rewards_T / divisor_S[batch.sequence_T])
     return _replace_rewards(scaled, (batch.rewards_S - (mean_S if center else 0.0)) / divisor_S)

@@ -1,2 +1,1 @@
-"""Checkpoint formats: sharded weights, optimizer state and the manifest that makes a save
-atomic."""
+"""Checkpoint formats: sharded weights, optimizer state, and the manifest of a complete save."""

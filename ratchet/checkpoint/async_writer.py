@@ -18,12 +18,12 @@ class BackgroundTask:
         self._future: Future[None] | None = None
 
     @property
-    def ended(self) -> bool:
+    def has_finished(self) -> bool:
         """True if a task has finished but is not settled, so that `settle` does not wait."""
         return self._future is not None and self._future.done()
 
     @property
-    def busy(self) -> bool:
+    def is_running(self) -> bool:
         """True if a task is running."""
         return self._future is not None and not self._future.done()
 
@@ -44,7 +44,10 @@ class BackgroundTask:
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def settle(self) -> bool:
-        """Wait for the task, and raise its exception, once. Return True if there was a task."""
+        """Wait for the task, and return True if there was one. Raise the task's exception.
+
+        A second call returns False.
+        """
         future = self._future
         self._future = None
         if future is None:

@@ -52,7 +52,7 @@ def write_manifest(directory: Path, step: int, meta: Mapping[str, Any]) -> None:
 
 
 def is_json_value(value: Any) -> bool:
-    """Return True if a value is unchanged by writing it as JSON and reading it back."""
+    """True if writing a value as JSON and reading it back does not change it."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and is_json_value(item) for key, item in value.items())
     if isinstance(value, list):
@@ -90,8 +90,8 @@ def require_safe_file_type(location: Path | str, name: str) -> None:
         )
 
 
-def verify(path: Path, step: int, *, check_hashes: bool = True) -> Checkpoint:
-    """Check a directory against its manifest and return its checkpoint.
+def verify_checkpoint(path: Path, step: int, *, check_hashes: bool = True) -> Checkpoint:
+    """Check a directory against its manifest, and return it as a checkpoint.
 
     The directory must hold exactly the files that the manifest lists. No file is opened before its
     name, kind and size have been checked.
@@ -99,7 +99,7 @@ def verify(path: Path, step: int, *, check_hashes: bool = True) -> Checkpoint:
     Args:
         check_hashes: True to check every file's hash too.
 
-    Raises CheckpointError that names the first difference.
+    Raises CheckpointError, which names the first difference.
     """
     if path.is_symlink() or not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
@@ -130,8 +130,8 @@ def _read_manifest(directory: Path) -> bytes:
 def read_body(location: Path | str, manifest: bytes, step: int) -> dict[str, Any]:
     """Return the body of a step's manifest.
 
-    Raises CheckpointError if it was changed or has another step or format; KeyError or TypeError if
-    it is malformed.
+    Raises CheckpointError if the manifest was changed or has another step or format; KeyError or
+    TypeError if it is malformed.
     """
     body = unseal(location, MANIFEST, manifest)
     if body["format"] != FORMAT:
@@ -156,8 +156,8 @@ def seal(body: Mapping[str, Any]) -> str:
 def unseal(location: Path | str, name: str, content: bytes) -> dict[str, Any]:
     """Return the body of sealed JSON.
 
-    Raises CheckpointError if it was changed or is not JSON; KeyError or TypeError if it has no body
-    or hash.
+    Raises CheckpointError if the content was changed or is not JSON; KeyError or TypeError if it
+    has no body or hash.
     """
     try:
         sealed = parse_json(content)

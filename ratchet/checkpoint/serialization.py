@@ -2,10 +2,10 @@
 
 `<name>.json` has the structure and numbers, `<name>.safetensors` the tensors and arrays.
 
-Python values that JSON can represent are written unchanged (its floats round-trip exactly). Every
-other value becomes a JSON object whose key "$" holds a tag for its type. These values are
-non-finite floats, tuples, tensors, numpy arrays and scalars, and dicts with a key "$" or with keys
-that are not all strings (an optimizer's are integers). Reading the files never executes code.
+Python values that JSON can represent are written unchanged (JSON keeps every bit of a float). Every
+other value becomes a JSON object whose key "$" holds a tag for its type: non-finite floats, tuples,
+tensors, numpy arrays and scalars, and dicts with a key "$" or with keys that are not strings (such
+as the integers in the state of a torch optimizer). Reading the files never executes code.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _deferred_writes: list[WriteFiles] | None = None  # None outside of `defer_write
 def defer_writes() -> Iterator[list[WriteFiles]]:
     """Make `save_state` only copy its state to main memory inside the block, and write no file yet.
 
-    Each `save_state` adds a function to the yielded list, which writes the files when it is called
-    with a root directory. The caller does so later, for example in another thread while the
-    original tensors change. The directories passed to `save_state` are relative to that root.
+    Each `save_state` adds a function to the yielded list. The caller calls it later with a root
+    directory, for example in another thread while the original tensors change, and it then writes
+    the files. The directories passed to `save_state` are relative to that root.
     """
     global _deferred_writes
     assert _deferred_writes is None, "defer_writes can't be nested"
@@ -147,8 +147,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     cuda: Sequence[Tensor] = state.get("cuda", [])
     if len(cuda) > torch.cuda.device_count():
         raise CheckpointError(
-            f"the checkpoint has the state of {len(cuda)} CUDA devices, and this machine has "
-            f"{torch.cuda.device_count()}"
+            f"the checkpoint has the state of {len(cuda)} CUDA devices, but this machine has "
+            f"{torch.cuda.device_count()}. Resume with at least {len(cuda)} devices."
         )
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -1,8 +1,8 @@
 """Save and read sharded tensors: `rank-N.safetensors` with an index in `rank-N.json`.
 
 A checkpoint can be read with another number of ranks (resharding). Each rank requests its blocks by
-name, offset and size. A block is assembled from the files that hold parts of it, so no rank has to
-read a whole tensor to get a block of it. Reading the files can't execute code.
+name, offset and size. A block is assembled from the files that hold parts of the block, so no rank
+has to read a whole tensor. Reading the files can't execute code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def save_blocks(
         directory: The directory, the same for all ranks.
         rank: The rank that writes.
         blocks: The rank's blocks.
-        metadata: JSON values that are equal on all ranks. Dicts may differ: a reader merges them.
+        metadata: JSON values by name. They must be equal on all ranks, except for dicts, whose
+            entries `BlockFiles` merges.
 
     Raises CheckpointError if the files can't be written.
     """
@@ -63,8 +64,7 @@ def save_blocks(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / f"rank-{rank}.safetensors")
-        # The metadata has the key "numbers" in the file. Under another key, the checkpoints that
-        # exist could not be read.
+        # The file keeps the metadata under "numbers", as the files of older checkpoints do.
         (directory / f"rank-{rank}.json").write_text(
             json.dumps({"blocks": index, "numbers": dict(metadata)}), encoding="utf-8"
         )
@@ -98,9 +98,8 @@ def assemble_block(
         sizes: size of the block.
         slice_part: returns the values of a part between two positions in the tensor.
 
-    Returns (block, n_missing). `n_missing` is the number of the block's elements that no part
-    holds.
-    The block is None if no part overlaps it.
+    Returns (block, n_missing): the block, or None if no part overlaps it, and the number of the
+    block's elements that no part holds.
     """
     block: Tensor | None = None
     n_missing = torch.Size(sizes).numel()
@@ -146,7 +145,8 @@ class BlockFiles:
         )
         if not files:
             raise CheckpointError(
-                f"{directory} holds no sharded weights: it was saved by a learner of another kind"
+                f"{directory} holds no sharded weights: a learner of another kind saved it. Resume "
+                "with that learner.kind."
             )
         try:
             for path in files:
@@ -172,7 +172,7 @@ class BlockFiles:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a block of a tensor on the CPU, assembled from all files that hold parts of it.
 
-        Raises CheckpointError if a part of it is missing.
+        Raises CheckpointError if a part of the block is missing.
         """
         block, n_missing = assemble_block(self.blocks_by_name.get(name, ()), offsets, sizes, _slice)
         if n_missing or block is None:

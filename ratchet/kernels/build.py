@@ -50,9 +50,10 @@ def load_library() -> ctypes.CDLL:
 
 
 def _is_complete(path: Path) -> bool:
-    """True if the digest in the file's name is that of its content.
+    """True if the digest in the file's name is the digest of its content.
 
-    After a power loss a file may lack part of its content, and loading it would kill the process.
+    After a power loss a file may lack some of its content, and loading such a file would kill the
+    process.
     """
     return path.stem.endswith(_hash_file(path))
 

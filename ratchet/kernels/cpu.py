@@ -4,8 +4,9 @@ Each call makes a single pass over memory, and matrix products use the faster of
 PyTorch's own operations make several passes, and the interpreter takes some ten microseconds for
 each of them, which is most of a decoding step of a small model. Gradients are first-order only.
 
-Callers check `is_supported` first, and compute with PyTorch for other dtypes and devices
-(`ratchet.models.ops`; `attention`, `scheduler` of `ratchet.generators.engine`).
+Callers (`ratchet.models.ops`, and the modules `attention` and `scheduler` of
+`ratchet.generators.engine`) check `is_supported` first, and compute with PyTorch for other dtypes
+and devices.
 
 T = tokens, N = requests, H = query heads, K = key/value heads, L = capacity of a slot in tokens, C
 = D / 2, D = head_dim, d = inputs, o = outputs, F = size of the gated layer.
@@ -25,7 +26,7 @@ from torch.autograd.profiler import record_function
 
 from ratchet.kernels.build import describe_processor, load_library
 
-# These values are the same as N_PARTIAL_SUMS in kernels.c and MAX_HEAD_DIM in rows.h.
+# These values must equal N_PARTIAL_SUMS in kernels.c and MAX_HEAD_DIM in rows.h.
 N_PARTIAL_SUMS = 8
 MAX_HEAD_DIM = 512
 # Minimum size (elements) of a matrix for which oneDNN is faster than MKL on AMD's processors.
@@ -112,7 +113,7 @@ def _normalise(x: Tensor, weight_d: Tensor, eps: float, r_T: Tensor | None) -> T
     out = torch.empty_like(x)
     d = x.shape[-1]
     _library.norm(
-        x.data_ptr(), weight_d.data_ptr(), out.data_ptr(), _address(r_T), x.numel() // d, d, eps
+        x.data_ptr(), weight_d.data_ptr(), out.data_ptr(), _get_address(r_T), x.numel() // d, d, eps
     )
     return out
 
@@ -132,7 +133,7 @@ class _RMSNorm(Function):
         grad_weight = torch.empty_like(weight_d)
         partial_sums = x.new_empty(N_PARTIAL_SUMS, len(weight_d))
         tensors = grads[0].contiguous(), x, weight_d, r_T, grad_x, grad_weight, partial_sums
-        _library.norm_backward(*map(_address, tensors), len(r_T), len(weight_d))
+        _library.norm_backward(*map(_get_address, tensors), len(r_T), len(weight_d))
         return grad_x, grad_weight, None
 
 
@@ -171,7 +172,12 @@ def _rotate(
     q = qkv.new_empty(n_tokens, n_heads, size)
     k = qkv.new_empty(n_tokens, n_kv_heads, size)
     _library.heads(
-        *map(_address, (qkv, *norms, cos, sin, q, k, r)), n_tokens, n_heads, n_kv_heads, size, eps
+        *map(_get_address, (qkv, *norms, cos, sin, q, k, r)),
+        n_tokens,
+        n_heads,
+        n_kv_heads,
+        size,
+        eps,
     )
     return q, k
 
@@ -204,10 +210,10 @@ class _Heads(Function):
         grad_norms = None if q_norm is None else q.new_empty(2, size)
         partial_sums = None if q_norm is None else q.new_empty(N_PARTIAL_SUMS, 2, size)
         addresses = map(
-            _address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, partial_sums)
+            _get_address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, partial_sums)
         )
         sizes = len(q), q.shape[1], k.shape[1], size
-        _library.heads_backward(*_addresses_and_strides(q, k, v), *addresses, *sizes)
+        _library.heads_backward(*_list_addresses_and_strides(q, k, v), *addresses, *sizes)
         return (
             grad,
             *((None, None) if grad_norms is None else grad_norms.unbind()),
@@ -221,11 +227,14 @@ class _Heads(Function):
 # --- silu(gate) * up
 
 
-def swiglu(gate_up_TF: Tensor) -> Tensor:
-    """Return silu(gate) * up. [T, 2 F] -> [T, F]"""
+def swiglu(gate_up_T2F: Tensor) -> Tensor:
+    """Return silu(gate) * up, [T, F].
+
+    gate_up_T2F: the first F columns are the gate, the last F are `up`.
+    """
     if torch.is_grad_enabled():
-        return _SwiGLU.apply(gate_up_TF)
-    return _swiglu(gate_up_TF.contiguous())
+        return _SwiGLU.apply(gate_up_T2F)
+    return _swiglu(gate_up_T2F.contiguous())
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -247,7 +256,7 @@ class _SwiGLU(Function):
         grad = grads[0].contiguous()
         out = torch.empty_like(gate_up)
         _library.gated_backward(
-            *map(_address, (grad, gate_up, out)), grad.numel() // grad.shape[-1], grad.shape[-1]
+            *map(_get_address, (grad, gate_up, out)), grad.numel() // grad.shape[-1], grad.shape[-1]
         )
         return out
 
@@ -274,7 +283,7 @@ def decode(
     _library.decode(
         keys.data_ptr(),
         values.data_ptr(),
-        *_addresses_and_strides(q, k, v),
+        *_list_addresses_and_strides(q, k, v),
         positions_N.data_ptr(),
         out.data_ptr(),
         *sizes,
@@ -305,7 +314,8 @@ def step(
 
     layers: the tensors of each layer, in the order of `Layer` in decoding.c.
     rotary_tables: cosines [N, 1, D] and sines [N, 1, C].
-    positions_and_slots: where each token is stored in the KV cache, int64 [N] both.
+    positions_and_slots: the position of each token, and the slot of the KV cache in which its key
+      and value are stored; int64, [N] each.
     sizes: d, H, K, L, D and F.
     """
     d, n_heads, n_kv_heads, _, size, gated_size = sizes
@@ -320,8 +330,8 @@ def step(
     scratch = x_Nd.new_empty(
         threads, _library.step_scratch(d, n_heads, n_kv_heads, size, gated_size)
     )
-    addresses = [_address(tensor) for layer in layers for tensor in layer]
-    tensors = map(_address, (x_Nd, norm_d, cos, sin, positions_N, slots_N, scratch))
+    addresses = [_get_address(tensor) for layer in layers for tensor in layer]
+    tensors = map(_get_address, (x_Nd, norm_d, cos, sin, positions_N, slots_N, scratch))
     flop = 2 * n_rows * len(layers) * d * (2 * (n_heads + n_kv_heads) * size + 3 * gated_size)
     with record_function(f"{STEP}{flop}") if torch.autograd._profiler_enabled() else nullcontext():
         _library.step(
@@ -351,11 +361,11 @@ def product(x_Td: Tensor, weight_od: Tensor) -> Tensor:
     return (
         _Product.apply(x_Td, weight_od)
         if torch.is_grad_enabled()
-        else _onednn_product(x_Td, weight_od)
+        else _multiply_by_onednn(x_Td, weight_od)
     )
 
 
-def _onednn_product(x: Tensor, weight: Tensor) -> Tensor:
+def _multiply_by_onednn(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
@@ -363,19 +373,19 @@ class _Product(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _onednn_product(x, weight)
+        return _multiply_by_onednn(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         needs_grad_x, needs_grad_weight = ctx.needs_input_grad
-        grad_x = _onednn_product(grads[0], weight.t()) if needs_grad_x else None
+        grad_x = _multiply_by_onednn(grads[0], weight.t()) if needs_grad_x else None
         # MKL is as fast for the gradient of the weights.
         grad_weight = grads[0].t() @ x if needs_grad_weight else None
         return grad_x, grad_weight
 
 
-def _address(x: Tensor | None) -> int | None:
+def _get_address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
@@ -384,7 +394,7 @@ def _make_rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _addresses_and_strides(*tensors: Tensor) -> Iterator[int]:
+def _list_addresses_and_strides(*tensors: Tensor) -> Iterator[int]:
     """Yield each tensor's address and the distance between its tokens (elements)."""
     for x in tensors:
         yield x.data_ptr()

@@ -91,7 +91,10 @@ class TokenRun:
         return any(self._encodes_as(self.text, self.tokens, after) for after in ("start", "text"))
 
     def is_literal(self, characters: slice, tokens: range) -> bool:
-        """True if each U+FFFD in the slice is a real U+FFFD, not invalid UTF-8."""
+        """True if each U+FFFD in the slice of the text is a real U+FFFD, not invalid UTF-8.
+
+        tokens: indices of the tokens that make up the slice.
+        """
         text = self.text[characters]
         return (
             REPLACED not in text
@@ -198,6 +201,7 @@ def _match_spellings(student_C: Sequence[str], teacher_C: Sequence[str]) -> tupl
     that one side lacks.
     """
     student_fold, teacher_fold = _fold(student_C[0]), _fold(teacher_C[0])
+    # A cluster that folds to nothing, such as a space, may be missing on the other side.
     if not student_fold or not teacher_fold:
         return (0, 1) if student_fold else (1, 0)
     i = j = 1
@@ -257,10 +261,13 @@ class DecodeWindow:
         self.next_size = 0
 
     def shorten(self, text: str) -> None:
-        """Cut the first tokens off a long window, if both parts decode separately to the same text.
+        """Cut the first tokens off a long window, if that does not change its decoded text.
 
-        They do not if an incomplete character turns all bytes beside it into U+FFFD, as in decoders
-        with byte fallback. Such a window is decoded again once it has grown by an eighth.
+        It does change if an incomplete character turns all bytes beside it into U+FFFD, as in
+        decoders with byte fallback. Such a window is not cut, and decoded again once it has grown
+        by an eighth.
+
+        text: the text of the whole run.
         """
         if len(self.tokens) < LONG_WINDOW:
             return

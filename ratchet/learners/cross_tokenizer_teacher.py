@@ -101,7 +101,7 @@ class AlignedTeacher(Teacher):
 
         The row is cut at control tokens, and where scored tokens begin or end. Scored text that the
         teacher can't encode is left out and has no span. Raises DataError if the teacher can't
-        encode other text, such as a prompt.
+        encode text that is not scored, such as a prompt.
 
         is_scored: True for each token whose log-probability is needed.
         """
@@ -114,7 +114,7 @@ class AlignedTeacher(Teacher):
             for i, (token, token_is_scored) in enumerate(zip(tokens, is_scored, strict=True))
         ]
         after: After = "start"
-        # The text directly before, in the student's and the teacher's tokens.
+        # The text directly before the run, in the student's and in the teacher's tokens.
         previous: tuple[Sequence[int], Sequence[int]] = ((), ())
         for (control_index, run_is_scored), run in groupby(
             range(len(tokens)), key=lambda i: keys[i]
@@ -162,7 +162,7 @@ class AlignedTeacher(Teacher):
     def _encode_text(self, text: str, after: After, is_scored: bool) -> list[int]:
         """Return the teacher's tokens of a text; [] for scored text that the teacher can't encode.
 
-        Raises DataError for other text that the teacher can't encode.
+        Raises DataError for text that is not scored and that the teacher can't encode.
         """
         try:
             return self.teacher.encode(text, after=after)

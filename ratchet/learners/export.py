@@ -62,8 +62,8 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
         model: The whole model as at the start of the stage. If it has an adapter, its frozen
             weights are exported too, because checkpoints leave them out.
 
-    Raises CheckpointError if the checkpoint belongs to other frozen weights, or if a part of it is
-    missing.
+    Raises CheckpointError if the checkpoint belongs to other frozen weights, or lacks a block of a
+    weight.
     """
     checkpoint_blocks = BlockFiles(checkpoint)
     frozen_names = model.frozen_names()
@@ -88,7 +88,10 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
 def _write_model(
     model: PolicyModel, weights: Mapping[str, SavableTensor], directory: Path, part: ExportedPart
 ) -> None:
-    """Write unsharded weights as a Hugging Face model, its base model or its adapter."""
+    """Write unsharded weights as a Hugging Face model, as its base model or as its adapter.
+
+    part: which of these three, as in `Learner.export`.
+    """
     adapter_weights = {name: weight for name, weight in weights.items() if name.startswith(PEFT)}
     model_weights = {
         name: weight

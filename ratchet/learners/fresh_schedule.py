@@ -22,6 +22,7 @@ def copy_with_fresh_schedule(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
     for path in target.glob("*.json"):
         content: dict[str, Any] = read_json(path)
-        numbers = content.get("numbers", content)
-        numbers.update({name: 0 for name in COUNT_KEYS if name in numbers})
+        # The index of a distributed learner keeps its counts under "numbers".
+        counts = content.get("numbers", content)
+        counts.update({name: 0 for name in COUNT_KEYS if name in counts})
         write_json(path, content)

@@ -43,11 +43,12 @@ class LocalLearner:
     Implements `Learner` and `Placeable`.
 
     Args:
+        config: The learner's section.
         model: The model, with float32 (master) weights.
         optimizer: The optimizer's section. None makes a frozen role (a reference), which can only
             score.
         total_steps: Optimizer steps of the learning-rate schedule.
-        unit: The unit that micro-batches never split.
+        unit: The unit that micro-batches never split, "sequence" or "group".
         head: The scalar head for "values" and "scores".
         autocast: True to run forwards under bfloat16 autocast (mixed precision).
         shared_vocab: Number of leading vocabulary entries that teacher and student share, over
@@ -162,7 +163,7 @@ class LocalLearner:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         metrics |= {name: float(value) for name, value in sums.items()} | {"grad_norm": float(norm)}
         try:
-            if not step_rules.is_finite_step(metrics["grad_norm"], metrics["loss"]):
+            if not step_rules.accept_step(metrics["grad_norm"], metrics["loss"]):
                 return {**metrics, "skipped_nonfinite": 1.0}
             if step_rules.config.max_grad_norm is not None:
                 nn.utils.clip_grads_with_norm_(parameters, step_rules.config.max_grad_norm, norm)
@@ -174,8 +175,9 @@ class LocalLearner:
     def gradient(self, mini: Batch, terms: Sequence[LossTerm]) -> tuple[list[Tensor], float]:
         """Return (the gradient of each parameter before clipping, the loss); change nothing.
 
-        mini: a mini-batch with weights, or some of its sequences. The gradients of its parts add up
-        to the gradient of the whole, unless an adapter has dropout.
+        mini: a mini-batch with weights, or some of its sequences. If the sequences are divided over
+        several calls, the gradients add up to the gradient of the whole, unless an adapter has
+        dropout.
         """
         assert self.optimizer is not None, "a frozen role has no gradient"
         sums = self._accumulate(mini, terms)
@@ -221,23 +223,23 @@ class LocalLearner:
         function: called with a worker's forward and the micro-batch's number in the plan.
         """
         lengths = batch.lengths_S.tolist()
-        shares = balance_by_size(
+        numbers_by_worker = balance_by_size(
             [sum(lengths[row] for row in rows) for rows in plan], self.thread_pool.size
         )
 
-        def run_share(forward: Forward, share: list[int]) -> list[Mapping[str, Tensor]]:
-            return [function(forward, number) for number in share]
+        def run_worker(forward: Forward, numbers: list[int]) -> list[Mapping[str, Tensor]]:
+            return [function(forward, number) for number in numbers]
 
         results_by_worker = self.thread_pool.run(
             [
-                partial(run_share, forward, share)
-                for forward, share in zip(self.forwards, shares, strict=True)
+                partial(run_worker, forward, numbers)
+                for forward, numbers in zip(self.forwards, numbers_by_worker, strict=True)
             ]
         )
         result_by_number = {
             number: result
-            for share, results in zip(shares, results_by_worker, strict=True)
-            for number, result in zip(share, results, strict=True)
+            for numbers, results in zip(numbers_by_worker, results_by_worker, strict=True)
+            for number, result in zip(numbers, results, strict=True)
         }
         return [result_by_number[number] for number in range(len(plan))]
 

@@ -37,7 +37,9 @@ class RemoteLearner:
     role: the role whose learner is called.
     device: the kind of device on which the ranks compute.
     unit: the unit that micro-batches never split.
-    shares_prefixes: True to compute shared prefixes once, unless ranks divide the context.
+    vocab_size: rows of the model's embedding.
+    shares_prefixes: True if the model computes a shared prefix once. Ranks that divide the context
+      never do.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class RemoteLearner:
             self._distribute(weighted) if rows else [[] for _ in range(self.topology.data_ranks)]
         )
         results = await self._call_ranks("update", micros, ([term.name for term in terms],))
-        return results[0][1]
+        _, metrics = results[0]  # sums over all data ranks, the same on each
+        return metrics
 
     def _distribute(self, batch: Batch) -> list[list[MicroBatch]]:
         """Return the micro-batches of each data rank."""
@@ -108,9 +111,9 @@ class RemoteLearner:
     async def _call_ranks(
         self, method: str, micros: Sequence[Sequence[MicroBatch]], arguments: tuple[Any, ...]
     ) -> list[tuple[Any, Any]]:
-        """Call a method on all ranks, and return (coordinates, result) of each data rank.
+        """Call a method on all ranks, and return (coordinates, result) of each reporting rank.
 
-        Each rank receives only its own rows.
+        There is one reporting rank per data rank. A rank receives only its own rows.
 
         micros: the micro-batches of each data rank.
         arguments: further arguments of the method.

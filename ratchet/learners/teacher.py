@@ -20,12 +20,12 @@ class Teacher(LearnerWrapper):
 
     Checkpoints leave it out, because the recipe names its directory.
 
-    reads_rows: True if it scores the policy's token ids, so that rows must fit into its context.
-      `AlignedTeacher`, which has another tokenizer, does not.
+    reads_rows: True if the teacher scores the policy's token ids, so that rows must fit into its
+      context. False for `AlignedTeacher`, which tokenises the text again.
     name: what errors call the teacher.
-    max_positions: length of its context, in tokens.
-    vocab_size: rows of its embedding.
-    reads_media: True if it can read images, audio or videos.
+    max_positions: length of the teacher's context, in tokens.
+    vocab_size: rows of the teacher's embedding.
+    reads_media: True if the teacher can read images, audio or videos.
     """
 
     reads_rows: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class Teacher(LearnerWrapper):
         if longest > self.max_positions:
             raise DataError(
                 f"{self.name} reads at most {self.max_positions} tokens, but a row has {longest}. "
-                "Shorten or drop it, or use a teacher with a longer context."
+                "Shorten or drop the row, or use a teacher with a longer context."
             )
         # A student whose embedding is padded to more rows may sample a padding token. Such a token
         # has no meaning, so the last token of the teacher's embedding stands for it.

@@ -235,7 +235,7 @@ class Decoder(nn.Module):
 
     @property
     def inner_maps(self) -> Iterator[tuple[str, Linear]]:
-        """Return the (path, module) pairs of the linear maps inside the layers."""
+        """The (path, module) pairs of the linear maps inside the layers."""
         return (
             (path, module)
             for path, module in self.named_modules()

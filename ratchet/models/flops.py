@@ -22,7 +22,9 @@ class TokenCost:
     query_dims: int
 
     def forward_flop(self, tokens: float, context: float) -> float:
-        """Return the FLOPs of `tokens` tokens that each attend to `context` others on average.
+        """Return the FLOPs of `tokens` tokens that each attend to `context` tokens on average.
+
+        A token also attends to itself, which `context` includes.
 
         A token takes two FLOPs per matrix entry, and four per query dimension and attended token
         (arXiv:2204.02311, appendix B).

@@ -47,7 +47,7 @@ def load_policy(
         train_encoders: True to train the encoders of images, audio and video too.
 
     Raises ModelError if there is no model of that name, if the backend can't read it, or if
-    `train_encoders` is set and it has no encoders.
+    `train_encoders` is set and the model has no encoders.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
     reason = unsupported_reason(read_json(directory / "config.json"))
@@ -77,7 +77,8 @@ def load_transformers_policy(
 ) -> TransformersPolicy:
     """Return the policy of a Hugging Face directory, run by transformers.
 
-    Raises ModelError if it can't be read, or if `train_encoders` is set and it has no encoders.
+    Raises ModelError if the model can't be read, or if `train_encoders` is set and it has no
+    encoders.
     """
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -156,9 +157,9 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy a model's files other than its weights.
+    """Copy a model's files other than its weights: config.json, tokenizer and custom code.
 
-    They are config.json, the tokenizer, custom code and the head of a reward model.
+    The head of a reward model (`score.safetensors`) is copied too.
     """
     patterns = [pattern for pattern in (*HUB_FILES, "*.py") if pattern != "*.safetensors"]
     companions = {path for pattern in (*patterns, HEAD_FILE) for path in source.glob(pattern)}

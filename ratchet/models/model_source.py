@@ -37,7 +37,7 @@ class ModelSource:
         assert self.path is not None, "a model of random weights has no directory"
         return find_model(self.path, revision=self.revision, with_code=self.trust_remote_code)
 
-    def decoder(self) -> DecoderConfig | None:
+    def read_decoder_shape(self) -> DecoderConfig | None:
         """Return the model's shape if the built-in decoder runs it; None if transformers does."""
         if self.shape is not None:
             return self.shape

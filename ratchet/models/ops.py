@@ -7,7 +7,7 @@ formulas reads and writes memory two to three times as often. This saves a third
 step for models of 0.1 to 10 M parameters on a CPU, which spend about as much time in these
 operations as in matrix products.
 
-T = tokens, H = heads (only the query heads, where K, the key/value heads, is used too),
+T = tokens, H = query heads, K = key/value heads (in a shape without K, H is any number of heads),
 D = head_dim, C = D / 2, F = size of the gated layer, d = inputs, o = outputs.
 """
 
@@ -104,23 +104,23 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
     """Apply rotary position embedding (arXiv:2104.09864, eq. 34) to the pairs (i, i + D/2).
 
     This is the layout of Hugging Face weights. Both entries of a pair have the same angle. `cos`
-    has every value twice, but `sin` has only C = D/2 columns. They have no gradient.
+    has every value twice, but `sin` has only C = D/2 columns. `cos` and `sin` get no gradient.
     """
     if not torch.is_grad_enabled():
         return _rotate(x_THD, cos_T1D, sin_T1C, 1)
     return _Rotate.apply(x_THD, cos_T1D, sin_T1C)
 
 
-def swiglu(gate_up_TF: Tensor) -> Tensor:
-    """Return `silu(gate) * up` [T, F] of a [T, 2F] tensor (arXiv:2002.05202, eq. 6).
+def swiglu(gate_up_T2F: Tensor) -> Tensor:
+    """Return `silu(gate) * up`, [T, F] (arXiv:2002.05202, eq. 6).
 
-    Its first half is the gate, its second half is `up`.
+    gate_up_T2F: the first F columns are the gate, the last F are `up`.
     """
-    if cpu.is_supported(gate_up_TF) and not gate_up_TF.shape[-1] % 2:
-        return cpu.swiglu(gate_up_TF)
+    if cpu.is_supported(gate_up_T2F) and not gate_up_T2F.shape[-1] % 2:
+        return cpu.swiglu(gate_up_T2F)
     if not torch.is_grad_enabled():
-        return _swiglu(gate_up_TF)
-    return _SwiGLU.apply(gate_up_TF)
+        return _swiglu(gate_up_T2F)
+    return _SwiGLU.apply(gate_up_T2F)
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -64,8 +64,8 @@ class PolicyModel(nn.Module, ABC):
     def matrices(self) -> Mapping[str, Sequence[int]]:
         """Return the matrices of the layers, without embeddings and the language head.
 
-        The keys are parameter names on this rank. The value is the number of rows of each matrix in
-        the parameter, in order. A fused parameter has several matrices.
+        A key is the name of a parameter on this rank. Its value lists the number of rows of each
+        matrix in the parameter, in order: a fused parameter has several matrices.
         """
 
     @property

@@ -29,7 +29,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ratchet.checkpoint.manifest import Checkpoint, is_json_value, verify, write_manifest
+from ratchet.checkpoint.manifest import Checkpoint, is_json_value, verify_checkpoint, write_manifest
 from ratchet.errors import CheckpointError
 from ratchet.observe.write_files import sync
 from ratchet.utils import failpoints
@@ -140,7 +140,7 @@ class CheckpointStore:
         self._rejected = set()
         for step, path in self._newest_first():
             try:
-                return verify(path, step)
+                return verify_checkpoint(path, step)
             except CheckpointError as rejection:
                 logger.warning("checkpoint rejected: %s", rejection)
                 self._rejected.add(path)
@@ -164,7 +164,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"no checkpoint of step {step} in {self.root}: it has {sorted(paths) or 'none'}"
             )
-        return verify(paths[step], step)
+        return verify_checkpoint(paths[step], step)
 
     def best(self, *, first_step: int = 0) -> Checkpoint | None:
         """Return the checkpoint with the highest score, or None if no checkpoint has a score.
@@ -178,7 +178,7 @@ class CheckpointStore:
             CheckpointError: The checkpoint is damaged.
         """
         complete = [
-            verify(path, step, check_hashes=False)
+            verify_checkpoint(path, step, check_hashes=False)
             for step, path in self._newest_first()
             if step >= first_step
         ]
@@ -207,7 +207,7 @@ class CheckpointStore:
         """
         if final.is_symlink() or final.exists():
             try:
-                verify(final, _parse_step(final))
+                verify_checkpoint(final, _parse_step(final))
             except CheckpointError:
                 self._rejected.add(final)
             else:
@@ -239,7 +239,7 @@ class CheckpointStore:
         for step, path in self._newest_first():
             with suppress(CheckpointError):
                 if path not in self._rejected:
-                    complete.append(verify(path, step, check_hashes=False))
+                    complete.append(verify_checkpoint(path, step, check_hashes=False))
         return complete
 
     def select_kept(self, complete: Sequence[Checkpoint]) -> set[int]:

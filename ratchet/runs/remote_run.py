@@ -29,7 +29,7 @@ from ratchet.checkpoint.manifest import (
     require_safe_file_type,
     seal,
     unseal,
-    verify,
+    verify_checkpoint,
 )
 from ratchet.errors import CheckpointError
 from ratchet.observe.write_files import open_unshared, sync
@@ -226,7 +226,7 @@ class MirroredRun:
         final = root / PurePosixPath(get_checkpoint_name(remote_checkpoint.step)).name
         if final.exists():
             try:
-                verify(final, remote_checkpoint.step)
+                verify_checkpoint(final, remote_checkpoint.step)
                 if (final / MANIFEST).read_bytes() == remote_checkpoint.manifest:
                     return final
             except CheckpointError as error:
@@ -239,7 +239,7 @@ class MirroredRun:
             self.store.get(f"{get_checkpoint_name(remote_checkpoint.step)}/{name}", draft / name)
         (draft / MANIFEST).write_bytes(remote_checkpoint.manifest)
         try:
-            verify(draft, remote_checkpoint.step)
+            verify_checkpoint(draft, remote_checkpoint.step)
         except CheckpointError as error:
             self.damaged_steps.add(remote_checkpoint.step)
             raise CheckpointError(

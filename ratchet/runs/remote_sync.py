@@ -277,9 +277,9 @@ class Mirror:
             self._background.settle()
             self._try_push(snapshots)
             return
-        if self._background.ended:
+        if self._background.has_finished:
             self._background.settle()
-        if self._background.busy:
+        if self._background.is_running:
             log.info("%s is still being written: this save is uploaded later", self.address)
             return
         # Checkpoints must not be pruned before the thread has read them.

@@ -73,7 +73,7 @@ class CheckpointSaver:
             CheckpointError: A background write has failed, and `checkpoint.on_error` is not "warn".
         """
         self._score = step, get_signed_metric(self.config.metric, metrics)
-        if self._background.ended:
+        if self._background.has_finished:
             self.settle()
 
     async def save(self, run: StageRun, steps_done: int) -> None:

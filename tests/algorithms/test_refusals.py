@@ -197,5 +197,5 @@ def test_a_role_that_nothing_makes_is_refused():
 
 
 def test_two_terms_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="two terms share a name"):
+    with pytest.raises(ConfigError, match="two terms share the name 'x'"):
         Algorithm("x", {"policy": (term(), term())}, source="rollouts")

@@ -37,7 +37,7 @@ def test_it_goes_on_beside_and_what_it_raises_is_raised_once():
     background, goes_on = BackgroundTask(), threading.Event()
     assert not background.settle()
     background.begin(goes_on.wait)
-    assert not background.ended
+    assert not background.has_finished
     goes_on.set()
     assert background.settle()
 
@@ -47,5 +47,5 @@ def test_it_goes_on_beside_and_what_it_raises_is_raised_once():
     background.begin(fail)
     with pytest.raises(CheckpointError, match="full"):
         background.settle()
-    assert not background.ended
+    assert not background.has_finished
     assert not background.settle()

@@ -232,7 +232,8 @@ def test_given_text_that_a_teacher_cannot_read_is_refused(saved):
     roles = roles_of(model(), algo)
     asyncio.run(fill_columns(batch([([10, 11], [12, 13])]), algo, roles))
     with pytest.raises(
-        DataError, match=r"teacher reads at most 4 tokens, but a row has 5\. Shorten or drop it"
+        DataError,
+        match=r"teacher reads at most 4 tokens, but a row has 5\. Shorten or drop the row",
     ):
         asyncio.run(fill_columns(batch([([10, 11], [12, 13, 14])]), algo, roles))
 

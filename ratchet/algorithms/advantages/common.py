@@ -143,7 +143,7 @@ def normalise_by(bins: Bins, x: Tensor, *, scale: str, epsilon: float) -> Tensor
 
 
 def put_all_in_one_bin(x: Tensor) -> Bins:
-    """Return bins of which one holds all entries of x."""
+    """Return the division of the entries of x into a single bin."""
     return torch.zeros(len(x), dtype=torch.int64), 1
 
 
@@ -217,7 +217,7 @@ class AttemptSteps:
         return x_T
 
     def shift(self, x_AL: Tensor, end_A: Tensor) -> Tensor:
-        """Return the x of each step's next step. An attempt's last step gets `end_A`. [A, L]"""
+        """Return x of the step after each step. An attempt's last step gets `end_A`. [A, L]"""
         next_AL = torch.zeros_like(x_AL)
         next_AL[:, :-1] = x_AL[:, 1:]
         has_steps_A = self.count_A > 0

@@ -91,7 +91,7 @@ def gae(
     end_S = torch.where(batch.truncated_S & bootstrap, batch.need("bootstrap_values").double(), 0.0)
     deltas_AL = (
         steps.pad(compute_step_rewards(batch))
-        + gamma * steps.shift(values_AL, end_S[_last_rows(batch)])
+        + gamma * steps.shift(values_AL, end_S[_find_last_rows(batch)])
         - values_AL
     )
     lam_A = torch.full_like(steps.count_A, lam, dtype=torch.float64)
@@ -105,12 +105,14 @@ def gae(
         scored_T, steps.unpad(discounted_sums(deltas_AL, gamma * value_lam_A)), 0.0
     )
     valued_T = batch.trainable_T & scored_T
-    batch = batch.with_metrics(**_explained_variance(values_T[valued_T], returns_T[valued_T]))
+    batch = batch.with_metrics(
+        **_measure_explained_variance(values_T[valued_T], returns_T[valued_T])
+    )
     advantages_T = torch.where(scored_T, advantages_T, 0.0)
     return batch.fill_tokens(advantages=advantages_T, returns=returns_T, valued=valued_T)
 
 
-def _last_rows(batch: Batch) -> Tensor:
+def _find_last_rows(batch: Batch) -> Tensor:
     """Return the index of the last sequence of each attempt, int64 [A]."""
     attempt_S, size = index_attempts(batch)
     return torch.full((size,), -1).scatter_reduce(
@@ -118,7 +120,7 @@ def _last_rows(batch: Batch) -> Tensor:
     )
 
 
-def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
+def _measure_explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
     """Return the metric "value/explained_variance", or nothing if all returns are equal."""
     if len(returns_N) == 0:
         return {}

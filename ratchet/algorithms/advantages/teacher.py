@@ -12,9 +12,10 @@ from ratchet.batch import Batch
 def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
     """Fill on-policy distillation's advantages: A_t = log p_teacher(t) - log p_policy(t).
 
-    The policy gradient with A_t is that of the reverse KL(policy || teacher) of each sampled token,
-    without its effect on later tokens (https://thinkingmachines.ai/blog/on-policy-distillation).
-    No reward is needed, so rows without a reward train too.
+    The policy gradient with A_t is the gradient of the reverse KL(policy || teacher) at each
+    sampled token, without the effect that a token has on later ones
+    (https://thinkingmachines.ai/blog/on-policy-distillation). No reward is needed, so rows without
+    a reward train too.
 
     If the teacher has another tokenizer, the batch has a column `teacher_spans`. Then a span of
     text is one action: all of its tokens get the span's log p_teacher - log p_policy. Tokens

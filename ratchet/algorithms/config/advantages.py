@@ -49,7 +49,7 @@ class Estimator(AlgorithmPart):
 
     @property
     def estimators(self) -> tuple[Estimator, ...]:
-        """Return the estimators that the section stands for: itself, or the parts of a mixture."""
+        """Return the estimators of the section: itself, or the parts of a mixture."""
         return (self,)
 
     @property
@@ -233,7 +233,7 @@ class TurnReturns(Estimator):
 
 
 class GiGPO(Estimator):
-    """GiGPO's advantage: the group-relative advantage of the episode plus that of the turn.
+    """GiGPO's advantage: the sum of the episode's and the turn's group-relative advantages.
 
     A turn is compared with the turns of its group that began in the same state.
     """

@@ -14,8 +14,8 @@ Objective = Annotated[
     Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"],
     Field(
         description="Divergence to minimise. forward: KL(teacher || student); reverse: "
-        "KL(student || teacher); js: Jensen-Shannon; skewed_*: KL to a mixture of both; mixed: sum "
-        "of forward and reverse."
+        "KL(student || teacher); js: Jensen-Shannon; skewed_forward and skewed_reverse: KL to a "
+        "mixture of both; mixed: weighted sum of forward and reverse."
     ),
 ]
 # The objectives that read `mix`.

@@ -82,7 +82,7 @@ class GSPOConfig(PolicyGradientConfig):
     """GSPO: PPO's clip on the importance ratio of whole sequences (arXiv:2507.18071).
 
     The advantage is GRPO's (`group_relative`). The loss is clipped like PPO's, but uses the
-    sequence ratio s = exp(mean over the row of log r_t) (`gspo`). It is averaged over answers
+    sequence ratio s = exp(mean over the answer of log r_t) (`gspo`). It is averaged over answers
     (`sequence_mean`).
     """
 
@@ -187,8 +187,8 @@ class VAPOConfig(PolicyGradientConfig):
 
     The advantage is estimated by GAE with a lambda that depends on the length of the answer
     (`gae`). The critic trains alone for the first steps. The loss is PPO's with clip_high=0.28
-    (`ppo`), averaged over all tokens (`token_mean`). The NLL of correct answers is added to it
-    (`positive_nll_coef`).
+    (`ppo`), averaged over all tokens (`token_mean`). The NLL of correct answers is added to the
+    loss (`positive_nll_coef`).
     """
 
     advantage: Advantage = GAE(value_lam=1.0, length_alpha=0.05)
@@ -202,8 +202,8 @@ class TOPRConfig(PolicyGradientConfig):
 
     The advantage is A = R - mean(R of the group) (`group_relative`, scale=none). The loss is
     -A log p, with a weight of at most 1 for answers with a negative advantage (`topr`). It is
-    summed over the tokens of each answer and averaged over answers (`token_sum`). Ratios are to
-    the sampler's log-probabilities (old_logprobs=sampler).
+    summed over the tokens of each answer and averaged over answers (`token_sum`). Ratios are
+    relative to the sampler's log-probabilities (old_logprobs=sampler).
     """
 
     loss: Loss = TOPR()
@@ -215,7 +215,7 @@ class TOPRConfig(PolicyGradientConfig):
 class GMPOConfig(PolicyGradientConfig):
     """GMPO: the geometric mean of clipped token ratios (arXiv:2507.20673).
 
-    The advantage is GRPO's (`group_relative`). The loss is -A exp(mean over the row of clipped
+    The advantage is GRPO's (`group_relative`). The loss is -A exp(mean over the answer of clipped
     log r_t) (`gmpo`), averaged over answers (`sequence_mean`).
     """
 
@@ -252,8 +252,8 @@ class DecoupledPPOConfig(PolicyGradientConfig):
 
     The advantage is GRPO's (`group_relative`). The loss is PPO's (`ppo`), averaged over all tokens
     (`token_mean`). Its ratio and clip are relative to the learner's weights before the update, not
-    to the weights that sampled. The correction weights each token by the importance ratio between
-    these two.
+    to the older weights that sampled the attempt. The correction weights each token by the
+    importance ratio of the former to the latter.
     """
 
     correction: StaleCorrectionConfig | None = (  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -164,8 +164,9 @@ class CorrectionConfig(AlgorithmPart):
 
     weight: CorrectionLevel = Field(
         default="token",
-        description="Unit that shares one importance weight, the product of its tokens' ratios. "
-        "geometric: the answer, with the geometric mean of the ratios. none: no weights.",
+        description="Unit that shares one importance weight. token, turn, sequence (the answer): "
+        "the product of the unit's token ratios. geometric: the answer, with the geometric mean of "
+        "its token ratios. none: no weights.",
     )
     weight_low: float = Field(default=0.0, ge=0, description="Lowest importance weight.")
     weight_high: float | None = Field(
@@ -259,8 +260,8 @@ class KLConfig(Section):
         default=0.1,
         gt=0,
         le=1,
-        description="Speed at which coef adapts to target: a step changes coef by at most the "
-        "share 0.2 * rate.",
+        description="Speed at which coef adapts to target: a step multiplies coef by at least "
+        "1 - 0.2 * rate and at most 1 + 0.2 * rate.",
     )
 
     @model_validator(mode="after")
@@ -321,7 +322,8 @@ class RouterConfig(Section):
     measure: bool = Field(
         default=True,
         description="Report the experts' loads, the routers' entropy, and the share of choices "
-        "that replay changed. Set false where the ranks can't measure them.",
+        "that replay changed. Set false with learner.tensor_parallel, context_parallel or "
+        "pipeline_parallel above 1, or recompute=full: such ranks can't measure them.",
     )
 
     @property

@@ -125,5 +125,9 @@ class KTOConfig(AlgorithmConfig):
     uses_mismatched_pairs: ClassVar[bool] = True
 
     beta: Beta = 0.1
-    desirable: float = Field(default=1.0, gt=0, description="Weight of good answers.")
-    undesirable: float = Field(default=1.0, gt=0, description="Weight of bad answers.")
+    desirable: float = Field(
+        default=1.0, gt=0, description="Weight of good answers (reward above 0)."
+    )
+    undesirable: float = Field(
+        default=1.0, gt=0, description="Weight of bad answers (all other rewards)."
+    )

@@ -117,9 +117,12 @@ class NormaliseRewards(ShapingPart):
 
     kind: Literal["normalise"] = "normalise"
     over: Literal["group", "batch", "running"] = Field(
-        description="Rewards that mean and deviation cover: the group, the batch, or all so far."
+        description="Attempts over which mean and standard deviation are taken. group: those of "
+        "the row's group. batch: those of the batch. running: those of all batches so far."
     )
-    center: bool = Field(default=True, description="Subtract the mean.")
+    center: bool = Field(
+        default=True, description="Subtract the mean; false: only divide by the standard deviation."
+    )
     epsilon: float = Field(default=1e-6, gt=0, description="Added to the standard deviation.")
 
     @property

@@ -43,7 +43,7 @@ def divergence(
         "forward": lambda: forward_N,
         "reverse": lambda: kl(q_NK, p_NK),
         "mixed": lambda: mix * forward_N + (1 - mix) * kl(q_NK, p_NK),
-        "js": lambda: _jensen_shannon(p_NK, q_NK, mix),
+        "js": lambda: _compute_jensen_shannon(p_NK, q_NK, mix),
         "skewed_forward": lambda: kl(p_NK, _blend(p_NK, q_NK, mix)),
         "skewed_reverse": lambda: kl(q_NK, _blend(q_NK, p_NK, mix)),
     }[objective]()
@@ -76,6 +76,6 @@ def _blend(a_NK: Tensor, b_NK: Tensor, share: float) -> Tensor:
     )
 
 
-def _jensen_shannon(p_NK: Tensor, q_NK: Tensor, mix: float) -> Tensor:
+def _compute_jensen_shannon(p_NK: Tensor, q_NK: Tensor, mix: float) -> Tensor:
     middle_NK = _blend(p_NK, q_NK, mix)
     return mix * kl(p_NK, middle_NK) + (1 - mix) * kl(q_NK, middle_NK)

@@ -1,10 +1,11 @@
 """Losses and metrics of MoE routers: the load-balancing auxiliary loss and the router z-loss.
 
 They are at sequence level, so that they do not depend on how a batch is cut into micro-batches. The
-load-balancing loss of Switch Transformers (arXiv:2101.03961, eq. 4-6), N sum_i f_i P_i, does depend
-on it: it multiplies two means over the tokens of a batch. DeepSeek-V3 (arXiv:2412.19437, eq. 17-20)
-takes these means over the tokens of each sequence. This loss is stricter, because it asks every
-sequence to use all experts, so its coefficient should be small (1e-4 in DeepSeek-V3).
+load-balancing loss of Switch Transformers (arXiv:2101.03961, eq. 4-6), N sum_i f_i P_i, multiplies
+two means over the tokens of a batch, so it does depend on the micro-batches. The loss here takes
+these means over the tokens of each sequence, as DeepSeek-V3 does (arXiv:2412.19437, eq. 17-20). It
+is stricter, because it is lowest if every single sequence uses all experts evenly. So its
+coefficient should be small (1e-4 in DeepSeek-V3).
 
 S = sequences.
 """

@@ -65,10 +65,10 @@ def compute_logratios(out: Outputs, batch: Batch, normalize: Normalize) -> Tenso
 def _compute_margin(out: Outputs, batch: Batch, normalize: Normalize) -> tuple[Tensor, Metrics]:
     """Return D [G] and the metrics of the pairs."""
     chosen_G, rejected_G = split_pairs(compute_logratios(out, batch, normalize), batch)
-    return chosen_G - rejected_G, _pair_metrics(chosen_G, rejected_G)
+    return chosen_G - rejected_G, _compute_pair_metrics(chosen_G, rejected_G)
 
 
-def _pair_metrics(chosen_G: Tensor, rejected_G: Tensor) -> Metrics:
+def _compute_pair_metrics(chosen_G: Tensor, rejected_G: Tensor) -> Metrics:
     """Return the metrics of the pairs at group level."""
     margin_G = (chosen_G - rejected_G).detach()
     return {
@@ -143,7 +143,7 @@ def simpo(out: Outputs, batch: Batch, *, beta: float, gamma: float) -> tuple[Ten
     (arXiv:2405.14734) eq. 6.
     """
     chosen_G, rejected_G = split_pairs(row_mean(out, batch, out.need("logprobs")), batch)
-    return -F.logsigmoid(beta * (chosen_G - rejected_G) - gamma), _pair_metrics(
+    return -F.logsigmoid(beta * (chosen_G - rejected_G) - gamma), _compute_pair_metrics(
         chosen_G, rejected_G
     )
 
@@ -155,11 +155,11 @@ def odds_ratio(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     adds the NLL of the chosen row, which is a loss term of its own.
     """
     mean_S = row_mean(out, batch, out.need("logprobs"))
-    chosen_G, rejected_G = split_pairs(_log_odds(mean_S), batch)
-    return -F.logsigmoid(chosen_G - rejected_G), _pair_metrics(chosen_G, rejected_G)
+    chosen_G, rejected_G = split_pairs(_compute_log_odds(mean_S), batch)
+    return -F.logsigmoid(chosen_G - rejected_G), _compute_pair_metrics(chosen_G, rejected_G)
 
 
-def _log_odds(logprob_S: Tensor) -> Tensor:
+def _compute_log_odds(logprob_S: Tensor) -> Tensor:
     """Return log(p / (1 - p)) from log p.
 
     p = 1, for example of an empty row, is clamped just below 1 to keep the odds finite.

@@ -56,7 +56,7 @@ class _TargetLogprobs(Function):
         block = hidden.new_empty(min(chunk_rows, len(hidden)), len(matrix))
         for start in range(0, len(hidden), chunk_rows):
             chunk = slice(start, start + chunk_rows)
-            scaled = _scaled_logits(hidden[chunk], matrix, temperature[chunk], block)
+            scaled = _compute_scaled_logits(hidden[chunk], matrix, temperature[chunk], block)
             maxima = scaled.amax(-1)
             target_logits = scaled.gather(1, targets[chunk, None])[:, 0]
             shifted = scaled.sub_(maxima[:, None])
@@ -89,7 +89,7 @@ class _TargetLogprobs(Function):
             chunk = slice(start, start + ctx.chunk_rows)
             # In place: z / t, log p, p, then the gradient of z. `weight` is the gradient of the
             # target's log p, divided by t.
-            grad_logits = _scaled_logits(hidden[chunk], matrix, temperature[chunk], block)
+            grad_logits = _compute_scaled_logits(hidden[chunk], matrix, temperature[chunk], block)
             grad_logits.sub_(log_sums[chunk, None]).exp_().mul_(-weight[chunk, None])
             grad_logits.scatter_add_(1, targets[chunk, None], weight[chunk, None])
             if grad_hidden is not None:
@@ -99,6 +99,8 @@ class _TargetLogprobs(Function):
         return grad_hidden, grad_matrix, None, None, None, None
 
 
-def _scaled_logits(hidden: Tensor, matrix: Tensor, temperature: Tensor, block: Tensor) -> Tensor:
+def _compute_scaled_logits(
+    hidden: Tensor, matrix: Tensor, temperature: Tensor, block: Tensor
+) -> Tensor:
     """Return a chunk's logits divided by the temperature, written into `block`."""
     return torch.mm(hidden, matrix.T, out=block[: len(hidden)]).div_(temperature[:, None])

@@ -170,7 +170,8 @@ class Forward:
         )
         columns = self.columns(micro, hidden_Td, needs, spec)
         if "old_logprobs" in needs:
-            # Without a scoring pass the old log-probabilities are those of this first forward.
+            # If no scoring pass filled the column, this forward is the first one of the batch, and
+            # its own log-probabilities are the old ones.
             source = (
                 micro.need("old_logprobs") if micro.has("old_logprobs") else columns["logprobs"]
             )
@@ -266,7 +267,7 @@ class Forward:
 
     @property
     def language_head(self) -> Head:
-        """The language head, its chunk size, and its matrix if it has the dtype of losses."""
+        """The language head. It has a matrix only if the matrix has the dtype of losses."""
         size = self.model.vocab_size
         matrix = self.head_matrix
         has_loss_dtype = matrix is not None and matrix.dtype == self.dtype

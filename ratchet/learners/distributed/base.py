@@ -2,6 +2,8 @@
 
 A rank computes columns of its own micro-batches. An optimizer step uses the gradients of all ranks.
 Every rank gets the same calls in the same order, and the same number of micro-batches.
+
+T = tokens of a micro-batch, t = those of them that this rank computes, d = hidden size.
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ class RankLearner(ABC):
             ranks_with_loss = self.topology.world_size // self.topology.pipeline
             norm, loss = self._complete_gradient(sums.get("loss", 0.0) / ranks_with_loss)
             metrics |= sums | {"grad_norm": norm}
-            if not step_rules.is_finite_step(norm, loss):
+            if not step_rules.accept_step(norm, loss):
                 return {**metrics, "skipped_nonfinite": 1.0}
             limit = step_rules.config.max_grad_norm
             self._step(metrics["lr"], 1.0 if limit is None else min(1.0, limit / (norm + 1e-6)))

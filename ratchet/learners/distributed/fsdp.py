@@ -152,8 +152,10 @@ class DTensorLearner(RankLearner):
             if module is not None
             for parameter in _trained_parameters(module)
         }
-        self.frozen = [item for item in self.param_shards if id(item.parameter) not in trained_ids]
-        self.trained = [item for item in self.param_shards if id(item.parameter) in trained_ids]
+        self.frozen = [
+            shard for shard in self.param_shards if id(shard.parameter) not in trained_ids
+        ]
+        self.trained = [shard for shard in self.param_shards if id(shard.parameter) in trained_ids]
         self.pipeline = None
         if isinstance(model, DistributedPolicy):
             for stage in model.local_stages:
@@ -165,7 +167,7 @@ class DTensorLearner(RankLearner):
                 )
         self.optimizer: AdamW | None = None
         if optimizer is not None:
-            named = [(item.name, item.parameter) for item in self.trained]
+            named = [(shard.name, shard.parameter) for shard in self.trained]
             self.optimizer = build(optimizer, named, to_local=get_local_tensor)
         self._offloader = Offloader([model, head], self.optimizer)
 
@@ -206,6 +208,7 @@ class DTensorLearner(RankLearner):
     ) -> list[Mapping[str, Tensor]]:
         forward = self.forward
         pipeline = self.pipeline
+        # FSDP divides gradients by this number.
         factor = self.mesh.topology.gradient_ranks
         device_micros = [micro.to(forward.device, forward.dtype) for micro in micros]
         all_metrics: list[Mapping[str, Tensor]] = []
@@ -245,12 +248,12 @@ class DTensorLearner(RankLearner):
 
     def weights(self) -> Iterator[Shard]:
         """Yield this rank's blocks for the weight sync. Each block comes from exactly one rank."""
-        for item in self.frozen:
-            if item.is_owner:
-                yield from (replace(block, is_frozen=True) for block in item.blocks(item.local))
-        for item in self.trained:
-            if item.is_owner and not item.name.startswith("head."):
-                yield from item.blocks(item.local)
+        for shard in self.frozen:
+            if shard.is_owner:
+                yield from (replace(block, is_frozen=True) for block in shard.blocks(shard.local))
+        for shard in self.trained:
+            if shard.is_owner and not shard.name.startswith("head."):
+                yield from shard.blocks(shard.local)
 
     def blocks(self, part: ExportedPart = "all") -> Iterator[Shard]:
         """Yield this rank's blocks of a part of the model; "all" includes the scalar head."""
@@ -273,7 +276,7 @@ class DTensorLearner(RankLearner):
 
         Its first use is a collective operation, so all ranks must use it at the same time.
         """
-        names = {piece.name for item in self.frozen for piece in item.pieces}
+        names = {piece.name for shard in self.frozen for piece in shard.pieces}
         return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
 
     def save(self, directory: Path) -> None:
@@ -296,18 +299,18 @@ class DTensorLearner(RankLearner):
         A dequantised copy of moments then exists only while it is written.
         """
         optimizer = self.optimizer
-        for item in (item for item in self.trained if item.is_owner):
-            yield from item.blocks(item.local)
-            if optimizer is not None and item.name in optimizer.state:
-                for key, moment in optimizer.get_moments(item.name).items():
+        for shard in (shard for shard in self.trained if shard.is_owner):
+            yield from shard.blocks(shard.local)
+            if optimizer is not None and shard.name in optimizer.state:
+                for key, moment in optimizer.get_moments(shard.name).items():
                     yield from (
-                        rename_block(block, f"{key}/{block.name}") for block in item.blocks(moment)
+                        rename_block(block, f"{key}/{block.name}") for block in shard.blocks(moment)
                     )
 
     def load(self, directory: Path) -> None:
         """Load a checkpoint that any number of ranks saved.
 
-        Raises CheckpointError if a part is missing, or if it belongs to other frozen weights.
+        Raises CheckpointError if the checkpoint lacks a block, or belongs to other frozen weights.
         """
         block_files = BlockFiles(directory)
         if self.frozen:
@@ -317,20 +320,20 @@ class DTensorLearner(RankLearner):
             self.step_rules.steps_taken = block_files.metadata["taken"]
             self.step_rules.bad_steps = block_files.metadata["bad"]
             self.optimizer.state = {}
-            for item in (
-                item for item in self.trained if item.name in block_files.metadata["steps"]
+            for shard in (
+                shard for shard in self.trained if shard.name in block_files.metadata["steps"]
             ):
-                moments = self.optimizer.init_state(item.name, item.parameter)
-                moments["step"].fill_(block_files.metadata["steps"][item.name])
-                stored_moments = self.optimizer.get_moments(item.name)
+                moments = self.optimizer.init_state(shard.name, shard.parameter)
+                moments["step"].fill_(block_files.metadata["steps"][shard.name])
+                stored_moments = self.optimizer.get_moments(shard.name)
                 for key, moment in stored_moments.items():
-                    for block in item.blocks(moment):
+                    for block in shard.blocks(moment):
                         block.tensor.copy_(
                             block_files.read(
                                 f"{key}/{block.name}", block.offsets, block.tensor.shape
                             )
                         )
-                self.optimizer.store(item.name, stored_moments)
+                self.optimizer.store(shard.name, stored_moments)
 
 
 def _trained_parameters(module: PolicyModel | ScalarHead) -> Iterator[nn.Parameter]:

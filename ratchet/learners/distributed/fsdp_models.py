@@ -33,7 +33,7 @@ class DTensorModels:
 
     def load(self, origin: ModelSource) -> PolicyModel:
         """Return this rank's shard of a model, with its weights."""
-        shape = origin.decoder()
+        shape = origin.read_decoder_shape()
         if shape is None:
             return self._load_transformers(origin)
         model = self._allocate(shape)

@@ -33,13 +33,15 @@ class Mesh:
             device, sizes, mesh_dim_names=("pipeline", "replica", "rows", "tensor")
         )
         self.tensor = self._mesh.get_group("tensor") if topology.tensor > 1 else None
-        self.context = self._group(
+        self.context = self._create_group(
             lambda c: (c.pipeline, c.replica, c.shard, c.tensor), topology.context
         )
         self.pipeline = self._mesh.get_group("pipeline") if topology.pipeline > 1 else None
-        self.end_stages_group = self._end_stages_group()
+        self.end_stages_group = self._create_end_stages_group()
         # The ranks over which gradients are summed.
-        self.gradient_group = self._group(lambda c: (c.pipeline, c.tensor), topology.gradient_ranks)
+        self.gradient_group = self._create_group(
+            lambda c: (c.pipeline, c.tensor), topology.gradient_ranks
+        )
         row_index = self.coordinates.shard * topology.context + self.coordinates.context
         # Number of ranks over which FSDP divides the rows of an expert's parameters.
         expert_row_ranks = row_ranks // topology.experts
@@ -51,7 +53,7 @@ class Mesh:
         # This rank's shard of the rows of a dense parameter, and of an expert's parameter.
         self.row_shard = ShardIndex(row_index, row_ranks)
         self.expert_row_shard = ShardIndex(row_index // topology.experts, expert_row_ranks)
-        self.fsdp = self._fsdp_mesh(self._mesh, row_ranks)
+        self.fsdp = self._select_fsdp_mesh(self._mesh, row_ranks)
         self.expert_fsdp = self.fsdp
         self.experts = None
         if topology.experts > 1:
@@ -65,9 +67,9 @@ class Mesh:
             names = ("pipeline", "replica", "rows", "experts", "tensor")
             expert_mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
             self.experts = expert_mesh.get_group("experts")
-            self.expert_fsdp = self._fsdp_mesh(expert_mesh, expert_row_ranks)
+            self.expert_fsdp = self._select_fsdp_mesh(expert_mesh, expert_row_ranks)
 
-    def _end_stages_group(self) -> Group | None:
+    def _create_end_stages_group(self) -> Group | None:
         """Return the group of the first and last pipeline stage; None if this rank has neither."""
         last = self.topology.pipeline - 1
         if not last:
@@ -82,10 +84,10 @@ class Mesh:
                 0 if coordinates.pipeline in (0, last) else coordinates.pipeline,
             )
 
-        group = self._group(group_key, 2)
+        group = self._create_group(group_key, 2)
         return group if self.coordinates.pipeline in (0, last) else None
 
-    def _fsdp_mesh(self, mesh: DeviceMesh, row_ranks: int) -> DeviceMesh | None:
+    def _select_fsdp_mesh(self, mesh: DeviceMesh, row_ranks: int) -> DeviceMesh | None:
         """Return the mesh over which FSDP shards weights; None if one rank holds all weights.
 
         With replicas its first dimension is the replicas (HSDP).
@@ -94,7 +96,7 @@ class Mesh:
             return mesh["replica", "rows"]
         return mesh["rows"] if row_ranks > 1 else None
 
-    def _group(
+    def _create_group(
         self, group_key: Callable[[Coordinates], tuple[int, ...]], size: int
     ) -> Group | None:
         """Return the group of the ranks with the same key as this rank.

@@ -35,11 +35,11 @@ class ParamShard:
     rows: the parameter's rows on this rank if FSDP divides it; None: all rows.
     copies: number of ranks that hold the same shard.
     reduce_groups: groups over which the gradient must still be summed after FSDP's own reduction.
-    gradient_divisor: divisor of the gradient, for what FSDP's averaging lacks. The loss is
-      multiplied by the number of ranks over which FSDP averages gradients of dense matrices. FSDP
-      averages gradients of experts over fewer ranks, and leaves those of vectors and adapters,
-      which it does not divide, as they are.
-    is_owner: True on the one rank, among those with the same shard, that saves and sends it.
+    gradient_divisor: divisor that makes the gradient a plain sum over ranks; 1 for dense matrices.
+      The loss is multiplied by the number of ranks over which FSDP averages gradients of dense
+      matrices, which cancels that average. FSDP averages gradients of experts over fewer ranks, and
+      does not average gradients of vectors and adapters at all.
+    is_owner: True on the one rank that saves and sends the shard, among the ranks that hold it.
     """
 
     name: str
@@ -144,7 +144,7 @@ def collect_param_shards(
     for name, parameter in () if head is None else head.named_parameters():
         head_name = f"head.{name}"
         param_shards.append(
-            _make_shard(head_name, parameter, _whole_piece(head_name, parameter), mesh, ())
+            _make_shard(head_name, parameter, _make_whole_piece(head_name, parameter), mesh, ())
         )
     return param_shards
 
@@ -200,13 +200,13 @@ def _make_transformers_shard(
 ) -> ParamShard:
     """Return the shard of a parameter of a Hugging Face transformers model."""
     if division is None or mesh.tensor is None:
-        return _make_shard(name, parameter, _whole_piece(name, parameter), mesh, ())
+        return _make_shard(name, parameter, _make_whole_piece(name, parameter), mesh, ())
     if name in division.blocks:
         return _make_shard(name, parameter, (division.blocks[name],), mesh, (), is_divided=True)
     return _make_shard(
         name,
         parameter,
-        _whole_piece(name, parameter),
+        _make_whole_piece(name, parameter),
         mesh,
         (mesh.tensor,) if name in division.partial else (),
     )
@@ -248,7 +248,7 @@ def _make_shard(
     )
 
 
-def _whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
+def _make_whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
     """Return a single piece that covers the whole parameter."""
     shape = tuple(parameter.shape)
     return (WeightPiece(name, shape, (0,) * len(shape), range(shape[0])),)

@@ -66,18 +66,18 @@ class Pipeline:
         (arXiv:2104.04473).
         """
         micro_inputs = self._pack_micros(micros)
-        schedule, numbers_M = self._schedule(
+        schedule, numbers_M = self._make_schedule(
             micro_inputs,
             lambda hidden, number: loss(int(number), self._unpad(micro_inputs, hidden, number)),
         )
-        tokens = self._stage_input(micro_inputs)
+        tokens = self._make_stage_input(micro_inputs)
         schedule.step(*tokens, number=numbers_M, target=numbers_M, return_outputs=False)
 
     def hidden(self, micros: Sequence[Batch]) -> list[Tensor]:
         """Return the hidden states of every micro-batch on the last rank; [] on other ranks."""
         micro_inputs = self._pack_micros(micros)
-        schedule, numbers_M = self._schedule(micro_inputs, None)
-        out = schedule.eval(*self._stage_input(micro_inputs), number=numbers_M)
+        schedule, numbers_M = self._make_schedule(micro_inputs, None)
+        out = schedule.eval(*self._make_stage_input(micro_inputs), number=numbers_M)
         if out is None or not self.is_last:
             return []
         last_stage = self.model.local_stages[-1]
@@ -106,7 +106,7 @@ class Pipeline:
         packed = micro_inputs[int(number)]
         return packed.unfold(hidden_Td[: len(packed.tokens_U)])
 
-    def _stage_input(self, micro_inputs: Sequence[PackedInputs]) -> tuple[Tensor, ...]:
+    def _make_stage_input(self, micro_inputs: Sequence[PackedInputs]) -> tuple[Tensor, ...]:
         """Return the input that torch's schedule needs: unused zeros for the first stage, else ().
 
         The first stage embeds the tokens of its packed inputs instead.
@@ -114,7 +114,7 @@ class Pipeline:
         is_first = self.mesh.coordinates.pipeline == 0
         return (torch.zeros(len(micro_inputs), device=self.device),) if is_first else ()
 
-    def _schedule(
+    def _make_schedule(
         self, micro_inputs: Sequence[PackedInputs], loss: Callable[[Tensor, Tensor], Tensor] | None
     ) -> tuple[Schedule1F1B | ScheduleInterleaved1F1B, Tensor]:
         """Return the schedule of a pass and the indices of its micro-batches."""

@@ -14,8 +14,8 @@ from ratchet.models.model_source import ModelSource
 class RoleSpec:
     """The specification of a role's learner.
 
-    origin: source of the role's model; None: a copy of the policy's model, or for the role "policy"
-      this model itself.
+    origin: source of the role's model; None: a copy of the policy's model (for the role "policy":
+      the policy's model itself).
     optimizer: values of the optimizer's section; None freezes the role.
     has_scalar_head: True if the role has a scalar head.
     total_steps, shared_vocab, replays_routes: as in `LocalLearner`.

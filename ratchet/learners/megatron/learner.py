@@ -265,7 +265,7 @@ class MegatronLearner(RankLearner):
     def load(self, directory: Path) -> None:
         """Load a checkpoint, written by any number of ranks.
 
-        Raises CheckpointError if a part is missing, or if it belongs to other frozen weights.
+        Raises CheckpointError if the checkpoint lacks a weight, or belongs to other frozen weights.
         """
         load_state(directory, self.model, self.optimizer, self.step_rules, self.base_fingerprint)
 

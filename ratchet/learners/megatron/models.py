@@ -36,7 +36,7 @@ class MegatronModels:
 
         Raises ModelError if Megatron has no layers for its architecture.
         """
-        shape = origin.decoder()
+        shape = origin.read_decoder_shape()
         if shape is None:
             raise ModelError(
                 "learner.kind=megatron has no layers for this architecture. Set "

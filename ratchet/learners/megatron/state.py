@@ -71,7 +71,7 @@ def save_state(
     folder = directory / MEGATRON_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = _sharded_state(model, optimizer, is_loading=False)
+    state = _make_sharded_state(model, optimizer, is_loading=False)
     if step_rules is not None:
         state["pace"] = {"taken": step_rules.steps_taken, "bad": step_rules.bad_steps}
     if base_fingerprint is not None:
@@ -105,11 +105,11 @@ def load_state(
             base_fingerprint,
         )
     with torch.no_grad():
-        for adam in _torch_adams(optimizer):
+        for adam in _find_torch_adams(optimizer):
             _init_state(adam)
         try:
             state: Any = dist_checkpointing.load(
-                _sharded_state(model, optimizer, is_loading=True), str(folder)
+                _make_sharded_state(model, optimizer, is_loading=True), str(folder)
             )
         except (CheckpointingException, KeyError, RuntimeError) as error:
             raise CheckpointError(f"{folder} can't be read: {error}") from error
@@ -117,7 +117,7 @@ def load_state(
             chunk.load_state_dict(state[f"model{number}"], strict=False)
         if optimizer is not None and step_rules is not None:
             optimizer.load_state_dict(state["optimizer"])
-            for adam in _torch_adams(optimizer):
+            for adam in _find_torch_adams(optimizer):
                 for moments in adam.state.values():
                     # Megatron gives all parameters the same step tensor; each needs its own.
                     moments["step"] = moments["step"].clone()
@@ -125,7 +125,7 @@ def load_state(
             step_rules.bad_steps = state["pace"]["bad"]
 
 
-def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
+def _find_torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers that are torch's Adam, which counts steps per parameter.
 
     Megatron uses it if neither Transformer Engine nor apex provides one.
@@ -148,7 +148,9 @@ def _init_state(adam: torch.optim.Optimizer) -> None:
                 }
 
 
-def _sharded_state(model: MegatronPolicy, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+def _make_sharded_state(
+    model: MegatronPolicy, optimizer: Any, *, is_loading: bool
+) -> dict[str, Any]:
     """Return the sharded state of model and optimizer."""
     metadata = {
         **METADATA,

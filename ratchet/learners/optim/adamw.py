@@ -125,7 +125,7 @@ class AdamW:
     def store(self, name: str, moments: Mapping[str, Tensor]) -> None:
         """Store moments that the caller got from `get_moments` and has overwritten in place.
 
-        Here `get_moments` returns the tensors of the state itself, so nothing is left to do.
+        This does nothing if the moments are the tensors of `state` itself, as in this class.
         """
 
     def _local_states(self) -> Iterator[tuple[Tensor, Moments]]:

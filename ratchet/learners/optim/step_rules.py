@@ -41,10 +41,11 @@ class OptimizerStepRules:
         self.steps_taken += 1
         return {"lr": config.lr * factor, "skipped_empty": 0.0, "skipped_nonfinite": 0.0}
 
-    def is_finite_step(self, norm: float, loss: float) -> bool:
-        """True if the step with this gradient norm and loss may change the weights.
+    def accept_step(self, norm: float, loss: float) -> bool:
+        """Return True if the step with this gradient norm and loss may change the weights.
 
-        Raises TrainingError after `max_bad_steps` consecutive non-finite steps.
+        A step with a non-finite norm or loss may not, and is counted. Raises TrainingError after
+        `max_bad_steps` consecutive such steps.
         """
         if math.isfinite(norm) and math.isfinite(loss):
             self.bad_steps = 0

@@ -60,11 +60,11 @@ class Dimensions:
     padded_vocabulary: int = 0
 
     def size(self, name: str) -> int:
-        """Return the size of this name."""
+        """Return the size in the field `name`."""
         return getattr(self, name)
 
     def padded_size(self, name: str) -> int:
-        """Return the size of this name. The vocabulary includes its padding."""
+        """Return the size in the field `name`; for "vocabulary", the size with its padding."""
         return (
             max(self.padded_vocabulary, self.vocabulary)
             if name == "vocabulary"
@@ -126,8 +126,8 @@ def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
         raise ModelError(f"the config.json of this {DEEPSEEK} model lacks {', '.join(missing)}")
     if hf.get("quantization_config") is not None:
         raise ModelError(
-            "its weights are quantized (quantization_config): convert a checkpoint in bfloat16 or "
-            "float32"
+            f"the weights of this {DEEPSEEK} model are quantized (quantization_config): convert a "
+            "checkpoint in bfloat16 or float32"
         )
     if hf.get("attention_bias"):
         raise ModelError("Megatron's MLA has no biases: attention_bias must be false")

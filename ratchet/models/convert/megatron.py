@@ -100,8 +100,8 @@ class MegatronShard(ModelShard):
 def megatron_layout(dimensions: Dimensions, shard: MegatronShard) -> Layout:
     """Return the pieces of each parameter, and of the buffer `expert_bias`, in Megatron's order.
 
-    If the embedding is tied, a last pipeline stage that lacks it has a copy of it as the head, with
-    the same pieces. Raises ModelError if the model can't be divided into such shards.
+    If the embedding is tied, a last pipeline stage without the embedding has a copy as its head,
+    with the same pieces. Raises ModelError if the model can't be divided into such shards.
     """
     shard.check_megatron(dimensions)
     n = shard.tensor.count

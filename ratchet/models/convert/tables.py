@@ -4,8 +4,8 @@ A key is the name of a Megatron parameter, relative to its layer. The value list
 weights in the parameter, and how tensor parallelism divides it. Both directions of the conversion
 use these tables.
 
-The names are those of Megatron's own ("local") layers. `FUSED` and the tables after it have the
-differences of Transformer Engine's layers.
+The names are those of Megatron's own ("local") layers. `FUSED`, `GROUPED` and `DUPLICATED` list
+what differs in Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EMBEDDING = {
 }
 FINAL_NORM = {"decoder.final_layernorm.weight": whole("model.norm.weight [hidden]")}
 HEAD = {"output_layer.weight": rows("lm_head.weight [vocabulary, hidden]")}
-# On a pipeline stage without the embedding, a tied head is a copy of it.
+# On a pipeline stage without the embedding, a tied head is a copy of the embedding.
 TIED_HEAD = {"output_layer.weight": EMBEDDING["embedding.word_embeddings.weight"]}
 
 NORMS = {

@@ -21,10 +21,9 @@ from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.ops import swiglu
 
 # A function that computes the experts: (rows [N, d] sorted by expert, number of rows of each expert
-# [E]) -> [N, d].
+# [E]) -> outputs [N, d].
 ComputeExperts = Callable[[Tensor, Tensor], Tensor]
-# A function that calls a `ComputeExperts` on the ranks that hold the experts, with these two
-# arguments, and returns the result.
+# (compute, rows, numbers of rows) -> outputs. It runs `compute` on the ranks that hold the experts.
 ExchangeRows = Callable[[ComputeExperts, Tensor, Tensor], Tensor]
 
 

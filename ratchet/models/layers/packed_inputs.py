@@ -23,8 +23,8 @@ from ratchet.models.layers.prefix_tree import PrefixTree, compute_path_keys
 # The number of tokens after the first output token is rounded up to a multiple of this, because on
 # a CPU attention over 31 tokens takes longer than over 32.
 STRIDE = 8
-# Sharing prefixes and skipping final states have a cost. Each is only done if at most this share of
-# the tokens or states remains.
+# Sharing prefixes and skipping final states have a cost of their own. Each is done only if at most
+# this share of the tokens (or of the final states) is left to compute.
 MAX_REMAINING_SHARE = 0.9
 
 
@@ -98,7 +98,7 @@ def pack_inputs(
     if len(lengths) > 1 and shares_prefixes:
         replayed_TLK = None if routing is None else routing.replayed_TLK
         tree = PrefixTree.from_sequences(compute_path_keys(tokens_T, replayed_TLK), lengths)
-        if len(tree.tokens_U) <= MAX_REMAINING_SHARE * len(tokens_T):
+        if len(tree.token_index_U) <= MAX_REMAINING_SHARE * len(tokens_T):
             return _share_prefixes(tokens_T, positions_T, tree, routing)
     ascending = sorted(lengths)
     attend = PackedAttention(ascending, tokens_T.device)
@@ -122,7 +122,7 @@ def pack_output_inputs(
 
     Tokens after a sequence's last output token are not computed, except for rounding up to
     `STRIDE`. For earlier tokens that are no output tokens, the last layer computes only keys and
-    values. Where a token is no output token, `unfold` returns the state of some output token.
+    values. `unfold` returns the state of some output token for every token that is none.
 
     Args:
         output_mask_T: bool, True for output tokens; at least one must be True.
@@ -173,11 +173,11 @@ def _share_prefixes(
     tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None
 ) -> PackedInputs:
     """Return the inputs for the distinct tokens of a prefix tree."""
-    tokens_U, distinct_T = (
-        torch.from_numpy(x).to(tokens_T.device) for x in (tree.tokens_U, tree.distinct_T)
+    order_U, distinct_T = (
+        torch.from_numpy(x).to(tokens_T.device) for x in (tree.token_index_U, tree.distinct_T)
     )
     return _reorder(
-        tokens_T, positions_T, TreeAttention(tree, tokens_T.device), tokens_U, distinct_T, routing
+        tokens_T, positions_T, TreeAttention(tree, tokens_T.device), order_U, distinct_T, routing
     )
 
 

@@ -50,7 +50,7 @@ class PrefixTree:
     """
 
     segments: tuple[PrefixSegment, ...]  # in the order of their tokens among the U distinct ones
-    tokens_U: Index  # for each distinct token, an index among the T tokens
+    token_index_U: Index  # for each distinct token, an index among the T tokens
     distinct_T: Index  # for each token, its index among the U distinct tokens
     starts_S: Index  # for each sequence, the index of its first token among the T tokens
 
@@ -89,13 +89,13 @@ class PrefixTree:
                 distinct_T[sequence_start + segment.begin : sequence_start + segment.end] = (
                     np.arange(start, start + segment.length)
                 )
-        tokens_U = np.empty(n_distinct, dtype=np.int64)
+        token_index_U = np.empty(n_distinct, dtype=np.int64)
         for segment in segments:
             first_token = int(starts_S[segment.row]) + segment.begin
-            tokens_U[segment.start : segment.start + segment.length] = np.arange(
+            token_index_U[segment.start : segment.start + segment.length] = np.arange(
                 first_token, first_token + segment.length
             )
-        return cls(tuple(segments), tokens_U, distinct_T, starts_S)
+        return cls(tuple(segments), token_index_U, distinct_T, starts_S)
 
     def past(self, segment: PrefixSegment) -> Index:
         """Return the indices of a segment's past among the U distinct tokens, in order."""

@@ -89,8 +89,8 @@ def _yarn(unscaled: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     base = float(rope["rope_theta"])
     head_dim = 2 * len(unscaled)
 
-    # Return the index of the frequency that makes this many turns over the original context.
     def find_dimension(rotations: float) -> float:
+        """Return the index of the frequency that makes this many turns in the original context."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     def compute_temperature(scale: float, coefficient: float = 1.0) -> float:

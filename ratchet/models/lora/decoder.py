@@ -57,6 +57,7 @@ def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str]
     Args:
         weights: Weights of the model, by canonical name.
         names: Names of the linear maps that get an adapter (last path parts, such as q_proj).
+        rank: Rank of the adapter.
     """
     target_names = set(names)
     adapted = (

@@ -148,7 +148,8 @@ def load_adapter(directory: Path) -> StoredAdapter:
     if unsupported:
         raise ModelError(
             f"{directory}: the adapter has {unsupported[0]}={getattr(config, unsupported[0])!r}, "
-            "which is not plain LoRA"
+            "which is not plain LoRA: merge the adapter into its base model with peft, and use the "
+            "merged model"
         )
     for name in weights:
         if not (name.startswith(PEFT) and name.endswith((".lora_A.weight", ".lora_B.weight"))):

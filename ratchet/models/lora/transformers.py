@@ -64,7 +64,7 @@ def attach(
         layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, index)
     for name, parameter in adapter_parameters(model):
         parameter.requires_grad_(True)
-        parameter.copy_(adapter.initial_weight(_peft_name(name), parameter.shape))
+        parameter.copy_(adapter.initial_weight(_get_peft_name(name), parameter.shape))
 
 
 def merge(model: nn.Module) -> None:
@@ -88,7 +88,7 @@ def canonical_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (peft's name, detached tensor) of the adapter's weights."""
     for name, parameter in adapter_parameters(model):
-        yield _peft_name(name), parameter.detach()
+        yield _get_peft_name(name), parameter.detach()
 
 
 @contextmanager
@@ -110,5 +110,5 @@ def _find_lora_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def _peft_name(name: str) -> str:
+def _get_peft_name(name: str) -> str:
     return f"{PEFT}{name.replace(f'.{ADAPTER_NAME}.', '.')}"

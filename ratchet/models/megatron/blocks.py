@@ -64,7 +64,7 @@ def list_owned_parameters(
         layout = {**make_stage_layout(stage, sizes), **make_adapter_layout(stage)}
         for name, parameter in stage.named_parameters():
             pieces = (
-                _whole_piece(f"head.{name[len(SCALAR) :]}", parameter)
+                _make_whole_piece(f"head.{name[len(SCALAR) :]}", parameter)
                 if name.startswith(SCALAR)
                 else layout[name]
             )
@@ -99,7 +99,7 @@ def _is_owner(parameter: nn.Parameter) -> bool:
     return data_rank == 0 and (is_divided or parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
-def _whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
+def _make_whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
     """Return the single piece of a parameter that is not divided over ranks."""
     shape = tuple(parameter.shape)
     return (WeightPiece(name, shape, (0,) * len(shape), range(shape[0])),)

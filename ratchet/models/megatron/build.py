@@ -137,7 +137,7 @@ class MegatronStage(GPTModel):
         )
 
     def _route(self, packed: PackedInputs) -> Routing | None:
-        """Return the routing of the tokens that this rank keeps under sequence parallelism."""
+        """Return the routing of this rank's tokens: fewer than T under sequence parallelism."""
         routing = packed.routing
         if routing is None or self.tensor is None or not self.config.sequence_parallel:
             return routing
@@ -197,7 +197,7 @@ def transformer_config(
     fp8: Fp8Format | None = None,
 ) -> TransformerConfig:
     """Return Megatron's configuration of a decoder."""
-    options = {**_experts(shape, dtype), **RECOMPUTED[recompute]}
+    options = {**_make_expert_options(shape, dtype), **RECOMPUTED[recompute]}
     if fp8 is not None:
         options |= {"fp8": fp8.format, "fp8_recipe": fp8.recipe}
     return TransformerConfig(
@@ -243,7 +243,7 @@ def transformer_config(
     )
 
 
-def _experts(shape: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _make_expert_options(shape: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return Megatron's options of a mixture of experts."""
     if not shape.n_experts:
         return {}

@@ -100,7 +100,7 @@ class _CudaRemover(ast.NodeTransformer):
         if node.name in REPLACED_FUNCTIONS:
             return ast.Assign(
                 [ast.Name(node.name, ast.Store())],
-                _attribute(STANDIN_NAME, "replacements", node.name),
+                _make_attribute(STANDIN_NAME, "replacements", node.name),
             )
         self.generic_visit(node)
         return node
@@ -136,7 +136,7 @@ class _CudaRemover(ast.NodeTransformer):
         return node
 
 
-def _attribute(first: str, *rest: str) -> ast.expr:
+def _make_attribute(first: str, *rest: str) -> ast.expr:
     """Return the expression `first.rest[0].rest[1]...`."""
     expression: ast.expr = ast.Name(first, ast.Load())
     for name in rest:

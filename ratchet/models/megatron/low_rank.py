@@ -1,12 +1,12 @@
 """Add LoRA to Megatron's parallel linear maps: out + scale B A x (arXiv:2106.09685, eq. 3).
 
-A and B are divided like the map. If the map's outputs are divided over tensor-parallel ranks, so
-are the rows of B, and each rank has the whole A. If the map's inputs are divided, so are the
-columns of A, and each rank has the whole B. In both cases ranks exchange only A x, which is r
-numbers per token.
+A and B are divided like the map. If the map's outputs are divided over tensor-parallel ranks, the
+rows of B are divided too, and each rank has the whole A. If the map's inputs are divided, the
+columns of A are divided too, and each rank has the whole B. In both cases ranks exchange only A x,
+which is r numbers per token.
 
-t = input tokens, u = output tokens (differs from t under sequence parallelism), r = rank of the
-adapter, i = inputs and o = outputs of the map on this rank.
+t = input tokens, u = output tokens (differs from t under sequence parallelism), 1 = Megatron's
+batch dimension, r = rank of the adapter, i = inputs and o = outputs of the map on this rank.
 """
 
 from __future__ import annotations

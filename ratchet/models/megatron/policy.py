@@ -32,7 +32,7 @@ from ratchet.models.weights.hf_weights import SavableTensor, save_model_director
 class PaddedVocabulary(VocabParallelLogits):
     """A sharded vocabulary with the same number of rows on each rank. The last rows are padding."""
 
-    def _rows(self, rank: int, size: int) -> range:
+    def _get_rows(self, rank: int, size: int) -> range:
         height = padded_vocabulary(self.size, self.group.size()) // self.group.size()
         return range(min(height * rank, size), min(height * (rank + 1), size))
 
@@ -57,7 +57,7 @@ class MegatronPolicy(DistributedPolicy):
         self._shape = shape
         self.sizes = sizes
         self.fp8 = fp8
-        self.shard = _distributed_shard(sizes)
+        self.shard = _make_distributed_shard(sizes)
         self.stages = nn.ModuleList(
             build_stages(shape, sizes, dtype=dtype, recompute=recompute, fp8=fp8)
         )
@@ -145,7 +145,7 @@ class MegatronPolicy(DistributedPolicy):
         save_model_directory(self.shape, weights.items(), directory, next(self.parameters()).dtype)
 
 
-def _distributed_shard(sizes: MegatronSizes) -> DistributedShard:
+def _make_distributed_shard(sizes: MegatronSizes) -> DistributedShard:
     """Return this rank's shard and groups."""
     model = ModelShard(
         ShardIndex(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),

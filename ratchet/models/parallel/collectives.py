@@ -4,8 +4,8 @@ Functions named `..._columns` split and concatenate along the last dimension, al
 first.
 
 Every rank of a tensor- or context-parallel group computes the same loss. If all ranks compute the
-same values from a tensor that they all have, each rank has its complete gradient. Otherwise each
-rank has one summand of the gradient. There is a collective for each of these cases, because their
+same values from a shared tensor, each rank has the tensor's complete gradient. Otherwise each rank
+has one summand of that gradient. There is a collective for each of these cases, because their
 backward passes differ.
 """
 
@@ -27,7 +27,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def sum_forward(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of all ranks' x on every rank (all-reduce). The gradient stays unchanged."""
+    """Return the sum of all ranks' x on every rank (all-reduce).
+
+    The backward returns each rank's gradient unchanged.
+    """
     return _SumForward.apply(x, group)
 
 

@@ -63,7 +63,7 @@ class ContextSplit:
     def past(self, segment: PrefixSegment) -> Index:
         """Return the indices of a segment's past in the concatenated tokens of all ranks.
 
-        The past are the earlier tokens of its sequence, in order.
+        The past consists of the earlier tokens of the segment's sequence, in order.
         """
         start = int(self.starts_S[segment.row])
         return self.gathered_index_T[start : start + segment.begin]

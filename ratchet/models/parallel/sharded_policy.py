@@ -118,8 +118,8 @@ class DistributedPolicy(DecoderPolicy):
             DecoderStage(config, stage_shard, device=device, dtype=dtype)
             for stage_shard in stage_shards
         )
-        # `decoder` is that of this rank's last stage. On the last rank of the pipeline this stage
-        # has the head. Setting the attribute in this way keeps torch from registering the module a
+        # `decoder` is the decoder of this rank's last stage, which has the head on the last rank of
+        # the pipeline. Setting the attribute in this way keeps torch from registering the module a
         # second time.
         object.__setattr__(self, "decoder", self.local_stages[-1].decoder)
 
@@ -203,9 +203,8 @@ class DistributedPolicy(DecoderPolicy):
         )
 
 
-# Cached: the forward pass of a micro-batch and each column of its batch (log-probabilities,
-# advantages, ...) use the same split. More than one entry, because a pipeline interleaves
-# micro-batches.
+# The cache serves the forward pass of a micro-batch and every column that is computed from it. It
+# has more than one entry, because a pipeline interleaves micro-batches.
 @lru_cache(maxsize=64)
 def _split_context(lengths: tuple[int, ...], context_index: ShardIndex) -> ContextSplit:
     return ContextSplit.from_lengths(lengths, context_index)

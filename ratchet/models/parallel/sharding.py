@@ -33,11 +33,11 @@ class ShardIndex:
 class ModelShard:
     """The shard of a decoder that a rank holds."""
 
-    tensor: ShardIndex = ShardIndex()  # its part of the heads, the MLPs and the vocabulary
-    # Its part of the layers. The first part also has the embedding. The last part also has the
-    # final norm and the language head.
+    tensor: ShardIndex = ShardIndex()  # the rank's part of the heads, MLPs and vocabulary
+    # The rank's part of the layers. The first part also has the embedding. The last part also has
+    # the final norm and the language head.
     pipeline: ShardIndex = ShardIndex()
-    experts: ShardIndex = ShardIndex()  # its part of each layer's experts
+    experts: ShardIndex = ShardIndex()  # the rank's part of each layer's experts
 
     @property
     def is_first(self) -> bool:

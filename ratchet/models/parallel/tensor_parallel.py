@@ -60,7 +60,7 @@ class TensorParallelComm:
     def leave(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' partial outputs.
 
-        Under sequence parallelism it has only this rank's tokens.
+        Under sequence parallelism the result has only this rank's tokens.
         """
         if not self.sequence:
             return sum_forward(x, self.group)
@@ -86,9 +86,9 @@ class VocabParallelLogits:
     def __init__(self, group: Group, size: int) -> None:
         """Create this rank's reader; `size` is the size of the whole vocabulary."""
         self.group, self.size = group, size
-        self.rows = self._rows(group.rank(), size)
+        self.rows = self._get_rows(group.rank(), size)
 
-    def _rows(self, rank: int, size: int) -> range:
+    def _get_rows(self, rank: int, size: int) -> range:
         """Return the token ids below `size` whose logits are on a rank."""
         rows = ShardIndex(rank, self.group.size()).range(self.size)
         return range(min(rows.start, size), min(rows.stop, size))
@@ -99,7 +99,7 @@ class VocabParallelLogits:
         return logits_nV - sum_backward(self._logsumexp(logits_nV), self.group)[:, None]
 
     def renormalise_first(self, all_nV: Tensor, size: int) -> Tensor:
-        return self.log_softmax(all_nV[:, : len(self._rows(self.group.rank(), size))])
+        return self.log_softmax(all_nV[:, : len(self._get_rows(self.group.rank(), size))])
 
     def sum(self, x_nV: Tensor) -> Tensor:
         return sum_forward(x_nV.sum(-1), self.group)
@@ -130,7 +130,7 @@ class VocabParallelLogits:
         return ids_nK.gather(1, values_nK.topk(k, dim=-1).indices)
 
     def gather_all(self, all_nV: Tensor, size: int) -> Tensor:
-        widths = [len(self._rows(rank, size)) for rank in range(self.group.size())]
+        widths = [len(self._get_rows(rank, size)) for rank in range(self.group.size())]
         widest = max(widths)
         padded_nV = F.pad(all_nV, (0, widest - all_nV.shape[1]))
         parts = gather(padded_nV.T, self.group, same_use_on_all_ranks=True).split(widest)

@@ -40,7 +40,7 @@ from ratchet.utils.atomic_files import atomic_path
 
 # Kinds of media that are encoded before the forward, if the backbone accepts encoder outputs.
 SEPARATELY_ENCODED: tuple[MediaKind, ...] = ("image", "video")
-# The token type ids of transformers; 0 is text.
+# The token type ids of transformers for placeholders of media; 0 is text.
 MEDIA_TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
 PROBE_TEXT = 3  # text tokens before the first medium of a probe; `PROBE_TEXT + 1` follow each
 
@@ -77,7 +77,7 @@ class MultimodalPolicy(TransformersPolicy):
         """
         self.train_encoders = train_encoders
         self.files = dict(files or {})
-        self.packs = True  # False: each sequence runs alone
+        self.packs = True  # as in `TransformersPolicy`
         super().__init__(model, saved_config=saved_config)
         if self.packs:
             self.packs = len(probes) > 1 and self._keeps_media_apart(probes)
@@ -236,15 +236,15 @@ class MultimodalPolicy(TransformersPolicy):
             self._mark_media(types_T[end - length : end], tokens_T[end - length : end], placed)
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
         row_media = [placed.medium for row in media for placed in row]
-        options |= self._media_inputs(row_media, types_T[None])
+        options |= self._make_inputs(row_media, types_T[None])
         if self.takes_positions:
-            options["position_ids"] = self._position_ids(
+            options["position_ids"] = self._compute_position_ids(
                 tokens_T, positions_T, types_T, lengths, media
             )
         with self._hide_stray_placeholders(tokens_T[None], types_T[None]) as visible_1T:
             return self.backbone(input_ids=visible_1T, **options)[0][0]
 
-    def _media_inputs(self, media: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
+    def _make_inputs(self, media: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
         """Return the backbone's arguments for the media, which are in the order of the rows."""
         options, outputs = dict[str, Any](), dict[str, Any]()
         encoded = self._encode_media(media)
@@ -281,12 +281,12 @@ class MultimodalPolicy(TransformersPolicy):
             mask_NL[i, row_start:] = 1
             self._mark_media(types_NL[i, row_start:], row_tokens, placed)
             text_positions = torch.arange(len(row), device=device)
-            positions = self._position_ids(
+            positions = self._compute_position_ids(
                 row_tokens, text_positions, types_NL[i, row_start:], [len(row)], [placed]
             )
             positions = positions[-3:, 0] if positions.dim() == 3 else positions
             row_positions.append(nn.functional.pad(positions, (row_start, 0)))
-        options = self._media_inputs([placed.medium for row in media for placed in row], types_NL)
+        options = self._make_inputs([placed.medium for row in media for placed in row], types_NL)
         positions_RNL = torch.stack(row_positions, 1)
         if self.takes_positions:
             options["position_ids"] = positions_RNL if len(positions_RNL) > 1 else positions_RNL[0]
@@ -304,7 +304,7 @@ class MultimodalPolicy(TransformersPolicy):
         """Write the types of one sequence's media tokens into `types_T`."""
         for start, medium in placed:
             span = slice(start, start + medium.span)
-            types_T[span] = self._media_types(tokens_T[span])
+            types_T[span] = self._find_types(tokens_T[span])
 
     @contextmanager
     def _hide_stray_placeholders(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
@@ -313,11 +313,11 @@ class MultimodalPolicy(TransformersPolicy):
         Such placeholders were sampled by the policy. The embedding still gets the original tokens
         inside the context.
         """
-        stray_NL = (self._media_types(tokens_NL) > 0) & (types_NL == 0)
+        stray_NL = (self._find_types(tokens_NL) > 0) & (types_NL == 0)
         if not stray_NL.any():
             yield tokens_NL
             return
-        text = next(i for i in range(self.vocab_size) if not self._media_types(torch.tensor([i])))
+        text = next(i for i in range(self.vocab_size) if not self._find_types(torch.tensor([i])))
         hook = self.model.get_input_embeddings().register_forward_pre_hook(
             lambda module, inputs: (tokens_NL,)
         )
@@ -336,7 +336,7 @@ class MultimodalPolicy(TransformersPolicy):
         """The number of axes of a token's position: 3 (time, height, width) under M-RoPE."""
         return 3 if hasattr(self.backbone, "get_rope_index") else 1
 
-    def _media_types(self, tokens_T: Tensor) -> Tensor:
+    def _find_types(self, tokens_T: Tensor) -> Tensor:
         types_T = torch.zeros_like(tokens_T)
         for kind, number in MEDIA_TYPES.items():
             token = getattr(self.model.config, f"{kind}_token_id", None)
@@ -344,7 +344,7 @@ class MultimodalPolicy(TransformersPolicy):
                 types_T = types_T.masked_fill(tokens_T == token, number)
         return types_T
 
-    def _position_ids(
+    def _compute_position_ids(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -422,36 +422,36 @@ class MultimodalPolicy(TransformersPolicy):
             self.packs = False
             super()._check_logits()
 
-    def _probe_rows(
+    def _make_probe_rows(
         self, probes: Sequence[Medium]
     ) -> tuple[list[Tensor], list[tuple[Placed, ...]]]:
         """Return three sequences and their media: the first medium, no medium, and both media."""
         token = int(self.model.config.image_token_id)
         rows, media = list[Tensor](), list[tuple[Placed, ...]]()
         for row_probes in ([probes[0]], [], [probes[1], probes[0]]):
-            pieces, placed = [self._probe_tokens(PROBE_TEXT)], list[Placed]()
+            pieces, placed = [self._make_probe_tokens(PROBE_TEXT)], list[Placed]()
             for medium in row_probes:
                 placed.append(Placed(sum(map(len, pieces)), medium))
                 pieces += [
                     torch.full((medium.span,), token, device=self.model.device),
-                    self._probe_tokens(PROBE_TEXT + 1),
+                    self._make_probe_tokens(PROBE_TEXT + 1),
                 ]
             rows.append(torch.cat(pieces))
             media.append(tuple(placed))
         return rows, media
 
-    def _probe_tokens(self, n: int) -> Tensor:
+    def _make_probe_tokens(self, n: int) -> Tensor:
         """Return `n` tokens without placeholders."""
-        tokens = super()._probe_tokens(n)
-        return torch.where(self._media_types(tokens) > 0, 0, tokens)
+        tokens = super()._make_probe_tokens(n)
+        return torch.where(self._find_types(tokens) > 0, 0, tokens)
 
     @torch.no_grad()
     def _keeps_media_apart(self, probes: Sequence[Medium]) -> bool:
         """True if packing changes no hidden state, and sequences do not depend on each other."""
-        rows, media = self._probe_rows(probes)
+        rows, media = self._make_probe_rows(probes)
         lengths = [len(row) for row in rows]
         positions = [torch.arange(n, device=rows[0].device) for n in lengths]
-        is_medium = self._media_types(rows[0]) > 0
+        is_medium = self._find_types(rows[0]) > 0
         changed_row = torch.where(is_medium, rows[0], (rows[0] + 1) % PROBE_TEXT)
         try:
             packed = self.hidden(torch.cat(rows), torch.cat(positions), lengths, media=media)
@@ -476,14 +476,14 @@ class MultimodalPolicy(TransformersPolicy):
     @torch.no_grad()
     def _check_media(self, probes: Sequence[Medium]) -> None:
         """Raise ModelError if the logits of text and media differ from the model's own."""
-        rows, media = self._probe_rows(probes)
+        rows, media = self._make_probe_rows(probes)
         row, last_media = rows[-1], media[-1]
         inputs: dict[str, Any] = {
             name: x.to(row.device)
             for name, x in join_media_inputs([item.medium for item in last_media]).items()
         }
         inputs |= {
-            name: self._media_types(row)[None]
+            name: self._find_types(row)[None]
             for name in {"mm_token_type_ids", "token_type_ids"} & self.arguments
         }
         inputs = {name: x for name, x in inputs.items() if name in self.arguments}

@@ -196,10 +196,10 @@ class TransformersPolicy(PolicyModel):
     def _probe(self) -> dict[str, Tensor]:
         """Return hidden states, logits and gradients for a few tokens, by name.
 
-        The gradients are those of all one-dimensional parameters (norms, biases).
-        A fault in any layer shows in the gradient of the first layer's norm.
+        Gradients of one-dimensional parameters (norms, biases) are enough: a fault in any layer
+        shows in the gradient of the first layer's norm.
         """
-        tokens = self._probe_tokens(7)
+        tokens = self._make_probe_tokens(7)
         vectors = {
             name: parameter
             for name, parameter in self.model.named_parameters()
@@ -256,9 +256,9 @@ class TransformersPolicy(PolicyModel):
     def logits(self, hidden_nd: Tensor) -> Tensor:
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         with torch.autocast(hidden_nd.device.type, enabled=False):
-            return self._head(hidden_nd.to(dtype))
+            return self._run_head(hidden_nd.to(dtype))
 
-    def _head(self, hidden_nd: Tensor) -> Tensor:
+    def _run_head(self, hidden_nd: Tensor) -> Tensor:
         """Return the logits of hidden states, with the head's weights in their dtype."""
         head = _replace_backbone(self.model, self.backbone_path, _FixedBackbone(hidden_nd[None]))
         weights = {name: weight.to(hidden_nd.dtype) for name, weight in head.named_parameters()}
@@ -270,7 +270,7 @@ class TransformersPolicy(PolicyModel):
 
     def _check_logits(self) -> None:
         """Raise ModelError if `logits` of the hidden states differ from the model's logits."""
-        tokens = self._probe_tokens(7)
+        tokens = self._make_probe_tokens(7)
         with torch.no_grad():
             try:
                 logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
@@ -293,7 +293,7 @@ class TransformersPolicy(PolicyModel):
         differ. In a mixture of experts, tokens of a forward share matrix products, which causes
         rounding differences between packed and separate sequences.
         """
-        rows = [self._probe_tokens(n) for n in PROBE_LENGTHS]
+        rows = [self._make_probe_tokens(n) for n in PROBE_LENGTHS]
         changed_rows = [(row + 1) % self.vocab_size if i % 2 else row for i, row in enumerate(rows)]
         positions = torch.cat([torch.arange(n, device=rows[0].device) for n in PROBE_LENGTHS])
         starts = [sum(PROBE_LENGTHS[:i]) for i in range(len(PROBE_LENGTHS))]
@@ -311,7 +311,7 @@ class TransformersPolicy(PolicyModel):
             packed, separate, self.model.dtype
         )
 
-    def _probe_tokens(self, n: int) -> Tensor:
+    def _make_probe_tokens(self, n: int) -> Tensor:
         return (torch.arange(n, device=self.model.device) * 7919 + n) % self.vocab_size
 
     # --- weights

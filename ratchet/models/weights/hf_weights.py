@@ -199,9 +199,10 @@ class WeightFiles:
                 offset + size > total
                 for offset, size, total in zip(offsets, sizes, shape, strict=True)
             ):
+                ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
                 raise ModelError(
-                    f"{self.directory}: weight '{name}' has shape {shape}, but the config says "
-                    "another"
+                    f"{self.directory}: weight '{name}' has shape {list(shape)}, which does not "
+                    f"fit the sizes in config.json: a block ends at {ends}"
                 )
             return tensor_slice[
                 tuple(
@@ -348,43 +349,46 @@ def save_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Write weights as safetensors files, and remove old ones. Several files get an index file."""
-    shards = _group_by_file(list(weights), dtype, max_shard_bytes)
-    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    """Write weights as safetensors files, and remove old ones. Several files get an index file.
+
+    max_shard_bytes: maximum size of a file, unless a single weight is larger.
+    """
+    groups = _group_by_file(list(weights), dtype, max_shard_bytes)
+    files = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
     if len(files) == 1:
         files = [WEIGHTS]
-    for file, shard in zip(files, shards, strict=True):
+    for file, group in zip(files, groups, strict=True):
         # Only one file's weights are in memory at a time. They are copied, because safetensors
         # does not accept views that share memory.
-        tensors = {name: weight.to("cpu", dtype, copy=True).contiguous() for name, weight in shard}
+        tensors = {name: weight.to("cpu", dtype, copy=True).contiguous() for name, weight in group}
         with atomic_path(directory / file) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
-    if len(shards) > 1:
-        total = sum(tensor.numel() for shard in shards for _, tensor in shard)
+    if len(files) > 1:
+        total = sum(tensor.numel() for group in groups for _, tensor in group)
         index = {
             "metadata": {"total_parameters": total, "total_size": total * dtype.itemsize},
             "weight_map": {
-                name: file for file, shard in zip(files, shards, strict=True) for name, _ in shard
+                name: file for file, group in zip(files, groups, strict=True) for name, _ in group
             },
         }
         write_json(directory / INDEX, index)
-    remove_stale_weights(directory, {*files, *([INDEX] if len(shards) > 1 else [])})
+    remove_stale_weights(directory, {*files, *([INDEX] if len(files) > 1 else [])})
 
 
 def _group_by_file(
     weights: list[tuple[str, SavableTensor]], dtype: torch.dtype, max_bytes: int
 ) -> list[list[tuple[str, SavableTensor]]]:
-    """Group weights into files of at most `max_bytes`."""
-    shards: list[list[tuple[str, SavableTensor]]] = [[]]
+    """Return the weights of each file. A file has at most `max_bytes`, or a single weight."""
+    groups: list[list[tuple[str, SavableTensor]]] = [[]]
     used_bytes = 0
     for name, tensor in weights:
         size = tensor.numel() * dtype.itemsize
-        if shards[-1] and used_bytes + size > max_bytes:
-            shards.append([])
+        if groups[-1] and used_bytes + size > max_bytes:
+            groups.append([])
             used_bytes = 0
-        shards[-1].append((name, tensor))
+        groups[-1].append((name, tensor))
         used_bytes += size
-    return shards
+    return groups
 
 
 def remove_stale_weights(directory: Path, kept_names: set[str]) -> None:

@@ -61,13 +61,13 @@ def list_pieces(decoder: Decoder) -> Mapping[str, tuple[WeightPiece, ...]]:
         # An adapter comes after the matrix that it adapts, whose pieces are already known.
         if path in adapters:
             layout[name] = tuple(
-                _adapter_pieces(
+                _make_adapter_pieces(
                     adapters[path], factor, layout[f"{path.removesuffix('.adapter')}.weight"]
                 )
             )
         else:
             layout[name] = tuple(
-                _decoder_pieces(name, tuple(parameter.shape), decoder.config, decoder.shard)
+                _make_decoder_pieces(name, tuple(parameter.shape), decoder.config, decoder.shard)
             )
     return layout
 
@@ -103,18 +103,18 @@ def is_tensor_parallel(name: str) -> bool:
     """True if tensor parallelism divides the parameter."""
     # A is divided with the columns of the adapted matrix, B with its rows.
     if name.endswith((".lora_A", ".lora_B")):
-        return _module(name.rpartition(".adapter")[0] + ".weight") in (
+        return _get_module_name(name.rpartition(".adapter")[0] + ".weight") in (
             BY_COLUMNS if name.endswith("A") else BY_ROWS
         )
-    return _module(name) in (*BY_ROWS, *BY_COLUMNS, EXPERTS)
+    return _get_module_name(name) in (*BY_ROWS, *BY_COLUMNS, EXPERTS)
 
 
-def _module(name: str) -> str:
+def _get_module_name(name: str) -> str:
     """Return the name of a parameter's module: the second-to-last part of its path."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def _adapter_pieces(
+def _make_adapter_pieces(
     adapter: FusedLoRA, factor: str, adapted: tuple[WeightPiece, ...]
 ) -> Iterator[WeightPiece]:
     """Yield the pieces of one factor of an adapter.
@@ -144,7 +144,7 @@ def make_factor_piece(piece: WeightPiece, factor: str, rank: int, start: int = 0
     return WeightPiece(name, (outputs, rank), (row, 0), range(start, start + len(piece.rows)))
 
 
-def _decoder_pieces(
+def _make_decoder_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, shard: ModelShard
 ) -> Iterator[WeightPiece]:
     """Yield the pieces of one parameter of the decoder."""
@@ -159,7 +159,7 @@ def _decoder_pieces(
     rows = shape[0]
     columns = shape[1:]  # () for a vector
     if moe_format and module == EXPERTS:
-        yield from _expert_pieces(f"{prefix}experts", kind, config, shard, moe_format)
+        yield from _make_expert_pieces(f"{prefix}experts", kind, config, shard, moe_format)
     elif module in (fused := fused_rows(config)):
         start = 0
         for matrix, total in fused[module].items():
@@ -190,7 +190,7 @@ def _decoder_pieces(
         yield WeightPiece(f"{prefix}{module}.{kind}", shape, (0,) * len(shape), range(rows))
 
 
-def _expert_pieces(
+def _make_expert_pieces(
     prefix: str, kind: str, config: DecoderConfig, shard: ModelShard, moe_format: MoEFormat
 ) -> Iterator[WeightPiece]:
     """Yield the pieces of an experts parameter [E, 2F, d] or [E, d, F], one for each matrix.

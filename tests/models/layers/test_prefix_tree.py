@@ -53,7 +53,7 @@ def laid(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 def test_every_token_goes_where_its_whole_past_is_the_same(rows: list[list[int]]):
     tokens, positions, lengths = laid(rows)
     tree = PrefixTree.from_sequences(tokens.numpy(), lengths)
-    assert sorted(tree.tokens_U.tolist()) == sorted(set(tree.tokens_U.tolist()))
+    assert sorted(tree.token_index_U.tolist()) == sorted(set(tree.token_index_U.tolist()))
     pasts: dict[int, tuple[int, ...]] = {}
     start = 0
     for row in rows:
@@ -61,9 +61,9 @@ def test_every_token_goes_where_its_whole_past_is_the_same(rows: list[list[int]]
             distinct = int(tree.distinct_T[start + t])
             assert pasts.setdefault(distinct, tuple(row[: t + 1])) == tuple(row[: t + 1])
         start += len(row)
-    assert len(pasts) == len(tree.tokens_U)
-    assert [int(positions[t]) for t in tree.tokens_U] == [
-        len(pasts[u]) - 1 for u in range(len(tree.tokens_U))
+    assert len(pasts) == len(tree.token_index_U)
+    assert [int(positions[t]) for t in tree.token_index_U] == [
+        len(pasts[u]) - 1 for u in range(len(tree.token_index_U))
     ]
 
 
