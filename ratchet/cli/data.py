@@ -21,14 +21,15 @@ def inspect(
     keys: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Overrides of the recipe; for data, keys of `dataset`: columns={prompt: question}"
+            help="Overrides of the recipe; for data, keys of the environment `dataset`: "
+            "columns={prompt: question}"
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
     sample: Annotated[int, typer.Option(min=1, help="Rows in the statistics of lengths.")] = 256,
     test: Annotated[
         bool,
-        typer.Option("--test", help="Show the test split, in its order, not the training split."),
+        typer.Option("--test", help="Show the test split instead of the training split."),
     ] = False,
     stage: Annotated[
         str | None, typer.Option(help="Stage of the recipe; default: the first one.")
@@ -41,7 +42,11 @@ def inspect(
         ),
     ] = None,
     template: Annotated[
-        str | None, typer.Option(help="Chat template: plain, turns, chatml, or a .jinja file.")
+        str | None,
+        typer.Option(
+            help="Chat template: plain, turns, chatml, or a .jinja file; default: the recipe's, or "
+            "turns for data (chatml for data with tools)."
+        ),
     ] = None,
     json: Annotated[
         bool,

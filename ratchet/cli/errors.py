@@ -1,4 +1,4 @@
-"""Errors of commands: the message that is printed for one, and the exit status."""
+"""Errors of commands: the message that is printed for an error, and the exit status."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ from ratchet.errors import (
 )
 from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten_text
 
-# Exit statuses. The first means that a recipe, data or a model is wrong, or too large for this
-# machine.
-WRONG_INPUT = 2
-FAILED = 1
+WRONG_INPUT = 2  # exit status: a recipe, data or a model is wrong, or too large for this machine
+FAILED = 1  # exit status of all other errors
 MAX_CHARS = 10_000  # longest message that is printed
-# Errors of a write that a user mends by making room: the disk, a quota, `ulimit -f`.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Libraries in Rust give the text of the error alone.
-FULL_TEXTS = tuple(os.strerror(number) for number in FULL)
+# Errors of a write that a user mends by making room: a full disk, a quota, `ulimit -f`.
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors are recognised by these texts, because libraries in Rust raise them without the number.
+DISK_FULL_TEXTS = tuple(os.strerror(number) for number in DISK_FULL_ERRNOS)
 PACKAGE = Path(__file__).parents[1]
 # Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
 # common type.
@@ -84,7 +82,7 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             "a smaller model or batch",
             WRONG_INPUT,
         )
-    if any(words in str(error) for words in FULL_TEXTS):
+    if any(text in str(error) for text in DISK_FULL_TEXTS):
         return (
             f"nothing more can be written ({_locate(error)}): {get_first_line(str(error))}. Make "
             "room where the output goes",
@@ -97,15 +95,15 @@ def is_reader_gone() -> bool:
     """True if a program that read stdout or stderr has ended."""
     poll = select.poll()
     for descriptor in (1, 2):
-        poll.register(descriptor, 0)  # errors are always reported
+        poll.register(descriptor, 0)  # an empty mask still reports POLLERR and POLLHUP
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _locate(error: BaseException) -> str:
     """Return the file and line of the innermost traceback frame in Ratchet's own code.
 
-    With it, a bug can be located without the traceback. If there is no such frame, the name of the
-    error's type is returned.
+    With this location, a bug can be found without the traceback. If there is no such frame, the
+    name of the error's type is returned.
     """
     frames = [
         frame
@@ -122,7 +120,7 @@ def _locate(error: BaseException) -> str:
 def exit_with_error(error: BaseException) -> None:
     """Print the message of an error and exit with its status.
 
-    An error for which `explain_error` returns None is raised again.
+    An error for which `explain_error` returns None, i.e. a bug, is raised again.
     """
     explanation = explain_error(error)
     if explanation is None:

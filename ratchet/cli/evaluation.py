@@ -13,9 +13,8 @@ from ratchet.utils.safe_read import parse_json
 EvalTarget = Annotated[
     str,
     typer.Argument(
-        help="A run, a checkpoint (RUN/checkpoints/step-...) or model directory, the address "
-        "of an API (http://host/v1), "
-        "or results of an evaluation."
+        help="A run, a checkpoint (RUN/checkpoints/step-...), a model directory, the address of an "
+        "API (http://host/v1), or the results directory of an earlier evaluation."
     ),
 ]
 Tasks = Annotated[
@@ -34,9 +33,12 @@ MaxNewTokens = Annotated[
     int | None,
     typer.Option(min=1, help="Maximum tokens of an answer; default: the recipe's, or 2048."),
 ]
-ApiModel = Annotated[str | None, typer.Option(help="For an API: the model's name there.")]
+ApiModel = Annotated[
+    str | None, typer.Option(help="For an API, where it is required: the model's name.")
+]
 ApiKeyEnv = Annotated[
-    str | None, typer.Option(help="For an API: environment variable that holds the API key.")
+    str | None,
+    typer.Option(help="For an API: environment variable that holds the API key; default: no key."),
 ]
 ApiConcurrency = Annotated[int, typer.Option(min=1, help="For an API: concurrent requests.")]
 ApiTimeout = Annotated[
@@ -76,7 +78,8 @@ def evaluate(
     step: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Evaluate the run's checkpoint of this step; default: its trained model."
+            min=1,
+            help="Evaluate the run's checkpoint of this step; default: the run's trained model.",
         ),
     ] = None,
     tasks: Tasks = None,
@@ -94,7 +97,8 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Directory for the results; default: a new one in evals/ of the run, or here."
+            help="Directory for the results; default: a new directory in the run's evals/, or in "
+            "./evals/ if TARGET is no run."
         ),
     ] = None,
     model: ApiModel = None,
@@ -103,8 +107,8 @@ def evaluate(
     timeout_s: ApiTimeout = 600.0,
     body: ApiBody = "{}",
 ) -> None:
-    """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and whether
-    it beats another."""
+    """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and with
+    --against whether it beats another model."""
     from ratchet.commands.eval import EndpointSettings, EvaluationSettings, evaluate_target
 
     evaluation = EvaluationSettings(

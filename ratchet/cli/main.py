@@ -27,10 +27,10 @@ from ratchet.utils import credentials, failpoints, object_store
 
 
 class Commands(TyperGroup):
-    """The commands, whose errors of other pipes than the output's are not lost.
+    """The group of all commands, which reports a broken pipe to a worker process as an error.
 
-    Typer takes each BrokenPipeError for a reader of the output that has ended, and exits with
-    status 1 without a word. A worker process that is killed causes one too.
+    Typer assumes that every BrokenPipeError means that the reader of stdout has ended, and exits
+    with status 1 without a message. A killed worker process causes a BrokenPipeError too.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -53,7 +53,8 @@ IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 Target = Annotated[
     str,
     typer.Argument(
-        help="A run or a Hugging Face model directory, or its address (s3://bucket/run)."
+        help="A run directory or a Hugging Face model directory, or the address of one "
+        "(s3://bucket/run)."
     ),
 ]
 
@@ -150,7 +151,7 @@ def explain_key(
         ),
     ] = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print all keys, as docs/recipe.md has them.")
+        bool, typer.Option("--markdown", help="Print all keys, in the form of docs/recipe.md.")
     ] = False,
 ) -> None:
     """Explain a key, a section or a kind of a recipe."""
@@ -165,9 +166,9 @@ def schema() -> None:
     """Print the JSON schema of recipes, which lets editors complete and check their keys."""
     from json import dumps
 
-    from ratchet.commands.help.json_schema import recipe_schema
+    from ratchet.commands.help.json_schema import make_recipe_schema
 
-    say(dumps(recipe_schema(), indent=1))
+    say(dumps(make_recipe_schema(), indent=1))
 
 
 @app.command()
@@ -189,8 +190,8 @@ def plan(
     run_dir: Annotated[
         str | None,
         typer.Option(
-            help="Save the plan in this run directory; the run's report then compares it with what "
-            "was measured."
+            help="Save the plan in this run directory; the run's report then compares the plan "
+            "with the measurements."
         ),
     ] = None,
     json: Json = False,
@@ -217,8 +218,8 @@ def chat(
         typer.Option(help="A question to answer before exiting; may be given several times."),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    seed: int = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the sampled answers.")] = 0,
 ) -> None:
     """Talk to a trained model."""
     from ratchet.commands.chat import chat_with
@@ -239,7 +240,9 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     host: Annotated[
         str,
-        typer.Option(help="Address to listen on. One that other machines reach needs --api-key."),
+        typer.Option(
+            help="Address to listen on. An address that other machines can reach needs --api-key."
+        ),
     ] = "127.0.0.1",
     api_key: Annotated[
         str,
@@ -248,7 +251,9 @@ def serve(
     temperature: Annotated[
         float, typer.Option(help="Temperature of requests that set none.")
     ] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum for every request.")] = 1024,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum tokens of an answer, for every request.")
+    ] = 1024,
 ) -> None:
     """Serve a trained model behind the OpenAI chat API; it is called `policy`."""
     from ratchet.commands.serve import serve as serve_model
@@ -280,13 +285,16 @@ def score(
     reward: Annotated[
         str,
         typer.Option(
-            help="A kind of reward, or the import path of yours: my_pkg.my_mod:my_reward; for a "
-            "run, its own by default."
+            help="A kind of reward, or the import path of yours: my_pkg.my_mod:my_reward; default "
+            "for a run: the rewards of its recipe."
         ),
     ] = "",
     step: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="For a run: only this step; may be given several times."),
+        typer.Option(
+            min=1,
+            help="For a run: judge only this step; may be given several times; default: all steps.",
+        ),
     ] = None,
     json: Annotated[
         bool,
@@ -312,7 +320,7 @@ def score(
         fault = "a directory, but not a run directory" if Path(file).is_dir() else "not there"
         raise DataError(f"{file} is {fault}: name a file of answers, or the directory of a run")
     if step:
-        raise ConfigError("--step is only for a run, and a file has no steps: remove it")
+        raise ConfigError(f"--step is only for a run, and {file} is a file of answers: remove it")
     if not reward:
         raise ConfigError(
             "--reward is missing: give a kind (exact_match, math, code, ...) or the import path of "
@@ -338,7 +346,9 @@ def convert(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="DST", help="A new directory, which appears once it is complete; or an address."
+            metavar="DST",
+            help="A new directory, which appears once it is complete; or an address "
+            "(s3://bucket/model).",
         ),
     ],
     to: Annotated[
@@ -386,13 +396,16 @@ def import_config(
     ],
     peer: Annotated[
         Literal["trl", "verl", "nemo-rl", "roll"] | None,
-        typer.Option("--from", help="The library it is for; default: detected from its keys."),
+        typer.Option(
+            "--from", help="The library that reads the file; default: detected from its keys."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The recipe to write; default: it is printed.")
+        Path | None,
+        typer.Option(help="File for the recipe; default: the recipe is printed."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="List the keys without effect on results too.")
+        bool, typer.Option("--all", help="Also list the keys that have no effect on results.")
     ] = False,
 ) -> None:
     """Turn a configuration of TRL, verl, NeMo RL or ROLL into a recipe, and list keys without a
@@ -425,8 +438,9 @@ def main() -> None:
     # OpenMP's threads (libgomp, which PyTorch brings) wait for each other by spinning, some 300,000
     # times before they sleep. On cores that other programs use, the thread that is waited for may
     # not run meanwhile: beside two busy programs on two cores, a step of a small model took 3 times
-    # as long with two threads as with one, and no longer with 1,000 spins (benchmarks/threads.py).
-    # libgomp reads this when torch is loaded, and worker processes inherit it.
+    # as long with two threads as with one. With 1,000 spins this slowdown is gone
+    # (benchmarks/threads.py). libgomp reads GOMP_SPINCOUNT when torch is loaded, and worker
+    # processes inherit it.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # `kind: my_module:Mine` in a recipe may name a module in the current directory.

@@ -18,7 +18,7 @@ def new(
         str | None,
         typer.Argument(
             help="Name of the new recipe, environment or reward, and of its file. With --like, "
-            "the default is the name given there."
+            "the default is the value of --like."
         ),
     ] = None,
     like: Annotated[
@@ -42,12 +42,13 @@ def new(
         typer.Option(metavar="FILE.py:F", help="With --like: a function, or a kind of reward."),
     ] = None,
     teacher: Annotated[
-        str | None, typer.Option(metavar="DIR", help="With --like, for distillation.")
+        str | None,
+        typer.Option(metavar="DIR", help="With --like, for distillation: the teacher's model."),
     ] = None,
 ) -> None:
     """Create a recipe, an environment or a reward of your own, as small files that work.
 
-    With --like, --data and --model the recipe is for your own file and model.
+    --like, --data and --model together write a recipe for your own file and model.
     """
     from ratchet.commands.new import RecipeRequest, scaffold, scaffold_recipe
 
@@ -55,13 +56,12 @@ def new(
         name = name.removesuffix(".yaml" if kind == "recipe" else ".py")
     options = {"like": like, "data": data, "model": model, "reward": reward, "teacher": teacher}
     if any(options.values()):
-        missing = [f"--{key}" for key in ("like", "data", "model") if not options[key]]
-        if kind != "recipe" or like is None or data is None or model is None:
-            raise ConfigError(
-                f"{missing[0]} is missing: --like, --data and --model go together"
-                if missing and kind == "recipe"
-                else f"--like, --data and --model are for a recipe, not a new {kind}: remove them"
-            )
+        if kind != "recipe":
+            option = next(f"--{key}" for key, value in options.items() if value)
+            raise ConfigError(f"{option} is for a new recipe, not a new {kind}: remove it")
+        if not like or not data or not model:
+            missing = next(f"--{key}" for key in ("like", "data", "model") if not options[key])
+            raise ConfigError(f"{missing} is missing: --like, --data and --model go together")
         files, command = scaffold_recipe(name, RecipeRequest(like, data, model, reward, teacher))
     elif name is None:
         raise ConfigError(f"the name is missing: ratchet new {kind} NAME")

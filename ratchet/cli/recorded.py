@@ -15,7 +15,7 @@ from ratchet.cli.runs import Json
 
 Steps = Annotated[
     list[int],
-    typer.Option("--step", min=1, help="Step in metrics.jsonl; may be given several times."),
+    typer.Option("--step", min=1, help="A recorded step; may be given several times."),
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an address.")]
 
@@ -28,13 +28,14 @@ def replay(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Also compute the step with another algorithm or optimizer, and compare.",
+            help="Also compute each step with this key of the algorithm or optimizer changed, and "
+            "compare; may be given several times.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compute recorded steps again. The exit status is 0 if they are equal bit for bit; otherwise
-    it is 1, and the differences are printed."""
+    """Compute recorded steps again. The exit status is 0 if the results are equal to the recorded
+    ones bit for bit; otherwise it is 1, and the differences are printed."""
     from ratchet.commands.replay.command import replay_steps
     from ratchet.runs.resolve import fetch_run_for_replay
 
@@ -45,7 +46,7 @@ def replay(
 
 def explain(
     run: Run,
-    step: Annotated[int, typer.Option(min=1, help="Step in metrics.jsonl.")],
+    step: Annotated[int, typer.Option(min=1, help="A recorded step.")],
     role: Annotated[
         str, typer.Option(help="The model whose weights moved: policy or critic.")
     ] = "policy",
@@ -71,7 +72,9 @@ def report(
     ] = None,
     rollouts: Annotated[
         int,
-        typer.Option(min=0, help="Rollouts of each run whose texts and tokens the file contains."),
+        typer.Option(
+            min=0, help="Number of rollouts of each run whose texts and tokens the file contains."
+        ),
     ] = 256,
 ) -> None:
     """Write the curves, rollouts, token and time breakdown and differences of runs as one HTML
@@ -89,7 +92,8 @@ def ui(
         int, typer.Option(min=0, max=65535, help="Port on this machine; 0: any free port.")
     ] = 8421,
 ) -> None:
-    """Show runs in the browser while they train. Only this machine can connect; Ctrl-C ends it."""
+    """Show runs in the browser while they train. Only this machine can connect; Ctrl-C ends the
+    server."""
     from ratchet.commands.report.server import serve_forever
     from ratchet.runs.resolve import fetch_run_record
 
@@ -99,7 +103,7 @@ def ui(
 def status(
     run: Annotated[str, typer.Argument(help="The directory of a run that is training.")],
 ) -> None:
-    """Show which component of a training run waits for which other one, and since when."""
+    """Show which component of a training run waits for which other component, and since when."""
     from ratchet.runs.live_status import query_status
     from ratchet.runs.resolve import require_local_run
 

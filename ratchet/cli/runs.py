@@ -32,18 +32,21 @@ def compare_runs(
     paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more runs.")],
     json: Json = False,
 ) -> None:
-    """Show how the recipes differ, the first step with different metrics, and the last metrics."""
+    """Show how the recipes of runs differ, the first step with different metrics, and the last
+    metrics."""
     from ratchet.commands.runs import compare_runs as show
 
     if len(paths) < 2:
-        raise ConfigError("give two runs or more")
+        raise ConfigError(f"{paths[0]} is the only run: name a second run to compare it with")
     show(paths, as_json=json)
 
 
 @runs.command("clean")
 def clean_runs(
     place: Annotated[str, typer.Argument(help="A run, or a directory of runs.")] = "runs",
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them without a question.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove the runs without asking for confirmation.")
+    ] = False,
 ) -> None:
     """Remove runs that never finished a step."""
     from ratchet.commands.runs import clean_runs as clean

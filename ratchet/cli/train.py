@@ -17,13 +17,16 @@ Overrides = Annotated[
 Resume = Annotated[
     str | None,
     typer.Option(
-        help="Continue the run in this directory, or at this address, with KEY=VALUE changed."
+        help="Continue the run in this directory or at this address. Overrides given with it "
+        "change the run's recipe."
     ),
 ]
 StartFrom = Annotated[
     str | None,
     typer.Option(
-        "--from", metavar="RUN[@STEP]", help="Start from the weights of this run, or its step."
+        "--from",
+        metavar="RUN[@STEP]",
+        help="Start from the weights of this run: of its end, or of the checkpoint of STEP.",
     ),
 ]
 Profile = Annotated[
@@ -79,7 +82,7 @@ def train(
     if resume is not None and recipe is not None and "=" in str(recipe):
         changes, recipe = [str(recipe), *changes], None
     if (recipe is None) == (resume is None):
-        raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
+        raise ConfigError("give a recipe, or --resume RUN_DIRECTORY, but not both")
     new_run_options = {
         "--run-dir": run_dir,
         "--try": try_s,
@@ -121,4 +124,4 @@ def train(
 def _refuse_on_resume(options: list[str], resume: str | None) -> None:
     """Raise ConfigError for options of a new run, if a run is resumed."""
     if options and resume is not None:
-        raise ConfigError(f"{options[0]} is only for a new run: remove it, or --resume")
+        raise ConfigError(f"{options[0]} is only for a new run: remove it, or remove --resume")

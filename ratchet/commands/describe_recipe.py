@@ -32,10 +32,10 @@ def describe(
     """Return a description of the run and the batch arithmetic of each stage.
 
     Args:
-        config: The recipe. If a stage's length is still in passes over the data, what depends on
-            the number of steps is left out.
-        lengths: The length of stages in words, by index (`Lengths.notes`).
-        threads: What `threads: auto` means on this machine, which this module does not measure.
+        config: The recipe. If a stage's length is still in passes over the data, lines that depend
+            on the number of steps are left out.
+        lengths: The length of stages in words, by the stage's index (`Lengths.notes`).
+        threads: The value of `threads: auto` on this machine, in words. The caller measures it.
     """
     model = config.model
     source = f"preset {model.preset}, random weights" if model.preset else f"{model.path}"
@@ -45,7 +45,7 @@ def describe(
         ROW.format(
             "model", source + (f", context {_format_count(context, 'token')}" if context else "")
         ),
-        ROW.format("tokenizer", _kind(config.tokenizer)),
+        ROW.format("tokenizer", _get_kind(config.tokenizer)),
     ]
     if threads and config.threads == "auto":
         head.append(ROW.format("threads", threads))
@@ -73,17 +73,17 @@ def _describe_ranks(config: RunConfig) -> str:
     if not learner.is_distributed:
         return ""
     sizes = {key: getattr(learner, key, 1) for key in LEARNER_PARALLELISM}
-    shares = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+    parallelism = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     return (
-        f"{_format_count(prod(sizes.values()), 'rank')}{f' ({shares})' if shares else ''}, cluster "
-        f"{_kind(config.cluster)}"
+        f"{_format_count(prod(sizes.values()), 'rank')}"
+        f"{f' ({parallelism})' if parallelism else ''}, cluster {_get_kind(config.cluster)}"
     )
 
 
 def _describe_workers(config: RunConfig) -> str:
     """Return a line on the rollout workers, which are the same in all stages."""
     generator: Any = config.stages[0].generator
-    if _kind(generator) != "workers":
+    if _get_kind(generator) != "workers":
         return ""
     sizes = {key: getattr(generator.worker, key, 1) for key in VLLM_PARALLELISM}
     parallelism = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
@@ -92,11 +92,11 @@ def _describe_workers(config: RunConfig) -> str:
         if generator.recovery == "restart"
         else "no restarts"
     )
-    worker = f"{_kind(generator.worker)}{f' ({parallelism})' if parallelism else ''}"
+    worker = f"{_get_kind(generator.worker)}{f' ({parallelism})' if parallelism else ''}"
     worker += ", which play whole groups" if generator.worker_runs == "groups" else ""
     return (
         f"{_format_count(generator.workers, 'worker')} of {worker}, {restarts}, "
-        f"cluster {_kind(config.cluster)}"
+        f"cluster {_get_kind(config.cluster)}"
     )
 
 
@@ -121,12 +121,12 @@ def _describe_rows_per_rank(stage: StageConfig) -> str:
 def _describe_stage(stage: StageConfig, first_step: int, length: str) -> list[str]:
     lines = [
         ("length", length or ("" if stage.passes is None else f"{stage.passes:g} passes")),
-        ("algorithm", f"{_kind(stage.algorithm)} on {_kind(stage.environment)}"),
+        ("algorithm", f"{_get_kind(stage.algorithm)} on {_get_kind(stage.environment)}"),
         ("teacher", _describe_teachers(stage)),
-        ("agent", _kind(stage.agent)),
+        ("agent", _get_kind(stage.agent)),
         (
             "rewards",
-            ", ".join(_kind(reward) for reward in stage.rewards) or "the environment's own",
+            ", ".join(_get_kind(reward) for reward in stage.rewards) or "the environment's own",
         ),
         ("batch", _describe_batch(stage)),
         ("replay", _describe_replay(stage)),
@@ -269,5 +269,5 @@ def _format_count(number: int, noun: str) -> str:
     return f"{number:,} {plural}"
 
 
-def _kind(section: Section | None) -> str:
+def _get_kind(section: Section | None) -> str:
     return "" if section is None else section.kind_name

@@ -19,7 +19,7 @@ from ratchet.executors.threads import count_usable_cores, find_thread_limit
 from ratchet.kernels.build import load_library
 from ratchet.utils.terminal_text import make_console
 
-# Package -> (the extra that installs it, what it is used for). An empty extra marks a core package,
+# Package -> (the extra of Ratchet that installs it, its use). An empty extra marks a core package,
 # which is installed with Ratchet itself.
 PURPOSES = {
     "torch": ("", "training and generation"),
@@ -102,7 +102,7 @@ def report() -> int:
 
 
 def _describe_accelerators() -> str:
-    """Return a line about PyTorch, the accelerators, and what `device: auto` means here."""
+    """Return a line about PyTorch, the accelerators, and the meaning of `device: auto` here."""
     # The import is not at the top, because `ratchet doctor` must work without torch.
     import torch
 

@@ -71,8 +71,8 @@ class EndpointSettings:
         model: The endpoint's name for the model.
         api_key_env: The environment variable that holds the API key.
         concurrency: The maximum number of concurrent requests.
-        timeout_s: The time limit of a request.
-        body: Further keys of each request.
+        timeout_s: The time limit of a request, in seconds.
+        body: Further keys of each request's JSON body; None as a value removes the key.
     """
 
     model: str | None = None
@@ -84,12 +84,17 @@ class EndpointSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings of an evaluation. None takes the value of the target's recipe.
+    """Settings of an evaluation. None takes the value of the recipe.
 
     Attributes:
+        recipe: A recipe to use instead of the target's.
         on: A benchmark, a kind of environment, or an import path.
         overrides: `key=value`, with keys of the environment that `on` names.
+        tasks: The number of held-out tasks.
         samples: Sampled attempts per task, beside the greedy one.
+        greedy: True also makes one attempt per task at temperature 0.
+        pass_threshold: The minimum reward of a sampled attempt that counts as passed.
+        generator: The kind of the generator, for a target that is a model.
         step: The step of the target's checkpoint; None takes the trained model.
         endpoint: Settings for a target that is an endpoint.
     """
@@ -121,8 +126,8 @@ def evaluate_target(
     Args:
         target: The model or endpoint to evaluate, or the results of an earlier evaluation.
         against: A second target, evaluated in the same way and compared with the first.
-        out: The directory. With None it is a new one in `evals` of the run, or in `evals` of the
-            working directory if the target is no run.
+        out: The directory for the results. None: a new directory in the run's `evals`, or in
+            `evals` of the working directory if the target is no run.
 
     Raises ConfigError, and RatchetError if no attempt could be judged.
     """
@@ -131,7 +136,8 @@ def evaluate_target(
     results = _get_results(target, evaluation)
     if results.answers is None and against is not None:
         raise ConfigError(
-            "--against compares answers, and nothing judges answers here: remove --against"
+            f"--against compares judged answers, but {target} is evaluated by its loss only: "
+            "remove --against"
         )
     _print_other_metrics(results, console)
     if results.answers is None:
@@ -164,7 +170,7 @@ class _Results:
 
 
 def _get_results(target: str, evaluation: EvaluationSettings) -> _Results:
-    """Evaluate a target and return the results, or return those that an evaluation has saved."""
+    """Evaluate a target, or read the saved results of an earlier evaluation if it names them."""
     if is_endpoint(target):
         return _Results(_evaluate_endpoint(target, evaluation))
     path = fetch_run_model(target, evaluation.step)
@@ -178,7 +184,7 @@ def _get_results(target: str, evaluation: EvaluationSettings) -> _Results:
 
 
 def _fetch_results(target: str) -> str:
-    """Return the path of a local copy if the target is the address of results, else the target."""
+    """Return the path of a local copy if `target` is the address of results, else `target`."""
     if not is_address(target) or is_endpoint(target) or "/evals/" not in target:
         return target
     try:
@@ -312,7 +318,7 @@ def build_eval_setup(
 ) -> tuple[EnvSetup, StageSpec]:
     """Return the environment setup and the stage spec for an evaluation.
 
-    They are those of the recipe's last stage, with the settings that `evaluation` overrides.
+    Settings that `evaluation` does not override are those of the recipe's last stage.
     """
     if config is None:
         spec = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
@@ -323,7 +329,8 @@ def build_eval_setup(
     if evaluation.on is not None:
         section = make_env_section(evaluation.on, evaluation.overrides)
         setup = build_eval_env_setup(section)
-        # By default all of a dataset is used, because a part of it would be another benchmark.
+        # By default all tasks of a dataset are used, because a score on a part of a benchmark can't
+        # be compared with published scores.
         if isinstance(section, DatasetConfig):
             spec = replace(
                 spec, evaluation=spec.evaluation.model_copy(update={"tasks": sys.maxsize})
@@ -362,8 +369,8 @@ def build_eval_setup(
 def _require_judge(setup: EnvSetup) -> None:
     if not setup.judges:
         raise ConfigError(
-            "the environment has no reward to judge answers: name one with a reward of its own, or "
-            "a recipe with rewards"
+            "the environment has no reward to judge answers: name another by --on KIND, or a "
+            "recipe with rewards by --recipe RECIPE"
         )
 
 
@@ -415,11 +422,11 @@ async def _run_and_close(policy: Policy, evaluation: Coroutine[Any, Any, Result]
 
 
 def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mapping[str, Learner]:
-    """Return the learners that score in the evaluation: the policy, and the other roles.
+    """Return the learners that score in the evaluation, by role.
 
-    The other roles (references, teachers) are left out unless each can be loaded from a path. All
-    are `LocalLearner`s, whatever `learner.kind` the run had, because this process has the whole
-    model.
+    The policy is always included. The other roles (references, teachers) are included only if all
+    of them can be loaded from a path. All learners are `LocalLearner`s, whatever `learner.kind` the
+    run had, because this process holds the whole model.
 
     Raises:
         ConfigError: The target has no scalar head although the algorithm trains one, or its loss

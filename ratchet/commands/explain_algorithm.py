@@ -128,8 +128,8 @@ def _list_terms(algorithm: Algorithm) -> list[str]:
 def _unfold(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     """Yield the functions that `function` is composed of, each with its options.
 
-    A `functools.partial` with the option `transforms` or `parts` is composed of the functions there
-    instead of its own. A function in its option `fn` follows in each case.
+    If a `functools.partial` has the keyword `transforms` or `parts`, the functions in that keyword
+    are yielded in place of the function that it wraps. A function in its keyword `fn` comes last.
     """
     options: dict[str, Any] = {}
     while isinstance(function, functools.partial):
@@ -146,7 +146,7 @@ def _unfold(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], 
 def _describe_function(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
     """Return a function's name, its options and the beginning of its docstring.
 
-    The beginning is the first two paragraphs, or only the first one if it cites a source.
+    The first paragraph is quoted, and the second too unless the first already cites a source.
     """
     arguments = ", ".join(f"{key}={value}" for key, value in options.items())
     paragraphs = re.split(r"\n\s*\n", inspect.getdoc(function) or "")

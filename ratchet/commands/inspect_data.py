@@ -89,7 +89,7 @@ class DataSetup:
     # The kind of data that the algorithm learns from (see `StageConfig.source`). With None it is
     # detected for each row.
     data_kind: str | None
-    turns: str  # the turns of a demonstration that train: "last" or "all"
+    turns: str  # which assistant turns of a demonstration train: "last" or "all"
     seed: int
 
 
@@ -142,7 +142,7 @@ def inspect(
 
 
 def _take_first_epoch(tasks: Iterator[Task]) -> Iterator[Task]:
-    """Yield the tasks of the first epoch: those before a task repeats."""
+    """Yield tasks until one repeats, which is where the second epoch begins."""
     seen_ids: set[str] = set()
     for task in tasks:
         if task.id in seen_ids:
@@ -155,7 +155,7 @@ def _take_first_epoch(tasks: Iterator[Task]) -> Iterator[Task]:
 
 
 def _setup_recipe(recipe: str, overrides: Sequence[str], stage: str | None) -> DataSetup:
-    """Return the data of a recipe's stage, by default of its first one."""
+    """Return the data of a recipe's stage; None takes the first stage."""
     config = load_config(recipe, overrides)
     stage_config = _select_stage(config, stage)
     tokenizer = build(config.tokenizer, config.model.path)
@@ -206,7 +206,7 @@ def _setup_file(target: str, overrides: Sequence[str]) -> DataSetup:
 
 
 def _render_task(data: DataSetup, task: Task) -> list[TokenSequence]:
-    """Return the token sequences of a task: those that train, or the prompt alone for rollouts."""
+    """Return the token sequences of a task; for rollouts, its prompt alone."""
     data_kind = data.data_kind or _detect_data_kind(data.environment, task)
     if data_kind not in PARTS_BY_DATA_KIND:
         tools = data.environment.tools(task) if isinstance(data.environment, HasTools) else None
@@ -251,10 +251,10 @@ def _detect_data_kind(environment: Environment, task: Task) -> str:
 
 
 def summarise_lengths(all_sequences: Sequence[TokenSequence]) -> dict[str, dict[str, float]]:
-    """Return length statistics of each part.
+    """Return length statistics of each part ("row", "chosen", ...).
 
     They are the number of sequences, quantiles of their token counts, the sum of tokens and the
-    share of tokens that train.
+    share of tokens that train (0 to 1).
     """
     summary: dict[str, dict[str, float]] = {}
     for part in dict.fromkeys(sequence.part for sequence in all_sequences):
@@ -318,8 +318,8 @@ def _colour_tokens(sequence: TokenSequence, renderer: Renderer, *, add_brackets:
     """
     text = Text()
     for trains, start, end in sequence.iter_spans():
-        # Control characters must not reach the terminal. They are replaced by their codes before
-        # rich sees them, because rich silently drops some of them, such as the bell.
+        # Control characters must not reach the terminal. They are replaced by their codes, because
+        # rich would silently drop some of them, such as the bell.
         decoded = escape_controls(
             renderer.tokenizer.decode(sequence.tokens[start:end], skip_special=False)
         )

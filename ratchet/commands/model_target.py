@@ -40,8 +40,8 @@ class Target:
         model_dir: Directory of the weights.
         config: The recipe that was passed, else the run's, up to the stage of the weights; None for
             a model directory without a recipe.
-        export_dir: The temporary directory of a checkpoint's weights. It is removed with this
-            object.
+        export_dir: The temporary directory of a checkpoint's weights, which is removed with this
+            object; None if the target is no checkpoint.
     """
 
     model_dir: Path
@@ -58,8 +58,8 @@ def open_target(
     Args:
         path: The run, checkpoint or model directory, or hub id.
         recipe: Recipe to use instead of the run's.
-        generator: Kind of the generator, which runs in this process. None: the kind of the run, or
-            the engine for a model directory.
+        generator: Kind of the generator, which runs in this process. None: the kind that the run
+            had, or `engine` for a model directory.
         step: Step of the run's checkpoint to open. None: the finished model, unless `path` is a
             checkpoint.
 
@@ -113,9 +113,9 @@ def _refuse_adapter(path: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         base = "BASE"
     raise ModelError(
-        f"{path} is a LoRA adapter, which is no model without its base. Merge it: `ratchet convert "
-        f"{shorten_text(base, 200)} NEW_DIRECTORY --merge-lora {path}`, or name its run, whose "
-        "model/ has it merged"
+        f"{path} is a LoRA adapter without its base model. Merge the two: `ratchet convert "
+        f"{shorten_text(base, 200)} NEW_DIRECTORY --merge-lora {path}`, or name the adapter's run, "
+        "whose model/ has it merged"
     )
 
 
@@ -143,8 +143,8 @@ def _open_checkpoint(path: Path, step: int, recipe: Path | None, generator: str 
     """Open the checkpoint of a run's step, exported to a temporary model directory."""
     if not RunDirectory(path).used:
         raise RunNotFound(
-            f"{path} holds no run (no config.yaml), and --step is only for runs: remove it for a "
-            "model directory"
+            f"{path} holds no run (no config.yaml), and --step {step} is only for runs: remove "
+            "--step"
         )
     export_dir = TemporaryFolder("step")
     config = export_checkpoint(SavedWeights(path, step), export_dir.path)

@@ -56,7 +56,7 @@ class $symbol(Procedural):
         """Return a task: the prompt, the answer for rewards, and data for `reset`.
 
         All randomness must come from `rng`. One prompt in ten is held out. If all prompts are the
-        same, add key=str(secret): it decides instead of the prompt.
+        same, add key=str(secret): then the key, not the prompt, decides which tasks are held out.
         """
         low = rng.randint(1, self.size)
         secret = rng.randint(low, low + self.size)
@@ -229,7 +229,7 @@ def scaffold_recipe(
     """Write a recipe for a file and a model; return its path and the command to run next.
 
     Args:
-        name: The name of the recipe; None: the value of --like.
+        name: The name of the recipe; None: the value of `request.like`.
         request: The options of the recipe.
         directory: The directory of the file.
 
@@ -248,7 +248,7 @@ def scaffold_recipe(
 def _refuse_existing(files: Iterable[str], directory: Path) -> None:
     for path in (directory / file for file in files):
         if path.exists():
-            raise ConfigError(f"{path} exists already, and is not overwritten: choose another name")
+            raise ConfigError(f"{path} exists already and is not replaced: choose another name")
 
 
 def _write(files: Mapping[str, str], directory: Path) -> list[Path]:

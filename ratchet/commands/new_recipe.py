@@ -55,7 +55,7 @@ PEAK_LEARNING_RATES = (
     (1e9, {"rows": "5e-5", "rollouts": "2e-6", "": "5e-6"}),
     (float("inf"), {"rows": "1e-5", "rollouts": "1e-6", "": "1e-6"}),
 )
-LORA_RATE_FACTOR = 10  # the rate of an adapter, relative to that of all weights
+LORA_RATE_FACTOR = 10  # the rate for an adapter is the rate for all weights times this
 MAX_ANSWER_TOKENS = 512  # limit of an answer, even if the model's context is longer
 
 
@@ -74,6 +74,7 @@ class _Model:
 
     @property
     def has_template(self) -> bool:
+        """True if the tokenizer has a chat template, or is unknown and so assumed to have one."""
         return self.tokenizer is None or self.tokenizer.chat_template is not None
 
 
@@ -84,7 +85,8 @@ class _Data:
     description: str
     held_out_share: float
     split_sizes: tuple[int, int]  # (training rows, held-out rows)
-    max_prompt_tokens: int = 0  # tokens of the longest prompt in a sample of rows
+    # Tokens of the longest prompt in a sample of rows; 0 unless the algorithm samples rollouts.
+    max_prompt_tokens: int = 0
 
 
 def write_recipe(name: str, request: RecipeRequest) -> str:
@@ -118,7 +120,7 @@ def write_recipe(name: str, request: RecipeRequest) -> str:
 
 
 def _find_algorithm(request: RecipeRequest) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the algorithm's section, and the adapter's if the recipe trains one."""
+    """Return the `algorithm` section, and the `lora` section or None without an adapter."""
     name = ALGORITHM_ALIASES.get(request.like, request.like.removesuffix(".yaml"))
     if name in KINDS["algorithm"]:
         algorithm, lora = {"kind": name}, None
@@ -137,7 +139,7 @@ def _find_algorithm(request: RecipeRequest) -> tuple[dict[str, Any], dict[str, A
 
 
 def _read_shipped_recipe(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the sections of the last stage of a recipe in recipes/."""
+    """Return the `algorithm` and `lora` sections of the last stage of a recipe in recipes/."""
     folder = Path(ratchet.__file__).parents[1] / "recipes"
     path = folder / f"{name}.yaml"
     if not re.fullmatch(r"[\w-]+", name) or not path.is_file():
@@ -339,9 +341,10 @@ def _make_lines(
     interval = max(1, n_steps // 4)
     peak_rate, model_size = _choose_rate(model.n_parameters, source, with_adapter=lora is not None)
     optimizer = f"{{lr: {peak_rate}, warmup_steps: {min(10, n_steps // 10)}, schedule: cosine}}"
-    shown = " ".join(str(request.data).split())  # a line end in it would end the comment
+    # A line end in the name would end the comment.
+    data_name = " ".join(str(request.data).split())
     lines = [
-        (f"# {algorithm['kind']} on {shown}, by `ratchet new recipe`. Change any line.", ""),
+        (f"# {algorithm['kind']} on {data_name}, by `ratchet new recipe`. Change any line.", ""),
         (f"#   ratchet check {name}.yaml && ratchet train {name}.yaml", ""),
         (f"#   ratchet eval runs/{name}; ratchet report runs/{name}", ""),
         (f"name: {name}", "names the run's directory, runs/" + name),
@@ -400,7 +403,7 @@ def _choose_batch(n_rows: int, source: str) -> tuple[int, int]:
 
 
 def _choose_rate(n_parameters: float | None, source: str, *, with_adapter: bool) -> tuple[str, str]:
-    """Return the peak learning rate, and the size of model that it is for, in words."""
+    """Return the peak learning rate, and in words the model size for which it is usual."""
     size = float("inf") if n_parameters is None else n_parameters
     rates = next(rates for bound, rates in PEAK_LEARNING_RATES if size <= bound)
     rate = rates.get(source, rates[""])

@@ -26,7 +26,7 @@ from ratchet.runs.without_steps import has_no_finished_step
 from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console, shorten_text
 
-MAX_METRIC = 1e300  # a larger value is damaged or infinite
+MAX_METRIC = 1e300  # metrics from this size on are damaged or infinite, and are ignored
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,15 @@ class RunRow:
     """A row of the list of runs.
 
     Attributes:
+        path: The run's directory or address.
         state: "running", "finished", or "stopped" if it can be resumed; "mirrored" for an
             unfinished run in an object store; "damaged" if its recipe can't be read.
-        step: The last step with metrics.
+        step: The last step with metrics; 0 if no step has any.
         steps: Number of steps in the recipe.
-        seconds: Time of all steps.
+        seconds: The sum of the steps' times.
         accuracy: The latest held-out accuracy.
         loss: The latest held-out loss.
-        checkpoints: Bytes of the checkpoints.
+        checkpoints: Size of all checkpoints, in bytes.
     """
 
     path: str
@@ -57,7 +58,7 @@ class RunRow:
 def find_runs(directory: Path) -> list[RunDirectory]:
     """Return `directory` itself if it is a run, else the runs directly in it.
 
-    Raises RunDirectoryError if there is none.
+    Raises RunNotFound if there is none.
     """
     run = RunDirectory(directory)
     runs_here = (
@@ -119,7 +120,7 @@ def _read_stage_values(run: RunDirectory, *path: str) -> list[int]:
 
 
 def _list_finite_metrics(rows: Sequence[Mapping[str, Any]], ending: str) -> list[float]:
-    """Return the finite numbers of the metrics with this ending, in the order of the steps."""
+    """Return the finite values of the metrics whose names end so, in the order of the steps."""
     return [
         value
         for row in rows
@@ -129,7 +130,7 @@ def _list_finite_metrics(rows: Sequence[Mapping[str, Any]], ending: str) -> list
 
 
 def _find_last(rows: Sequence[Mapping[str, Any]], ending: str) -> float | None:
-    """Return the last finite number of the metrics with this ending, or None without one."""
+    """Return the last finite value of the metrics whose names end so; None if there is none."""
     return next(reversed(_list_finite_metrics(rows, ending)), None)
 
 
@@ -168,7 +169,7 @@ def list_runs(path_or_address: str | Path, *, as_json: bool) -> None:
         print_json([asdict(row) for row in rows])
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    # A long name is continued in the next line, because names often differ only at their ends.
+    # A long name is wrapped, not cut off, because names often differ only at their ends.
     table.add_column("run", overflow="fold")
     for name in ("state", "step", "train time", "accuracy", "loss", "checkpoints"):
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
@@ -237,7 +238,10 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
 
 
 def _list_recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Return the leaves in which two recipes differ; stages are compared by name."""
+    """Return a line for each key whose values differ, and for each stage of one recipe only.
+
+    Stages are compared by name.
+    """
     stages_by_name = [{stage["name"]: stage for stage in recipe["stages"]} for recipe in (a, b)]
     shared_names = [name for name in stages_by_name[0] if name in stages_by_name[1]]
     before, after = (
@@ -293,8 +297,8 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
 
     Args:
         directory: A run, or a directory of runs.
-        keep: The number of checkpoints to keep.
-        confirmed: False only prints what would be removed.
+        keep: The number of newest checkpoints to keep.
+        confirmed: True removes the other checkpoints; False only prints them.
     """
     console = make_console(soft_wrap=True)
     freed_bytes = 0
@@ -318,7 +322,7 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
                 store.tidy()
     console.print(
         f"{freed_bytes / 2**20:,.1f} MiB"
-        + ("" if confirmed or not freed_bytes else "; add --yes to remove them")
+        + ("" if confirmed or not freed_bytes else "; add --yes to remove these checkpoints")
     )
 
 
@@ -327,19 +331,19 @@ def clean_runs(directory: Path, *, confirmed: bool) -> None:
 
     Args:
         directory: A run, or a directory of runs.
-        confirmed: True removes the runs without a question. False shows a question on a terminal,
-            and elsewhere only lists the runs.
+        confirmed: True removes the runs without asking for confirmation. False asks for it on a
+            terminal, and elsewhere only lists the runs.
     """
     console = make_console(soft_wrap=True)
     runs_without_steps = [run for run in find_runs(directory) if has_no_finished_step(run)]
     for run in runs_without_steps:
-        console.print(f"{run.path} has no step", markup=False, highlight=False)
+        console.print(f"{run.path} has no finished step", markup=False, highlight=False)
     if not runs_without_steps:
         console.print("every run has steps, or is under way")
         return
     if not confirmed:
         if not sys.stdin.isatty():
-            console.print("add --yes to remove them")
+            console.print("add --yes to remove these runs")
             return
         if not Confirm.ask(f"remove these {len(runs_without_steps)} runs?", console=console):
             return
@@ -353,7 +357,7 @@ def _open_run(path: str | Path) -> RunDirectory:
     run = RunDirectory(fetch_run_record(path))
     if not run.used:
         raise RunNotFound(
-            f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named"
+            f"{path} holds no run (no config.yaml): give the directory that `ratchet train` printed"
         )
     return run
 

@@ -38,9 +38,11 @@ TRAJECTORY_COLUMNS = ("response", "messages")
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a row.
+    """The result of judging one row.
 
     Attributes:
+        line: The row's line number in the file, from 1 on.
+        id: The row's id; `line N` if it has none.
         seconds: Time to judge the row, without the wait for a free worker.
         source_fields: Fields that `as_json` writes in place of `line`, for a row that is not from a
             file.
@@ -97,11 +99,11 @@ def score_file(
             f"{path} is a directory, but not a run directory: give a file of rows, or the "
             "directory of a run"
         )
-    reward = compose_rewards([reward_section(kind, overrides, workers)])
+    reward = compose_rewards([make_reward_section(kind, overrides, workers)])
     asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))
 
 
-def reward_section(kind: str, overrides: Sequence[str], workers: int) -> Section:
+def make_reward_section(kind: str, overrides: Sequence[str], workers: int) -> Section:
     """Return the config section of a reward.
 
     If the section has a key `workers` that `overrides` does not set, it is set to `workers`.
@@ -244,7 +246,7 @@ def _name_type(value: Any) -> str:
 
 @dataclass
 class Summary:
-    """A running summary of rows, in constant memory.
+    """A running summary of scores, in constant memory.
 
     Attributes:
         location_column: "line", or the key of `Score.source_fields` that locates a row.

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ratchet.commands.score import ROWS_PER_WORKER, Score, Summary, reward_section
+from ratchet.commands.score import ROWS_PER_WORKER, Score, Summary, make_reward_section
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, DataError
@@ -61,12 +61,12 @@ def score_run(
         run: A run directory or its address.
         kind: The kind of the reward; "" for the rewards that the recipe gives each stage.
         overrides: Keys of the reward, as key=value.
-        steps: Steps to judge; empty for all that were recorded.
-        as_json: True for lines of JSON.
-        workers: Groups judged at once.
+        steps: Steps to judge; empty for all recorded steps.
+        as_json: True prints lines of JSON, False a summary.
+        workers: Number of groups judged at once.
 
     Raises:
-        ConfigError: There is no reward, or it can't be built.
+        ConfigError: The reward is missing, or can't be built.
         DataError: The record can't be read, or holds no attempts.
     """
     directory = RunDirectory(fetch_run_record(run))
@@ -83,10 +83,10 @@ def _build_rewards(
 ) -> Mapping[str, Reward]:
     """Return the reward of each stage that has one, by the stage's name."""
     if kind:
-        reward = compose_rewards([reward_section(kind, overrides, workers)])
+        reward = compose_rewards([make_reward_section(kind, overrides, workers)])
         return {stage.name: reward for stage in config.stages}
     if overrides:
-        raise ConfigError(f"{overrides[0]} is a key of a reward: name it by --reward")
+        raise ConfigError(f"{overrides[0]} is a key of a reward: name the reward by --reward")
     return {
         stage.name: compose_rewards(stage.rewards)
         for stage in config.stages
@@ -124,7 +124,7 @@ async def _score_record(
 
 
 def _list_attempts(step: int, group: Group) -> list[RecordedAttempt]:
-    """Return the attempts that the policy wrote to an end."""
+    """Return the sampled attempts that have a reward or need none (`Trajectory.is_usable`)."""
     return [
         RecordedAttempt(step, group, rows)
         for rows in group.attempts
@@ -141,7 +141,8 @@ async def _score_group(
         start = time.perf_counter()
         outcomes: Sequence[Outcome]
         try:
-            # A reward must not see what was judged before, but that an attempt was cut off.
+            # A reward must not see the recorded reward, but it must see that an attempt was cut
+            # off.
             candidates = [
                 [
                     replace(row, outcome=Truncated() if row.truncated else None)
@@ -190,8 +191,8 @@ async def _write(
             comparison.add(score.reward, attempt.trajectory.reward)
     if not n_scores:
         raise DataError(
-            f"{run} has recorded no attempts to judge: --reward is missing, or its stages train "
-            "on given text"
+            f"{run} has recorded no attempts to judge: its stages train on given text, or have no "
+            "rewards. In the second case give --reward KIND"
         )
     if not as_json:
         console = make_console()

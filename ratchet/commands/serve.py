@@ -44,7 +44,7 @@ class ServedModel:
 
     Attributes:
         policy: The model, its tokenizer and its generator.
-        sampling: The defaults for requests. A request without a seed gets a random one.
+        sampling: The defaults for requests. A request without a seed gets a random seed.
     """
 
     policy: Policy
@@ -61,18 +61,18 @@ class ServedModel:
     async def answer(self, request: ChatRequest) -> AgentAnswer:
         """Answer a request. Raises ApiError."""
         session = self._open_session(request, self.policy.with_stop_ids(self.sampling))
-        return await session.answer(_without_distribution(request, top_logprobs=None))
+        return await session.answer(_strip_distribution(request, top_logprobs=None))
 
     async def complete(
         self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0
     ) -> AgentAnswer:
-        """Complete a prompt of token ids, until its model's end of text. Raises ApiError."""
+        """Complete a prompt of token ids, up to the end-of-text token. Raises ApiError."""
         sampling = replace(self.sampling, stop_ids=self.policy.tokenizer.eos_ids)
         session = self._open_session(request, sampling)
-        return await session.complete(tokens, _without_distribution(request))
+        return await session.complete(tokens, _strip_distribution(request))
 
     async def score(self, tokens: Sequence[int], *, temperature: float, n_top: int) -> TokenScores:
-        """Return the model's log-probabilities of a text's tokens, and of the likeliest ones.
+        """Return the log-probabilities of a text's tokens, and of the likeliest tokens there.
 
         Raises:
             ApiError: The text is longer than the model's context.
@@ -99,7 +99,7 @@ class ServedModel:
         """Do nothing: answers are not kept."""
 
     def _open_session(self, request: SamplingFields, sampling: Sampling) -> AgentSession:
-        """Return a session of one answer. The client chooses its distribution and seed."""
+        """Return a session for one answer, with the sampling parameters of the request."""
         parameters: dict[str, Any] = {
             name: value
             for name in DISTRIBUTION_FIELDS
@@ -118,21 +118,22 @@ class ServedModel:
 R = TypeVar("R", bound=SamplingFields)
 
 
-def _without_distribution(request: R, **changes: Any) -> R:
-    """Return a request without the parameters that the session's own sampling has already."""
+def _strip_distribution(request: R, **changes: Any) -> R:
+    """Return a request without the sampling parameters, which `_open_session` has applied."""
     return request.model_copy(update={**dict.fromkeys(DISTRIBUTION_FIELDS), **changes})
 
 
 def score_tokens(
     model: PolicyModel, tokens: Sequence[int], *, temperature: float, n_top: int
 ) -> TokenScores:
-    """Return the log-probabilities of a text's tokens and of the `n_top` likeliest ones.
+    """Return the log-probabilities of a text's T tokens, and of the `n_top` likeliest at each.
 
-    T = tokens. They are computed as a learner does, in float32.
+    The arrays have the shapes (T,) and (T, n_top). They are computed in float32 by the code that
+    a learner scores with.
     """
     token_array = np.asarray(tokens, dtype=np.int64)
     count = len(token_array)
-    # Every token but the first is predicted.
+    # Every token except the first is predicted.
     is_predicted = np.arange(count) > 0
     trajectory = Trajectory(
         tokens=token_array,
@@ -179,9 +180,10 @@ def serve(
     key.
 
     Args:
+        port: The port to listen on; 0 lets the system choose a free port.
         key: The API key that requests must send; "" for none.
-        say: A function that gets the address once the model is loaded. For `port=0` the address has
-            the port that was chosen.
+        sampling: The defaults for requests.
+        say: A function that prints a line with the address, once the model is loaded.
     """
     if host not in LOOPBACK and not key:
         raise ConfigError(

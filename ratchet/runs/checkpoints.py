@@ -6,8 +6,8 @@ A save takes four steps, so that a process killed at any moment leaves no partia
 2. It lists every file with its size and SHA-256 in `manifest.json` and flushes files and
 directories.
 3. It renames the directory to `step-<step>`.
-4. It prunes older checkpoints. Each is renamed to `.del-*` first, so that a partly deleted one is
-never loaded.
+4. It prunes older checkpoints. A checkpoint is renamed to `.del-*` before its files are deleted, so
+that a partly deleted checkpoint is never loaded.
 
 Loading walks from the newest checkpoint to the oldest and takes the first that verifies.
 
@@ -46,8 +46,8 @@ class CheckpointStore:
 
     Args:
         keep: Number of newest checkpoints to keep.
-        keep_best: Number of checkpoints to keep by highest `meta["score"]`; those without a score
-            do not count.
+        keep_best: Number of checkpoints with the highest `meta["score"]` to keep; those without a
+            score are never among them.
         keep_every: Keep every checkpoint whose step is a multiple of this; 0 turns the rule off.
 
     Attributes:
@@ -71,7 +71,7 @@ class CheckpointStore:
 
         Args:
             step: The step that the checkpoint belongs to.
-            write: Writes the files into the directory that it gets.
+            write: A function that writes the files into the directory that it is given.
             meta: JSON values, without tuples and integer keys.
 
         Raises:
@@ -118,8 +118,9 @@ class CheckpointStore:
     def tidy(self) -> None:
         """Prune, and remove the drafts and partly deleted checkpoints of a killed process.
 
-        Only the holder of the lock may call this, and only after `latest`, because pruning keeps
-        the checkpoints that `latest` rejected. Disk errors are logged, not raised.
+        Only the holder of the lock may call this, and only after `latest`: that call finds the
+        damaged checkpoints, which pruning neither counts nor removes. Disk errors are logged, not
+        raised.
         """
         try:
             self._remove_drafts()
@@ -138,7 +139,7 @@ class CheckpointStore:
                 restart at step 0.
         """
         self._rejected = set()
-        for step, path in self._newest_first():
+        for step, path in self._iter_newest_first():
             try:
                 return verify_checkpoint(path, step)
             except CheckpointError as rejection:
@@ -159,7 +160,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: It is absent or damaged.
         """
-        paths = dict(self._newest_first())
+        paths = dict(self._iter_newest_first())
         if step not in paths:
             raise CheckpointError(
                 f"no checkpoint of step {step} in {self.root}: it has {sorted(paths) or 'none'}"
@@ -179,7 +180,7 @@ class CheckpointStore:
         """
         complete = [
             verify_checkpoint(path, step, check_hashes=False)
-            for step, path in self._newest_first()
+            for step, path in self._iter_newest_first()
             if step >= first_step
         ]
         scored = sort_by_score(complete)
@@ -187,9 +188,9 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, verified or not, in increasing order."""
-        return sorted(step for step, _ in self._newest_first())
+        return sorted(step for step, _ in self._iter_newest_first())
 
-    def _newest_first(self) -> Iterator[tuple[int, Path]]:
+    def _iter_newest_first(self) -> Iterator[tuple[int, Path]]:
         names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
         steps = {int(match[1]): name for name in names if (match := STEP.fullmatch(name))}
         for step in sorted(steps, reverse=True):
@@ -236,7 +237,7 @@ class CheckpointStore:
         Only file sizes are compared: the contents were hashed when they were saved or loaded.
         """
         complete: list[Checkpoint] = []
-        for step, path in self._newest_first():
+        for step, path in self._iter_newest_first():
             with suppress(CheckpointError):
                 if path not in self._rejected:
                     complete.append(verify_checkpoint(path, step, check_hashes=False))
@@ -272,7 +273,7 @@ def _parse_step(path: Path) -> int:
 def _sync_tree(directory: Path) -> None:
     """Flush a directory to disk: files first, then directories from the innermost out.
 
-    In another order the rename of a directory may reach the disk before its files.
+    In another order, a crash could leave a directory on disk without its files.
     """
     paths = sorted(directory.rglob("*"), key=lambda path: (path.is_dir(), -len(path.parts)))
     for path in (*paths, directory):

@@ -48,9 +48,9 @@ def serve_status(directory: RunDirectory) -> Iterator[None]:
 def _open_address() -> Iterator[str]:
     """Yield the address of a socket.
 
-    On Linux it is an abstract name, which disappears with a killed process. Elsewhere it is a file
-    in the temporary folder, because a run directory may be on a network disk or have too long a
-    path for a socket.
+    On Linux it is an abstract name, which disappears with a killed process. On other systems it is
+    a file in a temporary folder, because a run directory may be on a network disk, or its path may
+    be too long for a socket.
     """
     if sys.platform == "linux":
         yield f"\0ratchet-{os.getpid()}-{secrets.token_hex(8)}"
@@ -78,7 +78,7 @@ def query_status(path: Path) -> str:
         raise RunDirectoryError(f"no run is under way in {path}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunDirectoryError(
-            f"{directory.status} does not describe a run ({error}). Remove it"
+            f"{directory.status} does not describe a run ({error}). Remove this file"
         ) from error
     if host != socket.gethostname():
         raise RunDirectoryError(

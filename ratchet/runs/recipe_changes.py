@@ -61,7 +61,7 @@ RULES: Sequence[tuple[str, str | None]] = (
     ("examples", OTHER_DATA),
     ("curriculum*", OTHER_DATA),
     ("batch_size", OTHER_DATA),
-    ("*", "it is the same for the whole run"),
+    ("*", "this key is fixed for the whole run"),
 )
 
 
@@ -113,10 +113,12 @@ def load_changed_config(path: Path, overrides: Sequence[str], *, run: str | Path
         if len(stages) == 1 and section in STAGE_KEYS:
             key = f"{STAGES}.{stages[0].name}.{key}"
         full_overrides.append(f"{key}{equals}{value}")
+        # A key that can't change is reported here, before its new value is validated. The last rule
+        # also matches unknown keys, which `load_config` reports below.
         reason = _find_reason(Change(tuple(key.split(".")), None, None))
         if reason is None or reason is RULES[-1][1]:
             continue
-        # The error for a key that can't change does not say if its new value is also invalid.
+        # A section may be overridden as a whole if those of its keys that can't change stay equal.
         if _may_resume_with(path, full_overrides[-1], current):
             continue
         problems.append(f"{key} can't change: {reason}")
@@ -215,7 +217,7 @@ def restore_earlier_config(config: RunConfig, provenance: Path, step: int) -> Ru
     Args:
         config: The recipe that the run has now.
         provenance: The run's `provenance.json`.
-        step: Number of steps that were finished.
+        step: The number of steps that were finished by then.
     """
     later_entries = [entry for entry in read_changes(provenance) if entry["after_step"] > step]
     if not later_entries:

@@ -174,32 +174,34 @@ class MirroredRun:
 
         Only the files' sizes are compared with the manifest.
         """
-        entries: dict[int, dict[str, StoredFile]] = {}
-        for name, entry in self.store.entries(CHECKPOINTS).items():
+        files_by_step: dict[int, dict[str, StoredFile]] = {}
+        for name, stored_file in self.store.entries(CHECKPOINTS).items():
             parts = PurePosixPath(name).parts
             if len(parts) > 2 and (match := STEP.fullmatch(parts[1])):
-                entries.setdefault(int(match[1]), {})["/".join(parts[2:])] = entry
+                files_by_step.setdefault(int(match[1]), {})["/".join(parts[2:])] = stored_file
         complete = {}
-        for step in sorted(entries, reverse=True):
+        for step in sorted(files_by_step, reverse=True):
             try:
-                complete[step] = self._check_complete(step, entries[step])
+                complete[step] = self._check_complete(step, files_by_step[step])
             except CheckpointError as error:
                 log.warning("checkpoint rejected: %s", error)
-        return complete, {step: list(files) for step, files in entries.items()}
+        return complete, {step: list(files) for step, files in files_by_step.items()}
 
-    def _check_complete(self, step: int, entries: Mapping[str, StoredFile]) -> RemoteCheckpoint:
+    def _check_complete(
+        self, step: int, stored_files: Mapping[str, StoredFile]
+    ) -> RemoteCheckpoint:
         """Return the checkpoint of `step`. Raises CheckpointError unless all file sizes match.
 
-        A manifest is read again only if its entry in the store has changed.
+        A manifest that was read before is read again only if its version in the store has changed.
         """
         where = f"{self.address}/{get_checkpoint_name(step)}"
         if step in self.damaged_steps:
             raise CheckpointError(f"{where} did not match its manifest when it was fetched")
-        if MANIFEST not in entries:
+        if MANIFEST not in stored_files:
             raise CheckpointError(f"{where} has no {MANIFEST}: its upload did not complete")
-        if (cached := self._manifests.get(step)) is None or cached[0] != entries[MANIFEST]:
+        if (cached := self._manifests.get(step)) is None or cached[0] != stored_files[MANIFEST]:
             cached = (
-                entries[MANIFEST],
+                stored_files[MANIFEST],
                 self.store.read(f"{get_checkpoint_name(step)}/{MANIFEST}", MAX_MANIFEST_BYTES),
             )
             self._manifests[step] = cached
@@ -207,8 +209,8 @@ class MirroredRun:
             body = read_body(where, cached[1], step)
             for name, listed_file in body["files"].items():
                 require_safe_file_type(where, name)
-                if name not in entries or entries[name].size != listed_file["size"]:
-                    size = entries[name].size if name in entries else "no"
+                if name not in stored_files or stored_files[name].size != listed_file["size"]:
+                    size = stored_files[name].size if name in stored_files else "no"
                     raise CheckpointError(
                         f"{where}/{name} has {size} bytes instead of {listed_file['size']}"
                     )
@@ -263,7 +265,7 @@ class MirroredRun:
         Args:
             index: The index of the run's files.
             directory: The run directory to update.
-            is_selected: Returns True for the names to fetch.
+            is_selected: A function that returns True for the names of files to fetch.
 
         Raises:
             CheckpointError: A file that the run can't resume without is damaged. Other damaged

@@ -71,7 +71,7 @@ class Mirror:
 
     Attributes:
         notes: Messages for the user, such as which of two copies is used.
-        incomplete_reason: Why the address lacks a part of the run; None if it has all of it.
+        incomplete_reason: Why the address lacks a part of the run; None if it has the whole run.
 
     Raises:
         DataError: The address is malformed.
@@ -91,7 +91,7 @@ class Mirror:
         self._digests: dict[str, tuple[FileSnapshot, FileDigest]] = {}  # hashed local files
         self._not_uploaded: list[str] = []  # names that the latest attempt left out
         self._has_written = False  # True once this process has written `mirror.json`
-        self._has_rules = False  # True once the store has the checkpoint rules of a stage
+        self._has_rules = False  # True once `checkpoint_store` has the rules of a stage
         self._background = BackgroundTask()
 
     # --- before the run
@@ -183,7 +183,7 @@ class Mirror:
     ) -> None:
         """Fetch the best checkpoints and the newest one that matches its manifest.
 
-        The best ones are needed because the end of a stage may load them.
+        The best checkpoints are needed because a stage may load one of them at its end.
         """
         stages = self.directory.read_config()["stages"]
         keep_best = max(stage["checkpoint"]["keep_best"] for stage in stages)
@@ -269,8 +269,8 @@ class Mirror:
 
         Args:
             snapshots: The files at the time of the save.
-            in_background: Upload in a background thread. If the previous upload still runs, this
-                one is skipped, and the next one includes it.
+            in_background: True uploads in a background thread. If the previous upload still runs,
+                this upload is skipped, and the next one includes its files.
         """
         self._has_rules = True
         if not in_background:
@@ -287,7 +287,7 @@ class Mirror:
         self._background.begin(lambda: self._try_push(snapshots))
 
     def finish(self) -> bool:
-        """Upload the rest at the end of a run. Return True if the address has the whole run then.
+        """Upload the rest at the end of a run. Return True if the address now has the whole run.
 
         Otherwise an error is logged that names the missing files.
         """
@@ -440,9 +440,6 @@ class Mirror:
         self.remote.damaged_steps.discard(checkpoint.step)
 
     def _remove(self, step: int, remote_names: list[str]) -> None:
-        """Remove a checkpoint, its manifest first.
-
-        So a partly removed checkpoint never counts as complete.
-        """
+        """Remove a checkpoint, its manifest first, so that a partly removed one is incomplete."""
         for name in sorted(remote_names, key=lambda name: name != MANIFEST):
             self.remote.store.remove(f"{get_checkpoint_name(step)}/{name}")

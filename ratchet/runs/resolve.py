@@ -1,4 +1,7 @@
-"""Resolve the RUN argument of commands: a local path, or an address that is copied to the cache."""
+"""Resolve the RUN argument of commands, which is a local path or an address.
+
+A run at an address is copied to the cache.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,10 @@ from ratchet.utils.object_store import (
 )
 
 CHECKPOINT = re.compile(r"(.+)/checkpoints/step-(\d{8,})")
-# Entries of a run directory that are not part of the run's record.
-WEIGHT_ENTRIES = ("model", "model-ema", "adapter", "base")
+# The folders of a run directory that hold weights. The other entries are the run's record.
+TRAINED_WEIGHTS = ("model", "model-ema", "adapter")
+START_WEIGHTS = "base"
+WEIGHT_ENTRIES = (*TRAINED_WEIGHTS, START_WEIGHTS)
 
 # (a run's complete checkpoints by step, newest first) -> the checkpoints to fetch
 SelectCheckpoints = Callable[[dict[int, RemoteCheckpoint]], Sequence[RemoteCheckpoint]]
@@ -109,7 +114,7 @@ def fetch_run_record(location: str | Path, names: Sequence[str] = ()) -> Path:
 
 
 def list_runs_at(address: str) -> list[tuple[str, int]]:
-    """Return the address and checkpoint bytes of the run at `address`, or of those directly below.
+    """Return the address of each run at or directly below `address`, and its checkpoints' bytes.
 
     Raises:
         RunDirectoryError: There is no run.
@@ -161,7 +166,7 @@ def fetch_run_for_replay(location: str, steps: Sequence[int]) -> Path:
         return [checkpoints[saved_step] for saved_step in sorted(nearest - {0})]
 
     return _copy_to_cache(
-        location, lambda name: _get_first_part(name) not in WEIGHT_ENTRIES[:-1], select_checkpoints
+        location, lambda name: _get_first_part(name) not in TRAINED_WEIGHTS, select_checkpoints
     )
 
 
@@ -205,7 +210,7 @@ def fetch_run_model(location: str, step: int | None = None) -> Path:
 def fetch_weights(location: str) -> Path:
     """Return a local directory with the final weights of the run at an address.
 
-    If no run is there, it is a copy of the whole directory, whose weights may have any format.
+    If the address holds no run, return a copy of the whole directory, with weights of any format.
     """
     check_address(location)
     with _translate_os_errors(location):
@@ -243,8 +248,8 @@ def _copy_to_cache(
 
     Args:
         address: The address of the run.
-        is_selected: True for the names of the files to fetch.
-        select_checkpoints: Returns the checkpoints to fetch.
+        is_selected: A function that returns True for the names of files to fetch.
+        select_checkpoints: A function that returns the checkpoints to fetch.
     """
     check_address(address)
     remote = MirroredRun(address)
@@ -253,7 +258,8 @@ def _copy_to_cache(
         index = remote.read_index()
         if index is None:
             raise RunNotFound(
-                f"{address} holds no run (no {INDEX}). Give the --run-dir that a run was begun with"
+                f"{address} holds no run (no {INDEX}). Give the address that the run was started "
+                "with (--run-dir)"
             )
         checkpoints, _ = remote.list_checkpoints()
         selected = select_checkpoints(checkpoints)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MODEL = "model"  # the trained model, as a Hugging Face directory
 ADAPTER = "adapter"  # the LoRA adapter that a stage trained, in peft's format
-# Copy of the checkpoint of another run that the run starts from. No stage has this name.
+# Copy of another run's checkpoint, whose weights this run starts from. No stage has this name.
 START = "base/0-start"
 AVERAGE = "model-ema"  # the running average of the weights, if there is one
 MAX_NAMED = 8  # differing keys that a message lists
@@ -91,7 +91,8 @@ class RunDirectory:
         directory that was deleted, moved away or taken by another run.
 
         Args:
-            config: The resolved recipe as plain values, written again if `config.yaml` was deleted.
+            config: The resolved recipe as plain JSON-like values. It is written again if
+                `config.yaml` was deleted.
 
         Raises:
             RunDirectoryError: The path is gone or is another directory, another process locked it,
@@ -145,15 +146,18 @@ class RunDirectory:
         self.summary.unlink(missing_ok=True)
 
     def check_recipe(self, recipe: Mapping[str, Any]) -> None:
-        """Check that the run or plan in this directory has the recipe `recipe`.
+        """Check that the run and the plan in this directory, if any, have the recipe `recipe`.
 
         Raises:
-            RunDirectoryError: It has another recipe; the message names the keys that differ.
+            RunDirectoryError: The run or the plan has another recipe; the message names the keys
+                that differ.
         """
         try:
             planned_recipe = read_json(self.plan)["recipe"] if self.plan.exists() else recipe
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunDirectoryError(f"{self.plan} is not a plan ({error!r}). Remove it") from error
+            raise RunDirectoryError(
+                f"{self.plan} is not a plan ({error!r}). Remove this file"
+            ) from error
         run_recipe = self.read_config() if self.used else recipe
         for kind, present_recipe in (("run", run_recipe), ("plan", planned_recipe)):
             if changed := _describe_differences(present_recipe, recipe):
@@ -256,7 +260,7 @@ def _describe_holder(content: bytes) -> str:
     try:
         holder = json.loads(content)
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    # The holder has not yet written its id.
+    # The holder has taken the lock, but has not written its id yet.
     except (ValueError, KeyError, TypeError):
         return "another process"
 

@@ -12,7 +12,7 @@ from ratchet.runs.run_dir import ADAPTER, AVERAGE, MODEL, START, RunDirectory
 def has_no_finished_step(directory: RunDirectory) -> bool:
     """True if a run began here and finished no step, and no process holds its lock.
 
-    False for a directory with files that no run writes, so that no file of a user is lost.
+    False for a directory with files that no run writes, so that no file of the user is removed.
     """
     if not directory.begun or directory.is_locked:
         return False
@@ -41,7 +41,7 @@ def clear_run_without_steps(directory: RunDirectory) -> None:
     The process must hold the lock.
 
     Raises:
-        RunDirectoryError: Something can't be removed.
+        RunDirectoryError: A file can't be removed.
     """
     try:
         for entry in directory.path.iterdir():

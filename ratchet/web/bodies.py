@@ -22,8 +22,9 @@ Receive = Callable[[], Awaitable[Message]]
 class BodyRefused(Exception):
     """The error for a body that exceeds a limit. The rest of the body is not read.
 
-    status: HTTP status of the response.
-    code: short name of the reason.
+    Attributes:
+        status: HTTP status of the response.
+        code: Short name of the reason, such as "busy".
     """
 
     def __init__(self, status: int, message: str, code: str) -> None:
@@ -86,7 +87,7 @@ class Body:
         if bytes_by_key[self.key] > limits.bodies_bytes_per_key:
             limit = limits.bodies_bytes_per_key
             reason = f"unanswered requests with this key hold more than {limit} bytes"
-            raise BodyRefused(429, f"{reason}: ask again later", "busy")
+            raise BodyRefused(429, f"{reason}: send the request again later", "busy")
         if bytes_by_key.total() > limits.total_body_bytes:
             reason = f"unanswered requests hold more than {limits.total_body_bytes} bytes"
-            raise BodyRefused(503, f"{reason}: ask again later", "busy")
+            raise BodyRefused(503, f"{reason}: send the request again later", "busy")

@@ -38,8 +38,8 @@ class ServerLimits:
     head_bytes: int = 2**14
     # Size of a request's body.
     body_bytes: int = 2**23
-    # Total size of the bodies of all unanswered requests (on average half a MiB for each of 512
-    # connections).
+    # Total size of the bodies of all unanswered requests: with 512 connections, half a MiB for each
+    # on average.
     total_body_bytes: int = 2**28
     # Size of the bodies of unanswered requests with the same key (Authorization).
     bodies_bytes_per_key: int = 2**28
@@ -51,8 +51,8 @@ class Connections:
     """The open connections of one server, and those that wait for their client.
 
     A connection waits for its client while its next request is incomplete. At `limit` connections,
-    a new one replaces the one that has waited longest. If no connection waits, because every
-    request is being answered, the new one stays in the kernel's queue instead.
+    a new connection replaces the one that has waited longest. If none waits, because every request
+    is being answered, the new connection stays in the kernel's queue instead.
     """
 
     def __init__(self, limit: int) -> None:

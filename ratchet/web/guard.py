@@ -86,7 +86,7 @@ class Guard:
             await refuse(503, "the server is stopping", "stopping")
         except BodyRefused as error:
             await refuse(error.status, str(error), error.code)
-        # This is the boundary of a request: one that fails must not end the server.
+        # A request whose application fails must not end the server.
         except Exception:
             error_id = secrets.token_hex(4)
             log.exception("request %s failed: %s %s", error_id, scope["method"], scope["path"])
@@ -139,7 +139,7 @@ def _parse_host(address: str) -> str:
 
 
 def _split_body(message: Message) -> Iterable[Message]:
-    """Return the message, or several with pieces of its body if that is long."""
+    """Return the message, or several messages with pieces of its body if the body is long."""
     body = message.get("body", b"")
     if len(body) <= MAX_PIECE_BYTES:
         return (message,)

@@ -8,7 +8,7 @@ import pytest
 
 from ratchet.commands.help.command import make_help_text
 from ratchet.commands.help.entries import list_entries
-from ratchet.commands.help.json_schema import recipe_schema
+from ratchet.commands.help.json_schema import make_recipe_schema
 from ratchet.commands.help.page import make_recipe_page
 from ratchet.commands.migrate.importer import PEERS
 from ratchet.config.key_paths import keys
@@ -23,7 +23,7 @@ RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def validator():
-    schema = recipe_schema()
+    schema = make_recipe_schema()
     jsonschema.Draft7Validator.check_schema(schema)
     return jsonschema.Draft7Validator(json.loads(json.dumps(schema)))
 

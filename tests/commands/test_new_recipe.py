@@ -211,7 +211,10 @@ def test_what_is_missing_is_said_and_nothing_is_written(
 def test_options_go_together(here: Path):
     for words, message in (
         (["recipe", "--like", "sft"], "--data is missing: --like, --data and --model go together"),
-        (["environment", "x", "--like", "sft"], "are for a recipe, not a new environment"),
+        (
+            ["environment", "x", "--reward", "math"],
+            "--reward is for a new recipe, not a new environment",
+        ),
         (["recipe"], "the name is missing: ratchet new recipe NAME"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -205,7 +205,7 @@ def test_a_run_with_any_result_has_steps(place: Path, broken: Path, kept: str) -
 
 def test_runs_without_steps_are_removed_when_asked_to(broken: Path) -> None:
     text = said("clean", "runs")
-    assert f"{broken} has no step" in text
+    assert f"{broken} has no finished step" in text
     assert "add --yes" in text
     assert broken.exists()
     assert "removed 1" in said("clean", "runs", "--yes")

@@ -17,7 +17,7 @@ from ratchet.commands.score import (
     Score,
     Summary,
     make_attempt,
-    reward_section,
+    make_reward_section,
     score_file,
     score_rows,
 )
@@ -265,14 +265,14 @@ def test_a_reward_of_your_own_by_its_path(score, tmp_path, monkeypatch):
 )
 def test_an_unusable_reward_says_why(kind, words, why):
     with pytest.raises(ConfigError) as caught:
-        reward_section(kind, words, 2)
+        make_reward_section(kind, words, 2)
     assert why in str(caught.value)
 
 
 def test_the_workers_are_the_rewards_own_where_it_has_some():
-    assert reward_section("code", [], 3).workers == 3
-    assert reward_section("code", ["workers=5"], 3).workers == 5
-    assert not hasattr(reward_section("boxed", [], 3), "workers")
+    assert make_reward_section("code", [], 3).workers == 3
+    assert make_reward_section("code", ["workers=5"], 3).workers == 5
+    assert not hasattr(make_reward_section("boxed", [], 3), "workers")
 
 
 @pytest.mark.parametrize(

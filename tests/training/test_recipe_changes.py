@@ -157,7 +157,7 @@ REFUSED = {
     "stages.rl.learner={kind: dtensor}": "one learner does not read the checkpoints of another",
     "stages.rl.optimizer.kind=muon": "stages.rl.optimizer.kind can't change: the state in the",
     "stages.rl.lora={rank: 2}": "stages.rl.lora can't change: the state in the",
-    "seed=3": "seed can't change: it is the same for the whole run",
+    "seed=3": "seed can't change: this key is fixed for the whole run",
     "stages.sft.steps=9": "stages.sft.steps can't change: stage sft is over",
 }
 

@@ -51,7 +51,10 @@ class StoredModel:
     """A model on disk.
 
     Attributes:
+        directory: The directory of its weights.
+        form: The form of its weights, a key of READABLE_FORMS.
         companion_dir: The directory of its config.json and tokenizer.
+        config: The content of its config.json.
         adapter: An adapter that is merged into its weights when they are read.
     """
 
@@ -65,8 +68,8 @@ class StoredModel:
     def logits_form(self) -> str:
         """Return the form whose implementation computes the logits.
 
-        With an adapter it is "hf": Megatron's implementation loads the weights from the files
-        itself, which lack the adapter.
+        With an adapter it is "hf", because Megatron's implementation itself loads the weights from
+        the files, without the adapter.
         """
         return self.form if self.adapter is None else "hf"
 
@@ -77,7 +80,7 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file to write. Its marker, a JSON file, states that it is complete."""
+    """A file to write. Its marker is a JSON file that exists once the file is complete."""
 
     path: Path
     entries: tuple[WriteEntry, ...]
@@ -86,7 +89,7 @@ class OutputFile:
     def marker(self) -> Path:
         return self.path.parent / STATE_DIR / f"{self.path.name}.json"
 
-    def records(self) -> list[Record] | None:
+    def read_records(self) -> list[Record] | None:
         """Return the descriptions of the tensors in the written file (see `Record`).
 
         None if the file is missing or incomplete.
@@ -121,14 +124,14 @@ def convert(
         config: A Hugging Face directory with the config.json and the tokenizer, if the source has
             none.
         verify: True compares all weights, and the logits of a few tokens, with the source.
-        say: Prints a note.
+        say: A function that prints a line.
         adapter: A directory with an adapter in peft's format, which is merged into the weights.
         file_bytes: The maximum size of a file, unless one weight is larger.
 
     Raises ConfigError, CheckpointError or ModelError.
     """
     if to not in FORMS:
-        raise ConfigError(f"--to {to} is no form of weights: write one of {', '.join(FORMS)}")
+        raise ConfigError(f"--to {to} is no form of weights: choose one of {', '.join(FORMS)}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists: give another place, or delete it first")
     stored = find_stored_model(source, config)
@@ -202,7 +205,7 @@ def _lock(partial_dir: Path) -> Iterator[None]:
 
 
 def _fingerprint(stored: StoredModel) -> dict[str, Any]:
-    """Return what identifies a model: its files, config and adapter."""
+    """Return JSON values that identify a model: its files' sizes and times, config and adapter."""
     files = sorted(path for path in stored.directory.iterdir() if path.is_file())
     file_stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
     fingerprint = {
@@ -228,21 +231,21 @@ def _read_plan(path: Path) -> Any:
 
 
 def _save_plan(partial_dir: Path, plan: Mapping[str, Any]) -> None:
-    """Save the plan, or raise CheckpointError if an interrupted conversion had another one."""
+    """Save the plan, or raise CheckpointError if an interrupted conversion had another plan."""
     path = partial_dir / STATE_DIR / "plan.json"
     if not path.exists():
         write_json(path, plan)
     elif _read_plan(path) != json.loads(json.dumps(plan)):
         raise CheckpointError(
-            f"{partial_dir} is of an interrupted conversion with another source, adapter or --to, "
-            "or the source has changed since: delete it to start again"
+            f"{partial_dir} belongs to an interrupted conversion with another source, adapter or "
+            "--to, or the source has changed since: delete this directory to start again"
         )
 
 
 def _group_entries(
     entries: Iterator[WriteEntry],
     partial_dir: Path,
-    name: Callable[[int, int], str],
+    name_file: Callable[[int, int], str],
     file_bytes: int,
 ) -> list[OutputFile]:
     """Put as many entries into each file as fit into `file_bytes`, in their order."""
@@ -255,7 +258,7 @@ def _group_entries(
         groups[-1].append(entry)
         bytes_left -= entry.bytes
     return [
-        OutputFile(partial_dir / name(number, len(groups)), tuple(group))
+        OutputFile(partial_dir / name_file(number, len(groups)), tuple(group))
         for number, group in enumerate(groups)
     ]
 
@@ -266,7 +269,7 @@ def _write_files(
     say: Say,
 ) -> list[Record]:
     all_records: list[Record] = []
-    existing_records = [file.records() for file in files]
+    existing_records = [file.read_records() for file in files]
     if any(existing_records):
         say(
             f"continuing: {sum(records is not None for records in existing_records)} of "

@@ -3,9 +3,9 @@
 Megatron's dist_checkpointing writes this format too. The tensors are in `*.distcp`, and the index
 `.metadata` says where each chunk of a tensor is.
 
-The index is a pickle. It is unpickled with a list of allowed names, none of which can run code from
-the file. Tensors are read with torch's `weights_only=True`. So reading a directory can't execute
-code from it.
+Reading a directory can't execute code from it. The index is a pickle: it is unpickled with a list
+of allowed names, none of which can run code from the file. Tensors are read with torch's
+`weights_only=True`.
 """
 
 from __future__ import annotations
@@ -76,21 +76,21 @@ class _IndexUnpickler(pickle.Unpickler):
 class Chunk:
     """A chunk of a tensor, and its location in a file."""
 
-    key: str  # of the whole tensor
+    key: str  # name of the whole tensor
     shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
     offsets: tuple[int, ...]  # start of the chunk in the whole tensor, per dimension
-    sizes: tuple[int, ...]  # of the chunk
-    file: str
-    start: int  # in the file, in bytes
-    length: int  # in the file, in bytes
+    sizes: tuple[int, ...]  # shape of the chunk
+    file: str  # name of the file in the directory
+    start: int  # where the chunk begins in the file, in bytes
+    length: int  # how long the chunk is in the file, in bytes
 
 
 class DcpFiles:
-    """The tensors of a directory.
+    """The tensors of a directory, read on demand.
 
-    `tensors` has the chunks of each tensor by its key. Other values in the directory, such as a
-    step number, are not read.
+    `tensors` lists the chunks of each tensor, by the tensor's key. Other values in the directory,
+    such as a step number, are not read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -225,7 +225,7 @@ def write_index(directory: Path, chunks: Iterable[Chunk], empty_keys: Sequence[s
     Args:
         directory: The directory of the files that hold the chunks.
         chunks: The chunks of all files.
-        empty_keys: Keys without a value that readers expect.
+        empty_keys: Further keys that readers expect to exist. They get no value.
     """
     tensors: dict[str, Any] = {}
     locations: dict[dcp.MetadataIndex, Any] = {}

@@ -1,9 +1,10 @@
 """Read and write the forms of model weights on disk.
 
-These are Hugging Face's safetensors, torch's distributed checkpoint (DCP) and Megatron-core's
-checkpoint. Each can be read as canonical weights, block by block, and written file by file. In all
-forms, `config.json`, the tokenizer and other files of a model lie beside the weights, as Hugging
-Face names them. A learner's checkpoint can only be read.
+Three forms can be read and written: Hugging Face's safetensors, torch's distributed checkpoint
+(DCP) and Megatron-core's checkpoint. A learner's checkpoint can only be read. Weights are read
+block by block under their canonical names, which are Hugging Face's, and written file by file. In
+all forms, `config.json`, the tokenizer and other files of a model lie beside the weights, with the
+names that Hugging Face gives them.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class WriteEntry:
-    """A tensor to write, or one chunk of it."""
+    """A chunk of a tensor to write; usually the chunk is the whole tensor."""
 
     key: str  # name of the tensor in the written form
     shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]  # of the chunk in the tensor
-    sizes: tuple[int, ...]  # of the chunk
+    offsets: tuple[int, ...]  # start of the chunk in the tensor, per dimension
+    sizes: tuple[int, ...]  # shape of the chunk
     dtype: torch.dtype
-    weights: tuple[str, ...]  # names of the canonical weights that it is made of
+    weights: tuple[str, ...]  # canonical names of the weights that the chunk is made of
     make: Callable[[], Tensor]  # reads the weights and returns the chunk
 
     @property
@@ -168,8 +169,8 @@ class Dcp:
         """Return the weights.
 
         A trainer may have saved its model under a name, beside other state: `{"model": ...,
-        "optim": ...}`. The prefix is taken from the shortest key that ends with the embedding's
-        name.
+        "optim": ...}`. The prefix "model." is then found in the shortest key that ends with the
+        embedding's name.
         """
         files = DcpFiles(directory)
         prefix = min(
@@ -213,7 +214,7 @@ class Dcp:
 
 
 class Megatron(Dcp):
-    """The form of Megatron-core: DCP files with Megatron's own keys and extra files."""
+    """The form of Megatron-core: DCP files with Megatron's names of tensors and extra files."""
 
     def is_in(self, directory: Path) -> bool:
         return (directory / megatron_format.FORMAT).exists()
@@ -341,7 +342,8 @@ def _select_canonical(weights: Weights, config: Config) -> Weights:
     if config.get("tie_word_embeddings") and {HEAD, EMBEDDING} <= weights.shapes.keys():
         if not torch.equal(weights.read_whole(HEAD), weights.read_whole(EMBEDDING)):
             raise ModelError(
-                f"{HEAD} differs from the embedding, but config.json says tie_word_embeddings=true"
+                f"{HEAD} differs from the embedding, but config.json says "
+                "tie_word_embeddings=true: set it to false"
             )
         dropped.add(HEAD)
     shapes = {name: shape for name, shape in weights.shapes.items() if name not in dropped}
@@ -357,5 +359,5 @@ def _check_weights(weights: Weights, expected_shapes: Mapping[str, tuple[int, ..
     for name, shape in expected_shapes.items():
         if weights.shapes[name] != shape:
             raise ModelError(
-                f"weight '{name}' has shape {weights.shapes[name]}, config.json says {shape}"
+                f"weight '{name}' has shape {weights.shapes[name]}, but config.json implies {shape}"
             )

@@ -43,10 +43,13 @@ class ParameterLocation:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a Megatron parameter that are a block of a canonical weight."""
+    """Rows of a Megatron parameter that are a block of a canonical weight.
+
+    `offsets` and `sizes` are those of the block in the weight.
+    """
 
     piece: WeightPiece
-    parameter: str
+    parameter: str  # name of the parameter
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -63,7 +66,7 @@ class MegatronFiles:
     Attributes:
         shapes: The shape of each weight, by its name.
         locations: The location of each Megatron parameter, by its name.
-        rows_by_weight: The rows of parameters that each weight consists of, by the weight's name.
+        rows_by_weight: The rows of Megatron parameters that make up each weight, by its name.
     """
 
     def __init__(self, directory: Path, dimensions: Dimensions) -> None:
@@ -143,8 +146,8 @@ class MegatronFiles:
         )
         if shape != expected_shape and not is_padded:
             raise CheckpointError(
-                f"'{location.key}' in {self.files.directory} has shape {shape}, but by config.json "
-                f"it is {expected_shape}"
+                f"'{location.key}' in {self.files.directory} has shape {shape}, but config.json "
+                f"implies {expected_shape}"
             )
         return location
 
@@ -152,8 +155,8 @@ class MegatronFiles:
 def list_possible_names(parameter: str) -> list[str]:
     """Return the names that a parameter may have in a checkpoint.
 
-    The first is its name in Megatron's own layers. Transformer Engine's layers fuse some norms into
-    the matrix that follows them; such a norm has a second name.
+    The first name is the one in Megatron's own layers. Transformer Engine's layers fuse some norms
+    into the matrix that follows them; such a norm has a second name.
     """
     match = LAYER_PARAMETER.fullmatch(parameter)
     if match is None or match[2] not in FUSED:
@@ -194,6 +197,7 @@ def list_written_locations(parameter: str, dimensions: Dimensions) -> Iterator[P
     A fused norm is written under both of its names, so that Megatron's own layers and Transformer
     Engine's can both load the result.
     """
+    # The layers of a model with experts may differ, so they are not stacked.
     stacked = not dimensions.experts
     yield make_location(parameter, dimensions, stacked=stacked)
     match = LAYER_PARAMETER.fullmatch(parameter)
@@ -207,7 +211,7 @@ def list_written_locations(parameter: str, dimensions: Dimensions) -> Iterator[P
 def list_empty_states(dimensions: Dimensions) -> list[str]:
     """Return the keys of the empty extra states that Megatron's own layers require.
 
-    Each matrix of a linear layer has one.
+    Each matrix of a linear layer has one extra state.
     """
     matrices = [
         name

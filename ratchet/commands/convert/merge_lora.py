@@ -41,8 +41,8 @@ def merge_adapter(weights: Weights, stored: StoredAdapter) -> Weights:
         stored.adapter.lora.scale,
     )
 
-    @lru_cache(maxsize=3)  # a fused Megatron matrix takes blocks of three weights in turn
-    def whole(name: str) -> Tensor:
+    @lru_cache(maxsize=3)  # a fused matrix of Megatron (QKV) alternates between three weights
+    def read_merged(name: str) -> Tensor:
         return merged_weights[name].to("cpu", weights.dtypes[name], copy=True)
 
     def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -50,7 +50,7 @@ def merge_adapter(weights: Weights, stored: StoredAdapter) -> Weights:
             return weights.read(name, offsets, sizes)
         # The whole weight is merged, so that its bits do not depend on the block. Merging only the
         # block could round differently, because its matrix product has another shape.
-        return whole(name)[
+        return read_merged(name)[
             tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         ]
 

@@ -40,8 +40,8 @@ def convert_paths_or_addresses(
 ) -> None:
     """Convert a model with `convert`, from and to local paths or addresses.
 
-    The output for an address is built in the cache, and stays there until its upload is complete.
-    If the upload fails, the same command uploads it again.
+    If the target is an address, the model is converted into the cache and stays there until its
+    upload is complete. If the upload fails, the same command repeats only the upload.
     """
     is_remote = is_address(target)
     if is_remote:
@@ -79,18 +79,19 @@ def convert_paths_or_addresses(
 def _read_source(
     source: str, config: str | None, export_dir: Path, say: Say
 ) -> tuple[str, str | None]:
-    """Return the local path or hub id of the source, and the directory of its config.json.
+    """Return the local path or hub id of the source, and the `config` to convert it with.
 
-    A run's checkpoint is exported in Hugging Face's form first. An interrupted conversion uses the
-    same export when it continues.
+    A run's checkpoint is exported in Hugging Face's form first, and an interrupted conversion uses
+    the same export when it continues. A checkpoint with Megatron's weights is converted as it is;
+    without `config` it gets the config.json of the run's first model.
 
     Args:
-        source: The model to convert, as the user names it.
-        config: The directory that the user names for config.json.
+        source: The model to convert: a path, an address, or a hub id.
+        config: The directory or address of a config.json, or None.
         export_dir: The directory that a checkpoint is exported to.
-        say: Prints a note.
+        say: A function that prints a line.
     """
-    # With --config, the folder of a checkpoint's role is read as it is.
+    # CHECKPOINT/policy means the checkpoint. With --config it means this folder, read as it is.
     saved = find_saved(source.removesuffix("/policy") if config is None else source)
     if saved is None or saved.step is None:
         return (str(fetch_weights(source)) if is_address(source) else source), config
@@ -98,7 +99,6 @@ def _read_source(
     recipe = load_recipe(saved.run, checkpoint)
     megatron = saved.path / "policy" / "megatron"
     if isinstance(recipe.stages[-1].learner, MegatronConfig) and megatron.is_dir():
-        # Megatron's weights are converted as they are, beside the files of the run's first model.
         return str(megatron), config or localize_model(recipe, saved.run).model.path
     manifest_digest = sha256((saved.path / MANIFEST).read_bytes()).hexdigest()
     checkpoint_identity = f"{saved.path.resolve()}\n{manifest_digest}\n"

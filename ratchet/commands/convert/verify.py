@@ -54,20 +54,23 @@ def explain_missing_logits(weights: Weights, config: Config, forms: tuple[str, s
 
 
 def sample_logits(form: str, directory: Path, weights: Weights, config: Config) -> Tensor:
-    """Return float32 logits [T, V] on the CPU. Every model gets the same T = N_TOKENS tokens."""
+    """Return float32 logits (T, V) on the CPU; V is the size of the vocabulary.
+
+    Models of one vocabulary get the same T = N_TOKENS tokens.
+    """
     return LOGITS_FUNCTIONS[form](DecoderConfig.from_hf(config), directory, weights, config)
 
 
-def _decoder_logits(
+def _compute_decoder_logits(
     shape: DecoderConfig, directory: Path, weights: Weights, config: Config
 ) -> Tensor:
     """Return the logits of the built-in decoder."""
     decoder = empty_decoder(shape, dtype=torch.float32, device="cpu")
     load_weights(decoder, ((name, weights.read_whole(name)) for name in weights.shapes))
-    return _logits(DecoderPolicy(decoder))
+    return _compute_logits(DecoderPolicy(decoder))
 
 
-def _megatron_logits(
+def _compute_megatron_logits(
     shape: DecoderConfig, directory: Path, weights: Weights, config: Config
 ) -> Tensor:
     """Return the logits of Megatron-core, which reads its checkpoint from `directory`."""
@@ -83,22 +86,25 @@ def _megatron_logits(
             with torch.no_grad():
                 for name, parameter in policy.chunks[0].named_parameters():
                     parameter.copy_(files.parameter(name))
-            return _logits(policy)
+            return _compute_logits(policy)
         finally:
             destroy_process_groups()
 
 
 # The function that computes logits, by the form of the model.
 LOGITS_FUNCTIONS: Mapping[str, Callable[[DecoderConfig, Path, Weights, Config], Tensor]] = {
-    "hf": _decoder_logits,
-    "dcp": _decoder_logits,
-    "learner": _decoder_logits,
-    "megatron": _megatron_logits,
+    "hf": _compute_decoder_logits,
+    "dcp": _compute_decoder_logits,
+    "learner": _compute_decoder_logits,
+    "megatron": _compute_megatron_logits,
 }
 
 
-def _logits(policy: PolicyModel) -> Tensor:
-    """Return the logits of N_TOKENS random tokens, drawn with a fixed seed on the CPU."""
+def _compute_logits(policy: PolicyModel) -> Tensor:
+    """Return the logits of N_TOKENS random tokens, which are drawn with a fixed seed on the CPU.
+
+    Suffixes name dimensions: T tokens, d the width of the hidden states.
+    """
     device = next(policy.parameters()).device
     tokens_T = torch.randint(
         policy.vocab_size, (N_TOKENS,), generator=torch.Generator().manual_seed(0)

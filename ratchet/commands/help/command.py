@@ -11,7 +11,7 @@ from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.errors import ConfigError
 
-MAX_KINDS = 5  # kinds of one entry that are listed by name
+MAX_KINDS = 5  # maximum number of an entry's kinds that are listed by name
 
 
 def make_help_text(words: str = "") -> str:

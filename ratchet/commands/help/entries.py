@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ratchet.commands.help.json_schema import describe_schema, key_schemas
+from ratchet.commands.help.json_schema import describe_schema, get_key_schemas
 from ratchet.config.base import Section
 from ratchet.config.key_paths import STAGES, find_section, find_slot, get_default
 from ratchet.config.registry import KINDS
@@ -41,7 +41,7 @@ class KeyEntry:
         field = self.section.model_fields[self.name]
         slot = find_slot(field)
         if slot is None:
-            return describe_schema(key_schemas(self.section)[self.name])
+            return describe_schema(get_key_schemas(self.section)[self.name])
         section = f"{'list of sections' if slot.is_list else 'section'} with a kind"
         return section + (" or null" if slot.is_optional else "")
 
@@ -101,7 +101,8 @@ def _walk_kinds(slot: str, path: str, walked_kinds: set[tuple[str, str]]) -> Ite
         if (target, kind) not in walked_kinds:
             walked_kinds.add((target, kind))
             yield from _walk_section(section, f"{path}.", (kind,), walked_kinds)
-        else:  # walked under another slot, except for the keys that this slot adds to its sections
+        # The kind's keys were yielded under another slot; this slot may add keys of its own.
+        else:
             for added_key in SLOT_FIELDS.get(slot, ()):
                 yield KeyEntry(f"{path}.{added_key}", (kind,), section)
 

@@ -24,21 +24,24 @@ REFERENCE = "#/definitions/{model}"
 JsonSchema = dict[str, Any]
 
 
-def recipe_schema() -> JsonSchema:
+def make_recipe_schema() -> JsonSchema:
     """Return the JSON schema (draft 7) of a recipe as it is written.
 
-    A stage's key may stand at the top as the default of all stages, and any key may come from the
-    recipe that this one extends, so no key is required. A section without its `kind`, or with an
+    No key is required, because a stage's key may stand at the top as the default of all stages, and
+    any key may come from the recipe that this one extends. A section without its `kind`, or with an
     import path as its kind, may have any keys.
     """
     definitions: dict[str, JsonSchema] = {}
-    run = _section_schema(RunConfig, definitions)
+    run = _make_section_schema(RunConfig, definitions)
     stage = definitions[StageConfig.__name__]
     by_name = {"type": "object", "additionalProperties": run["properties"]["stages"]["items"]}
     run["properties"] |= {
-        # a recipe that extends another changes its stages by name
+        # A recipe that extends another one changes that recipe's stages by name.
         "stages": {"anyOf": [run["properties"]["stages"], by_name]},
-        "extends": {"type": "string", "description": "Recipe to start from: a path from here."},
+        "extends": {
+            "type": "string",
+            "description": "Recipe to start from: a path relative to this file.",
+        },
         **{key: stage["properties"][key] for key in STAGE_KEYS},
     }
     return {
@@ -50,12 +53,12 @@ def recipe_schema() -> JsonSchema:
 
 
 @cache
-def key_schemas(section: type[Section]) -> Mapping[str, JsonSchema]:
+def get_key_schemas(section: type[Section]) -> Mapping[str, JsonSchema]:
     """Return the JSON schema of each key of a section, without definitions of inner sections."""
     return section.model_json_schema(ref_template=REFERENCE)["properties"]
 
 
-def _section_schema(section: type[Section], definitions: dict[str, JsonSchema]) -> JsonSchema:
+def _make_section_schema(section: type[Section], definitions: dict[str, JsonSchema]) -> JsonSchema:
     """Return the schema of a section, and add those of its inner sections to `definitions`."""
     schema = section.model_json_schema(ref_template=REFERENCE)
     for unused in ("$defs", "title", "required"):
@@ -63,37 +66,40 @@ def _section_schema(section: type[Section], definitions: dict[str, JsonSchema]) 
     for name, field in section.model_fields.items():
         slot, inner = find_slot(field), find_section(field.annotation)
         if slot is not None:
-            schema["properties"][name] = _slot_schema(slot, field, definitions)
+            schema["properties"][name] = _make_slot_schema(slot, field, definitions)
         elif inner is not None and inner.__name__ not in definitions:
-            definitions[inner.__name__] = {}  # a section may hold one of its own class
-            definitions[inner.__name__] |= _section_schema(inner, definitions)
+            definitions[inner.__name__] = {}  # a section may contain its own class
+            definitions[inner.__name__] |= _make_section_schema(inner, definitions)
     for key in schema["properties"].values():
         key.pop("title", None)
     return schema
 
 
-def _slot_schema(slot: Slot, field: FieldInfo, definitions: dict[str, JsonSchema]) -> JsonSchema:
+def _make_slot_schema(
+    slot: Slot, field: FieldInfo, definitions: dict[str, JsonSchema]
+) -> JsonSchema:
     """Return the schema of a field whose section is chosen by `kind`."""
     schema: JsonSchema = {"$ref": REFERENCE.format(model=slot.name)}
     if slot.name not in definitions:
-        definitions[slot.name] = {}  # an environment may hold other environments
-        definitions[slot.name] |= _kinds_schema(slot.name, definitions)
+        definitions[slot.name] = {}  # an environment may contain others
+        definitions[slot.name] |= _make_kinds_schema(slot.name, definitions)
     if slot.is_list:
         schema = {"type": "array", "items": schema}
     if slot.is_optional:
         schema = {"anyOf": [schema, {"type": "null"}]}
-    # draft 7 ignores what stands beside $ref
+    # Draft 7 ignores the keys beside $ref, so the reference is put into allOf.
     return {"description": field.description or "", "allOf": [schema]}
 
 
-def _kinds_schema(slot: str, definitions: dict[str, JsonSchema]) -> JsonSchema:
+def _make_kinds_schema(slot: str, definitions: dict[str, JsonSchema]) -> JsonSchema:
     """Return the schema of a slot's section: its kind decides which keys it has."""
     branches = []
     for kind in KINDS[slot]:
         reference = f"{slot}.{kind}"
-        definitions[reference] = _section_schema(section_class(slot, kind), definitions)
+        definitions[reference] = _make_section_schema(section_class(slot, kind), definitions)
         condition: JsonSchema = {"properties": {"kind": {"const": kind}}}
-        if DEFAULT_KIND.get(slot) != kind:  # else it also holds where the kind is left out
+        # The keys of the default kind are also those of a section without `kind`.
+        if DEFAULT_KIND.get(slot) != kind:
             condition["required"] = ["kind"]
         branches.append({"if": condition, "then": {"$ref": REFERENCE.format(model=reference)}})
     kinds = {"anyOf": [{"enum": list(KINDS[slot])}, {"type": "string", "pattern": ":"}]}
@@ -125,8 +131,9 @@ def describe_schema(schema: Mapping[str, Any]) -> str:
         return "section"
     if "const" in schema or "enum" in schema:
         values = schema.get("enum", [schema.get("const")])
-        # In order, because `typing` keeps one object for Literals that differ in order alone, so
-        # that the order of a Literal depends on which module is imported first.
+        # The values are sorted, because the order within a Literal depends on which module is
+        # imported first: `typing` caches Literals, and those with the same values in another order
+        # are one cached object.
         return ", ".join(sorted("null" if value is None else str(value) for value in values))
     branches = schema.get("anyOf") or schema.get("allOf")
     if branches:

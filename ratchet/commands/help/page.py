@@ -39,7 +39,7 @@ def make_recipe_page() -> str:
 
 
 class _Page:
-    """The state of the page: which sections and slots are written, and which are still pending."""
+    """The state of the page: the sections and slots that are written, and those still pending."""
 
     def __init__(self) -> None:
         self._written: set[object] = set()
@@ -83,7 +83,7 @@ class _Page:
             section = section_class(slot, kind)
             parent = _find_parent(slot, kind, section)
             names = [name for name in section.model_fields if name != "kind"]
-            # `weight` and `tag` of list items follow the keys of the kind itself
+            # Keys that the slot adds (`weight` and `tag` of a reward) follow the kind's own keys.
             names.sort(key=lambda name: name in SLOT_FIELDS.get(slot, {}))
             if parent is not None:
                 names = [name for name in names if _differs(name, section, parent[1])]
@@ -118,12 +118,13 @@ class _Page:
 
 
 def _find_parent(slot: str, kind: str, section: type[Section]) -> tuple[str, type[Section]] | None:
-    """Return the kind of the same slot whose class this kind's class extends."""
+    """Return the kind and class that the class of `kind` extends; None if it extends no kind."""
     other_sections = {
         other_kind: section_class(slot, other_kind)
         for other_kind in KINDS[slot]
         if other_kind != kind
     }
+    # `section_class` completes some registered classes in a subclass of the same name.
     for base in section.__mro__[1:]:
         for name, other in other_sections.items():
             if base in (other, *other.__bases__) and base.__name__ == other.__name__:

@@ -1,7 +1,7 @@
 """The command `ratchet import`: convert a peer's configuration to a recipe.
 
-A peer is another library. The account lists the keys that could not simply be taken over. It is
-printed to the terminal, and written as comments at the top of the recipe.
+A peer is another library. The account is the list of the peer's keys that could not simply be taken
+over. It is printed to the terminal, and written as comments at the top of the recipe.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def import_file(
     Args:
         file: The peer's configuration.
         peer: Name of the peer; None detects it from the keys.
-        out: Where to write the recipe; None: standard output.
-        with_inert: List the keys without effect too.
+        out: The file for the recipe; None: standard output.
+        with_inert: True also lists the keys without effect on results.
 
     Raises:
-        ConfigError: The file can't be read, or `out` exists. It is also raised after writing if the
-            recipe can't run yet.
+        ConfigError: The file can't be read, or `out` exists. The error is also raised, after the
+            recipe is written, if the recipe can't run yet.
     """
     if out is not None and out.exists():
         raise ConfigError(
@@ -83,7 +83,7 @@ def format_account(result: ImportResult, *, with_inert: bool = True) -> Iterator
     problems of the recipe follow.
 
     Args:
-        with_inert: List the keys without effect, and not only their number.
+        with_inert: True lists the keys without effect; False gives only their number.
     """
     yield from _format_section(
         "Decide on these, which have no counterpart", _join_by_note(result.dropped)

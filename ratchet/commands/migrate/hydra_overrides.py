@@ -48,7 +48,7 @@ class Script:
     Attributes:
         nested: The values, as nested sections.
         unresolved: The overrides that can't be read: key -> text and reason.
-        repeated: The overrides that a later one replaced: key -> replaced value as text.
+        repeated: The overrides that a later override replaced: key -> replaced value as text.
         variables: The script's own shell variables.
         undotted: Overrides whose key has no dot; such a key may choose a config file of Hydra.
     """
@@ -63,13 +63,13 @@ class Script:
     _array_keys: set[str] = field(default_factory=set)  # keys whose value stands in an array
 
     def read(self, text: str) -> None:
-        """Read the overrides of a script. Its own variables in them are replaced by their values.
+        """Read the overrides of a script, with the script's own variables replaced by their values.
 
         Raises ConfigError if the script is too long, if there is no override, or if a key is both a
         value and a section.
         """
         if len(text) > MAX_SCRIPT_CHARS:
-            raise ConfigError(f"is longer than {MAX_SCRIPT_CHARS:,} characters, which no script is")
+            raise ConfigError(f"is longer than {MAX_SCRIPT_CHARS:,} characters, the limit")
         in_array = is_used = False
         for line in split_commands(text):
             if not in_array and (array := ARRAY.match(line)) is not None:

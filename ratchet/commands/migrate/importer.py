@@ -60,19 +60,19 @@ ItemStatus = Literal["same", "different", "dropped", "inert"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The account of one key of the peer: its value, and what it became in the recipe."""
+    """The account of one key of the peer: its value, and its counterpart in the recipe."""
 
     peer_key: str
     value: Any
     recipe_keys: Mapping[str, Any]  # keys and values in the recipe; empty without a counterpart
     note: str  # why there is no counterpart, or how the meaning differs in the recipe
     is_default: bool = False  # True if the value is the peer's default, not set in the file
-    covered_by: str = ""  # the peer's key whose conversion covers this one too
-    inert: bool = False  # True if the key, as it is set, changes no result in Ratchet
+    covered_by: str = ""  # another key of the peer, whose conversion also uses this key's value
+    inert: bool = False  # True if this value of the key changes no result in Ratchet
 
     @property
     def status(self) -> ItemStatus:
-        """Return what became of the key.
+        """Return how the key was converted.
 
         same: taken over. different: taken over with a change that `note` names. dropped: without
         counterpart. inert: without effect on results.
@@ -91,7 +91,7 @@ class ImportResult:
     items: list[Item]
     flat: dict[str, Any]  # the recipe by dotted key
     null_keys: list[str] = field(default_factory=list)  # the peer's keys that the file sets to null
-    # Keys that could not be resolved, each with what to do.
+    # Keys whose values could not be resolved, each with the reason or a remedy.
     unresolved: Mapping[str, str] = field(default_factory=dict)
     # Earlier values of keys that a script sets twice.
     repeated: Mapping[str, str] = field(default_factory=dict)
@@ -154,13 +154,13 @@ def read_config(path: Path, peer: str | None = None) -> ImportResult:
     chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
     if path.suffix not in (".sh", ".bash", ".txt") and chosen_peer.dialect != "omegaconf":
         source = read_source(path, chosen_peer.dialect)
-    name = chosen_peer.detect_method(source.values)
-    if not name:
+    method_name = chosen_peer.detect_method(source.values)
+    if not method_name:
         raise ConfigError(
             f"{path}: the kind of training can't be detected from the keys: {chosen_peer.title} "
             f"has {', '.join(chosen_peer.methods)}"
         )
-    result = convert(chosen_peer, name, source)
+    result = convert(chosen_peer, method_name, source)
     if not {f"environment.{key}" for key in ("train", "hub", "preset")} & set(result.flat):
         result.flat["environment.train"] = ["data/train.jsonl"]
     result.flat.setdefault("name", re.sub(r"[^\w.+-]+", "-", path.stem).lstrip("_.+-") or "run")
@@ -168,11 +168,19 @@ def read_config(path: Path, peer: str | None = None) -> ImportResult:
     return result
 
 
-def convert(peer: Peer, name: str, source: FlatConfig) -> ImportResult:
-    """Return a source converted by a method's table. `ratchet check` has not checked it yet."""
-    method = peer.methods[name]
+def convert(peer: Peer, method_name: str, source: FlatConfig) -> ImportResult:
+    """Convert a source by the table of one of the peer's methods.
+
+    The resulting recipe is not checked yet.
+    """
+    method = peer.methods[method_name]
     result = ImportResult(
-        peer, name, [], dict(method.fixed), unresolved=source.unresolved, repeated=source.repeated
+        peer,
+        method_name,
+        [],
+        dict(method.fixed),
+        unresolved=source.unresolved,
+        repeated=source.repeated,
     )
     _apply(result, method, PeerConfig(source.values, method.defaults))
     return result
@@ -277,7 +285,7 @@ def _correct_items(
     setter_by_recipe_key: Mapping[str, str],
     config: PeerConfig,
 ) -> None:
-    """Correct the items that a later key has overridden, or whose value no conversion used."""
+    """Correct items whose recipe keys a later key has set anew, or whose value wasn't used."""
     recipe = result.recipe
     items = [_drop_overridden(item, recipe, setter_by_recipe_key) for item in result.items]
     item_by_key = {item.peer_key: item for item in items}
@@ -333,7 +341,8 @@ def _drop_unused(
 ) -> Item:
     """Return the item, corrected if its own conversion did not use its value.
 
-    Such an item is part of another key's conversion, or it is not taken over.
+    The corrected item names the key whose conversion used the value, or why the value isn't taken
+    over.
     """
     if not item.covered_by and item.peer_key not in conversion_log.conversion_by_key:
         return item
@@ -354,12 +363,12 @@ def _drop_unused(
     if not item.covered_by:
         reason = f"is not taken over: {', '.join(item.recipe_keys)} does not depend on it"
         return replace(item, recipe_keys={}, note="; ".join(filter(None, [item.note, reason])))
-    main = item_by_key.get(_main_key(item))
+    main = item_by_key.get(_get_main_key(item))
     if main is None:
         return replace(
             item,
             covered_by="",
-            note=f"only counts with {_main_key(item)}, which the file doesn't set",
+            note=f"only counts with {_get_main_key(item)}, which the file doesn't set",
             inert=True,
         )
     if main.recipe_keys:
@@ -371,7 +380,7 @@ def _drop_unused(
     return replace(item, covered_by="", note=f"{main.peer_key}: {main.note}", inert=main.inert)
 
 
-def _main_key(item: Item) -> str:
+def _get_main_key(item: Item) -> str:
     """Return `item.covered_by`. A pattern with `*` becomes the key in the item's own section."""
     if "*" not in item.covered_by:
         return item.covered_by

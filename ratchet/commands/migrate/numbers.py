@@ -48,8 +48,9 @@ _refuse: Any = _refuse_use
 class _Hidden:
     """A placeholder for a value, to find out if a conversion uses a key (see `used_keys`).
 
-    Every special method by which code can use a value raises `HiddenValueUsed`. An `is` test and
-    passing it on do not. A placeholder that was passed on is found in the conversion's result.
+    Every special method by which code can use a value raises `HiddenValueUsed`. Code can still test
+    a placeholder with `is` and pass it on. A placeholder that was passed on is then found in the
+    conversion's result.
     """
 
     __bool__ = __str__ = __repr__ = __format__ = __hash__ = _refuse
@@ -138,9 +139,9 @@ def flag(value: Any, key: str = "") -> bool:
 
 
 def quotient(total: int, part: int, meaning: str) -> int:
-    """Return total / part. Raises InvalidValue if that is not an integer.
+    """Return total / part. Raises InvalidValue if the quotient is not an integer.
 
-    meaning: the meaning of the quotient, with which the message begins.
+    `meaning` is the meaning of the quotient; the error message begins with it.
     """
     if part <= 0 or total % part:
         raise InvalidValue(
@@ -158,7 +159,7 @@ SUM = re.compile(r"(\d{1,18})\s*([+-])\s*(\d{1,18})")
 def compute_whole(text: str) -> int | None:
     """Return the value of an expression of whole numbers with + - * /, as the shell computes it.
 
-    Return None for any other expression, and where an intermediate sum is below 0.
+    Return None for any other expression, or if an intermediate result is below 0.
     """
     if re.search(r"\b0\d", text):  # octal in the shell
         return None

@@ -27,15 +27,20 @@ RESOLVERS: Mapping[str, Callable[[Any, Any], Any]] = {
 }
 MAX_DEPTH = 50
 MAX_TEXT = 20_000  # characters and items of a value after its ${...} are resolved
+TOO_LONG = (
+    f"its ${{...}} resolve to more than {MAX_TEXT:,} characters, the limit: write the value out"
+)
 
 
 @dataclass
 class FlatConfig:
     """The configuration of another library.
 
-    values: the values by dotted key; a list is one value.
-    unresolved: keys that could not be resolved: key -> text and reason.
-    repeated: overrides that a later one in the script replaced: key -> replaced value as text.
+    Attributes:
+        values: The values by dotted key; a list is one value.
+        unresolved: The keys that could not be resolved: key -> text and reason.
+        repeated: Overrides that a later override in the script replaced: key -> replaced value as
+            text.
     """
 
     values: dict[str, Any]
@@ -187,7 +192,7 @@ class _Resolver:
             try:
                 value = self._resolve_value(self.source.values[key], key)
                 if _count_down(value, MAX_TEXT) < 0:
-                    raise LookupError("the file's ${...} multiply each other: write the value out")
+                    raise LookupError(TOO_LONG)
                 self.resolved[key] = value
             except LookupError as error:
                 self.resolved[key] = error
@@ -211,7 +216,7 @@ class _Resolver:
                 return inner
             value = value[: match.start()] + str(inner) + value[match.end() :]
             if len(value) > MAX_TEXT:
-                raise LookupError("the file's ${...} multiply each other: write the value out")
+                raise LookupError(TOO_LONG)
         return value
 
     def _resolve_reference(self, reference: str, key: str) -> Any:

@@ -60,7 +60,7 @@ def parallel_size(role: str, part: str, config: PeerConfig) -> int:
 
 
 def data_ranks(role: str, config: PeerConfig) -> int:
-    """Return the data-parallel size of a role: accelerators over the product of its other sizes."""
+    """Return a role's data-parallel size: its accelerators over its other parallel sizes."""
     parts = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     ranks_per_replica = 1
     for part in parts:
@@ -454,9 +454,9 @@ def _reward_clip(config: PeerConfig) -> list[dict[str, Any]]:
 
 
 def reward_clip(value: Any, config: PeerConfig) -> Any:
-    """Return the reward shaping with the clip.
+    """Return the reward shaping, which begins with the clip.
 
-    If the estimator sets a shaping, the clip is its first entry. Otherwise it is the only one.
+    If `estimator` sets further shaping steps, they follow the clip.
     """
     estimated = estimator(config["adv_estimator"], config)
     shaping = estimated.values.get("algorithm.shaping") if isinstance(estimated, Values) else None
@@ -487,7 +487,7 @@ def max_answer_tokens(value: Any, config: PeerConfig) -> Any:
 
 
 def warmup_ratio(steps_key: str) -> Conversion:
-    """Return the conversion of a warm-up's share, which counts if its steps are not set."""
+    """Return the conversion of a warm-up's share, which has no effect if its steps are set."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
         if config[steps_key] is not None and config.whole(steps_key, least=0) > 0:

@@ -25,7 +25,7 @@ BASE_CONFIG = (
 )
 KV_CACHE = "the size of vLLM's KV cache is set in GiB here (generator.kv_cache_gib), not as a share"
 OVERRIDDEN = "{key} overrides it"
-# A maximum number of steps that is at least this large means that the passes end training.
+# A maximum number of steps from this size on means that the number of passes ends training.
 UNLIMITED_STEPS = 100_000
 NUMERICS = "has no switch here: the learner chooses its numerics"
 DATA_LOADER = "rows are a function of seed and position here: there is no data loader to configure"
@@ -55,13 +55,13 @@ def warmup_share(
 ) -> Values:
     """Convert a share of all the peer's steps to a warm-up.
 
-    It stays a share if the file doesn't give the number of all steps.
+    The warm-up stays a share if the file doesn't give the number of all steps.
 
     Args:
         value: The share.
         steps: The number of all steps, as the peer counts them; None: unknown.
-        round_steps: Rounds like the peer.
-        factor: Optimizer steps in one of the peer's steps.
+        round_steps: A function that rounds as the peer does.
+        factor: Number of optimizer steps in one of the peer's steps.
     """
     fraction = numbers.number(value)
     if fraction and steps is None:
@@ -91,14 +91,15 @@ def own_function(kind: str, path: str, **keys: Any) -> dict[str, Any]:
 
     Args:
         kind: The reward's kind, which names the library that the function was written for.
-        path: "module.name" or "module:name", or "file.py:name".
+        path: "module.name", "module:name" or "file.py:name".
+        keys: Further keys of the reward's section.
     """
     module, _, name = path.rpartition(":" if ":" in path else ".")
     return {"kind": kind, "function": f"{module}:{name}", **keys}
 
 
 def variables(prefix: str) -> Callable[[Any, PeerConfig], Any]:
-    """Return the conversion of all keys below a prefix to a mapping of their values."""
+    """Return a conversion that collects all keys below a prefix in one mapping."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
         names = [key for key in config.values if key.startswith(prefix)]

@@ -1,9 +1,9 @@
 """Parse commands and simple variables of a shell script, as far as reading overrides needs it.
 
 A simple variable is set by an unconditional `NAME=value`. Other lines may set the variable under a
-condition, in a loop, by arithmetic or by `read`. They are recognised because they name it without a
-$. From the first such line on, its value counts as unknown, so that an earlier value is not used by
-mistake. After `source` and `eval` all values are unknown.
+condition, in a loop, by arithmetic or by `read`. Such a line is recognised by the variable's name
+without a $. From this line on the variable's value counts as unknown, so that its earlier value is
+not used by mistake. After `source` and `eval` all values are unknown.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def split_commands(text: str) -> Iterator[str]:
         if document_end:
             document_end = "" if line.strip() == document_end else document_end
             continue
-        code = _without_comment(line)
+        code = _strip_comment(line)
         # A backslash at the end of a comment does not continue the line.
         continuation = re.search(r"\\\s*$", code) if code == line else None
         parts.append(code[: continuation.start()] if continuation else code)
@@ -72,7 +72,7 @@ def split_commands(text: str) -> Iterator[str]:
         yield " ".join(parts)
 
 
-def _without_comment(line: str) -> str:
+def _strip_comment(line: str) -> str:
     """Return the line up to its comment. Only a # at the start of a word begins a comment."""
     previous = " "
     for index, character, quote in _scan_characters(line):
@@ -89,8 +89,8 @@ def _ends_in_quotes(line: str) -> bool:
 def _scan_characters(line: str) -> Iterator[tuple[int, str, str]]:
     """Yield (index, character, quote) for each character of a line.
 
-    quote: the quotation mark that the character is inside of, or "". An escaped character is
-    yielded as "x", so that it is not taken for syntax.
+    `quote` is the quotation mark around the character, or "" outside of quotes. An escaped
+    character is yielded as "x", so that it is not taken for syntax.
     """
     quote, escaped = "", False
     for index, character in enumerate(line):
@@ -205,7 +205,10 @@ class Variables:
         return VARIABLE.sub(fill, text)
 
     def compute(self, line: str) -> str:
-        """Return the line with $((1024 * 2)) and the like computed, where all numbers are known."""
+        """Return the line with arithmetic such as $((1024 * 2)) replaced by its result.
+
+        Arithmetic with an unknown variable stays.
+        """
         return ARITHMETIC.sub(self._compute_match, line)
 
     def _compute_match(self, match: re.Match[str]) -> str:
@@ -217,7 +220,7 @@ class Variables:
     def _get_value(self, match: re.Match[str]) -> str:
         name, default = match[1] or match[4], match[3]
         if default is not None:
-            # One level: a default of the default would need a parser.
+            # Variables in the default are replaced, but a default within it would need a parser.
             default = re.sub(
                 r"\$(?:\{(\w+)\}|(\w+))",
                 lambda inner: self.values.get(inner[1] or inner[2], inner[0]),

@@ -23,9 +23,10 @@ ABSENT: Any = object()
 class PeerConfig:
     """A peer's configuration, flat, by dotted key.
 
-    values: the values in the file.
-    defaults: the peer's own defaults.
-    read_keys: the keys that conversions have read.
+    Attributes:
+        values: The values in the file.
+        defaults: The peer's own defaults.
+        read_keys: The keys that conversions have read.
     """
 
     values: Mapping[str, Any]
@@ -33,7 +34,10 @@ class PeerConfig:
     read_keys: set[str] = field(default_factory=set)
 
     def __getitem__(self, key: str) -> Any:
-        """Return the file's value, or else the peer's default; None without both, or for null."""
+        """Return the file's value, which is None for null, or else the peer's default.
+
+        Return None if there is neither.
+        """
         self.read_keys.add(key)
         return self.values[key] if key in self.values else self.defaults.get(key)
 
@@ -86,15 +90,17 @@ Conversion = Callable[[Any, PeerConfig], Any]
 class KeyRow:
     """A key of a peer.
 
-    peer_key: the peer's dotted key; `*` in it matches any characters.
-    recipe_key: the key of the recipe, or several with commas; "" if there is none.
-    note: what differs in meaning; without `recipe_key`, why there is none, or what to do.
-    convert: returns the value of `recipe_key`, or `Values`, `Dropped` or `Inert`; None copies the
-      value.
-    covered_by: the peer's key whose conversion also covers this one.
-    default: the peer's default, if it differs from Ratchet's.
-    null: the value of `recipe_key` if the peer's value is null; ABSENT: null sets nothing.
-    inert: True if the missing counterpart changes no training result.
+    Attributes:
+        peer_key: The peer's dotted key; `*` in it matches any characters.
+        recipe_key: The key of the recipe, or several keys with commas; "" if there is none.
+        note: How the meaning differs; without `recipe_key`, why there is no counterpart, or what
+            to set instead.
+        convert: A function that returns the value of `recipe_key`, or `Values`, `Dropped` or
+            `Inert`; None copies the value.
+        covered_by: Another key of the peer, whose conversion also uses this key's value.
+        default: The peer's default, if it differs from Ratchet's.
+        null: The value of `recipe_key` if the peer's value is null; ABSENT: null sets nothing.
+        inert: True if the missing counterpart changes no training result.
     """
 
     peer_key: str
@@ -111,7 +117,9 @@ class KeyRow:
 class Method:
     """A training method of a peer.
 
-    fixed: keys of every recipe made from it, unless a row overrides them.
+    Attributes:
+        fixed: Keys and values of every recipe for this method, unless a row overrides them.
+        rows: The keys that a configuration of this method may have.
     """
 
     fixed: Mapping[str, Any]
@@ -152,10 +160,15 @@ class Method:
 class Peer:
     """A library whose configurations are imported.
 
-    version: the version of the library that has these keys and defaults.
-    marks: keys, or prefixes of keys, by which a configuration of this peer is recognised.
-    detect_method: returns the name of a configuration's method; "" if it can't be detected.
-    dialect: the YAML dialect of its files.
+    Attributes:
+        name: The library's name on the command line.
+        title: The library's name in messages.
+        version: The version of the library that has these keys and defaults.
+        marks: Keys, or prefixes of keys, by which a configuration of this peer is recognised.
+        detect_method: A function that returns the name of a configuration's method; "" if the
+            method can't be detected.
+        methods: The methods by name.
+        dialect: The YAML dialect of the library's files.
     """
 
     name: str
@@ -195,9 +208,7 @@ def only_if(
 ) -> Conversion:
     """Return the conversion, limited to files that meet a condition.
 
-    In other files the key has no effect.
-
-    reason: why the key has no effect in other files.
+    In other files the key has no effect, for the reason `reason`.
     """
 
     def checked(value: Any, config: PeerConfig) -> Any:
@@ -238,7 +249,7 @@ def flag(value: Any, config: PeerConfig) -> bool:
 
 
 def positive(reason: str) -> Conversion:
-    """Return a conversion of integers, of which only those above 0 have an effect."""
+    """Return a conversion of integers. An integer below 1 has no effect, for the reason given."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
         count = numbers.whole(value)
@@ -260,7 +271,8 @@ def covered(key: str, *keys: str) -> Iterator[KeyRow]:
 def dropped(reason: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of keys that have no counterpart, for the same reason.
 
-    A run in Ratchet may give other results without them. See `no_effect` for other keys.
+    Without these keys, a run in Ratchet may give other results. For keys that change no result, see
+    `no_effect`.
     """
     return (KeyRow(key, note=reason) for key in keys)
 

@@ -1,8 +1,8 @@
 """The key rows that all of TRL's trainers share: those of TrainingArguments and ModelConfig.
 
 A row with the exact key takes precedence over a row with a pattern, so `eval_*` does not cover
-`eval_on_start`, which has a row of its own. Rows without a counterpart are `dropped` if results may
-differ for it, and `no_effect` if they can't.
+`eval_on_start`, which has a row of its own. Keys without a counterpart have `dropped` rows if their
+absence may change results, and `no_effect` rows if it can't.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def minibatches(config: PeerConfig) -> int:
 
 
 def set_minibatches(value: Any, config: PeerConfig) -> Values:
-    """Set the mini-batches. As in TRL, answers are shuffled before a batch is split."""
+    """Return the keys of mini-batches. As in TRL, answers are shuffled before a batch is split."""
     count = minibatches(config)
     return Values(
         {
@@ -138,9 +138,9 @@ def convert_every(strategy: str, recipe_key: str) -> Conversion:
 
 
 def warmup(value: Any, config: PeerConfig) -> Any:
-    """Convert a number of optimizer steps, rounded down.
+    """Convert a number of optimizer steps, which is rounded down.
 
-    A value below 1 is a share of all steps, rounded up.
+    A value below 1 is a share of all steps; the resulting number of steps is rounded up.
     """
     number = numbers.number(value)
     if number < 0:

@@ -20,10 +20,11 @@ def uses_key(
     """True if the conversion of a key depends on the file's value of `tested_key`.
 
     Args:
-        convert: the conversion.
-        tested_key: the key whose use is tested.
-        converted_key: the key that is converted.
-        value: the value of `converted_key`.
+        convert: The conversion.
+        tested_key: The key whose use is tested.
+        converted_key: The key that is converted.
+        value: The value of `converted_key`.
+        config: The peer's configuration.
     """
     hidden = HiddenValue()
     values: Mapping[str, Any] = {**config.values, tested_key: hidden}
@@ -35,7 +36,8 @@ def uses_key(
         return True
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
         # The use of a hidden value raises HiddenValueUsed, so another value made the conversion
-        # fail. The report lists that failure: count the key as used, so that it is listed once.
+        # fail. The account lists this failure already. Counting the key as used keeps it from being
+        # listed a second time, as unused.
         return True
     return _contains(result, hidden)
 
@@ -56,8 +58,9 @@ def _contains(content: Any, hidden: Any) -> bool:
 class ConversionLog:
     """A log of the conversions that set a key of the recipe, to run them again.
 
-    conversion_by_key: each conversion and its value, by the converted key.
-    readers_by_key: for each key, the converted keys whose conversions read it.
+    Attributes:
+        conversion_by_key: Each conversion and the value that it converted, by the converted key.
+        readers_by_key: For each key, the converted keys whose conversions read it.
     """
 
     conversion_by_key: dict[str, tuple[Conversion, Any]] = field(default_factory=dict)

@@ -188,7 +188,7 @@ ALGORITHM = (
 
 
 def custom_reward_rows(prefix: str) -> Iterator[KeyRow]:
-    """Yield the rows of a user's reward function."""
+    """Yield the rows of a user's reward function, whose keys begin with `prefix`."""
     path = f"{prefix}.path"
     yield KeyRow(path, "rewards", convert=to.custom_reward(prefix))
     yield from covered(path, f"{prefix}.name", f"{prefix}.reward_kwargs.*")

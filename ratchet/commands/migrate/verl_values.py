@@ -332,7 +332,7 @@ def overlong_penalty(section: str, length: str) -> Conversion:
     """Return the conversion of DAPO's overlong penalty.
 
     Args:
-        section: a section of verl that has, or once had, the penalty.
+        section: The section of the penalty, in some version of verl.
         length: verl's key of the maximum length of an answer.
     """
 
@@ -374,8 +374,8 @@ def weight(value: Any, config: PeerConfig) -> Any:
         )
     if config[f"{CORRECTION}.rollout_rs"] is not None:
         raise InvalidValue(
-            f"{CORRECTION}.rollout_is_threshold and rollout_rs are two masks, but there is only "
-            "one here: remove one of them"
+            f"{CORRECTION}.rollout_is_threshold and rollout_rs are two masks, but Ratchet has one: "
+            "remove one of them"
         )
     mask_keys = {
         "weight": value,
@@ -470,7 +470,7 @@ def custom_reward(prefix: str) -> Conversion:
 
 
 def max_replaced(value: Any, config: PeerConfig) -> int:
-    """Return the maximum number of replaced groups. In verl 0 or less means no limit."""
+    """Return the maximum of replaced groups, in batches. In verl 0 or less means no limit."""
     count = numbers.whole(value)
     return count if count > 0 else 1000
 
@@ -484,7 +484,7 @@ def betas(value: Any, config: PeerConfig) -> list[int | float]:
 
 
 def samples(value: Any, config: PeerConfig) -> int:
-    """Return the number of sampled attempts. One becomes 0: the greedy attempt is always made."""
+    """Return the number of sampled attempts. verl's only attempt becomes the greedy one here."""
     count = numbers.whole(value, least=0)
     return count if count > 1 else 0
 

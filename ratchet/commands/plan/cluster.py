@@ -23,7 +23,7 @@ from ratchet.utils.datasheets import (
 
 BF16_BYTES = 2  # bytes of a bfloat16 number
 MAX_MICRO_BATCH_TOKENS = 32768  # larger micro-batches are not faster
-# Bytes of a chunk of the learner's logits, of its softmax, and of its gradient.
+# Bytes of a 256 MiB chunk of the learner's logits, of its softmax, and of its gradient.
 LOGITS_BYTES = 3 * 256 * 2**20
 KV_CACHE_SHARE = 0.35  # share of an accelerator's memory that is kept for the KV cache
 
@@ -72,7 +72,7 @@ class ClusterPlan:
 
     layout: ParallelLayout
     memory: MemoryPlan  # bytes on each accelerator
-    seconds_by_phase: Mapping[str, float]  # of one step
+    seconds_by_phase: Mapping[str, float]  # time of one step
     bottleneck: str  # the longest phase and its limit, such as "sample: memory bandwidth"
 
 
@@ -94,18 +94,18 @@ def plan_cluster(
         n_trained: Number of parameters that optimizers update.
         n_frozen: Number of parameters of models that only score.
     """
-    limit, smallest_peak_gib = spec.accelerator.memory * USABLE_MEMORY_SHARE, float("inf")
+    limit_bytes, smallest_peak_gib = spec.accelerator.memory * USABLE_MEMORY_SHARE, float("inf")
     for layout in _list_layouts(cost, workload, spec):
         memory = _estimate_memory(cost, workload, n_trained, n_frozen, layout)
-        if memory.peak_bytes <= limit:
+        if memory.peak_bytes <= limit_bytes:
             seconds_by_phase, bottleneck = _estimate_seconds(cost, workload, layout, spec)
             return ClusterPlan(layout, memory, seconds_by_phase, bottleneck)
         smallest_peak_gib = min(smallest_peak_gib, memory.peak_bytes / GIB)
     raise ConfigError(
         f"stage {stage.name} does not fit on {spec.count} {spec.kind}: the best parallel layout "
         f"takes {smallest_peak_gib:.0f} GiB of the "
-        f"{limit / GIB:.0f} GiB usable on each; give more accelerators, shorter sequences, or "
-        "train an adapter (lora)"
+        f"{limit_bytes / GIB:.0f} GiB usable on each. Give more accelerators, shorten the "
+        "sequences, or train an adapter (lora)"
     )
 
 

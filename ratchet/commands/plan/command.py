@@ -59,10 +59,10 @@ CHECKPOINT_COPY = "copy for checkpoints"
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """The memory that one process on a device costs."""
+    """The memory that one process on a device takes."""
 
-    device_kind: str
-    empty_process_bytes: int
+    device_kind: str  # "cpu" or "cuda"
+    empty_process_bytes: int  # of Python, PyTorch and their libraries
     compute_bytes: int = 4  # bytes of a number in matrix products
 
 
@@ -135,7 +135,7 @@ def plan_stage(
         config: The recipe.
         index: The index of the stage.
         cost: The cost of the model that the run starts with.
-        process: What a process costs in memory.
+        process: The memory of an empty process on the device, and the size of its numbers.
     """
     stage = config.stages[index]
     algorithm: Algorithm = build(stage.algorithm)
@@ -163,8 +163,8 @@ def plan_stage(
 def estimate_run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
     """Return the peak bytes of the process over all stages.
 
-    With a probe, this is the measured peak, plus the memory that the probe was too short to need:
-    for the largest files of the record, and for the copies for checkpoints.
+    With a probe, this is the measured peak plus the memory that only a longer run takes: for the
+    largest files of the record, and for the copies of the state that checkpoints make.
     """
     if probe is None:
         return max(plan.memory.peak_bytes for plan in plans)
@@ -300,7 +300,7 @@ def estimate_memory(
     n_workers = 1
     if isinstance(learner, LocalConfig) and process.device_kind == "cpu":
         n_workers = 1 if learner.workers == "auto" else learner.workers
-    # A learner of a user's own is planned with the defaults.
+    # A learner class of the user's own is planned with the default sizes.
     sizes = learner if isinstance(learner, LocalConfig | DistributedConfig) else LocalConfig()
     recomputes = (
         isinstance(learner, LocalConfig | DTensorConfig) and learner.activation_checkpointing

@@ -68,17 +68,17 @@ def probe(config: RunConfig, *, limit_s: float) -> Probe:
 
     Args:
         config: The recipe.
-        limit_s: Seconds of training after which a stage begins no further step. A stage runs a few
-            steps in any case.
+        limit_s: Seconds of training after which a stage begins no further step. Each stage runs a
+            few steps even if they take longer.
 
     Raises:
-        RatchetError: If the run fails.
+        RatchetError: The run failed.
     """
     with TemporaryFolder("plan") as directory:
         run, output = _train(directory, write_text(_shorten(config)), "--try", str(limit_s))
         if not run.summary.exists():
             raise RatchetError(
-                f"a probe of {config.name} failed. The run said: {output.strip()[-800:]}"
+                f"a probe of {config.name} failed. Its output ends with: {output.strip()[-800:]}"
             )
         step_metrics = [row for row in read_jsonl(run.metrics) if "time/step_s" in row]
         record = Record(run.steps)
@@ -210,5 +210,8 @@ def measure_empty_process(config: RunConfig) -> int:
             directory, f"{EMPTY_RECIPE}threads: {config.threads}\ndevice: {config.device}\n"
         )
         if not run.summary.exists():
-            raise RatchetError(f"an empty run failed on this machine: {output.strip()[-800:]}")
+            raise RatchetError(
+                "an almost empty run failed on this machine. Its output ends with: "
+                f"{output.strip()[-800:]}"
+            )
         return _read_peak(run)

@@ -49,7 +49,7 @@ def show_plan(
     Args:
         config: The recipe.
         cluster: Accelerators to plan for, such as "2x8xH100"; None plans for this machine.
-        probe_s: Seconds of training to measure for each stage; None measures nothing.
+        probe_s: Seconds for which each stage is trained and measured; None measures nothing.
         directory: Run directory to save the plan in.
         as_json: True prints JSON instead of tables.
 

@@ -1,1 +1,1 @@
-"""`ratchet replay` and `ratchet explain`: a recorded step is computed again."""
+"""`ratchet replay` and `ratchet explain`, which compute recorded steps again."""

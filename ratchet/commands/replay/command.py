@@ -1,5 +1,5 @@
-"""The command `ratchet replay`: compute a step again, and report each result that differs by a bit
-from the run's."""
+"""The command `ratchet replay`: compute steps again, and report each result that is not equal to
+the recorded one bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ratchet.observe.sinks import read_jsonl
 from ratchet.utils.temp_dirs import TemporaryFolder
 from ratchet.utils.terminal_text import make_console
 
-NOT_EQUAL = 1  # the exit status
+NOT_EQUAL = 1  # exit status if a replayed step differs
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class ReplayVerdict:
     recorded_metrics: Mapping[str, float | None]
     n_compared: int  # number of metrics that were compared
     differences: Sequence[Difference]
-    diverged_step: int | None  # first replayed step before this one whose weights differ
+    # The first of the earlier replayed steps after which the weights differ; None if none differs.
+    diverged_step: int | None
     changed_step: ReplayedStep | None = None  # the step computed with the changed recipe
 
     @property

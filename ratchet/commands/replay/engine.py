@@ -75,7 +75,7 @@ class RecordedSource:
     def _process_medium(self, medium: Medium) -> Medium:
         """Process a recorded medium again.
 
-        Raises DataError if the model's processor is missing, or is not the one of the run.
+        Raises DataError if the model's processor is missing, or has changed since the run.
         """
         description = f"the record's {medium.kind} {medium.key}"
         if self.processor is None:
@@ -125,11 +125,11 @@ class ReplayedStep:
 
     step: int
     stage: str
-    groups: Sequence[Group]  # trained on in the step
-    batch: Batch  # trained on in the step
-    weights_T: Tensor  # weight of each token in the policy loss
+    groups: Sequence[Group]  # the groups that the step trained on
+    batch: Batch  # these groups, packed
+    weights_T: Tensor  # weight of each of the batch's T tokens in the policy loss
     metrics: Mapping[str, float | None]  # in the form that a run writes to metrics.jsonl
-    fingerprints: Mapping[str, str]  # of the weights after the step, by role
+    fingerprints: Mapping[str, str]  # fingerprints of the weights after the step, by role
 
     @property
     def table(self) -> pa.Table:
@@ -138,7 +138,7 @@ class ReplayedStep:
 
 
 class StepCollector:
-    """A replacement for a run's recorder and sinks, which keeps the results of a step in memory."""
+    """A replacement of a run's recorder and sinks that keeps the results of one step in memory."""
 
     def __init__(self) -> None:
         self._step_fields: dict[str, Any] = {}
@@ -230,14 +230,14 @@ class Replay:
             self._start_from(nearest_checkpoint)
         while self.last_step < step - 1:
             await self.replay_next()
-        return self._next_stage_run()
+        return self._enter_next_stage()
 
     async def replay_next(self, roles: Mapping[str, Learner] | None = None) -> ReplayedStep:
         """Compute the next step, and set `diverged_step` if its weights are the first to differ.
 
-        roles: wrappers around the run's learners that compute the step in their place.
+        `roles` has wrappers of the run's learners, by role, that compute the step in their place.
         """
-        run = self._next_stage_run()
+        run = self._enter_next_stage()
         replayed = await self._train_next(replace(run, roles={**run.roles, **(roles or {})}))
         self.last_step += 1
         recorded = self.record.steps[replayed.step].fingerprints
@@ -253,14 +253,14 @@ class Replay:
         The run itself does not advance. The state of its learners is copied through `directory`.
         Raises ConfigError if the other recipe has a role that the run lacks.
         """
-        run = self._next_stage_run()
+        run = self._enter_next_stage()
         policy = self._build_policy(config)
         changed_run = self._make_stage_run(config, policy, deepcopy(run.state))
         missing_roles = sorted(set(changed_run.roles) - set(run.roles))
         if missing_roles:
             raise ConfigError(
-                f"the changed recipe has the role '{missing_roles[0]}', which the run lacks, so it "
-                "has no weights"
+                f"the changed recipe needs the role '{missing_roles[0]}', of which the run has no "
+                "weights: choose an algorithm without this role"
             )
         for name, learner in changed_run.roles.items():
             run.roles[name].save(directory / name)
@@ -268,7 +268,7 @@ class Replay:
         return await self._train_next(changed_run)
 
     async def _train_next(self, run: StageRun) -> ReplayedStep:
-        """Compute the next step alone, with the parts of `run`, and return its results."""
+        """Compute only the next step, with the algorithm and roles of `run`; return its results."""
         collector = StepCollector()
         steps = {"first_step": self.last_step, "last_step": self.last_step + 1}
         await train(replace(run, recorder=collector, observers=(collector.observe,), **steps))
@@ -299,10 +299,10 @@ class Replay:
             for role, learner in self.run.roles.items():
                 learner.load(checkpoint.path / role)
 
-    def _next_stage_run(self) -> StageRun:
-        """Return the run of the stage that the next step belongs to.
+    def _enter_next_stage(self) -> StageRun:
+        """Enter the stage that the next step belongs to, and return its run.
 
-        A new stage starts from the model that the previous one trained.
+        A new stage starts from the model that the previous stage trained.
         """
         assert self.run is not None, "`advance_to` must be called first"
         assert self.policy is not None
@@ -356,7 +356,7 @@ class Replay:
             spec=spec.algorithm,
             adapter=build_adapter(config, self.stage_index, self.directory.path),
         )
-        # Failed attempts must not stop a replay, because they did not stop the run.
+        # Failed attempts did not stop the run, so they must not stop its replay.
         batcher = Batcher(
             RecordedSource(self.record, policy.renderer.processor),
             groups_per_step=spec.batch_size,
@@ -454,9 +454,9 @@ class Replay:
 def load_changed_config(replay: Replay, changes: Sequence[str]) -> RunConfig:
     """Return the run's recipe with changed keys, such as "algorithm.loss.clip_high=0.3".
 
-    A key must be in one of the sections CHANGEABLE_SECTIONS. The name of an algorithm's part may be
-    omitted if only that part has the key ("algorithm.clip_high=0.3"). Raises ConfigError for keys
-    of other sections, because they would change the groups.
+    A key must be in one of the sections CHANGEABLE_SECTIONS. The name of an inner section of the
+    algorithm may be omitted if only that section has the key ("algorithm.clip_high=0.3"). Raises
+    ConfigError for keys of other sections, because they would change the groups.
     """
     stage = replay.config.stages[replay.stage_index]
     overrides = [_qualify_key(text, stage) for text in changes]
@@ -473,7 +473,7 @@ CHANGEABLE_SECTIONS = ("algorithm", "optimizer", "learner")
 
 
 def _qualify_key(text: str, stage: Any) -> str:
-    """Return a setting with its full key: the stage's name, and the part of the algorithm."""
+    """Return a setting with its full key, completed by the stage and the inner section."""
     path, equals, setting = text.partition("=")
     keys = path.strip().split(".")
     if keys[:2] == ["stages", stage.name]:
@@ -491,10 +491,10 @@ def _qualify_key(text: str, stage: Any) -> str:
         values_by_key = {
             name: getattr(stage.algorithm, name) for name in type(stage.algorithm).model_fields
         }
-        parts_with_key = [
+        sections_with_key = [
             name
             for name, value in values_by_key.items()
             if isinstance(value, Section) and keys[1] in type(value).model_fields
         ]
-        keys = ["algorithm", *parts_with_key, keys[1]] if len(parts_with_key) == 1 else keys
+        keys = ["algorithm", *sections_with_key, keys[1]] if len(sections_with_key) == 1 else keys
     return f"stages.{stage.name}.{'.'.join(keys)}{equals}{setting}"

@@ -28,13 +28,13 @@ from ratchet.types import Group, Trajectory
 from ratchet.utils.terminal_text import make_console, shorten_text
 
 LEGEND = (
-    "direction: share of the gradient, below 0 if opposed to it; the sum over all groups is 1. "
-    "of loss, of pull: share of the sum of sizes. "
+    "direction: the group's share of the gradient, below 0 if opposed to it; all groups sum to 1. "
+    "of loss, of pull: share of the sum of absolute values. "
     "pull: above 0 if the step makes the token likelier."
 )
-N_CONTEXT_TOKENS = 12  # number of tokens shown before a token
-SHOWN_GROUPS = 3  # whose prompts and answers are printed
-SHOWN_CHARS = 300  # of a prompt or an answer
+N_CONTEXT_TOKENS = 12  # number of tokens shown before each of the strongest tokens
+SHOWN_GROUPS = 3  # number of groups whose prompts and answers are printed
+SHOWN_CHARS = 300  # characters printed of a prompt or an answer
 HEADINGS = {
     "reward_mean": "reward",
     "loss_share": "of loss",
@@ -64,7 +64,10 @@ def explain_step(
 async def measure_influence(
     replay: Replay, step: int, *, role: str = "policy", max_tokens: int = 10
 ) -> tuple[ReplayedStep, Influence]:
-    """Replay a step, and return it with the contributions of its groups and strongest tokens."""
+    """Replay a step; return its results, and the contributions of its groups and tokens.
+
+    Only the `max_tokens` strongest tokens of each optimizer step are kept.
+    """
     run = await replay.advance_to(step)
     learner = run.roles.get(role)
     if role not in run.algorithm.losses or not isinstance(learner, LocalLearner):
@@ -82,7 +85,7 @@ def make_explanation(
 ) -> dict[str, Any]:
     """Return the object that `--json` writes.
 
-    It has all groups and tags, and the `top` strongest tokens, the strongest first.
+    The object has all groups and tags, and the `top` strongest tokens, the strongest first.
     """
     groups = {group.id: group for group in replayed.groups}
     shares, n_updates = influence.groups, max(influence.n_updates, 1)

@@ -21,7 +21,7 @@ from ratchet.protocols import LossTerm, list_needed_outputs
 
 @dataclass
 class GroupShare:
-    """The share of one group in the gradients of its optimizer steps, summed over these steps.
+    """The contribution of one group to the optimizer steps that trained on it, as a sum over steps.
 
     g is the gradient of an optimizer step, and g_i is the group's summand of g.
     """
@@ -38,11 +38,11 @@ class TokenPull:
 
     group: str
     attempt: int
-    trajectory: int  # index among the attempt's trajectories that count
-    position: int  # in the trajectory
-    token: int
-    loss: float  # the token's summand of token-level terms
-    pull: float  # -d loss / d logprob: above 0 the step makes the token likelier
+    trajectory: int  # index among the attempt's usable trajectories
+    position: int  # index of the token in the trajectory
+    token: int  # token id
+    loss: float  # the token's summand of the token-level loss terms
+    pull: float  # -d loss / d logprob; above 0 if the step makes the token likelier
 
 
 @dataclass
@@ -116,7 +116,7 @@ class InfluenceRecorder(LearnerWrapper):
 def measure_token_pulls(
     learner: LocalLearner, batch: Batch, terms: Sequence[LossTerm]
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss, pull) of each token in a batch, [T] each.
+    """Return (loss_T, pull_T): the fields `loss` and `pull` of `TokenPull` for each token.
 
     Terms that don't read logprobs add 0 to the pulls. If no term reads logprobs, the losses are 0
     too.

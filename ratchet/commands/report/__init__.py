@@ -14,7 +14,8 @@ from ratchet.runs.resolve import fetch_run_record
 from ratchet.utils.object_store import is_address
 
 FILE = "report.html"
-# Maximum number of tokens of a run whose numbers are in the file. They take some megabytes.
+# Maximum number of tokens of a run whose log-probabilities and other numbers are in the file.
+# Together they take some megabytes.
 MAX_TOKENS = 2**18
 
 
@@ -34,7 +35,8 @@ def write_report(places: Sequence[str | Path], out: Path | None = None, *, rollo
     page = make_report_page(open_runs(paths), rollouts=rollouts, max_tokens=MAX_TOKENS)
     out = out or (Path(FILE) if is_address(places[0]) else paths[0] / FILE)
     if out.exists() and not out.is_file():
-        # A file in place of /dev/null would fill the disk with what other programs throw away.
+        # A report that replaced /dev/null would be a plain file, into which other programs would
+        # then write the output that they discard.
         raise RunDirectoryError(f"{out} is no plain file; choose another --out")
     try:
         replace_text(out.resolve() if out.is_symlink() else out, page)

@@ -21,13 +21,16 @@ MAX_FILE_CHARS = 2**17
 def list_evaluations(directory: RunDirectory) -> list[dict[str, Any]]:
     """Return the evaluations of a run that have answers, in the order of their steps.
 
-    Each has a `name`, its path in `evals/`, the `stage` and the `step`, None for an evaluation by
-    `ratchet eval`; these come last.
+    Each has the keys `name` (its path in `evals/`), `stage` and `step`. Evaluations by `ratchet
+    eval` have the step None, and come last.
     """
     paths = [*directory.evals.glob(f"*/{RESULTS}"), *directory.evals.glob(f"*/*/{RESULTS}")]
     evaluations = [_describe(path.parent.relative_to(directory.evals)) for path in sorted(paths)]
-    latest = float("inf")
-    return sorted(evaluations, key=lambda each: latest if each["step"] is None else each["step"])
+
+    def get_step(evaluation: dict[str, Any]) -> float:
+        return float("inf") if evaluation["step"] is None else evaluation["step"]
+
+    return sorted(evaluations, key=get_step)
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -39,8 +42,9 @@ def _describe(path: Path) -> dict[str, Any]:
 def read_answers(directory: RunDirectory, name: str) -> dict[str, Any]:
     """Return the answers of an evaluation: its `threshold`, and a row for each task.
 
-    A row is [id, tag, digest, prompt, end, reward, text] of the greedy attempt, or of the first
-    sampled one. Raises DataError if the run has no such evaluation or it can't be read.
+    A row is [id, tag, digest, prompt, end, reward, text]. The last three are those of the greedy
+    attempt, or of the first sampled attempt if there is no greedy one. Raises DataError if the run
+    has no such evaluation, or if its file can't be read.
     """
     if name not in [evaluation["name"] for evaluation in list_evaluations(directory)]:
         raise DataError(f"{directory.path} has no evaluation '{name}' (any more)")
@@ -60,15 +64,20 @@ def _make_row(prompt: PromptResult) -> list[Any]:
 
 
 def sample_answers(directory: RunDirectory, max_tasks: int) -> dict[str, Any]:
-    """Return what a report has of the answers: those of the first and last evaluation of a stage.
+    """Return the answers that a report contains.
 
-    `evaluations` lists these. `tasks` has [id, tag, digest, prompt] of each task. `answers` maps
-    names of evaluations to what `read_answers` returns, with rows [index in `tasks`, end, reward,
-    text]. `shares` has the number of tasks in the report and in the evaluation. A file that can't
-    be read is left out.
+    They are those of each stage's first and last evaluation, without files that can't be read.
 
     Args:
         max_tasks: Maximum number of tasks; MAX_FILE_CHARS bounds them too.
+
+    Returns:
+        A dictionary with the keys:
+        evaluations: The evaluations, as `list_evaluations` describes them.
+        tasks: [id, tag, digest, prompt] of each task.
+        answers: The result of `read_answers` by the evaluation's name, but with rows
+            [index in `tasks`, end, reward, text].
+        task_counts: [number of tasks in the report, number of tasks in the largest evaluation].
     """
     evaluations = _choose_ends(list_evaluations(directory))
     answers: dict[str, Any] = {}
@@ -86,10 +95,10 @@ def sample_answers(directory: RunDirectory, max_tasks: int) -> dict[str, Any]:
             for row in content["rows"][:n_tasks]
         ]
     return {
-        "evaluations": [each for each in evaluations if each["name"] in answers],
+        "evaluations": [evaluation for evaluation in evaluations if evaluation["name"] in answers],
         "tasks": list(indices),
         "answers": answers,
-        "shares": [n_tasks, total],
+        "task_counts": [n_tasks, total],
     }
 
 
@@ -98,7 +107,8 @@ def _choose_ends(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_stage: dict[str, list[dict[str, Any]]] = {}
     for evaluation in evaluations:
         by_stage.setdefault(evaluation["stage"], []).append(evaluation)
-    names = {each["name"] for stage in by_stage.values() for each in (stage[0], stage[-1])}
+    first_and_last = [end for stage in by_stage.values() for end in (stage[0], stage[-1])]
+    names = {evaluation["name"] for evaluation in first_and_last}
     return [evaluation for evaluation in evaluations if evaluation["name"] in names]
 
 
@@ -106,9 +116,11 @@ def _count_fitting(answers: Mapping[str, Any], max_tasks: int) -> int:
     """Return how many tasks fit into MAX_FILE_CHARS."""
     chars = 0
     for n_tasks in range(max_tasks):
-        rows = [content["rows"][n_tasks : n_tasks + 1] for content in answers.values()]
-        chars += sum(len(row[6]) for found in rows for row in found)
-        chars += max((len(row[3]) for found in rows for row in found), default=0)
+        # The next task's row in each evaluation that has so many.
+        next_task = slice(n_tasks, n_tasks + 1)
+        rows = [row for content in answers.values() for row in content["rows"][next_task]]
+        chars += sum(len(text) for *_, text in rows)
+        chars += max((len(row[3]) for row in rows), default=0)  # the prompt is stored once
         if chars > MAX_FILE_CHARS:
             return n_tasks
     return max_tasks

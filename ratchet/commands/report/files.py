@@ -17,9 +17,9 @@ from ratchet.errors import RatchetError
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import read_last_lines, read_text
 
-MAX_LINES = 500  # of the log
-MAX_LINE_CHARS = 2000
-# The end of the log that is read. A run that writes long tracebacks has fewer than MAX_LINES in it.
+MAX_LINES = 500  # lines of the log that the page gets
+MAX_LINE_CHARS = 2000  # characters of a line that the page gets
+# Only the last bytes of the log are read. Long lines may fill them with fewer than MAX_LINES lines.
 TAIL_BYTES = 2**18
 NO_DEFAULT = object()
 
@@ -35,7 +35,7 @@ def read_files(directory: RunDirectory) -> dict[str, Any]:
 
 
 def _read_log(directory: RunDirectory) -> list[str]:
-    """Return the last lines of run.log; [] without one."""
+    """Return the last lines of run.log; [] if there is no run.log."""
     return [
         line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]} …"
         for line in read_last_lines(directory.log, MAX_LINES, max_bytes=TAIL_BYTES)
@@ -45,7 +45,8 @@ def _read_log(directory: RunDirectory) -> list[str]:
 def list_changed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a resolved recipe whose values are not the defaults, by path.
 
-    Keys of a section of the user's own are all returned: no code of a run is imported.
+    All keys of a section whose kind is the user's own class are returned, because its defaults are
+    unknown: no code of a run is imported.
     """
     return dict(_walk(RunConfig, config, None, ""))
 
@@ -56,9 +57,9 @@ def _walk(
     """Yield the paths and values of the keys of a section that are not the defaults.
 
     Args:
-        section: The class of the section; None for one of the user's own.
+        section: The class of the section; None for a class of the user's own.
         values: The section in the recipe.
-        default: The section that the enclosing one has by default, if it is of this kind.
+        default: The section that the enclosing section has by default, if it is of this kind.
         prefix: The path of the section.
     """
     for name, value in values.items():
@@ -71,18 +72,19 @@ def _walk(
         if field is None:
             yield path, value
             continue
-        usual = getattr(default, name) if hasattr(default, name) else _find_default(field)
+        default_value = getattr(default, name) if hasattr(default, name) else _find_default(field)
         slot, inner = find_slot(field), find_section(field.annotation)
         items = value if isinstance(value, list) else [value]
         if (slot is None and inner is None) or not all(isinstance(item, Mapping) for item in items):
-            if _is_changed(usual, value):
+            if _is_changed(default_value, value):
                 yield path, value
             continue
         for index, item in enumerate(items):
             number = item.get("name", index) if name == STAGES else index
             item_path = f"{path}.{number}" if isinstance(value, list) else path
             inner_class = inner if slot is None else _find_class(slot.name, str(item.get("kind")))
-            yield from _walk(inner_class, item, _match_kind(usual, item), f"{item_path}.")
+            inner_default = _match_kind(default_value, item)
+            yield from _walk(inner_class, item, inner_default, f"{item_path}.")
 
 
 def _match_kind(default: Any, item: Mapping[str, Any]) -> Section | None:
@@ -92,7 +94,7 @@ def _match_kind(default: Any, item: Mapping[str, Any]) -> Section | None:
 
 
 def _find_class(slot: str, kind: str) -> type[Section] | None:
-    """Return the class of a built-in kind; None for another, whose code is not imported."""
+    """Return the class of a built-in kind; None for the user's own, whose code isn't imported."""
     return section_class(slot, kind) if kind in KINDS[slot] else None
 
 
@@ -105,7 +107,7 @@ def _find_default(field: FieldInfo) -> Any:
 
 
 def _is_changed(default: Any, value: Any) -> bool:
-    """Return True if a plain value is not the default, also if there is none."""
+    """Return True if a plain value is not the default, or if there is no default."""
     if default is NO_DEFAULT:
         return True
     return json.dumps(default, default=str) != json.dumps(value, default=str)

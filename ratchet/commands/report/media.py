@@ -26,10 +26,12 @@ def add_media_names(
 ) -> list[dict[str, Any]]:
     """Return the messages of a record's row, with the name of each part's medium as `media`.
 
-    The name comes from the part's value. If the value has none, and the row has as many parts as
-    media, it comes from their order. Otherwise it is None.
+    The name comes from the part's value. If the value has no name, and the row has as many parts as
+    media, the parts get the names of the media in order. Otherwise the name is None.
 
-    placed: the row's `media`, in the order in which the model got them.
+    Args:
+        messages: The messages of the row.
+        placed: The row's `media`, in the order in which the model got them.
     """
     parts = [
         part for message in messages for part in message["parts"] or () if part["type"] != "text"
@@ -68,7 +70,10 @@ def collect_names(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
 
 
 def make_data_url(kind: MediaKind, source: bytes) -> str | None:
-    """Return the URL; None if the medium is unreadable, too large or not shown by browsers."""
+    """Return a medium as a `data:` URL.
+
+    None if the medium is unreadable, too large, or of a type that browsers do not show.
+    """
     try:
         if kind == "image" and len(source) > MAX_UNSCALED_BYTES:
             source = _scale_down(source)

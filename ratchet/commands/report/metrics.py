@@ -1,8 +1,8 @@
 """Read a run's `metrics.jsonl` in parts of bounded size, each after a given step.
 
-A run of a week has some hundred thousand steps, and a page requests the new ones every few seconds.
-So rows do not stay in memory. Only two things do: the file positions of some steps, and the TIMES
-of each step, which are compared with the plan.
+A run of a week has some hundred thousand steps, and a page requests the new steps every few
+seconds. So the metrics do not stay in memory, except TIMES of each step, which are compared with
+the plan. The file positions of some steps are remembered too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MetricsFile:
         self._positions: dict[int, int] = {}
         self._times = {name: array("d") for name in ("step", *TIMES)}
 
-    def part(self, after: int = -1, *, max_cells: int | None = MAX_CELLS) -> MetricsPart:
+    def read_part(self, after: int = -1, *, max_cells: int | None = MAX_CELLS) -> MetricsPart:
         """Return the metrics of the steps after step `after`.
 
         Args:
@@ -59,7 +59,7 @@ class MetricsFile:
         """
         columns = {"step": array("d")}
         last_step, last_position, has_more = after, 0, False
-        for step, position, row in self._rows(after):
+        for step, position, row in self._iter_rows(after):
             n_steps = len(columns["step"])
             if n_steps and max_cells is not None and (n_steps + 1) * len(columns) > max_cells:
                 has_more = True
@@ -74,11 +74,12 @@ class MetricsFile:
             self._remember(last_step, last_position)
         return MetricsPart(_to_arrays(columns), has_more)
 
-    def times(self) -> Mapping[str, NDArray[np.float64]]:
+    def read_times(self) -> Mapping[str, NDArray[np.float64]]:
         """Return the columns `step` and `TIMES` of all steps, kept in memory (24 bytes a step)."""
         self._forget_if_rewritten()
         steps, last_position = self._times["step"], 0
-        for step, last_position, row in self._rows(int(steps[-1]) if steps else -1):  # noqa: B007
+        known_step = int(steps[-1]) if steps else -1
+        for step, last_position, row in self._iter_rows(known_step):  # noqa: B007
             steps.append(step)
             for name in TIMES:
                 number = to_float(row.get(name))
@@ -89,7 +90,7 @@ class MetricsFile:
             self._remember(int(steps[-1]), last_position)
         return _to_arrays(self._times)
 
-    def _rows(self, after: int) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    def _iter_rows(self, after: int) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
         """Yield (step, file offset of its line's end, row) of steps after `after`, in order.
 
         Damaged lines are skipped.
@@ -126,7 +127,7 @@ class MetricsFile:
         self._inode_and_size = inode_and_size
 
     def _remember(self, step: int, position: int) -> None:
-        """Remember the file offset of the end of a step's line, and forget the oldest one."""
+        """Remember the file offset of the end of a step's line; keep at most MAX_POSITIONS."""
         self._positions.pop(step, None)
         while len(self._positions) >= MAX_POSITIONS:
             self._positions.pop(next(iter(self._positions)))
@@ -159,7 +160,7 @@ def to_float(value: Any) -> float | None:
 
 
 def _to_arrays(columns: Mapping[str, array[float]]) -> dict[str, NDArray[np.float64]]:
-    """Return the columns, padded with NaN to equal length."""
+    """Return the columns as arrays, padded with NaN to equal length."""
     length = len(columns["step"])
     arrays = {name: np.full(length, np.nan) for name in columns}
     for name, column in columns.items():

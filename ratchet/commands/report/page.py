@@ -48,7 +48,7 @@ SCRIPTS = (
 )
 # Maximum characters of a run's media in a report. The media of the last rollout may exceed it.
 MAX_MEDIA_CHARS = 2**24
-# Maximum rows of a run's rollout table in a report. A longer table has only every n-th step.
+# Maximum rows of a run's rollout table in a report. A longer table is thinned to every n-th step.
 MAX_ROWS = 2**18
 
 
@@ -65,9 +65,10 @@ def make_report_page(runs: Sequence[RunReader], *, rollouts: int, max_tokens: in
     """Return a page that contains the runs: all metrics, rollout tables and some rollouts' texts.
 
     Args:
-        rollouts: maximum number of rollouts of a run whose texts are included, and of held-out
-            tasks whose answers are.
-        max_tokens: maximum number of tokens in these texts together.
+        runs: The runs.
+        rollouts: Maximum number of rollouts of each run whose texts are included; also the maximum
+            number of held-out tasks whose answers are included.
+        max_tokens: Maximum number of tokens of these rollouts of a run together.
 
     Raises DataError, RunDirectoryError.
     """
@@ -76,9 +77,11 @@ def make_report_page(runs: Sequence[RunReader], *, rollouts: int, max_tokens: in
         rows = sum(facts.rows for facts in run.rollouts.record.steps.values())
         every = -(-rows // MAX_ROWS) if rows else 1
         sample = run.rollouts.sample(rollouts, max_tokens)
-        columns, _ = run.metrics.part(max_cells=None)
-        blobs.append((f"run-{index}", pack({**run.facts(), "rows": rows, "every": every}, columns)))
-        blobs.append((f"rollouts-{index}", run.rollouts.columns(every=every)))
+        columns, _ = run.metrics.read_part(max_cells=None)
+        blobs.append(
+            (f"run-{index}", pack({**run.read_facts(), "rows": rows, "every": every}, columns))
+        )
+        blobs.append((f"rollouts-{index}", run.rollouts.pack_columns(every=every)))
         blobs.append((f"sample-{index}", json.dumps(sample, allow_nan=False).encode()))
         blobs.append((f"files-{index}", json.dumps(read_files(run.directory)).encode()))
         blobs.append(
@@ -98,7 +101,9 @@ def _embed_media(run: RunReader, sample: Sequence[Mapping[str, Any]]) -> dict[st
         new_kinds: dict[str, MediaKind] = {
             name: kind for name, kind in collect_names([detail]).items() if name not in urls
         }
-        urls |= run.rollouts.media(detail["facts"]["step"], new_kinds) if new_kinds else {}
+        urls |= (
+            run.rollouts.make_media_urls(detail["facts"]["step"], new_kinds) if new_kinds else {}
+        )
         if sum(map(len, urls.values())) > MAX_MEDIA_CHARS:
             break
     return urls

@@ -19,14 +19,14 @@ def compare_with_plan(
 ) -> list[dict[str, Any]]:
     """Return a line for each prediction: `what`, its `unit`, `predicted` and `measured`.
 
-    `measured` is None while unknown. The time of a step is the median over a stage's steps without
-    the first, which is warm-up. Only a plan with a probe predicts it.
+    `measured` is None while unknown. The measured time of a step is the median over a stage's steps
+    without the first, which is warm-up. Only a plan with a probe predicts times.
 
     Args:
-        plan: as in plan.json.
-        times: columns of metrics.jsonl, of which `step`, `time/step_s` and `time/processor_s` are
-            read; NaN if a step has no value.
-        summary: as in summary.json; None before the run's end.
+        plan: The content of plan.json.
+        times: The columns `step`, `time/step_s` and `time/processor_s` of metrics.jsonl; NaN if a
+            step has no value.
+        summary: The content of summary.json; None before the run's end.
     """
     lines = [
         make_line(

@@ -13,13 +13,13 @@ from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import open_file
 
 BLOCK_BYTES = 2**20  # metrics are read in blocks of this size
-RECENT_STEPS = 20  # steps whose mean time gives the remaining time
+RECENT_STEPS = 20  # number of latest steps whose mean time predicts the remaining time
 RESULT_NAMES = ("eval/accuracy", "eval/loss", "eval/min_reward", "eval/max_reward")
 TIMESTAMP_BYTES = len("2026-01-01T00:00:00.000Z")  # at the beginning of run.log
 
 
 class ProgressReader:
-    """A reader of a run's progress. It reads only what `metrics.jsonl` has gained since."""
+    """A reader of a run's progress. Each read continues where the last read of the file ended."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -36,8 +36,9 @@ class ProgressReader:
     def read(self) -> dict[str, Any]:
         """Return the run's stages, last step, number of steps, start and latest results.
 
-        `is_share` is False if a reward of an evaluation was below 0 or above 1. `seconds_left` is
-        the number of missing steps times the mean time of the latest ones.
+        `is_share` says if the accuracy may be shown as a percentage: it is False once a reward of
+        an evaluation was below 0 or above 1. `seconds_left` is the number of steps still to run
+        times the mean time of the latest steps.
         """
         self._read_metrics()
         stages = self._read_stages()
@@ -67,7 +68,7 @@ class ProgressReader:
         return self._stages[1]
 
     def _read_start(self) -> str | None:
-        """Return the time of the first line of run.log; None without one."""
+        """Return the timestamp of the first line of run.log; None if there is none."""
         try:
             with open_file(self.directory.log) as file:
                 text = file.read(TIMESTAMP_BYTES).decode("ascii", "replace")
@@ -88,16 +89,16 @@ class ProgressReader:
                 while lines := file.readlines(BLOCK_BYTES):
                     complete = [line for line in lines if line.endswith(b"\n")]
                     self._position += sum(map(len, complete))
-                    self._note(complete)
+                    self._record_lines(complete)
                     if len(complete) < len(lines):
                         return
         except OSError:
             return
 
-    def _note(self, lines: Sequence[bytes]) -> None:
-        """Note the results in some lines, and the times of the latest.
+    def _record_lines(self, lines: Sequence[bytes]) -> None:
+        """Record the results in new lines of metrics, and the times of the latest steps.
 
-        Only lines with results and the latest ones are parsed.
+        Only lines with results and the last RECENT_STEPS lines are parsed.
         """
         for index, line in enumerate(lines):
             is_recent = index >= len(lines) - RECENT_STEPS

@@ -52,6 +52,7 @@ TOKEN_NUMBERS = {
     "value": "values",
     "return": "returns",
 }
+# Columns of the record that the page does not show.
 HIDDEN_COLUMNS = (
     "routes",
     "routes_shape",
@@ -80,8 +81,8 @@ class Rollouts:
         # Name and media of the file that was read last.
         self._media: tuple[str, Mapping[str, bytes]] = ("", {})
 
-    def stamp(self) -> str:
-        """Return a value that changes with the record, without reading the record."""
+    def read_stamp(self) -> str:
+        """Return a text that differs whenever the record differs, without reading the record."""
         try:
             stat = (self.directory.steps / INDEX).stat()
         except OSError:  # absent, or `steps` is no directory
@@ -91,12 +92,12 @@ class Rollouts:
     @property
     def record(self) -> Record:
         """Return the record as it is now. Raises DataError if its index was changed by hand."""
-        stamp = self.stamp()
+        stamp = self.read_stamp()
         if self._record is None or stamp != self._stamp:
             self._record, self._stamp, self._tables = Record(self.directory.steps), stamp, {}
         return self._record
 
-    def columns(self, known: Sequence[str] = (), *, every: int = 1) -> bytes:
+    def pack_columns(self, known: Sequence[str] = (), *, every: int = 1) -> bytes:
         """Return the packed columns of all rows.
 
         Args:
@@ -124,7 +125,7 @@ class Rollouts:
             word_indices | _pack_numbers(table),
         )
 
-    def details(self, step: int, positions: Sequence[int]) -> list[dict[str, Any]]:
+    def read_details(self, step: int, positions: Sequence[int]) -> list[dict[str, Any]]:
         """Return the details of a step's rollouts, by their positions in the step.
 
         Raises DataError for a rollout that is not in the record.
@@ -139,14 +140,14 @@ class Rollouts:
         table = self._tables[step]
         if any(not 0 <= position < table.num_rows for position in positions):
             raise DataError(f"step {step} has {table.num_rows} rollouts in the record")
-        total_share = float(_loss_shares(table).sum())
+        total_size = float(_compute_gradient_sizes(table).sum())
         rows = table.take(pa.array(positions, pa.int64())).to_pylist()
         return [
-            self._make_detail(position, row, total_share)
+            self._make_detail(position, row, total_size)
             for position, row in zip(positions, rows, strict=True)
         ]
 
-    def media(self, step: int, kinds: Mapping[str, MediaKind]) -> dict[str, str]:
+    def make_media_urls(self, step: int, kinds: Mapping[str, MediaKind]) -> dict[str, str]:
         """Return `data:` URLs of a step's media by name.
 
         Media that are missing, or that browsers do not show, are left out.
@@ -187,12 +188,12 @@ class Rollouts:
     def sample(self, max_rollouts: int, max_tokens: int) -> list[dict[str, Any]]:
         """Return the details of a sample of rollouts: whole groups at steps spread over the run.
 
-        At each step the tasks with the lowest hashes are chosen, so that a task that appears again,
-        also in another run, is chosen again.
+        At each step the tasks with the lowest hashes are chosen, so that the same tasks are chosen
+        at other steps and in other runs.
 
         Args:
             max_rollouts: Maximum number of rollouts.
-            max_tokens: Maximum number of their tokens together.
+            max_tokens: Maximum number of tokens of all these rollouts together.
         """
         table = _read_scalars(self.record.directory, self.record.files).select(
             ["step", "task", "group_index", "length"]
@@ -208,7 +209,7 @@ class Rollouts:
                 positions, length = ranked[step][turn] if turn < len(ranked[step]) else ([], 0)
                 if len(sample) + len(positions) <= max_rollouts and length <= max_tokens:
                     max_tokens -= length
-                    sample += self.details(step, positions)
+                    sample += self.read_details(step, positions)
         return sample
 
     # --- one rollout
@@ -218,7 +219,7 @@ class Rollouts:
         return TokenTexts(find_tokenizer(self.directory))
 
     def _make_detail(
-        self, position: int, row: Mapping[str, Any], total_share: float
+        self, position: int, row: Mapping[str, Any], total_size: float
     ) -> dict[str, Any]:
         facts = {name: _drop_non_finite(row[name]) for name in SCALARS if name in row}
         numbers = {
@@ -226,7 +227,7 @@ class Rollouts:
             for name, column in TOKEN_NUMBERS.items()
             if row[column] is not None
         }
-        shares = _compute_shares(row, total_share)
+        shares = _compute_shares(row, total_size)
         if shares is not None:
             numbers["share"] = shares
         rollout_logprobs, old_logprobs = row["rollout_logprobs"], row["old_logprobs"]
@@ -373,8 +374,11 @@ def _hash_task(task: str) -> str:
 # --- numbers
 
 
-def _loss_shares(table: pa.Table) -> NDArray[np.float64]:
-    """Return each token's unnormalised share of the loss gradient at the first update."""
+def _compute_gradient_sizes(table: pa.Table) -> NDArray[np.float64]:
+    """Return |loss weight x advantage| of each token of a step, or |loss weight| alone.
+
+    This is the size of the token's summand of the loss gradient at the first update.
+    """
     weights = (
         pc.list_flatten(table["weights"].combine_chunks())
         .to_numpy(zero_copy_only=False)
@@ -386,12 +390,13 @@ def _loss_shares(table: pa.Table) -> NDArray[np.float64]:
     return np.abs(weights * advantages) if len(advantages) == len(weights) else np.abs(weights)
 
 
-def _compute_shares(row: Mapping[str, Any], total_share: float) -> list[float | None] | None:
+def _compute_shares(row: Mapping[str, Any], total_size: float) -> list[float | None] | None:
+    """Return each token's share of its step's `total_size` of gradients; None if unknown."""
     weights, advantages = row["weights"], row["advantages"]
-    if weights is None or not total_share:
+    if weights is None or not total_size:
         return None
     factors = [1.0] * len(weights) if advantages is None else advantages
-    return _round([abs(w * a) / total_share for w, a in zip(weights, factors, strict=True)])
+    return _round([abs(w * a) / total_size for w, a in zip(weights, factors, strict=True)])
 
 
 def _round(values: Sequence[float | None]) -> list[float | None]:

@@ -50,36 +50,36 @@ class RunReader:
             )
         self.rollouts, self.metrics = Rollouts(self.directory), MetricsFile(self.directory.metrics)
         self.progress = ProgressReader(self.directory)
-        # The bytes of the ledger that were read, and the number of their lines by event.
+        # The number of bytes of the ledger that were read, and the lines counted in them, by event.
         self._ledger_bytes, self._prompts = 0, Counter[str]()
 
-    def facts(self) -> dict[str, Any]:
+    def read_facts(self) -> dict[str, Any]:
         """Return everything that the page shows of the run besides its curves."""
         summary, plan = _read_object(self.directory.summary), _read_object(self.directory.plan)
         facts = {
             "name": self.name,
             "path": str(self.directory.path),
-            "state": self.state(),
+            "state": self.read_state(),
             "progress": self.progress.read(),
             "config": flatten(self.directory.read_config()),
             "provenance": _read_json(self.directory.provenance, []),
             "summary": summary,
             "predicted": self._compare_with_plan(plan, summary) if plan else [],
-            "prompts": self.prompts(),
-            "alarms": self.alarms(),
+            "prompts": self.count_prompts(),
+            "alarms": self.read_alarms(),
         }
-        return finite(facts)
+        return replace_non_finite(facts)
 
     def _compare_with_plan(
         self, plan: Mapping[str, Any], summary: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
-        times = self.metrics.times()
+        times = self.metrics.read_times()
         try:
             return compare_with_plan(plan, times, summary)
         except (KeyError, TypeError, ValueError):  # the plan is damaged or of another version
             return []
 
-    def state(self) -> str:
+    def read_state(self) -> str:
         """Return `finished`, `running` or `stopped`.
 
         A run on another machine counts as running while it has a status file. The run's lock
@@ -95,7 +95,7 @@ class RunReader:
             "running" if status.get("host") != socket.gethostname() or _is_alive(pid) else "stopped"
         )
 
-    def prompts(self) -> dict[str, int]:
+    def count_prompts(self) -> dict[str, int]:
         """Return the number of prompts for each event of the ledger, without zeros.
 
         A long run's ledger has a million lines, so only new lines are read.
@@ -119,7 +119,7 @@ class RunReader:
                     self._ledger_bytes += len(lines)
         return {event: count for event, count in self._prompts.items() if count}
 
-    def alarms(self) -> list[dict[str, Any]]:
+    def read_alarms(self) -> list[dict[str, Any]]:
         """Return the latest alarms of sentinels, the newest first."""
         paths = sorted(self.directory.sentinels.glob("step-*.json"), reverse=True)[:MAX_ALARMS]
         alarms = [evidence for path in paths if (evidence := _read_object(path)) is not None]
@@ -128,18 +128,19 @@ class RunReader:
             for evidence in alarms
         ]
 
-    def version(self) -> dict[str, Any]:
+    def read_version(self) -> dict[str, Any]:
         """Return the run's state and progress, and values that change with its files.
 
-        It changes whenever the page has new content. Only new lines of the metrics are read.
+        The result changes whenever the run has new content for the page. Only new lines of the
+        metrics are read.
         """
         size, modified_at = _get_size_and_mtime(self.directory.metrics)
         return {
-            "state": self.state(),
+            "state": self.read_state(),
             "metrics": size,
             "changed": modified_at,
-            "record": self.rollouts.stamp(),
-            "progress": finite(self.progress.read()),
+            "record": self.rollouts.read_stamp(),
+            "progress": replace_non_finite(self.progress.read()),
         }
 
 
@@ -163,19 +164,22 @@ def flatten(values: Any, parent: str = "") -> dict[str, Any]:
     }
 
 
-def finite(value: Any) -> Any:
-    """Return a value as JSON allows it: NaN and infinities become text."""
+def replace_non_finite(value: Any) -> Any:
+    """Return a value in which NaN and infinities are text, because JSON has no such numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: replace_non_finite(item) for key, item in value.items()}
+    return (
+        [replace_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    )
 
 
 def find_runs(root: Path) -> list[RunReader]:
     """Return readers of the runs below a directory, or of the directory if it is itself a run.
 
-    They are sorted by name at each level. Raises RunDirectoryError if the directory does not exist.
+    The runs are sorted by level, and by name within a level. Raises RunNotFound if the directory
+    does not exist.
     """
     if not root.is_dir():
         raise RunNotFound(
@@ -196,10 +200,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _list_directories(path: Path, visited: set[Path]) -> list[Path]:
-    """Return the subdirectories that are not in `visited`, and add them to it.
+    """Return the subdirectories that are not in `visited`, and add them to `visited`.
 
-    A directory that can't be read has none. Without `visited`, a link to a parent directory would
-    show each run several times.
+    Return [] for a directory that can't be read. Without `visited`, a link to a parent directory
+    would list each run several times.
     """
     try:
         children = sorted(path.iterdir())
@@ -218,8 +222,9 @@ def _list_directories(path: Path, visited: set[Path]) -> list[Path]:
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunReader]:
-    """Return a reader of each run. Runs whose directories have the same name get their paths as
-    names.
+    """Return a reader of each run.
+
+    If several directories have the same name, their runs are named by their paths.
     """
     name_counts = Counter(path.resolve().name for path in paths)
     return [
@@ -236,7 +241,7 @@ def _read_json(path: Path, default: Any) -> Any:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return a file's JSON object, or None if it has none."""
+    """Return the JSON object in a file; None if the file holds none."""
     value = _read_json(path, None)
     return value if isinstance(value, dict) else None
 

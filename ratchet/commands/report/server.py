@@ -28,7 +28,7 @@ from ratchet.web.server import Server
 
 HOST = "127.0.0.1"
 MAX_MATCHES = 2000  # rollouts that a search returns
-MAX_DETAILS = 64  # rollouts whose details one request gets
+MAX_DETAILS = 64  # rollouts whose details one request can get
 LIMITS = ServerLimits(connections=64, grace_s=1.0)
 HEADERS = {
     b"cache-control": b"no-store",
@@ -62,52 +62,52 @@ class RunReaders:
     # --- answers to requests
 
     def list_runs(self, query: Query) -> tuple[str, bytes]:
-        return JSON, _json({name: run.version() for name, run in self.refresh().items()})
+        return JSON, _to_json({name: run.read_version() for name, run in self.refresh().items()})
 
     def run(self, query: Query) -> tuple[str, bytes]:
-        """Return the run's facts and the metrics of steps after `after`.
+        """Return the run's facts, and its metrics of the steps after the query's `after`.
 
-        `has_more` is true if there are more steps than one answer holds.
+        The key `has_more` is true if there are more steps than one answer holds.
         """
         run = self[query["run"]]
-        columns, has_more = run.metrics.part(int(query.get("after", -1)))
-        return BINARY, pack({**run.facts(), "has_more": has_more}, columns)
+        columns, has_more = run.metrics.read_part(int(query.get("after", -1)))
+        return BINARY, pack({**run.read_facts(), "has_more": has_more}, columns)
 
     def rollouts(self, query: Query) -> tuple[str, bytes]:
-        return BINARY, self[query["run"]].rollouts.columns(
+        return BINARY, self[query["run"]].rollouts.pack_columns(
             query["known"].split(",") if query.get("known") else ()
         )
 
     def details(self, query: Query) -> tuple[str, bytes]:
         places = [int(place) for place in query["places"].split(",")][:MAX_DETAILS]
-        return JSON, _json(self[query["run"]].rollouts.details(int(query["step"]), places))
+        return JSON, _to_json(self[query["run"]].rollouts.read_details(int(query["step"]), places))
 
     def media(self, query: Query) -> tuple[str, bytes]:
         rollouts, step = self[query["run"]].rollouts, int(query["step"])
         kinds = collect_names(
-            rollouts.details(
+            rollouts.read_details(
                 step, [int(place) for place in query["places"].split(",")][:MAX_DETAILS]
             )
         )
-        return JSON, _json(rollouts.media(step, kinds))
+        return JSON, _to_json(rollouts.make_media_urls(step, kinds))
 
     def evaluations(self, query: Query) -> tuple[str, bytes]:
-        return JSON, _json(list_evaluations(self[query["run"]].directory))
+        return JSON, _to_json(list_evaluations(self[query["run"]].directory))
 
     def answers(self, query: Query) -> tuple[str, bytes]:
-        return JSON, _json(read_answers(self[query["run"]].directory, query["name"]))
+        return JSON, _to_json(read_answers(self[query["run"]].directory, query["name"]))
 
     def files(self, query: Query) -> tuple[str, bytes]:
-        return JSON, _json(read_files(self[query["run"]].directory))
+        return JSON, _to_json(read_files(self[query["run"]].directory))
 
     def search(self, query: Query) -> tuple[str, bytes]:
         matches, earliest_step = self[query["run"]].rollouts.search(
             query["text"], limit=MAX_MATCHES
         )
-        return JSON, _json({"found": matches, "since": earliest_step})
+        return JSON, _to_json({"found": matches, "since": earliest_step})
 
 
-def _json(value: Any) -> bytes:
+def _to_json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False).encode()
 
 
@@ -173,7 +173,10 @@ def make_app(root: Path) -> Guard:
 
 
 def bind(port: int) -> socket.socket:
-    """Return a socket that only this machine can reach; port 0 is any free one. Raises PortBusy."""
+    """Return a socket that only this machine can reach. Port 0 takes any free port.
+
+    Raises PortBusy.
+    """
     try:
         return socket.create_server((HOST, port))
     except OSError as error:

@@ -53,7 +53,7 @@ class TokenTexts:
         return texts
 
     def find_special(self, ids: Sequence[int]) -> list[int]:
-        """Return the positions of control tokens: a text may spell the name of one."""
+        """Return the positions of control tokens, whose names ordinary tokens may spell too."""
         return [position for position, token in enumerate(ids) if token in self._names]
 
     def _decode(self, ids: tuple[int, ...]) -> str:
@@ -72,7 +72,7 @@ class TokenTexts:
 
 
 def _list_special_names(tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the names of control tokens, including end tokens that are not marked as such."""
+    """Return the names of control tokens by id, including end tokens that aren't marked special."""
     names = {token: name for name, token in tokenizer.special_ids.items()}
     ends = {token: tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_ids}
     return {token: name or f"[{token}]" for token, name in (ends | names).items()}

@@ -162,7 +162,7 @@ def test_what_was_begun_from_another_source_is_not_mixed(written, tmp_path, monk
     )
     with pytest.raises(
         CheckpointError,
-        match="of an interrupted conversion with another source, adapter or --to, or the source has changed",
+        match="to an interrupted conversion with another source, adapter or --to, or the source has changed",
     ):
         run(tmp_path / "source", tmp_path / "made", "dcp")
 
@@ -226,7 +226,7 @@ def test_layers_for_the_prediction_of_several_tokens_are_left_out_and_named(writ
         ),
         (
             {"model.norm.weight": torch.zeros(31)},
-            r"'model.norm.weight' has shape \(31,\), config.json says \(32,\)",
+            r"'model.norm.weight' has shape \(31,\), but config.json implies \(32,\)",
         ),
         ({"model.norm.weight": None}, "weights are missing: model.norm.weight"),
         ({"lm_head.weight": torch.zeros(50, 32)}, "lm_head.weight differs from the embedding"),
@@ -265,7 +265,7 @@ def test_places_and_forms_that_are_none_are_refused(written, tmp_path):
     with pytest.raises(ConfigError, match="exists: give another place"):
         run(written("llama"), tmp_path / "file", "dcp")
     with pytest.raises(
-        ConfigError, match="--to onnx is no form of weights: write one of hf, megatron, dcp"
+        ConfigError, match="--to onnx is no form of weights: choose one of hf, megatron, dcp"
     ):
         run(written("llama"), tmp_path / "made", "onnx")
     with pytest.raises(

@@ -132,6 +132,6 @@ def test_a_checkpoint_of_another_model_is_refused(written, tmp_path):
         MegatronFiles(tmp_path / "made", _dimensions(written("qwen3")))
     with pytest.raises(
         CheckpointError,
-        match=r"fc1.weight' in .* has shape \(4, 96, 32\), but by config.json it is \(4, 128, 32\)",
+        match=r"fc1.weight' in .* has shape \(4, 96, 32\), but config.json implies \(4, 128, 32\)",
     ):
         MegatronFiles(tmp_path / "made", replace(dimensions, width=64))

@@ -194,7 +194,7 @@ def test_interpolations_that_multiply(tmp_path: Path, form: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("\n".join([*lines, "a40: xx", ""]))
     source = read_source(path)
-    assert "multiply" in source.unresolved["a0"]
+    assert "resolve to more than" in source.unresolved["a0"]
     assert source.values["a40"] == "xx"
 
 
@@ -321,7 +321,7 @@ def test_a_script_that_multiplies_its_variables_or_has_no_end_is_read_in_time() 
     assert read.nested == {}
     assert set(read.unresolved) == {"a.b", "a.c", "a.d"}
     assert script(f"python -m x a.b={'x' * 300_000}\n").nested == {"a": {"b": "x" * 300_000}}
-    with pytest.raises(ConfigError, match="no script is"):
+    with pytest.raises(ConfigError, match="characters, the limit"):
         script("x" * 1_000_000)
 
 

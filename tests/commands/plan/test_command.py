@@ -194,7 +194,7 @@ def test_a_probe_that_fails_says_why(tmp_path: Path) -> None:
     )
     config = freeze(load_config(recipe(tmp_path, nowhere), []))
     with pytest.raises(
-        RatchetError, match=r"a probe of recipe failed. The run said: [\s\S]*nowhere"
+        RatchetError, match=r"a probe of recipe failed. Its output ends with: [\s\S]*nowhere"
     ):
         probe(config, limit_s=100)
 
@@ -221,7 +221,7 @@ def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
     ):
         ratchet("plan", file, "steps=2", "--run-dir", run)
     (tmp_path / "run" / "plan.json").write_text("[]")
-    with pytest.raises(RunDirectoryError, match=r"plan.json is not a plan .*Remove it"):
+    with pytest.raises(RunDirectoryError, match=r"plan.json is not a plan .*Remove this file"):
         ratchet("plan", f"{run}/config.yaml", "--run-dir", run)
 
 

@@ -74,11 +74,13 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path):
     ]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [{"step": 0}, *rows]))
-    memory, step, processor = compare_with_plan(plan, MetricsFile(path).times(), {"peak_mib": 4.0})
+    memory, step, processor = compare_with_plan(
+        plan, MetricsFile(path).read_times(), {"peak_mib": 4.0}
+    )
     assert memory == {"what": "peak memory", "unit": "MiB", "predicted": 3.0, "measured": 4.0}
     assert step == {"what": "sft: a step", "unit": "s", "predicted": 2.0, "measured": 3.0}
     assert (processor["predicted"], processor["measured"]) == (1.0, 1.5)
-    empty = MetricsFile(tmp_path / "none").times()
+    empty = MetricsFile(tmp_path / "none").read_times()
     assert [line["measured"] for line in compare_with_plan(plan, empty, None)] == [None] * 3
 
 
@@ -101,40 +103,40 @@ def test_a_recipe_is_flat_and_its_stages_go_by_name():
 
 def test_a_run_is_finished_running_or_stopped(reader):
     directory = reader.directory
-    assert reader.state() == "stopped"
+    assert reader.read_state() == "stopped"
     directory.status.write_text(
         json.dumps({"pid": os.getpid(), "host": os.uname().nodename, "socket": ""})
     )
-    assert reader.state() == "running"
+    assert reader.read_state() == "running"
     directory.status.write_text(
         json.dumps({"pid": 2**22 + 1, "host": os.uname().nodename, "socket": ""})
     )
-    assert reader.state() == "stopped"
+    assert reader.read_state() == "stopped"
     directory.status.write_text(json.dumps({"pid": 1, "host": "elsewhere", "socket": ""}))
-    assert reader.state() == "running"
+    assert reader.read_state() == "running"
     directory.summary.write_text("{}")
-    assert reader.state() == "finished"
+    assert reader.read_state() == "finished"
 
 
 def test_what_became_of_prompts(reader):
-    assert reader.prompts() == {"issued": 3, "trained": 1}
+    assert reader.count_prompts() == {"issued": 3, "trained": 1}
     with reader.directory.ledger.open("a") as file:
         file.write('{"event": "trained", "id": "\\"event\\": \\"again\\""}\n{"event": "filt')
-    assert reader.prompts() == {"issued": 3, "trained": 2}
+    assert reader.count_prompts() == {"issued": 3, "trained": 2}
     with reader.directory.ledger.open("a") as file:
         file.write('ered", "id": "x"}\n')
-    assert reader.prompts() == {"issued": 3, "trained": 2, "filtered": 1}
+    assert reader.count_prompts() == {"issued": 3, "trained": 2, "filtered": 1}
     # cut where a checkpoint was
     reader.directory.ledger.write_text('{"event": "issued", "id": "x"}\n')
-    assert reader.prompts() == {"issued": 1}
+    assert reader.count_prompts() == {"issued": 1}
 
 
 def test_what_sentinels_said(reader):
-    assert reader.facts()["alarms"] == [
+    assert reader.read_facts()["alarms"] == [
         {"step": 3, "sentinel": "entropy", "message": "step 3: good"}
     ]
     (reader.directory.sentinels / "step-00000004-x.json").write_text("{")  # just being written
-    assert len(reader.alarms()) == 1
+    assert len(reader.read_alarms()) == 1
 
 
 def test_runs_are_found_and_named(tmp_path):
@@ -151,10 +153,10 @@ def test_runs_are_found_and_named(tmp_path):
 
 
 def test_a_version_changes_with_the_run(reader):
-    before = reader.version()
-    assert reader.version() == before
+    before = reader.read_version()
+    assert reader.read_version() == before
     grow(reader.directory, [7])
-    after = reader.version()
+    after = reader.read_version()
     assert after["metrics"] > before["metrics"]
     assert after["record"] != before["record"]
 
@@ -163,7 +165,7 @@ def test_a_version_changes_with_the_run(reader):
 
 
 def test_every_rollout_has_its_numbers_and_words(reader):
-    header, arrays = unpacked(reader.rollouts.columns())
+    header, arrays = unpacked(reader.rollouts.pack_columns())
     assert header["after"] == 0
     assert header["steps"]["6"] == [8, 2, 2, {"policy": "weights 6"}]
     assert len(arrays["step"]) == 48
@@ -180,19 +182,19 @@ def test_every_rollout_has_its_numbers_and_words(reader):
 
 
 def test_only_new_files_are_sent_to_who_knows_the_others(reader):
-    known = unpacked(reader.rollouts.columns())[0]["files"]
+    known = unpacked(reader.rollouts.pack_columns())[0]["files"]
     grow(reader.directory, [7, 8])
-    header, arrays = unpacked(reader.rollouts.columns(known))
+    header, arrays = unpacked(reader.rollouts.pack_columns(known))
     assert header["after"] == 1
     assert sorted(set(arrays["step"])) == [7, 8]
     # which was removed meanwhile
-    header, arrays = unpacked(reader.rollouts.columns(["00000001-00000099.parquet"]))
+    header, arrays = unpacked(reader.rollouts.pack_columns(["00000001-00000099.parquet"]))
     assert header["after"] == 0
     assert len(arrays["step"]) == 64
 
 
 def test_of_a_long_run_every_few_steps(reader):
-    _, arrays = unpacked(reader.rollouts.columns(every=4))
+    _, arrays = unpacked(reader.rollouts.pack_columns(every=4))
     assert sorted(set(arrays["step"])) == [1, 5]
 
 
@@ -201,7 +203,7 @@ def test_a_run_without_a_record(tmp_path):
     for path in directory.steps.iterdir():
         path.unlink()
     rollouts = RunReader(directory.path).rollouts
-    header, arrays = unpacked(rollouts.columns())
+    header, arrays = unpacked(rollouts.pack_columns())
     assert (header["files"], len(arrays["task"])) == ([], 0)
     assert rollouts.sample(10, 1000) == []
     assert rollouts.search("x", limit=5) == ([], None)
@@ -211,14 +213,14 @@ def test_a_damaged_file_is_named(reader):
     path = next(reader.directory.steps.glob("*.parquet"))
     path.write_bytes(b"nothing")
     with pytest.raises(DataError, match=f"{path.name} can't be read"):
-        reader.rollouts.columns()
+        reader.rollouts.pack_columns()
 
 
 # --- one rollout
 
 
 def test_details_of_a_rollout(reader):
-    first, failed = reader.rollouts.details(3, [0, 2])
+    first, failed = reader.rollouts.read_details(3, [0, 2])
     tokens = first["tokens"]
     assert "".join(tokens["text"]) == "add 0good 3.0"
     written = [i for i, owner in enumerate(tokens["owner"]) if owner == 1]
@@ -242,7 +244,7 @@ def test_details_of_a_rollout(reader):
 
 
 def test_loss_shares_of_a_step_sum_to_one(reader):
-    details = reader.rollouts.details(3, list(range(8)))
+    details = reader.rollouts.read_details(3, list(range(8)))
     assert sum(sum(detail["tokens"].get("share", [0])) for detail in details) == pytest.approx(
         1.0, rel=1e-3
     )
@@ -250,9 +252,9 @@ def test_loss_shares_of_a_step_sum_to_one(reader):
 
 def test_what_is_not_in_the_record_is_refused(reader):
     with pytest.raises(DataError, match="step 9 is not in the record"):
-        reader.rollouts.details(9, [0])
+        reader.rollouts.read_details(9, [0])
     with pytest.raises(DataError, match="8 rollouts"):
-        reader.rollouts.details(3, [8])
+        reader.rollouts.read_details(3, [8])
 
 
 def test_search_finds_messages_the_newest_first(reader):

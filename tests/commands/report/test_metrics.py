@@ -34,12 +34,12 @@ def metrics(tmp_path: Path) -> MetricsFile:
 
 
 def test_columns_have_gaps(metrics: MetricsFile, tmp_path: Path) -> None:
-    columns, has_more = metrics.part()
+    columns, has_more = metrics.read_part()
     np.testing.assert_array_equal(columns["step"], [1, 3])
     np.testing.assert_array_equal(columns["a"], [1.0, math.nan])
     np.testing.assert_array_equal(columns["b"], [math.nan, 2.0])
     assert not has_more
-    assert list(MetricsFile(tmp_path / "none").part().columns) == ["step"]
+    assert list(MetricsFile(tmp_path / "none").read_part().columns) == ["step"]
 
 
 def test_lines_that_are_no_steps_are_left_out(metrics: MetricsFile) -> None:
@@ -50,47 +50,47 @@ def test_lines_that_are_no_steps_are_left_out(metrics: MetricsFile) -> None:
             + b"\n"
         )
         file.write(b'{"step": 6, "a": 1e999, "c": ' + b"9" * 400 + b'}\n{"step": 7, "a"')
-    columns, _ = metrics.part(after=1)
+    columns, _ = metrics.read_part(after=1)
     assert columns["step"].tolist() == [3, 6]
     assert columns["a"].tolist()[1] == columns["c"].tolist()[1] == math.inf
     with metrics.path.open("ab") as file:
         file.write(b": 0}\n")
-    assert metrics.part(after=6).columns["step"].tolist() == [7]
+    assert metrics.read_part(after=6).columns["step"].tolist() == [7]
 
 
 def test_parts_make_the_whole(tmp_path: Path) -> None:
     metrics = MetricsFile(write(tmp_path / "metrics.jsonl", range(1, 101)))
     steps, has_more, after = [], True, -1
     while has_more:
-        columns, has_more = metrics.part(after, max_cells=30 * 22)
+        columns, has_more = metrics.read_part(after, max_cells=30 * 22)
         assert len(columns["step"]) <= 30
         steps += columns["step"].tolist()
         after = int(steps[-1])
     assert steps == list(range(1, 101))
-    assert metrics.part(max_cells=1).columns["step"].tolist() == [1]
+    assert metrics.read_part(max_cells=1).columns["step"].tolist() == [1]
 
 
 def test_a_page_that_follows_reads_new_lines_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = MetricsFile(write(tmp_path / "metrics.jsonl", range(1, 201)))
-    metrics.part()
+    metrics.read_part()
     read: list[bytes] = []
     parse = metrics_module.parse_row
     monkeypatch.setattr(
         metrics_module, "parse_row", lambda line: (read.append(line), parse(line))[1]
     )
     write(metrics.path, range(201, 203))
-    assert metrics.part(after=200).columns["step"].tolist() == [201, 202]
+    assert metrics.read_part(after=200).columns["step"].tolist() == [201, 202]
     assert len(read) == 2
 
 
 def test_a_file_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     metrics = MetricsFile(write(tmp_path / "metrics.jsonl", range(1, 11)))
-    assert len(metrics.part().columns["step"]) == len(metrics.times()["step"]) == 10
+    assert len(metrics.read_part().columns["step"]) == len(metrics.read_times()["step"]) == 10
     write(tmp_path / "other", range(1, 4)).replace(metrics.path)
-    assert metrics.part(after=2).columns["step"].tolist() == [3]
-    assert metrics.times()["step"].tolist() == [1, 2, 3]
+    assert metrics.read_part(after=2).columns["step"].tolist() == [3]
+    assert metrics.read_times()["step"].tolist() == [1, 2, 3]
 
 
 def held(steps: int, path: Path) -> tuple[int, int]:
@@ -99,7 +99,7 @@ def held(steps: int, path: Path) -> tuple[int, int]:
     tracemalloc.start()
     has_more, after = True, -1
     while has_more:
-        columns, has_more = metrics.part(after, max_cells=2**11)
+        columns, has_more = metrics.read_part(after, max_cells=2**11)
         after = int(columns["step"][-1])
     del columns
     stays, peak = tracemalloc.get_traced_memory()

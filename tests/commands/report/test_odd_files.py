@@ -94,7 +94,7 @@ def test_steps_and_lines_beyond_all_bounds_are_damaged(run: Path) -> None:
     ]
     (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "a": 1}', ""]))
     answered(run)
-    assert list(RunReaders(run.parent)["x"].metrics.part().columns["step"]) == [3]
+    assert list(RunReaders(run.parent)["x"].metrics.read_part().columns["step"]) == [3]
 
 
 @pytest.mark.fault("S20")
@@ -123,7 +123,7 @@ def test_numbers_that_json_lacks_and_a_record_that_is_a_file_are_shown(run: Path
     (run / "summary.json").write_text('{"loss": NaN, "stages": [{"best": -Infinity}]}')
     (run / "steps").write_text("")
     answered(run)
-    facts = RunReader(run).facts()
+    facts = RunReader(run).read_facts()
     assert facts["config"]["limit"] == "inf"
     assert facts["summary"] == {"loss": "nan", "stages": [{"best": "-inf"}]}
     assert write_report([run], rollouts=4)

@@ -129,7 +129,7 @@ def test_a_report_has_the_ends_of_each_stage_and_each_task_once(directory: RunDi
         "a/step-00000000",
         "a/step-00000003",
     ]
-    assert sample["shares"] == [4, 9]
+    assert sample["task_counts"] == [4, 9]
     assert [task[3] for task in sample["tasks"]] == [f"prompt {i}" for i in range(4)]
     assert sample["answers"]["a/step-00000003"]["rows"][3] == [3, "scored", 1.0, "yes"]
 

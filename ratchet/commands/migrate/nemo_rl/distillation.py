@@ -26,7 +26,7 @@ from ratchet.errors import ConfigError
 # A key of the loss that only distillation across tokenizers has.
 CROSS_TOKENIZER = "loss_fn.gold_loss"
 DIRECTIONS = ("forward", "reverse")
-# Settings of the teacher's learner, which is the student's learner here.
+# Settings of the teacher's learner. In Ratchet the teacher runs on the student's learner.
 TEACHER_SETTINGS = (
     "dtensor_cfg.enabled",
     "dtensor_cfg.tensor_parallel_size",
@@ -75,7 +75,7 @@ def _mix(value: Any, config: PeerConfig) -> Any:
 
 DISTILLATION = (
     KeyRow("teacher.model_name", "algorithm.teacher"),
-    # forward is KL(teacher || student) in both, and the weight is that of forward in both.
+    # NeMo RL and Ratchet agree: forward is KL(teacher || student), and the weight is forward's.
     KeyRow("loss_fn.kl_type", "algorithm.objective", convert=_objective, default="mixed"),
     KeyRow("loss_fn.mixed_kl_weight", "algorithm.mix", convert=_mix, default=0.5),
     KeyRow(

@@ -55,7 +55,7 @@ SFT = (
 
 
 def _detect_method(values: Mapping[str, Any]) -> str:
-    """Return the name of the trainer whose section the file has; "" without one.
+    """Return the name of the trainer whose section the file has; "" if it has none.
 
     Raises ConfigError for a kind of distillation that has no counterpart.
     """

@@ -28,7 +28,8 @@ def when_megatron(condition: bool, convert: Conversion | None = None) -> Convers
     """Return the conversion, limited to files that enable Megatron.
 
     Args:
-        condition: False limits it to files that do not enable Megatron.
+        condition: False limits the conversion to files that do not enable Megatron.
+        convert: The conversion; None copies the value.
     """
     return only_if(
         lambda config: uses_megatron(config) == condition,
@@ -49,7 +50,7 @@ def generates_separately(config: PeerConfig) -> bool:
 
 
 def count_learner_gpus(config: PeerConfig) -> int:
-    """Return the number of the learner's accelerators: all, minus those of a separate generator."""
+    """Return the number of accelerators without those of a separate generator."""
     if not generates_separately(config):
         return count_gpus(config)
     per_node, nodes = config.whole("cluster.gpus_per_node", 1), config.whole("cluster.num_nodes", 1)

@@ -70,13 +70,15 @@ def _counts_steps(section: str, config: PeerConfig) -> bool:
         return False
     if epochs is None or count < shared.UNLIMITED_STEPS:
         return True
-    # Both are as good as unlimited: a step is shorter than a pass.
+    # If both numbers are that large, the steps end first, because a pass has at least one step.
     return not 0 < numbers.number(epochs) < shared.UNLIMITED_STEPS
 
 
 def steps(section: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
-        return numbers.whole(value) if _counts_steps(section, config) else Inert("epochs count")
+        if _counts_steps(section, config):
+            return numbers.whole(value)
+        return Inert("max_num_epochs ends training there")
 
     return convert
 
@@ -84,7 +86,7 @@ def steps(section: str) -> Conversion:
 def passes(section: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if _counts_steps(section, config):
-            return Dropped("max_num_steps is taken: set passes instead if they end first")
+            return Dropped("max_num_steps sets the length: set passes instead if they end first")
         return shared.passes(value)
 
     return convert
@@ -93,7 +95,8 @@ def passes(section: str) -> Conversion:
 def warmup(value: Any, config: PeerConfig) -> Any:
     """Convert a chain of torch's schedulers: a warm-up, then a constant rate or a cosine.
 
-    An item without a name has `milestones`, which should repeat the step where the warm-up ends.
+    An item of the chain without a name has `milestones`: the steps at which the next scheduler
+    begins. A note says so if this is not the end of the warm-up.
     """
     chain = value if isinstance(value, list) else [value]
     parts = [part for part in chain if isinstance(part, Mapping)]

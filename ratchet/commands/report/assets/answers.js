@@ -1,13 +1,14 @@
 "use strict";
-// Held-out answers: the tasks of two evaluations side by side, and which of them became right or wrong.
+// Held-out answers: the tasks of two evaluations side by side, and which tasks became right or wrong.
 
-const MAX_ANSWERS = 100; // tasks in the table, until more are asked for
+const MAX_ANSWERS = 100; // tasks in the table, and tasks that "Show more" adds
 const CHANGES = [
   ["right", "became right"], ["wrong", "became wrong"], ["still-wrong", "still wrong"], ["still-right", "still right"], ["unjudged", "not judged in both"],
 ];
 
-/** Returns what became of a task: its rewards reach the threshold (right), or do not (wrong); without a reward it is not judged. */
-function changeOf(a, b) {
+/** Returns the change of a task between two evaluations, one of CHANGES. a, b: true if the reward reaches the threshold (right), false if
+ * it does not (wrong), null without a reward. */
+function describeChange(a, b) {
   if (a === null || b === null) return "unjudged";
   return a ? (b ? "still-right" : "wrong") : b ? "right" : "still-wrong";
 }
@@ -16,7 +17,7 @@ function evaluationLabel({ name, stage, step }) {
   return step === null ? name : `${stage}, step ${step}`;
 }
 
-/** Pairs the tasks of two evaluations, as {id, tag, prompt, sides: [a, b], change}. A task that was changed in between is another one. */
+/** Pairs the tasks of two evaluations, as {id, tag, prompt, sides: [a, b], change}. Tasks form a pair if their ids and digests are equal. */
 function pairTasks(a, b) {
   const key = (row) => JSON.stringify([row[0], row[2]]);
   const others = new Map(b.rows.map((row) => [key(row), row]));
@@ -24,13 +25,13 @@ function pairTasks(a, b) {
   return a.rows.filter((row) => others.has(key(row))).map((row) => {
     const other = others.get(key(row));
     const sides = [side(row, a), side(other, b)];
-    return { id: row[0], tag: row[1], prompt: row[3] || other[3], sides, change: changeOf(sides[0].isRight, sides[1].isRight) };
+    return { id: row[0], tag: row[1], prompt: row[3] || other[3], sides, change: describeChange(sides[0].isRight, sides[1].isRight) };
   });
 }
 
 const Answers = {
   title: "Answers",
-  chosen: [{}, {}], // {run, name} of both sides; without them the first and the last evaluation of the first shown run
+  chosen: [{}, {}], // {run, name} of each side; by default the first and the last evaluation of the first shown run
   change: "",
   text: "",
 
@@ -63,8 +64,8 @@ const Answers = {
     const run = runs.find((each) => each.name === chosen.run) ?? runs[0];
     const evaluations = this.lists.get(run);
     const ofTraining = evaluations.filter(({ step }) => step !== null);
-    const usual = (ofTraining.length ? ofTraining : evaluations).at(side ? -1 : 0);
-    return { run, evaluation: evaluations.find(({ name }) => name === chosen.name) ?? usual };
+    const byDefault = (ofTraining.length ? ofTraining : evaluations).at(side ? -1 : 0);
+    return { run, evaluation: evaluations.find(({ name }) => name === chosen.name) ?? byDefault };
   },
 
   sideSelects(side, label) {
@@ -112,7 +113,7 @@ const Answers = {
   },
 
   sampleNote() {
-    const [inFile, all] = this.sides[0].run.heldOut?.shares ?? [0, 0];
+    const [inFile, all] = this.sides[0].run.heldOut?.task_counts ?? [0, 0];
     return inFile < all && el("span", { className: "hint" }, `This file has ${whole(inFile)} of ${whole(all)} tasks; ratchet ui shows all.`);
   },
 

@@ -3,7 +3,7 @@
 
 const VIEWS = { runs: RunList, curves: Curves, rollouts: Browser, answers: Answers, tokens: Waterfall, time: Timeline, recipe: Recipe, differences: Differences };
 const REFRESH_MS = 3000;
-const REDRAWN = ["tokens", "time"]; // views that new data redraw; in the others this would disturb a user
+const REDRAWN = ["tokens", "time"]; // views that are redrawn for new data; in other views a redraw would disturb the user
 const THEMES = ["auto", "light", "dark"];
 
 const app = {
@@ -65,7 +65,7 @@ const app = {
     await this.render();
   },
 
-  /** Fetches new data, and draws what they change. */
+  /** Fetches new data, and redraws the parts of the page that show them. */
   async poll() {
     try {
       const changed = await this.source.refresh(this.runs);

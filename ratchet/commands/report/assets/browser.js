@@ -35,7 +35,7 @@ const Browser = {
     for (const run of app.source.live ? [this.run] : runs) await app.source.rollouts(run);
     this.rollouts = this.run.rollouts;
     if (!this.rollouts.count) {
-      const reason = this.run.facts.state === "running" ? "No step has been written yet." : "This run has no record (steps/): record.every is 0, or it is older.";
+      const reason = this.run.facts.state === "running" ? "No step has been written yet." : "This run has no record (steps/): record.every is 0, or an older version made the run.";
       return void refill(host, runs.length > 1 && this.runSelect(runs), el("p", { className: "note" }, reason));
     }
     this.summary = el("div", { className: "hint", id: "found" });
@@ -274,7 +274,7 @@ const Browser = {
       "section",
       { className: "occurrences" },
       el("h3", {}, "The same prompt, at other steps and in other runs"),
-      el("p", { className: "hint" }, `A click puts an attempt beside this one (at most ${MAX_COLUMNS - 1}); again takes it away.`),
+      el("p", { className: "hint" }, `A click puts an attempt beside this one (at most ${MAX_COLUMNS - 1}); a second click removes it.`),
       lines,
       unread.length > 0 && el("button", { onclick: () => this.readAll(unread) }, `Look in ${unread.map((each) => each.name).join(", ")}`),
     );

@@ -26,7 +26,7 @@ function drawable(y) {
   return Math.abs(y) < 1 / MAX_DRAWN ? 0 : y;
 }
 
-/** Returns the drawable numbers of a column, null for others. positive: also null for numbers up to 0 (a logarithmic axis). */
+/** Returns a column with null for numbers that can't be drawn. positive: also null for 0 and numbers below (a logarithmic axis). */
 function drawableValues(column, positive = false) {
   return Array.from(column, (y) => {
     const value = drawable(y);
@@ -34,8 +34,8 @@ function drawableValues(column, positive = false) {
   });
 }
 
-/** Returns ticks at multiples of a step. They are counted first: between numbers that are almost equal, adding the step would
- * change nothing, and a loop would never end. */
+/** Returns ticks at multiples of a step. Their number is computed first: a loop that adds the step would never end between two
+ * numbers so close that adding it changes nothing. */
 function ticks(u, index, low, high, step) {
   const first = Math.ceil(low / step);
   const count = Math.floor(high / step) - first + 1;

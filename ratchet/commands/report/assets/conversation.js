@@ -1,7 +1,7 @@
 "use strict";
 // A rollout: its conversation with tool calls, or its tokens, and its reward and other facts.
 
-/** The messages as a conversation. */
+/** Shows the messages as a conversation. */
 function conversationView(detail) {
   const messages = detail.messages.map((message, index) => messageView(message, index));
   return el("div", { className: "conversation" }, messages, !messages.length && el("p", { className: "note" }, "No messages: see the tokens."));
@@ -84,7 +84,7 @@ function factsView(detail) {
   return el("dl", { className: "facts" }, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
 
-/** A rollout with its heading. view: {mode: "conversation" | "tokens", colouring}. */
+/** Shows a rollout with its heading. view: {mode: "conversation" | "tokens", colouring}. */
 function rolloutView(run, detail, view) {
   const body = view.mode === "tokens" ? tokenView(detail, detail.tokens[COLOURINGS[view.colouring].needs ?? "id"] ? view.colouring : "none") : conversationView(detail);
   return el(

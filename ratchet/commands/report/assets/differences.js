@@ -65,7 +65,7 @@ function leavesTable(a, b, left, right, all) {
       const cell = (value) => el("td", { className: one === other ? "" : "changed" }, el("code", {}, value));
       return a === b ? [el("code", {}, key), cell(one)] : [el("code", {}, key), cell(one), cell(other)];
     });
-  if (!rows.length) return el("p", { className: "note" }, keys.length ? "No difference." : "Nothing is known of it.");
+  if (!rows.length) return el("p", { className: "note" }, keys.length ? "No difference." : "Nothing is recorded.");
   return table(a === b ? ["", a.name] : ["", a.name, b.name], rows, "leaves");
 }
 

@@ -2,7 +2,7 @@
 // The recipe of one run, first the keys that it sets, and the end of its log.
 
 const SERIOUS = /^\S+ (WARNING|ERROR|CRITICAL) /;
-const DATED = /^\d{4}-\d\d-\d\dT\S+ [A-Z]+ /; // other lines belong to the one before, as those of a traceback
+const DATED = /^\d{4}-\d\d-\d\dT\S+ [A-Z]+ /; // a line without a date, such as one of a traceback, belongs to the dated line before it
 
 const Recipe = {
   title: "Recipe and log",

@@ -27,7 +27,7 @@ function assignColors(runs) {
   }
 }
 
-/** The mark of a run in its colour. */
+/** Returns the mark of a run in its colour. */
 function runDot(run) {
   const style = run.visible && !run.dash.length ? { background: run.color } : { "border-color": run.color };
   return el("i", { className: run.dash.length ? "dot dashed" : "dot", style });
@@ -55,7 +55,7 @@ class Run {
     return this.slot === null ? "var(--muted)" : `var(--run-${this.slot % COLORS})`;
   }
 
-  /** The dashes of the run's lines: the eleventh shown run has the first one's colour, and is dashed. */
+  /** The dashes of the run's lines: the eleventh shown run has the colour of the first one, but dashed lines. */
   get dash() {
     return DASHES[Math.floor((this.slot ?? 0) / COLORS) % DASHES.length];
   }
@@ -64,7 +64,7 @@ class Run {
     return this.version.state ?? this.facts.state;
   }
 
-  /** Where the run is: its stages, its last step, its latest results. */
+  /** The run's progress: its stages, its last step, its latest results. */
   get progress() {
     return this.version.progress ?? this.facts.progress ?? {};
   }

@@ -1,7 +1,7 @@
 "use strict";
-// The list of all runs: which are shown, how far each is, and what it reached. With few runs the page's head has them instead.
+// The list of all runs: which are shown, and the progress and results of each. Up to FEW_RUNS runs are listed in the page's head instead.
 
-const FEW_RUNS = 6; // so many runs stand at the head of the page
+const FEW_RUNS = 6;
 const RUN_COLUMNS = [
   // [heading, value to sort by, text]
   ["Run", (run) => run.name, (run) => run.name],
@@ -22,7 +22,7 @@ function hasShares({ progress }) {
   return progress.is_share ?? true;
 }
 
-/** A mean of rewards: in per cent, or as a plain number where rewards are below 0 or above 1. */
+/** Formats a mean of rewards: in per cent, or as a plain number if the run has rewards below 0 or above 1. */
 function meanReward(run, mean) {
   return hasShares(run) ? percent(mean ?? NaN) : short(mean);
 }
@@ -75,7 +75,7 @@ const RunList = {
     this.app.render();
   },
 
-  /** Returns the runs that match the search, in the chosen order; equal ones the newest first. */
+  /** Returns the runs that match the search, in the chosen order; among equal runs the newest comes first. */
   select() {
     const words = this.text.toLowerCase().split(/\s+/).filter(Boolean);
     const text = (run) => `${run.name} ${run.state}`.toLowerCase();

@@ -21,16 +21,16 @@ function stagesApart(runs, metric) {
   const extents = new Map();
   for (const run of runs) {
     for (const { name, first, last } of run.columns[metric] ? run.stages : []) {
-      const found = extent(run.columns[metric], first, last);
-      const known = extents.get(name) ?? [Infinity, -Infinity];
-      if (found) extents.set(name, [Math.min(known[0], found[0]), Math.max(known[1], found[1])]);
+      const ofRun = extent(run.columns[metric], first, last);
+      const ofEarlierRuns = extents.get(name) ?? [Infinity, -Infinity];
+      if (ofRun) extents.set(name, [Math.min(ofEarlierRuns[0], ofRun[0]), Math.max(ofEarlierRuns[1], ofRun[1])]);
     }
   }
   const ranges = [...extents.values()].map(([low, high]) => high - low).filter((range) => range > 0);
   return ranges.length > 1 && Math.max(...ranges) > OWN_SCALE * Math.min(...ranges) ? [...extents.keys()] : [];
 }
 
-/** Returns where the stages after the first begin, as {x, name, color}. Runs with the same boundaries share grey ones. */
+/** Returns where the stages after the first begin, as {x, name, color}. If all runs have the same boundaries, these are grey. */
 function boundaries(runs, axis) {
   const all = runs.map((run) => {
     const xs = run.axis(axis);
@@ -53,10 +53,10 @@ function drawBoundaries(u, marks) {
   ctx.textBaseline = "top";
   ctx.lineWidth = ratio;
   ctx.setLineDash([3 * ratio, 3 * ratio]);
-  let free = -Infinity; // where the last name ends: names do not cover each other
+  let free = -Infinity; // the end of the last drawn name, so that names do not cover each other
   for (const { x, name, color } of marks.toSorted((a, b) => a.x - b.x)) {
     const at = Math.round(u.valToPos(x, "x", true));
-    if (!(at > left + ratio && at <= left + width)) continue; // at the edge it would part nothing
+    if (!(at > left + ratio && at <= left + width)) continue; // outside of the chart, or at its edge, where it would separate nothing
     ctx.strokeStyle = ctx.fillStyle = ink(color)();
     ctx.beginPath();
     ctx.moveTo(at + ratio / 2, top); // a line of one pixel is sharp in the middle of pixels

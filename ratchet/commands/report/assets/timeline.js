@@ -14,7 +14,7 @@ const MACHINE = {
 };
 const GPU = { busy_share: "busy", memory_gib: "memory, GiB", power_w: "power, W" };
 
-/** Returns the readable name of a metric of the machine; one that is not known keeps its own. */
+/** Returns the readable name of a metric of the machine; an unknown metric keeps its name. */
 function machineName(name) {
   const gpu = /^gpu\/(\d+)\/(\w+)$/.exec(name);
   return gpu ? `GPU ${gpu[1]}: ${GPU[gpu[2]] ?? gpu[2]}` : MACHINE[name] ?? name;
