@@ -40,7 +40,7 @@ class PreferencesConfig(EnvironmentConfig):
     )
     columns: dict[str, str] = Field(
         {},
-        description="Column names of the file by usual name, if they differ: {chosen: preferred}.",
+        description="The file's column for each usual name, if they differ: {chosen: preferred}.",
     )
     separator: str = Field(
         "\n", description="Text appended to each step of an answer with step labels."
@@ -54,7 +54,8 @@ class PreferencesConfig(EnvironmentConfig):
                 near = get_close_matches(usual, cls.usual_columns, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(
-                    f"{usual} is not a usual column: {hint}there are {', '.join(cls.usual_columns)}"
+                    f"{usual} is not a usual column: {hint}the usual columns are "
+                    f"{', '.join(cls.usual_columns)}"
                 )
         names = [columns.get(usual, usual) for usual in cls.usual_columns]
         repeated = next((name for name in names if names.count(name) > 1), None)
@@ -102,7 +103,7 @@ class DatasetConfig(EnvironmentConfig):
     has_scan: ClassVar[bool] = True
 
     preset: str | None = Field(
-        None, description="Name of a published dataset: gsm8k, hh_rlhf, tulu3_sft, ..."
+        None, description="Name of a published dataset: gsm8k, hh_rlhf, tulu3_sft, ...; null: none."
     )
     train: tuple[DataFile, ...] = Field(
         (), description="Files, patterns, directories or addresses (s3://, gs://, hf://)."
@@ -118,7 +119,9 @@ class DatasetConfig(EnvironmentConfig):
         description="Configuration of the dataset on the Hub; null: the preset's, or the dataset's "
         "default.",
     )
-    revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
+    revision: str | None = Field(
+        None, description="Branch, tag or commit on the Hub; null: the default branch."
+    )
     train_split: str | None = Field(
         None, description="Training split on the Hub; null: the preset's, or train. Empty: none."
     )
@@ -127,13 +130,13 @@ class DatasetConfig(EnvironmentConfig):
     )
     columns: dict[str, str] = Field(
         {},
-        description="Column names of the rows by usual name: {prompt: problem, answer: "
-        "extra.answer}. Dots reach nested values.",
+        description="The rows' column for each usual name, if they differ: {prompt: problem, "
+        "answer: extra.answer}. Dots reach nested values.",
     )
     prompt: str | None = Field(
         None,
         description="Template of the prompt over columns: '{question} Think first.'; null: the "
-        "preset's.",
+        "preset's, or the column prompt.",
     )
     system: str = Field(
         "",
@@ -141,7 +144,8 @@ class DatasetConfig(EnvironmentConfig):
         "system message.",
     )
     answer_after: str | None = Field(
-        None, description="Marker before the answer in its column (####); null: the preset's."
+        None,
+        description="Marker before the answer in its column (####); null: the preset's, or none.",
     )
     media_root: DataFile | None = Field(
         None,
@@ -171,8 +175,8 @@ class DatasetConfig(EnvironmentConfig):
     )
     too_long: Literal["error", "drop"] = Field(
         "error",
-        description="Handling of rows with more tokens than the model's context, and in rollouts "
-        "of such prompts: error ends the run (fails the attempt), drop leaves them out.",
+        description="Handling of rows with more tokens than the model's context (in rollouts: of "
+        "prompts). error ends the run (in rollouts: fails the attempt), drop leaves the row out.",
     )
     shuffle: bool = Field(
         True, description="Shuffle the rows anew in each pass; false: keep their order."
@@ -201,7 +205,8 @@ class DatasetConfig(EnvironmentConfig):
                 near = get_close_matches(usual, USUAL_COLUMNS, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(
-                    f"{usual} is not a usual column: {hint}there are {', '.join(USUAL_COLUMNS)}"
+                    f"{usual} is not a usual column: {hint}the usual columns are "
+                    f"{', '.join(USUAL_COLUMNS)}"
                 )
         return columns
 
@@ -236,9 +241,9 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def column_names(self) -> Mapping[str, str]:
-        """The column names of the rows by usual name. The default is the usual name itself.
+        """The rows' column for each usual name. The default is the usual name itself.
 
-        With a preset, only the columns that the preset or `columns` names are included.
+        With a preset, only usual names that the preset or `columns` has are included.
         """
         preset = self.dataset_preset
         return {

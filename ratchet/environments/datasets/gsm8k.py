@@ -38,7 +38,7 @@ class GSM8KConfig(EnvironmentConfig):
     split_column: str | None = Field(
         None,
         min_length=1,
-        description='Column of `train` with the split of each row: "train" or "test".',
+        description='Column of `train` with the split of each row: "train" or "test"; null: none.',
     )
     suffix: str = Field(
         '\nEnd with "#### " and the answer as a number.',
@@ -60,7 +60,7 @@ class GSM8KConfig(EnvironmentConfig):
 
 
 class Example(NamedTuple):
-    """A row of the file."""
+    """One problem: a row of the file."""
 
     line: int
     question: str
@@ -93,7 +93,7 @@ class GSM8K(Rows):
 
         An instance that only plays attempts never reads the files.
         """
-        train, test = self._splits()
+        train, test = self._read_splits()
         self._refuse_overlap(train, test)
         k = self.config.shots
         if k >= len(train):
@@ -105,14 +105,14 @@ class GSM8K(Rows):
         context = tuple(
             message
             for shot in train[:k]
-            for message in (self._question(shot), Message("assistant", shot.solution))
+            for message in (self._make_question(shot), Message("assistant", shot.solution))
         )
         return {
             "train": [self._make_task("train", example, context) for example in train[k:]],
             "test": [self._make_task("test", example, context) for example in test],
         }
 
-    def _splits(self) -> tuple[list[Example], list[Example]]:
+    def _read_splits(self) -> tuple[list[Example], list[Example]]:
         path, column = self.config.train, self.config.split_column
         columns = {"question": str, "answer": str} | ({column: str} if column else {})
         train: list[Example] = []
@@ -149,13 +149,13 @@ class GSM8K(Rows):
                     f"{lines[example.question]}): remove one of the two"
                 )
 
-    def _question(self, example: Example) -> Message:
+    def _make_question(self, example: Example) -> Message:
         return Message("user", example.question + self.config.suffix)
 
     def _make_task(self, split: Split, example: Example, context: tuple[Message, ...]) -> Task:
         return Task(
             id=f"{self.name}/{split}/{example.line}",
-            messages=(*context, self._question(example)),
+            messages=(*context, self._make_question(example)),
             answer=example.result,
             environment=self.name,
             tag=self.name,

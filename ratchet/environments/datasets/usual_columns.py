@@ -1,12 +1,12 @@
-"""The usual names of columns in published files, which need no `columns:` in a recipe."""
+"""Alternative column names of published files, which need no `columns` in a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-# Other names of a column in files, besides its usual name. A file with two of them is ambiguous.
-OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+# Names that files use instead of the usual name. A file with two of them is ambiguous.
+ALTERNATIVE_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "instruction", "problem", "query", "input"),
     "answer": ("output", "response", "completion"),
     "messages": ("conversations",),
@@ -31,7 +31,9 @@ def list_candidates(
     if usual in columns:
         return (usual,)
     names = tuple(
-        name for name in OTHER_NAMES.get(usual, ()) if name in columns and name not in used_columns
+        name
+        for name in ALTERNATIVE_NAMES.get(usual, ())
+        if name in columns and name not in used_columns
     )
     return tuple(name for name in names if name != INPUT_COLUMN) or names
 
@@ -50,14 +52,16 @@ def explain_ambiguous(usual: str, candidates: Sequence[str]) -> str:
     """Return the error text for several candidates, with the recipe line that chooses one."""
     names = f"{', '.join(candidates[:-1])} and {candidates[-1]}"
     return (
-        f"columns {names} may each be the {usual}: say which, columns: {{{usual}: {candidates[0]}}}"
+        f"columns {names} may each be the {usual}: set one, columns: {{{usual}: {candidates[0]}}}"
     )
 
 
 def explain_no_prompt(columns: Sequence[str]) -> str:
     """Return the error text for a row without a prompt, with the recipe line that names one."""
-    known = (*OTHER_NAMES["prompt"], "messages", *OTHER_NAMES["messages"], "text")
-    answers = [name for name in columns if name in ("answer", "solution", *OTHER_NAMES["answer"])]
+    known = (*ALTERNATIVE_NAMES["prompt"], "messages", *ALTERNATIVE_NAMES["messages"], "text")
+    answers = [
+        name for name in columns if name in ("answer", "solution", *ALTERNATIVE_NAMES["answer"])
+    ]
     others = [name for name in columns if name not in answers]
     line = f"prompt: {others[0] if others else '...'}"
     if len(others) > 1 and not answers:
