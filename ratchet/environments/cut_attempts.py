@@ -19,7 +19,7 @@ class HasCutReward(Protocol):
         """Return a reward to add to those of the attempt's turns; None to add nothing.
 
         Args:
-            messages: The whole conversation. The last message is the policy's unfinished one, or
-                an observation that the policy can't answer any more.
+            messages: The whole conversation. The last message is the policy's unfinished one, or an
+                observation that the policy can't answer any more.
         """
         ...

@@ -35,8 +35,8 @@ class Problem(NamedTuple):
     """A question and its answer, which become a task.
 
     Attributes:
-        key: Text that identifies the problem and determines its split; "" to use the prompt. A
-            game whose first message is always the same needs a key: its secret, for example.
+        key: Text that identifies the problem and determines its split; "" to use the prompt. A game
+            whose first message is always the same needs a key: its secret, for example.
     """
 
     prompt: str

@@ -159,8 +159,8 @@ class ResetStepEnvironment(ABC):
     def _run_with_random_state(self, function: Callable[[], T]) -> T:
         """Call `function` with the state of the global random generators that this instance saved.
 
-        After the call the instance saves their state again, and restores the state from before
-        the call.
+        After the call the instance saves their state again, and restores the state from before the
+        call.
         """
         with GLOBAL_RANDOM_LOCK:
             global_state = random.getstate(), np.random.get_state()

@@ -36,7 +36,9 @@ class PreferencesConfig(EnvironmentConfig):
 
     train: DataFile = Field(description="A file, or an address in an object store.")
     test: DataFile | None = Field(
-        None, description="File of the test split, or an address in an object store."
+        None,
+        description="File of the test split, or an address in an object store; null: a tenth of "
+        "the prompts of train.",
     )
     columns: dict[str, str] = Field(
         {},
@@ -49,19 +51,21 @@ class PreferencesConfig(EnvironmentConfig):
     @field_validator("columns")
     @classmethod
     def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
-        for usual in columns:
-            if usual not in cls.usual_columns:
-                near = get_close_matches(usual, cls.usual_columns, n=1)
+        for usual_name in columns:
+            if usual_name not in cls.usual_columns:
+                near = get_close_matches(usual_name, cls.usual_columns, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(
-                    f"{usual} is not a usual column: {hint}the usual columns are "
+                    f"{usual_name} is not a usual column: {hint}the usual columns are "
                     f"{', '.join(cls.usual_columns)}"
                 )
-        names = [columns.get(usual, usual) for usual in cls.usual_columns]
+        names = [columns.get(usual_name, usual_name) for usual_name in cls.usual_columns]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             colliding = " and ".join(
-                usual for usual in cls.usual_columns if columns.get(usual, usual) == repeated
+                usual_name
+                for usual_name in cls.usual_columns
+                if columns.get(usual_name, usual_name) == repeated
             )
             raise ValueError(
                 f"{colliding} would both be read from '{repeated}': name another column for one"
@@ -94,7 +98,7 @@ class DatasetConfig(EnvironmentConfig):
     """A dataset from files, an object store or the Hugging Face Hub (docs/data.md).
 
     Its rows are prompts with answers, conversations, preference pairs or labelled answers. A preset
-    names a published dataset and its columns. Other keys override those of the preset.
+    names a published dataset and its columns. Other keys override the preset.
 
     The test split is `test`, or the test split on the Hub, or else a share of the rows by hash.
     """
@@ -106,10 +110,14 @@ class DatasetConfig(EnvironmentConfig):
         None, description="Name of a published dataset: gsm8k, hh_rlhf, tulu3_sft, ...; null: none."
     )
     train: tuple[DataFile, ...] = Field(
-        (), description="Files, patterns, directories or addresses (s3://, gs://, hf://)."
+        (),
+        description="Files, patterns, directories or addresses (s3://, gs://, hf://); empty: the "
+        "Hub.",
     )
     test: tuple[DataFile, ...] = Field(
-        (), description="Files, patterns, directories or addresses of the test split."
+        (),
+        description="Files, patterns, directories or addresses of the test split; empty: see "
+        "test_split and test_share.",
     )
     hub: str | None = Field(
         None, description="Id of a dataset on the Hub, instead of train; null: the preset's."
@@ -200,12 +208,12 @@ class DatasetConfig(EnvironmentConfig):
     @field_validator("columns")
     @classmethod
     def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
-        for usual in columns:
-            if usual not in USUAL_COLUMNS:
-                near = get_close_matches(usual, USUAL_COLUMNS, n=1)
+        for usual_name in columns:
+            if usual_name not in USUAL_COLUMNS:
+                near = get_close_matches(usual_name, USUAL_COLUMNS, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(
-                    f"{usual} is not a usual column: {hint}the usual columns are "
+                    f"{usual_name} is not a usual column: {hint}the usual columns are "
                     f"{', '.join(USUAL_COLUMNS)}"
                 )
         return columns

@@ -180,8 +180,8 @@ class Dataset(SingleTurn):
         problem = f"column '{name}' is null" if name in contents.values else f"no column '{name}'"
         raise DataError(
             f"{contents.where}: {problem}; the row has {', '.join(contents.columns)}, but "
-            f"this algorithm learns from {needed_data}: name yours in `columns`: "
-            f"{{{usual_name}: ...}}, or use another algorithm"
+            f"this algorithm learns from {needed_data}: "
+            f"name yours in `columns`: {{{usual_name}: ...}}, or use another algorithm"
         )
 
     def _read_contents(self, task: Task) -> RowContents:

@@ -17,22 +17,22 @@ INPUT_COLUMN = "input"
 
 
 def list_candidates(
-    usual: str, columns: Collection[str], used_columns: Collection[str] = ()
+    usual_name: str, columns: Collection[str], used_columns: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the columns that may be the column with the usual name `usual`.
+    """Return the columns that may be the column with the usual name `usual_name`.
 
     If a column has the usual name itself, it is the only candidate.
 
     Args:
-        usual: prompt, answer or messages; any other name has no candidate but itself.
+        usual_name: prompt, answer or messages; any other name has no candidate but itself.
         columns: The columns of a row.
         used_columns: Columns that the recipe names for another purpose.
     """
-    if usual in columns:
-        return (usual,)
+    if usual_name in columns:
+        return (usual_name,)
     names = tuple(
         name
-        for name in ALTERNATIVE_NAMES.get(usual, ())
+        for name in ALTERNATIVE_NAMES.get(usual_name, ())
         if name in columns and name not in used_columns
     )
     return tuple(name for name in names if name != INPUT_COLUMN) or names
@@ -48,11 +48,12 @@ def join_input(
     return f"{instruction}\n\n{input_text}"
 
 
-def explain_ambiguous(usual: str, candidates: Sequence[str]) -> str:
+def explain_ambiguous(usual_name: str, candidates: Sequence[str]) -> str:
     """Return the error text for several candidates, with the recipe line that chooses one."""
     names = f"{', '.join(candidates[:-1])} and {candidates[-1]}"
     return (
-        f"columns {names} may each be the {usual}: set one, columns: {{{usual}: {candidates[0]}}}"
+        f"columns {names} may each be the {usual_name}: set one, columns: {{{usual_name}: "
+        f"{candidates[0]}}}"
     )
 
 

@@ -36,7 +36,7 @@ DIGITS = {
 }  # fmt: skip
 
 
-def blank(width: int, height: int, colour: Rgb = WHITE) -> Image:
+def create_image(width: int, height: int, colour: Rgb = WHITE) -> Image:
     """Return an image of one colour. Its sides are in pixels."""
     return import_pillow("drawing pictures").Image.new("RGB", (width, height), colour)
 
@@ -57,7 +57,7 @@ def draw_board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: in
     Args:
         rows: The background colour and the marks of each cell.
     """
-    image = blank(len(rows[0]) * cell_px, len(rows) * cell_px)
+    image = create_image(len(rows[0]) * cell_px, len(rows) * cell_px)
     pen = import_pillow().ImageDraw.Draw(image)
     margin = cell_px // 6
     for y, row in enumerate(rows):

@@ -98,7 +98,7 @@ class Sokoban(BoardGame[Room]):
         return Problem(self.prompt(room), " ".join(solution), {"room": self._write_room(room)})
 
     def _iter_pulls(self, room: Room) -> Iterator[tuple[Room, list[str]]]:
-        """Yield each room that can precede this one, with the moves that lead from that room here.
+        """Yield each room that can precede `room`, with the moves from the earlier room to `room`.
 
         The moves are a push, and then a walk.
         """

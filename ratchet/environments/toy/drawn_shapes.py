@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
 from ratchet.data.formats.media import embed
-from ratchet.environments.games.rendering import COLOURS, blank, draw
+from ratchet.environments.games.rendering import COLOURS, create_image, draw
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.environments.wrong_answers import SingleAnswer
 from ratchet.types import Comparison, Message, Part, Task
@@ -189,7 +189,7 @@ class Shapes(SingleAnswer, Procedural):
 
     def picture(self, things: Sequence[Thing]) -> Part:
         size, cell = self.config.size, self.config.size / self.config.grid
-        image = blank(size, size)
+        image = create_image(size, size)
         half = int(cell * FILLED_SHARE) // 2
         for thing in things:
             x, y = (

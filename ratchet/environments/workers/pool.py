@@ -158,14 +158,14 @@ class _PoolState:
         """Return the worker thread for the next attempt of an instance.
 
         The thread is in the process with the fewest attempts, or in a new process if none is idle
-        and the limit allows it. The instance keeps its thread, and the objects that it has built
-        there, unless another thread has a lower load.
+        and the limit allows it. The instance keeps its thread, and the objects that it has built in
+        this thread, unless another thread has a lower load.
         """
         previous = self._assignments.get(instance)
         if previous is not None:
             previous.is_playing = False
             self._kill_if_retired(previous.worker)
-        if wait_s := backoff_s(self._n_deaths):
+        if wait_s := compute_backoff_s(self._n_deaths):
             await asyncio.sleep(wait_s)
         while True:
             worker = self._get_least_loaded_worker(previous)
@@ -255,7 +255,7 @@ def _caller_pause() -> Iterator[RemotePause]:
         pause.apply(False)
 
 
-def backoff_s(n_deaths: int) -> float:
+def compute_backoff_s(n_deaths: int) -> float:
     """Return the seconds to wait before the next start after `n_deaths` deaths in a row.
 
     The wait grows exponentially, so that a process that always dies does not load the machine.
