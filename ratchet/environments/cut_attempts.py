@@ -1,4 +1,4 @@
-"""An optional part of environments."""
+"""An optional method of environments: the reward of a cut-off attempt."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ratchet.types import Message
 class HasCutReward(Protocol):
     """An environment that rewards attempts that a limit of tokens or turns cut off.
 
-    Without it they have the sum of their turns' rewards, or 0.
+    Without this method, such an attempt has the sum of its turns' rewards: 0 if they have none.
     """
 
     async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
-        """Return the reward of the attempt, in addition to that of its turns; None for none.
+        """Return a reward to add to those of the attempt's turns; None to add nothing.
 
         Args:
-            messages: The whole conversation. The last message is the policy's unfinished one, or
-                an observation that it can't answer any more.
+            messages: The whole conversation. The last message is the policy's unfinished one, or an
+                observation that the policy can't answer any more.
         """
         ...

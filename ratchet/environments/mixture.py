@@ -1,4 +1,4 @@
-"""Mix several environments. Their tasks are interleaved evenly, by weight, and carry their tags."""
+"""An environment that mixes others. Weights determine how their tasks are interleaved."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from ratchet.types import Comparison, Group, LabelledAnswer, Message, Split, Tas
 
 
 class MixtureConfig(EnvironmentConfig):
-    """A mixture of environments, each with a share of the prompts and, by its tag, rewards."""
+    """A mixture of environments. Each has a weight, and a tag by which its rewards are chosen."""
 
     builds: ClassVar[str] = "ratchet.environments.mixture:mixture"
 
     parts: Annotated[tuple[AnyEnvironment, ...], Slot("part", is_list=True)] = Field(
         min_length=1,
-        description="Environments with their weights. Two of the same kind need a tag.",
+        description="Environments with their weights. Two of the same kind need different tags.",
     )
 
     @model_validator(mode="after")
@@ -76,7 +76,10 @@ class MixtureConfig(EnvironmentConfig):
 
 
 def get_part_tag(part: Any) -> str:
-    """Return the tag of a part, by default its kind. Its slot gives it the keys tag and weight."""
+    """Return the tag of a part, by default its kind.
+
+    The slot of the parts adds the keys `tag` and `weight` to their sections.
+    """
     return part.tag or part.kind_name.rpartition(":")[2]
 
 
@@ -101,8 +104,8 @@ class Mixture:
         self.config = config
         self._parts = parts
         sections: tuple[Any, ...] = config.parts
-        self._shares = [Fraction(str(section.weight)) for section in sections]
-        self._copies: dict[str, Environment] = {}  # by tag, the copies of parts to play in
+        self._weights = [Fraction(str(section.weight)) for section in sections]
+        self._copies: dict[str, Environment] = {}  # copies of parts that play attempts, by tag
         self._current_part: Environment | None = None
         self.replayable = all(part.replayable for part in self._parts.values())
 
@@ -114,8 +117,8 @@ class Mixture:
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         if split == "test":
-            return itertools.islice(self._test(seed), start, None)
-        return self._train(seed, start)
+            return itertools.islice(self._iter_test_tasks(seed), start, None)
+        return self._iter_train_tasks(seed, start)
 
     def task_count(self) -> int | None:
         """Return the number of training tasks of all parts together, whatever their weights."""
@@ -126,11 +129,11 @@ class Mixture:
         known_counts = [count for count in counts if count is not None]
         return sum(known_counts) if len(known_counts) == len(counts) else None
 
-    def _train(self, seed: int, start: int) -> Iterator[Task]:
+    def _iter_train_tasks(self, seed: int, start: int) -> Iterator[Task]:
         upcoming: dict[int, Iterator[Task]] = {}
         tags = list(self._parts)
         for position in itertools.count(start):
-            part_index, index = locate_task(position, self._shares)
+            part_index, index = locate_task(position, self._weights)
             if part_index not in upcoming:
                 upcoming[part_index] = self._parts[tags[part_index]].tasks(
                     "train", seed=seed, start=index
@@ -143,15 +146,15 @@ class Mixture:
                 )
             yield self._add_tag(tags[part_index], task)
 
-    def _test(self, seed: int) -> Iterator[Task]:
-        """Yield test tasks in the same shares until every part has run out.
+    def _iter_test_tasks(self, seed: int) -> Iterator[Task]:
+        """Yield test tasks by the same weights until every part has run out.
 
-        Parts that have run out are skipped.
+        A part that has run out is skipped.
         """
         streams = dict(enumerate(part.tasks("test", seed=seed) for part in self._parts.values()))
         tags = list(self._parts)
         for position in itertools.count():
-            part_index, _ = locate_task(position, self._shares)
+            part_index, _ = locate_task(position, self._weights)
             task = next(streams[part_index], None) if part_index in streams else None
             if task is not None:
                 yield self._add_tag(tags[part_index], task)
@@ -249,19 +252,20 @@ class MixtureWithTools(Mixture):
         return part.tools(task) if isinstance(part, HasTools) else ()
 
 
-def locate_task(position: int, shares: Sequence[Fraction]) -> tuple[int, int]:
+def locate_task(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
     """Return the part that serves a position, and the index of the task in that part.
 
-    The first part takes the positions at which ceil(position x its share) grows. The other
-    positions are renumbered and divided among the other parts in the same way. So after any number
-    of positions every part has its share to within one task per earlier part, and a position is
-    computed without counting from the start.
+    The first part takes the positions at which ceil(position x its share of the weights) grows. The
+    other positions are renumbered and divided among the other parts in the same way. So after any
+    number of positions every part has its share to within one task per earlier part, and a position
+    is computed without counting from the start.
     """
-    remaining = sum(shares, Fraction(0))
-    for part, share in enumerate(shares):
-        n_earlier = math.ceil(position * share / remaining)  # earlier tasks of this part
-        if math.ceil((position + 1) * share / remaining) > n_earlier:
+    remaining_weight = sum(weights, Fraction(0))
+    for part, weight in enumerate(weights):
+        share = weight / remaining_weight
+        n_earlier = math.ceil(position * share)  # this part's tasks before the position
+        if math.ceil((position + 1) * share) > n_earlier:
             return part, n_earlier
         position -= n_earlier
-        remaining -= share
+        remaining_weight -= weight
     raise AssertionError("the last part takes all remaining positions")

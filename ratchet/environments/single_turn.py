@@ -35,8 +35,8 @@ class Problem(NamedTuple):
     """A question and its answer, which become a task.
 
     Attributes:
-        key: Text that identifies the problem and determines its split; "" to use the prompt. A
-            game whose first message is always the same needs it: its secret, for example.
+        key: Text that identifies the problem and determines its split; "" to use the prompt. A game
+            whose first message is always the same needs a key: its secret, for example.
     """
 
     prompt: str
@@ -82,9 +82,9 @@ class Procedural(SingleTurn):
     Training tasks are endless. Task i depends only on (seed, i), so a run can resume at any task.
     Prompts may repeat.
 
-    Test tasks have distinct prompts that are equal for all seeds, so that the accuracies of runs
-    can be compared. They end when the held-out problems are exhausted. If there are few of them,
-    some may never be drawn.
+    Test tasks have distinct prompts that do not depend on the seed, so that the accuracies of runs
+    can be compared. They end after MAX_DRAWS draws without a new held-out problem, so a rare
+    problem may be missing.
     """
 
     @abstractmethod
@@ -100,12 +100,12 @@ class Procedural(SingleTurn):
         Iterating raises DataError if MAX_DRAWS draws in a row give no training prompt.
         """
         return (
-            self._train(seed, start)
+            self._draw_train_tasks(seed, start)
             if split == "train"
-            else itertools.islice(self._test(), start, None)
+            else itertools.islice(self._draw_test_tasks(), start, None)
         )
 
-    def _train(self, seed: int, start: int) -> Iterator[Task]:
+    def _draw_train_tasks(self, seed: int, start: int) -> Iterator[Task]:
         for index in itertools.count(start):
             rng = random.Random(f"{self.name}/train/{seed}/{index}")
             problem = next(
@@ -116,9 +116,9 @@ class Procedural(SingleTurn):
                     f"environment '{self.name}' found no training prompt in {MAX_DRAWS} draws: "
                     "widen its settings, or give each Problem a `key` if all have the same prompt"
                 )
-            yield self._task("train", index, problem)
+            yield self._make_task("train", index, problem)
 
-    def _test(self) -> Iterator[Task]:
+    def _draw_test_tasks(self) -> Iterator[Task]:
         rng = random.Random(f"{self.name}/test")
         used_identities: set[str] = set()
         while True:
@@ -132,7 +132,7 @@ class Procedural(SingleTurn):
             )
             if problem is None:
                 return
-            yield self._task("test", len(used_identities), problem)
+            yield self._make_task("test", len(used_identities), problem)
             used_identities.add(problem.identity)
 
     def _draw_problems(self, rng: random.Random) -> Iterator[Problem]:
@@ -146,7 +146,7 @@ class Procedural(SingleTurn):
                     "None"
                 )
 
-    def _task(self, split: Split, index: int, problem: Problem) -> Task:
+    def _make_task(self, split: Split, index: int, problem: Problem) -> Task:
         return Task(
             id=f"{self.name}/{split}/{index}",
             messages=self.messages(problem),

@@ -1,4 +1,4 @@
-"""Evaluate the policy on held-out tasks, once greedily and with several sampled attempts."""
+"""Evaluate the policy on held-out tasks, by one greedy and several sampled attempts at each."""
 
 from __future__ import annotations
 

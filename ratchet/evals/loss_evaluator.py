@@ -21,7 +21,8 @@ from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.protocols import Learner, Outputs, list_needed_outputs
 from ratchet.types import Task
 
-# Tokens that are scored at a time. A teacher's columns have up to 4,096 numbers for each token.
+# Maximum number of tokens that are scored at a time. It limits memory, because a teacher's columns
+# have up to 4,096 numbers for each token.
 MAX_PART_TOKENS = 2**15
 
 
@@ -35,7 +36,7 @@ class HeldOutLoss:
         term_metrics: The metrics of the loss terms, such as accuracy and margin. An algorithm that
             learns from given text also has perplexity and token_accuracy.
         correlation: Pearson's correlation of scores and rewards; None without scores or rewards, or
-            if either is constant.
+            if one of them is constant.
     """
 
     n_tasks: int
@@ -53,8 +54,8 @@ class HeldOutLoss:
 class LossEvaluator:
     """An evaluation that computes the training loss on held-out tasks.
 
-    The loss is that of one optimizer step over all held-out tasks. It has the algorithm's own
-    terms, weights and mask, and nothing is updated:
+    The loss is computed as in one optimizer step over all held-out tasks. It has the algorithm's
+    own terms, weights and mask, and nothing is updated:
 
         loss = sum over terms of coef * sum_t w_t x_t
 
@@ -100,6 +101,8 @@ class LossEvaluator:
             [(f"eval/{task.id}", task) for task in self.tasks], version=0
         )
         algorithm, state = self.algorithm, AlgoState()
+        # An advantage estimator needs the columns of the whole batch. Without one, columns are
+        # filled part by part, which takes less memory.
         fills_each_part = algorithm.advantage is no_advantage
         batch = pack(groups)
         if not fills_each_part:
@@ -110,7 +113,7 @@ class LossEvaluator:
             filled_part = (
                 await fill_columns(part, algorithm, self.roles) if fills_each_part else part
             )
-            await self._add(sums, filled_part)
+            await self._add_part(sums, filled_part)
         has_trained_tokens = bool(batch.trainable_T.any())
         term_metrics = {
             **sums.metrics,
@@ -125,11 +128,11 @@ class LossEvaluator:
             len(groups), sums.loss if has_trained_tokens else math.nan, term_metrics, correlation
         )
 
-    async def _add(self, sums: _Sums, part: Batch) -> None:
+    async def _add_part(self, sums: _Sums, part: Batch) -> None:
         """Add the loss and metrics of a part, whose loss weights are normalised over the batch."""
         terms = self.algorithm.losses["policy"]
         needs = list_needed_outputs(terms)
-        # The old logprobs are those of a scoring pass, or the current ones without such a pass.
+        # The old logprobs come from a scoring pass. Without one, the current logprobs are used.
         scored_names = needs - {"old_logprobs"} | (
             {"logprobs"} if "old_logprobs" in needs else set()
         )
@@ -191,7 +194,10 @@ class _Sums:
 
 
 def _split_groups(batch: Batch) -> Iterator[list[int]]:
-    """Yield the rows of consecutive whole groups, with about MAX_PART_TOKENS tokens at a time."""
+    """Yield the rows of consecutive whole groups, with at most MAX_PART_TOKENS tokens at a time.
+
+    A group with more tokens comes alone.
+    """
     rows: list[int] = []
     n_tokens, last_group = 0, -1
     for row, (group, length) in enumerate(
@@ -207,7 +213,7 @@ def _split_groups(batch: Batch) -> Iterator[list[int]]:
 
 
 def compute_correlation(a: Tensor, b: Tensor) -> float | None:
-    """Return Pearson's correlation, or None if either is constant or empty."""
+    """Return Pearson's correlation, or None if one of the tensors is constant or empty."""
     if len(a) == 0 or bool((a == a[0]).all()) or bool((b == b[0]).all()):
         return None
     a, b = a - a.mean(), b - b.mean()

@@ -109,7 +109,8 @@ class EndpointPlayer:
         """Play one attempt, and return its trajectory without a reward.
 
         The outcome is `Failed("endpoint")` if the endpoint gives no usable answer. Environment
-        faults and timeouts fail as with any other player.
+        faults and timeouts fail as with any other player. `memo` has no effect, because nothing is
+        tokenized.
 
         Raises:
             EndpointError: The endpoint would refuse every request.

@@ -1,4 +1,7 @@
-"""Measure held-out accuracy on preference pairs, the share whose chosen answer is likelier."""
+"""Measure held-out accuracy on preference pairs: the share whose chosen answer is likelier.
+
+T = tokens, S = sequences, G = pairs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class PairAccuracy:
     Attributes:
         n_pairs: Number of compared pairs.
         accuracy: Share of pairs whose chosen answer is likelier; a tie counts one half.
-        margin: Mean difference of the summed log-probabilities, in nats.
+        margin: Mean over pairs of log p(chosen) - log p(rejected), summed over tokens, in nats.
     """
 
     n_pairs: int

@@ -23,7 +23,7 @@ class EvalComparison:
         by_tag: The difference of the first measure for each tag; empty unless there are several
             tags.
         n_excluded_prompts: The number of prompts that only one evaluation contains, or that lack a
-            reward in one.
+            reward for the first measure in one.
     """
 
     by_measure: Mapping[str, PairedDifference]
@@ -35,8 +35,8 @@ def compare(a: EvalResults, b: EvalResults) -> EvalComparison:
     """Compare two evaluations.
 
     Raises:
-        DataError: A prompt's text differs under the same id, there is no common prompt, or no
-            prompt has a reward in both.
+        DataError: A prompt's text differs under the same id, the evaluations have no common prompt,
+            or no prompt has a reward in both.
     """
     prompts_b = {prompt.id: prompt for prompt in b.prompts}
     common_prompts = [

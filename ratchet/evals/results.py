@@ -91,7 +91,9 @@ class PromptResult:
 class Measure(NamedTuple):
     """A mean over prompts with its confidence interval.
 
-    `error` is the standard error of a value that is estimated by sampling; 0 for an exact value.
+    Attributes:
+        prompts: Number of prompts that have a value.
+        error: Standard error of a value that is estimated by sampling; 0 for an exact value.
     """
 
     name: str
@@ -110,7 +112,7 @@ def hash_task(task: Task) -> str:
 
 
 def shorten_prompt(task: Task) -> str:
-    """Return the beginning of a task's last message, which tells it from other tasks."""
+    """Return the beginning of a task's last message, by which a reader recognises the task."""
     return task.messages[-1].text[:MAX_PROMPT_CHARS] if task.messages else ""
 
 
@@ -161,8 +163,8 @@ class EvalResults:
     def compute_measures(self, *, every_k: bool = True) -> list[Measure]:
         """Return accuracy, mean@n, pass@k and cons@k.
 
-        Accuracy is that of the greedy attempts, or of the sampled ones if there are none. The k are
-        1, 2, 4, ... and n. With `every_k`, pass@k has all k from 1 to n.
+        Accuracy is the mean reward of the greedy attempts, or of the sampled ones without greedy
+        attempts. The k are 1, 2, 4, ... and n. With `every_k`, pass@k has all k from 1 to n.
         """
         measures = [self.accuracy]
         if self.samples:

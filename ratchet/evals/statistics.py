@@ -1,7 +1,7 @@
 """Estimate scores, their intervals and differences from a few attempts at each of many prompts.
 
 P = prompts, n = attempts at one prompt, K = the requested sizes k, A = distinct answers to a
-prompt.
+prompt, D = draws of a sampled consensus.
 """
 
 from __future__ import annotations
@@ -119,16 +119,18 @@ def _enumerate_consensus(
         for count, value in zip(counts, values, strict=True):
             next_ways, next_worth = np.zeros_like(ways), np.zeros_like(worth)
             for votes in range(min(winning_votes - 1, count) + 1):
-                chosen = float(math.comb(count, votes))
-                next_ways[votes:] += chosen * ways[: n + 1 - votes]
-                next_worth[votes:] += chosen * worth[: n + 1 - votes]
+                n_choices = float(math.comb(count, votes))
+                next_ways[votes:] += n_choices * ways[: n + 1 - votes]
+                next_worth[votes:] += n_choices * worth[: n + 1 - votes]
             if count >= winning_votes:
-                chosen = float(math.comb(count, winning_votes))
+                n_choices = float(math.comb(count, winning_votes))
                 # This answer joins the winners: t grows by one.
                 previous_ways = ways[: n + 1 - winning_votes, :-1]
                 previous_worth = worth[: n + 1 - winning_votes, :-1]
-                next_ways[winning_votes:, 1:] += chosen * previous_ways
-                next_worth[winning_votes:, 1:] += chosen * (previous_worth + value * previous_ways)
+                next_ways[winning_votes:, 1:] += n_choices * previous_ways
+                next_worth[winning_votes:, 1:] += n_choices * (
+                    previous_worth + value * previous_ways
+                )
             ways, worth = next_ways, next_worth
         # Ties are broken uniformly: the winners' values are averaged.
         totals += (worth[:, 1:] / np.arange(1, worth.shape[1])).sum(1)
@@ -163,8 +165,8 @@ def bootstrap_interval(
     """Return the confidence interval of the mean over prompts by the percentile bootstrap.
 
     The bootstrap draws prompts with replacement. If all values are 0, or all are 1, all resamples
-    are equal. The interval is then that of Clopper and Pearson, which holds for any values in
-    [0, 1]. Without values it is (nan, nan).
+    are equal. The interval of Clopper and Pearson is then used, which holds for any values in [0,
+    1]. Without values it is (nan, nan).
     """
     values_P = np.asarray(values_P, dtype=np.float64)
     if not len(values_P):
@@ -209,8 +211,8 @@ class PairedDifference:
 def compare_pairs(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> PairedDifference:
     """Compare two sets of values on the same prompts by the sign-flip test.
 
-    If a and b did not differ, each prompt's difference could as well have the other sign. So p is
-    the share of all sign choices whose sum is at least as far from 0 as the observed sum.
+    If a and b did not differ, each prompt's difference could as well have the opposite sign. So p
+    is the share of all sign choices whose sum is at least as far from 0 as the observed sum.
 
     The test assumes no distribution, uses the size of differences (the sign test does not), and
     keeps its significance level for any number of prompts. For single attempts scored 0 or 1 it is

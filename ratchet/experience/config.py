@@ -1,4 +1,4 @@
-"""The recipe section of the environment in this package. It imports neither torch nor its code."""
+"""The recipe section of NeMo RL's environments. Importing it loads neither torch nor `nemo_rl`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MessageLogConfig(EnvironmentConfig):
 
     @field_validator("interface", "data")
     @classmethod
-    def _can_be_imported(cls, path: str) -> str:
+    def _check_import(cls, path: str) -> str:
         try:
             target = import_object(path)
         except ConfigError as error:

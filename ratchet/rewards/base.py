@@ -35,7 +35,7 @@ ROUNDING = 1e-9  # a sum of parts may exceed a bound by this much
 class PerTrajectory(ABC):
     """A reward that judges the trajectories of a group one by one.
 
-    A trajectory that can't be judged fails alone.
+    A trajectory that can't be judged fails without the rest of its group.
     """
 
     name: str  # a verdict that is a single number is logged under this name
@@ -63,7 +63,8 @@ class PerTrajectory(ABC):
         Failed("reward") if judging raised, or returned no finite number or one out of bounds. A
         trajectory that had failed or was cancelled keeps its outcome.
         """
-        # `compares_attempts` is False, so most calls have one trajectory. It needs no asyncio task.
+        # `compares_attempts` is False, so most calls have one trajectory, which needs no asyncio
+        # task.
         if len(trajectories) == 1:
             return [await self._judge_one(trajectories[0], task)]
         return await asyncio.gather(
@@ -180,7 +181,7 @@ def find_answer_extractor(reward: Reward | None, task: Task) -> HasFinalAnswers 
 
 
 def answer_text(trajectory: Trajectory) -> str:
-    """Return the text of the last assistant message. Raises DataError if there is none."""
+    """Return the text of the assistant's last message. Raises DataError if it wrote none."""
     for message in reversed(trajectory.messages):
         if message.role == "assistant":
             return message.text

@@ -19,7 +19,7 @@ Rewards = Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", is_list
 
 
 class ByTagConfig(Section):
-    """The rewards of each domain; a task's `tag` names its domain."""
+    """Rewards for each domain of tasks. A task's `tag` names its domain."""
 
     builds: ClassVar[str] = "ratchet.rewards.by_domain:ByTag"
 
@@ -65,7 +65,7 @@ class ByTag:
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return the outcomes by the rewards of the task's tag, or of "*" if the tag is not listed.
 
-        Return Failed("reward") if there are no rewards for either.
+        Return Failed("reward") if there are rewards neither for the tag nor for "*".
         """
         reward = self._domains.get(task.tag, self._domains.get(ANY_TAG))
         if reward is None:

@@ -87,9 +87,9 @@ class Deadline:
 
 
 class RemotePause:
-    """Pauses the current deadline on behalf of another process.
+    """A pause of the current deadline on behalf of another process.
 
-    It belongs to the event loop in which it is created. Any thread may call `set`, but only a
+    A pause belongs to the event loop in which it is created. Any thread may call `set`, but only a
     callback of the loop may call `apply`.
     """
 

@@ -28,7 +28,7 @@ class Remote:
 
     It posts {"rows": [{"prompt", "response", "answer", "messages", "meta", "tag", "truncated"}]}
     and reads {"results": [{"reward": number, "parts": {name: number}} or {"error": text}]}, in
-    order.
+    order. "parts" may be left out.
     """
 
     def __init__(self, config: RemoteConfig) -> None:
@@ -39,9 +39,7 @@ class Remote:
 
         If the endpoint's response is unusable, all attempts sent to it fail.
         """
-        outcomes: list[Outcome] = [
-            _outcome_before_judging(trajectory) for trajectory in trajectories
-        ]
+        outcomes: list[Outcome] = [_get_initial_outcome(trajectory) for trajectory in trajectories]
         indices = [
             i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failed | Cancelled)
         ]
@@ -65,7 +63,7 @@ class Remote:
         return outcomes
 
 
-def _outcome_before_judging(trajectory: Trajectory) -> Outcome:
+def _get_initial_outcome(trajectory: Trajectory) -> Outcome:
     """Return Failed or Cancelled for an attempt that can't be judged.
 
     Any other outcome is replaced after judging.
@@ -104,7 +102,7 @@ def _parse_results(response: Any, n_results: int) -> list[Any]:
     results = response.get("results") if isinstance(response, Mapping) else None
     if not isinstance(results, list) or len(results) != n_results:
         raise DataError(
-            f'the endpoint must answer {{"results": [...]}} with {n_results} of them, not '
+            f'the endpoint must answer {{"results": [...]}} with {n_results} results, not '
             f"{response!r:.200}"
         )
     return results

@@ -1,6 +1,6 @@
 """A reward that scores the conversation with a learned reward model.
 
-T = tokens of the sequences, packed end to end, S = sequences.
+Suffixes of tensors: T = tokens of the sequences, packed end to end, S = sequences.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class RewardModel:
             tokens = tokens[:-1]  # drop the end of turn: the answer was cut off
         if len(tokens) > self._model.max_positions:
             raise DataError(
-                f"the conversation has {len(tokens)} tokens, the reward model reads "
-                f"{self._model.max_positions}"
+                f"the conversation has {len(tokens)} tokens, and the reward model reads at "
+                f"most {self._model.max_positions}"
             )
         return tokens
 

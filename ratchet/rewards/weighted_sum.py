@@ -56,8 +56,10 @@ class WeightedSum:
             run_guarded(partial(reward.score, trajectories, task))
             for reward in self.rewards.values()
         ]
-        columns = [await pending[0]] if len(pending) == 1 else await asyncio.gather(*pending)
-        return [self._sum(row) for row in zip(*columns, strict=True)]
+        outcomes_by_reward = (
+            [await pending[0]] if len(pending) == 1 else await asyncio.gather(*pending)
+        )
+        return [self._sum(outcomes) for outcomes in zip(*outcomes_by_reward, strict=True)]
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
         """Return the outcome of one attempt, from the outcome of each reward, in their order."""
@@ -82,6 +84,7 @@ class WeightedSum:
                 return Failed("reward", f"reward '{name}' is {outcome.reward}: it must be finite")
             total = None if total is None else total + self.weights[name] * outcome.reward
             parts[name] = outcome.reward
+            # A reward that is a single number has one part, under its own name.
             for part, value in outcome.parts.items():
                 if part != name:
                     parts[f"{name}/{part}"] = value
@@ -91,13 +94,14 @@ class WeightedSum:
 def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
     """Return the weighted sum of the rewards that sections of a recipe describe.
 
-    Names are those of `get_reward_name`, weights the sections' `weight`. Raises ConfigError if two
-    share a name, or there are none.
+    `get_reward_name` gives the names, and the sections' `weight` the weights. Raises ConfigError if
+    two share a name, or there are none.
     """
     names = [get_reward_name(section) for section in sections]
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"rewards {', '.join(names)} repeat a name: their parts would share it; give each once"
+            f"rewards {', '.join(names)} repeat a name: their parts would share the name. Give "
+            "each name once"
         )
     sections_by_name = dict(zip(names, sections, strict=True))
     rewards = {name: as_reward(build(section), name) for name, section in sections_by_name.items()}

@@ -117,7 +117,7 @@ def test_scores_are_held_to_held_out_labels(tmp_path: Path):
     ]
     run = made("score_regression", preferences(tmp_path, rows), tasks=90)
     assert isinstance(run.evaluator, LossEvaluator)
-    labels = [task.meta["about"].reward for task in run.evaluator.tasks]
+    labels = [task.meta["judgement"].reward for task in run.evaluator.tasks]
     assert 0 < len(labels) < 20  # one prompt in ten is held out
     # Scores of 0: the mean squared label, and nothing that could be related to it
     mean_square = sum(label**2 for label in labels) / len(labels)

@@ -23,7 +23,7 @@ from ratchet.rewards.answers.regex import Regex, RegexConfig
 from ratchet.rewards.answers.similarity import (
     Similarity,
     SimilarityConfig,
-    longest_common_subsequence,
+    compute_common_subsequence_length,
 )
 from ratchet.testing import answered, check_reward, conversation
 from ratchet.testing.builders import make_trajectory
@@ -321,7 +321,7 @@ def test_the_common_subsequence_is_the_longest(one, other):
     longest = max(
         n for n in range(len(one) + 1) for part in combinations(one, n) if is_within(part, other)
     )
-    assert longest_common_subsequence(one, other) == longest
+    assert compute_common_subsequence_length(one, other) == longest
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_what_the_model_can_not_read_fails_alone(tmp_path):
     assert isinstance(fine, Scored)
     assert stale == Cancelled("stale")
     for outcome, why in (
-        (long, "the reward model reads 64"),
+        (long, "the reward model reads at most 64"),
         (foreign, "has no token"),
         (silent, "no assistant message"),
     ):

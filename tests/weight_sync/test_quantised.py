@@ -107,7 +107,7 @@ def test_the_parity_gate_names_the_form():
     ]
     gate = ParityGate(ParityPair(learner, generator, link, {}), ParityConfig(threshold=1e-5))
     batch = pack([make_group("g", rows)])
-    report = asyncio.run(gate.report(batch, asyncio.run(gate._difference(batch))))
+    report = asyncio.run(gate.report(batch, asyncio.run(gate._compute_difference(batch))))
     assert "the cause is: dtype (learner float32, generator float8)" in report
     assert "weights      not compared: the generator rounds received weights to float8" in report
     assert (

@@ -1,1 +1,1 @@
-"""Adapters for environments of other libraries: Gymnasium, gem, verifiers."""
+"""Adapters for environments of other libraries: Gymnasium, gem, TRL, verifiers."""

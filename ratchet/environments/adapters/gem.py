@@ -1,4 +1,4 @@
-"""Adapt environments of gem (arXiv:2510.01051), and classes written in its style for ROLL."""
+"""Adapter for environments of gem (arXiv:2510.01051), and ROLL's classes with gem's interface."""
 
 from __future__ import annotations
 
@@ -27,19 +27,27 @@ class GemConfig(ResetStepConfig):
     builds: ClassVar[str] = "ratchet.environments.adapters.gem:GemEnvironment"
 
     id: str | None = Field(
-        None, min_length=1, description='Id for gem.make: "game:GuessTheNumber-v0-easy".'
+        None,
+        min_length=1,
+        description='Id for gem.make: "game:GuessTheNumber-v0-easy"; null: set path.',
     )
     path: str | None = Field(
         None,
         pattern=r"^[\w.]+:\w+$",
-        description="Import path instead of an id: my_pkg.my_mod:MyEnvironment.",
+        description="Import path of a class, instead of an id: my_pkg.my_mod:MyEnvironment; null: "
+        "set id.",
     )
-    kwargs: dict[str, Any] = Field({}, description="Arguments of gem.make, or of the class.")
+    kwargs: dict[str, Any] = Field(
+        {}, description="Keyword arguments of gem.make, or of the class."
+    )
 
     @model_validator(mode="after")
     def _check_id_or_path(self) -> GemConfig:
         if (self.id is None) == (self.path is None):
-            raise ValueError("set either id (of a gem environment) or path (of a class)")
+            raise ValueError(
+                f"id={self.id} and path={self.path}: set either id (of a gem environment) or path "
+                "(of a class)"
+            )
         return self
 
 
@@ -49,7 +57,7 @@ class GemEnvironment(ResetStepEnvironment):
     def __init__(self, config: GemConfig) -> None:
         super().__init__(config, config.id or str(config.path))
         self.config = config
-        self.factory = _gem_factory(config.id) if config.id else import_object(str(config.path))
+        self.factory = _get_gem_factory(config.id) if config.id else import_object(str(config.path))
 
     def make_inner(self) -> Any:
         return self.factory(**self.config.kwargs)
@@ -81,7 +89,7 @@ def _join_text(observation: Any, info: Mapping[str, Any]) -> str:
     return "\n".join(str(text) for text in (observation, info.get("suffix")) if text)
 
 
-def _gem_factory(name: str) -> Any:
+def _get_gem_factory(name: str) -> Any:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -90,7 +98,7 @@ def _gem_factory(name: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"environment.kind 'gem' can't import gem ({error}): {suggest_install('gem')}, "
-            "or set path"
+            "or set environment.path to a class"
         ) from error
     finally:  # Importing gem configures the root logger, which only the program should do.
         root.handlers[:] = handlers

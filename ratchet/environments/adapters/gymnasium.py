@@ -25,7 +25,7 @@ class GymnasiumConfig(ResetStepConfig):
         min_length=1,
         description='Id for gymnasium.make: "FrozenLake-v1", or "my_pkg.my_mod:Maze-v0".',
     )
-    kwargs: dict[str, Any] = Field({}, description="Further arguments of gymnasium.make.")
+    kwargs: dict[str, Any] = Field({}, description="Further keyword arguments of gymnasium.make.")
     actions: tuple[str, ...] = Field(
         (),
         description="Words for the actions of a Discrete space, in order; empty: the actions are "
@@ -43,8 +43,8 @@ class GymnasiumConfig(ResetStepConfig):
         False,
         description="True for an environment that uses the global generator of Python's random or "
         "of numpy. Its calls then run one at a time, and the generator's state is saved between "
-        "them. False: calls run concurrently in threads. Gymnasium's own environments don't need "
-        "it.",
+        "them. False: calls run concurrently in threads. Gymnasium's own environments "
+        "need only false.",
     )
 
     @model_validator(mode="after")
@@ -53,7 +53,8 @@ class GymnasiumConfig(ResetStepConfig):
             text = getattr(self, name)
             if "{observation}" not in text and "{screen}" not in text:
                 raise ValueError(
-                    f"{name} lacks {{observation}} and {{screen}}: the policy would see nothing"
+                    f"{name} has neither {{observation}} nor {{screen}}: add one, or the policy "
+                    "would see nothing"
                 )
         if len({action.lower() for action in self.actions}) < len(self.actions):
             raise ValueError(

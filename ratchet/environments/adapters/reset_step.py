@@ -28,8 +28,10 @@ class ResetStepConfig(EnvironmentConfig):
 
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    test_tasks: int = Field(100, ge=1, description="Number of held-out seeds, from 0 on.")
-    max_turns: int = Field(100, ge=1, description="Turns after which an episode is ended.")
+    test_tasks: int = Field(
+        100, ge=1, description="Number of test tasks. Their seeds count from 0."
+    )
+    max_turns: int = Field(100, ge=1, description="Number of turns after which an episode ends.")
     replayable: bool = Field(
         True, description="True if the same seed and the same actions give the same episode."
     )
@@ -92,7 +94,7 @@ class ResetStepEnvironment(ABC):
         return copy
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Return a split's tasks. A task's message only names it; `reset` returns the prompt."""
+        """Return a split's tasks. Messages only name the task: `reset` returns the prompt."""
         if split == "test":
             return (self._make_task(split, i, i) for i in range(start, self.settings.test_tasks))
         return (self._make_task(split, i, self._make_seed(seed, i)) for i in itertools.count(start))
@@ -155,9 +157,10 @@ class ResetStepEnvironment(ABC):
         )
 
     def _run_with_random_state(self, function: Callable[[], T]) -> T:
-        """Call `function` with this environment's state of the global random generators.
+        """Call `function` with the state of the global random generators that this instance saved.
 
-        The state is saved after each call, and the previous global state is restored.
+        After the call the instance saves their state again, and restores the state from before the
+        call.
         """
         with GLOBAL_RANDOM_LOCK:
             global_state = random.getstate(), np.random.get_state()

@@ -1,7 +1,8 @@
-"""Environment classes of TRL (version 1.16), which `GRPOTrainer(environment_factory=...)` takes.
+"""Adapter for environment classes of TRL 1.16, as in `GRPOTrainer(environment_factory=...)`.
 
 The public methods of such a class are the policy's tools, `reset(**row)` begins an attempt, and
-`get_reward()` judges it. They are called as `GRPOTrainer` calls them, in threads unless async.
+`get_reward()` judges it. The adapter calls the methods as `GRPOTrainer` does: in a thread, unless
+they are async.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ NO_TOOLS = ("reset", "get_reward")
 
 
 class TRLEnvironmentConfig(EnvironmentConfig):
-    """An environment class of TRL: its public methods are tools, and `reset(**row)` begins.
+    """An environment class of TRL: its public methods are tools, `reset(**row)` begins an attempt.
 
     `get_reward()` judges an attempt, also one that was cut off. The functions of `reward_funcs` get
-    the instance as `environments`; other reward functions belong into `rewards`.
+    the instance as `environments`. Functions that need no instance belong in `rewards`.
     """
 
     builds: ClassVar[str] = "ratchet.environments.adapters.trl:TRLEnvironment"
@@ -44,7 +45,7 @@ class TRLEnvironmentConfig(EnvironmentConfig):
 
     factory: str | dict[str, str] = Field(
         description="The class, or a function that returns an instance: my_pkg.module:Name, or "
-        "path/file.py:Name. Or one for each value of the rows' column `environment`."
+        "path/file.py:Name. A mapping names one for each value of the rows' column `environment`."
     )
     problems: Annotated[SerializeAsAny[Section] | None, Slot("problems", is_optional=True)] = Field(
         None,
@@ -62,9 +63,7 @@ class TRLEnvironmentConfig(EnvironmentConfig):
         "attempt ends with the next call. Null: no limit.",
     )
     timeout_s: float = Field(30.0, gt=0, description="Wall time of one call, in seconds.")
-    test_tasks: int = Field(
-        100, ge=1, description="Number of held-out attempts if there are no problems."
-    )
+    test_tasks: int = Field(100, ge=1, description="Number of test tasks if problems is null.")
     replayable: bool = Field(
         True, description="True if the same row and the same messages give the same episode."
     )
@@ -85,12 +84,18 @@ class TRLEnvironmentConfig(EnvironmentConfig):
             _import_callable(path)
         names = [path.rpartition(":")[2] for path in functions]
         if len(set(names)) < len(names):
-            raise ValueError(f"has {', '.join(names)}: their metrics would share a name")
+            raise ValueError(
+                f"has {', '.join(names)}: metrics are named by function, so rename one of two "
+                "functions with the same name"
+            )
         return functions
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True unless neither a class nor a reward function judges."""
+        """True if a reward function or a class may judge.
+
+        A factory function counts, because the class of its instances is unknown.
+        """
         paths = self.factory.values() if isinstance(self.factory, dict) else (self.factory,)
         classes = [import_object(path) for path in paths]
         return bool(self.reward_funcs) or any(
@@ -152,7 +157,10 @@ class TRLEnvironment:
         return self._schemas[self._get_name(task)]
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Reset the instance with the row's columns, and append the text that it returns."""
+        """Reset the instance with the row's columns, and return the prompt.
+
+        The text that the instance's `reset` returns is appended to the last message.
+        """
         name = self._get_name(task)
         if name not in self._instances:
             self._instances[name] = await self._call(self.factories[name])
@@ -198,7 +206,8 @@ class TRLEnvironment:
         return reward
 
     async def close(self) -> None:
-        self._instances = {}  # TRL closes none either: a public `close` would be a tool
+        # Like TRL, call no method of the instances: a public `close` would be a tool.
+        self._instances = {}
 
     def _get_name(self, task: Task) -> str:
         """Return the key of the task's class. Raises DataError for an unknown one."""
@@ -213,14 +222,14 @@ class TRLEnvironment:
         return str(name)
 
     async def _run_tool(self, call: ToolCall) -> tuple[str, bool]:
-        """Return the answer to a call as TRL writes it, and True if it is an error."""
+        """Return the answer to a call as TRL writes it, and True if the answer is an error."""
         try:
             tool = self._further_tools.get(call.name)
             function = self._find_method(call.name) if tool is None else tool.call
             return str(await self._call(function, **call.arguments)), False
         except RatchetError:
             raise
-        # A tool is user code and may raise any exception. The policy reads it, and may go on.
+        # A tool is user code and may raise any exception. The policy reads its text, and may go on.
         except Exception as error:
             return str({"error": str(error)}), True
 
@@ -230,7 +239,10 @@ class TRLEnvironment:
         return getattr(self._instance, name)
 
     async def _judge(self) -> tuple[float | None, dict[str, float]]:
-        """Return the sum of `get_reward` and the reward functions, and the values by name."""
+        """Return the sum of `get_reward` and the reward functions, and the values by name.
+
+        The sum is None if none of them returns a value.
+        """
         values: dict[str, float] = {}
         instance = self._instance
         if hasattr(instance, "get_reward"):

@@ -1,9 +1,9 @@
-"""Adapt environments of the package verifiers (its v1 interface).
+"""Adapter for environments of the package verifiers (its v1 interface).
 
 In verifiers a taskset provides tasks, `Env.run(task, agents)` plays a task with agents, and the
 task's own functions score the trace. The policy plays one of the agents, whose place is called a
-seat. Whenever `run` requests a turn of that agent, it waits for Ratchet's message. A task that
-needs a sandbox or served tools is refused; use Ratchet's OpenAI-compatible proxy for it.
+seat. Whenever `run` requests a turn of that agent, `run` waits for Ratchet's message. A task that
+needs a sandbox or served tools is refused; play it through Ratchet's OpenAI-compatible proxy.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ class VerifiersConfig(EnvironmentConfig):
     options: dict[str, Any] = Field({}, description="Further keys of the taskset's own config.")
     env: dict[str, Any] = Field(
         {},
-        description="Keys of the environment's config, with its id if that is not the taskset's.",
+        description="Keys of verifiers' environment config. The default of its id is the "
+        "taskset's.",
     )
     seat: str | None = Field(
         None, description="Name of the agent that the policy plays; null: the only agent."
     )
     tasks: int | None = Field(
-        None, ge=2, description="Number of tasks to use, which an endless taskset needs; null: all."
+        None,
+        ge=2,
+        description="Number of tasks to use; null: all. An endless taskset needs a number.",
     )
     max_turns: int = Field(
         64,
@@ -58,7 +61,7 @@ class VerifiersConfig(EnvironmentConfig):
     replayable: bool = Field(True, description="True if the same replies give the same episode.")
 
 
-PROXY_HINT = "give its own client the address of Ratchet's proxy instead"
+PROXY_HINT = "run verifiers' own client against Ratchet's OpenAI-compatible proxy instead"
 
 
 class VerifiersEnvironment(Rows):
@@ -170,8 +173,10 @@ class VerifiersEnvironment(Rows):
     async def _play(self, task: vf.Task) -> vf.Episode:
         from verifiers.v1 import EnvInfo, Episode, TraceTask
 
-        recorded = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        episode = Episode(env=EnvInfo(id=self.inner.config.env_id), task=recorded)
+        trace_task = TraceTask(
+            type=type(task).__name__, data=task.data, key=task.key, hash=task.hash
+        )
+        episode = Episode(env=EnvInfo(id=self.inner.config.env_id), task=trace_task)
         agents: Any = _Seats(self, episode)
         await self.inner.setup(agents)
         await self.inner.run(task, agents)
@@ -303,8 +308,8 @@ def _choose_seat(inner: vf.Env, configured: str | None) -> str:
         return seats[0]
     if configured not in seats:
         raise ConfigError(
-            f"environment.seat: the policy must play one of {', '.join(seats)}, not "
-            f"{configured or 'all of them'}"
+            f"environment.seat={configured or 'null'}: the policy plays one agent; set seat to one "
+            f"of {', '.join(seats)}"
         )
     return configured
 

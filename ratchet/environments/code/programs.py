@@ -1,6 +1,6 @@
 """An environment of programs to write, judged by tests: generated functions or rows of a file.
 
-A generated function: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x".
+A generated prompt and its solution: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x".
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class ProgramsConfig(EnvironmentConfig):
         description="File of tasks; null: tasks are generated, such as *3+2 -> def f(x): return "
         "x*3+2.",
     )
-    test: DataFile | None = Field(None, description="File of the test split.")
+    test: DataFile | None = Field(
+        None, description="File of the test split; null: a tenth of the prompts."
+    )
     operations: int = Field(
         2, ge=1, le=6, description="Number of operations of a generated function."
     )
@@ -47,7 +49,8 @@ class ProgramsConfig(EnvironmentConfig):
             raise ValueError("test has no effect without train: set train, or remove test")
         if self.train is not None and "operations" in self.changed:
             raise ValueError(
-                f"operations={self.operations} is for generated functions: remove it, or train"
+                f"operations={self.operations} is for generated functions: remove operations or "
+                "train"
             )
         return self
 
@@ -98,7 +101,7 @@ class ProgramRows(Rows):
     def rows(self, split: Split) -> Sequence[Task]:
         """Return all tasks of a split.
 
-        Raises DataError, which names the file, for a row without tests or a prompt in both splits.
+        Raises DataError, with the file, for a row without tests and for a prompt in both splits.
         """
         return self._rows[split]
 
@@ -126,7 +129,7 @@ class ProgramRows(Rows):
         if shared is not None:
             raise DataError(
                 f"{self.config.test}: the prompt of '{shared.id}' is also in {self.config.train}: "
-                "remove it from one"
+                "remove it from one of the files"
             )
         return {"train": rows, "test": test}
 

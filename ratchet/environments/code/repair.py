@@ -1,4 +1,4 @@
-"""An environment of programs with several tries. After a failed try the policy sees its error."""
+"""An environment of programs with several tries. The policy sees the error of a failed try."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class CodeRepairConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.code.repair:CodeRepair"
 
     problems: Annotated[SerializeAsAny[Section], Slot("problems")] = Field(
-        description="Environment with the tasks and tests for the reward code: {kind: programs}."
+        description="Environment that provides the tasks and their tests, for example {kind: "
+        "programs}."
     )
     judge: CodeConfig = Field(
         CodeConfig.model_validate({}), description="Settings for running and judging a program."
@@ -35,10 +36,12 @@ class CodeRepairConfig(EnvironmentConfig):
         1.0,
         gt=0,
         le=1,
-        description="The reward is multiplied by this once for each failed try.",
+        description="The reward is multiplied by this for each failed try.",
     )
     error_chars: int = Field(
-        800, gt=0, description="Number of characters that the policy sees of an error's end."
+        800,
+        gt=0,
+        description="The policy sees at most this many characters, from the end of an error.",
     )
 
 
@@ -49,7 +52,7 @@ SHOWN_CHARS = 500
 class CodeRepair:
     """An environment of programs with several tries.
 
-    The reward is that of `code` for the last try, times `discount` for each earlier try.
+    The reward is the result of `code` for the last try, times `discount` for each earlier try.
 
     After a failed try the program runs again to produce a hint, which does not change the reward.
     This run contains only the input of one test, or the arguments of one call, so all that the
@@ -133,6 +136,7 @@ class CodeRepair:
         return "Your program does not pass its tests every time."
 
     def _may_show_output(self, stdin: bytes, pairs: Sequence[tuple[bytes, str]]) -> bool:
+        """True if a hint may show the expected output of an input. Remember the input if so."""
         if self.config.judge.credit != "all" or all(other == stdin for other, _ in pairs):
             return False
         if self._shown_input is None:

@@ -36,11 +36,13 @@ class PreferencesConfig(EnvironmentConfig):
 
     train: DataFile = Field(description="A file, or an address in an object store.")
     test: DataFile | None = Field(
-        None, description="File of the test split, or an address in an object store."
+        None,
+        description="File of the test split, or an address in an object store; null: a tenth of "
+        "the prompts of train.",
     )
     columns: dict[str, str] = Field(
         {},
-        description="Column names of the file by usual name, if they differ: {chosen: preferred}.",
+        description="The file's column for each usual name, if they differ: {chosen: preferred}.",
     )
     separator: str = Field(
         "\n", description="Text appended to each step of an answer with step labels."
@@ -49,18 +51,21 @@ class PreferencesConfig(EnvironmentConfig):
     @field_validator("columns")
     @classmethod
     def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
-        for usual in columns:
-            if usual not in cls.usual_columns:
-                near = get_close_matches(usual, cls.usual_columns, n=1)
+        for usual_name in columns:
+            if usual_name not in cls.usual_columns:
+                near = get_close_matches(usual_name, cls.usual_columns, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(
-                    f"{usual} is not a usual column: {hint}there are {', '.join(cls.usual_columns)}"
+                    f"{usual_name} is not a usual column: {hint}the usual columns are "
+                    f"{', '.join(cls.usual_columns)}"
                 )
-        names = [columns.get(usual, usual) for usual in cls.usual_columns]
+        names = [columns.get(usual_name, usual_name) for usual_name in cls.usual_columns]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             colliding = " and ".join(
-                usual for usual in cls.usual_columns if columns.get(usual, usual) == repeated
+                usual_name
+                for usual_name in cls.usual_columns
+                if columns.get(usual_name, usual_name) == repeated
             )
             raise ValueError(
                 f"{colliding} would both be read from '{repeated}': name another column for one"
@@ -93,7 +98,7 @@ class DatasetConfig(EnvironmentConfig):
     """A dataset from files, an object store or the Hugging Face Hub (docs/data.md).
 
     Its rows are prompts with answers, conversations, preference pairs or labelled answers. A preset
-    names a published dataset and its columns. Other keys override those of the preset.
+    names a published dataset and its columns. Other keys override the preset.
 
     The test split is `test`, or the test split on the Hub, or else a share of the rows by hash.
     """
@@ -102,13 +107,17 @@ class DatasetConfig(EnvironmentConfig):
     has_scan: ClassVar[bool] = True
 
     preset: str | None = Field(
-        None, description="Name of a published dataset: gsm8k, hh_rlhf, tulu3_sft, ..."
+        None, description="Name of a published dataset: gsm8k, hh_rlhf, tulu3_sft, ...; null: none."
     )
     train: tuple[DataFile, ...] = Field(
-        (), description="Files, patterns, directories or addresses (s3://, gs://, hf://)."
+        (),
+        description="Files, patterns, directories or addresses (s3://, gs://, hf://); empty: the "
+        "Hub.",
     )
     test: tuple[DataFile, ...] = Field(
-        (), description="Files, patterns, directories or addresses of the test split."
+        (),
+        description="Files, patterns, directories or addresses of the test split; empty: see "
+        "test_split and test_share.",
     )
     hub: str | None = Field(
         None, description="Id of a dataset on the Hub, instead of train; null: the preset's."
@@ -118,7 +127,9 @@ class DatasetConfig(EnvironmentConfig):
         description="Configuration of the dataset on the Hub; null: the preset's, or the dataset's "
         "default.",
     )
-    revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
+    revision: str | None = Field(
+        None, description="Branch, tag or commit on the Hub; null: the default branch."
+    )
     train_split: str | None = Field(
         None, description="Training split on the Hub; null: the preset's, or train. Empty: none."
     )
@@ -127,13 +138,13 @@ class DatasetConfig(EnvironmentConfig):
     )
     columns: dict[str, str] = Field(
         {},
-        description="Column names of the rows by usual name: {prompt: problem, answer: "
-        "extra.answer}. Dots reach nested values.",
+        description="The rows' column for each usual name, if they differ: {prompt: problem, "
+        "answer: extra.answer}. Dots reach nested values.",
     )
     prompt: str | None = Field(
         None,
         description="Template of the prompt over columns: '{question} Think first.'; null: the "
-        "preset's.",
+        "preset's, or the column prompt.",
     )
     system: str = Field(
         "",
@@ -141,7 +152,8 @@ class DatasetConfig(EnvironmentConfig):
         "system message.",
     )
     answer_after: str | None = Field(
-        None, description="Marker before the answer in its column (####); null: the preset's."
+        None,
+        description="Marker before the answer in its column (####); null: the preset's, or none.",
     )
     media_root: DataFile | None = Field(
         None,
@@ -171,8 +183,8 @@ class DatasetConfig(EnvironmentConfig):
     )
     too_long: Literal["error", "drop"] = Field(
         "error",
-        description="Handling of rows with more tokens than the model's context, and in rollouts "
-        "of such prompts: error ends the run (fails the attempt), drop leaves them out.",
+        description="Handling of rows with more tokens than the model's context (in rollouts: of "
+        "prompts). error ends the run (in rollouts: fails the attempt), drop leaves the row out.",
     )
     shuffle: bool = Field(
         True, description="Shuffle the rows anew in each pass; false: keep their order."
@@ -196,12 +208,13 @@ class DatasetConfig(EnvironmentConfig):
     @field_validator("columns")
     @classmethod
     def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
-        for usual in columns:
-            if usual not in USUAL_COLUMNS:
-                near = get_close_matches(usual, USUAL_COLUMNS, n=1)
+        for usual_name in columns:
+            if usual_name not in USUAL_COLUMNS:
+                near = get_close_matches(usual_name, USUAL_COLUMNS, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(
-                    f"{usual} is not a usual column: {hint}there are {', '.join(USUAL_COLUMNS)}"
+                    f"{usual_name} is not a usual column: {hint}the usual columns are "
+                    f"{', '.join(USUAL_COLUMNS)}"
                 )
         return columns
 
@@ -236,9 +249,9 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def column_names(self) -> Mapping[str, str]:
-        """The column names of the rows by usual name. The default is the usual name itself.
+        """The rows' column for each usual name. The default is the usual name itself.
 
-        With a preset, only the columns that the preset or `columns` names are included.
+        With a preset, only usual names that the preset or `columns` has are included.
         """
         preset = self.dataset_preset
         return {

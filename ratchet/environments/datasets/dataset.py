@@ -99,9 +99,9 @@ class Dataset(SingleTurn):
         order = RowOrder(
             rows.block_sizes, seed=seed, name=f"{self.name}/train", shuffle=self.config.shuffle
         )
-        return self._repeat(rows, order, start)
+        return self._repeat_rows(rows, order, start)
 
-    def _repeat(self, rows: SplitRows, order: RowOrder, start: int) -> Iterator[Task]:
+    def _repeat_rows(self, rows: SplitRows, order: RowOrder, start: int) -> Iterator[Task]:
         position = start
         while True:
             yield self._make_task("train", rows, order.row_at(position))
@@ -246,7 +246,7 @@ class Dataset(SingleTurn):
         if not config.scan:
             return {name: SplitRows(table, None) for name, table in tables.items()}
         if train is None:
-            return {name: self._select(table) for name, table in tables.items()}
+            return {name: self._select_rows(table) for name, table in tables.items()}
         if test is None:
             rows, prompt_hashes, is_test = self._scan(train)
             train_rows, train_prompt_hashes = rows[~is_test], prompt_hashes[~is_test]
@@ -256,7 +256,7 @@ class Dataset(SingleTurn):
                 ),
                 "test": SplitRows(train, rows[is_test]),
             }
-        return self._separate(train, test)
+        return self._separate_splits(train, test)
 
     def _open_table(self, locations: Sequence[Any], split: str) -> Table | None:
         config = self.config
@@ -274,10 +274,10 @@ class Dataset(SingleTurn):
             table = ConvertedTable(table, preset.convert_row)
         return ConversationTrees(table) if preset is not None and preset.trees else table
 
-    def _select(self, table: Table) -> SplitRows:
+    def _select_rows(self, table: Table) -> SplitRows:
         return SplitRows(table, self._scan(table)[0])
 
-    def _separate(self, train: Table, test: Table) -> Mapping[str, SplitRows]:
+    def _separate_splits(self, train: Table, test: Table) -> Mapping[str, SplitRows]:
         """Return both splits without shared prompts.
 
         Raises DataError for a shared prompt, unless `overlap: drop` removes its training rows.
@@ -321,10 +321,10 @@ class Dataset(SingleTurn):
     def _scan(
         self, table: Table
     ) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.bool_]]:
-        """Return the numbers of the rows that pass the filters, and two values for each row.
+        """Return the numbers of the rows that pass the filters, their prompt hashes and a mask.
 
-        These are the hash of its prompt, and True if the row is held out. That is decided by the
-        hash of its id, or of its prompt if it has no id.
+        The mask is True for rows that are held out: those with a small hash of the id, or of the
+        prompt if the row has no id.
         """
         test_limit = round(self.config.test_share * 2**64)
         is_distinct = self.config.is_distinct
@@ -371,7 +371,7 @@ class Dataset(SingleTurn):
                 f"test_share={share:g} of so few rows holds none out. Raise test_share, name "
                 "`test`, or set evaluation.tasks: 0"
             )
-        return f"`keep` filters out all rows, or all are in the {other} split: loosen it"
+        return f"`keep` filters out all rows, or all are in the {other} split: loosen `keep`"
 
 
 class DatasetWithTools(Dataset):

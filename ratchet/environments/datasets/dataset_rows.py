@@ -44,7 +44,8 @@ class RowContents:
         values: The whole row, for rewards that read further columns.
         answer: The text that rewards compare with.
         solution: The messages that are trained on.
-        judgement: A comparison of answers, one reward, or a label for each step.
+        judgement: A comparison of two answers, the reward of one answer, or a label for each step
+            of one.
         answer_candidates: Columns that may each be the answer, if there are several.
         columns: Names of the columns that are not null, as in the file.
     """
@@ -116,8 +117,8 @@ class DatasetRowReader:
         if self.config.needs_media and not list_media(prompt):
             columns = ", ".join(contents.columns)
             raise DataError(
-                f"{where}: no image and no clip; the row has {columns}: name its column in "
-                f"`columns`: {{images: ...}}"
+                f"{where}: no image and no clip; the row has {columns}: name the column of "
+                f"its media in `columns`: {{images: ...}}"
             )
         return replace(contents, prompt=prompt)
 
@@ -132,8 +133,8 @@ class DatasetRowReader:
 class _RowParser:
     """A parser of one row.
 
-    Its methods take Ratchet's own column names, such as "prompt" (usual names). `columns` of the
-    recipe maps them to those of the file.
+    Its methods take usual names: Ratchet's own column names, such as "prompt". The recipe's
+    `columns` maps usual names to the columns of the file.
     """
 
     def __init__(self, reader: DatasetRowReader, row: DataRow, where: str) -> None:
@@ -424,7 +425,7 @@ class _RowParser:
 
         Return None if the row lacks the column.
 
-        The prompt and the messages are also found by alternative names (`OTHER_NAMES`).
+        The prompt and the messages are also found under alternative names (`ALTERNATIVE_NAMES`).
 
         Raises DataError if several columns may be meant.
         """

@@ -33,12 +33,14 @@ class GSM8KConfig(EnvironmentConfig):
 
     train: DataFile = Field(description="A file, or an address in an object store.")
     test: DataFile | None = Field(
-        None, description="File of the test split, or an address in an object store."
+        None,
+        description="File of the test split, or an address in an object store; null: the rows "
+        "marked in split_column, or else a tenth.",
     )
     split_column: str | None = Field(
         None,
         min_length=1,
-        description='Column of `train` with the split of each row: "train" or "test".',
+        description='Column of `train` with the split of each row: "train" or "test"; null: none.',
     )
     suffix: str = Field(
         '\nEnd with "#### " and the answer as a number.',
@@ -60,13 +62,13 @@ class GSM8KConfig(EnvironmentConfig):
 
 
 class Example(NamedTuple):
-    """A row of the file."""
+    """One problem: a row of the file."""
 
     line: int
     question: str
     solution: str
     result: str  # the number after "####"
-    other_values: Mapping[str, Any]  # the other columns
+    other_values: Mapping[str, Any]  # columns besides question and answer
 
 
 class GSM8K(Rows):
@@ -93,26 +95,26 @@ class GSM8K(Rows):
 
         An instance that only plays attempts never reads the files.
         """
-        train, test = self._splits()
+        train, test = self._read_splits()
         self._refuse_overlap(train, test)
-        k = self.config.shots
-        if k >= len(train):
+        n_shots = self.config.shots
+        if n_shots >= len(train):
             raise DataError(
-                f"{self.config.train}: {len(train)} training rows are too few for shots={k}: lower "
-                "shots"
+                f"{self.config.train}: {len(train)} training rows are too few for shots={n_shots}: "
+                "lower shots"
             )
         # The few-shot examples are not trained on, because their answers are in every prompt.
         context = tuple(
             message
-            for shot in train[:k]
-            for message in (self._question(shot), Message("assistant", shot.solution))
+            for shot in train[:n_shots]
+            for message in (self._make_question(shot), Message("assistant", shot.solution))
         )
         return {
-            "train": [self._make_task("train", example, context) for example in train[k:]],
+            "train": [self._make_task("train", example, context) for example in train[n_shots:]],
             "test": [self._make_task("test", example, context) for example in test],
         }
 
-    def _splits(self) -> tuple[list[Example], list[Example]]:
+    def _read_splits(self) -> tuple[list[Example], list[Example]]:
         path, column = self.config.train, self.config.split_column
         columns = {"question": str, "answer": str} | ({column: str} if column else {})
         train: list[Example] = []
@@ -140,22 +142,22 @@ class GSM8K(Rows):
         return row.values[column] == "test"
 
     def _refuse_overlap(self, train: list[Example], test: list[Example]) -> None:
-        lines = {example.question: example.line for example in train}
+        train_lines = {example.question: example.line for example in train}
         for example in test:
-            if example.question in lines:
+            if example.question in train_lines:
                 raise DataError(
                     f"{self.config.test or self.config.train}, line {example.line}: the question "
                     f"is also in the training split ({self.config.train}, line "
-                    f"{lines[example.question]}): remove one of the two"
+                    f"{train_lines[example.question]}): remove one of the two"
                 )
 
-    def _question(self, example: Example) -> Message:
+    def _make_question(self, example: Example) -> Message:
         return Message("user", example.question + self.config.suffix)
 
     def _make_task(self, split: Split, example: Example, context: tuple[Message, ...]) -> Task:
         return Task(
             id=f"{self.name}/{split}/{example.line}",
-            messages=(*context, self._question(example)),
+            messages=(*context, self._make_question(example)),
             answer=example.result,
             environment=self.name,
             tag=self.name,

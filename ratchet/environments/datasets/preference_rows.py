@@ -80,9 +80,9 @@ class _PreferenceParser:
             self._find_prompt(row.values)
 
     def _find_prompt(self, columns: Mapping[str, Any]) -> None:
-        """Read the prompt from a column with another usual name, if the answers do not contain it.
+        """Read the prompt from a column with an alternative name, unless the answers contain it.
 
-        Whole conversations contain their prompt.
+        Answers that are whole conversations contain their prompt.
         """
         answer = self.values.get("chosen", self.values.get("completion"))
         if isinstance(answer, list):

@@ -91,7 +91,7 @@ class Preferences(Rows):
         columns = ", ".join(row.columns)
         raise DataError(
             f"{row.where}: no column '{self._names[column]}'; the row has {columns}, but this "
-            f"algorithm learns from {needed}: use a file with them, or another algorithm"
+            f"algorithm learns from {needed}: use a file with such rows, or another algorithm"
         )
 
     @property
@@ -138,17 +138,19 @@ class Preferences(Rows):
             environment=self.name,
             tag=self.name,
             meta={
-                "about": row.judgement,
+                "judgement": row.judgement,
                 "where": row.where,
                 "line": row.line,
-                "has": row.columns,
+                "columns": row.columns,
             },
         )
 
 
 def _read_row(task: Task) -> PreferenceRow:
     meta = task.meta
-    return PreferenceRow(meta["where"], meta["line"], task.messages, meta["about"], meta["has"])
+    return PreferenceRow(
+        meta["where"], meta["line"], task.messages, meta["judgement"], meta["columns"]
+    )
 
 
 def _make_split_key(row: PreferenceRow) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -27,7 +27,9 @@ class QAConfig(ToolEnvironmentConfig):
 
     train: DataFile = Field(description="A file, or an address in an object store.")
     test: DataFile | None = Field(
-        None, description="File of the test split, or an address in an object store."
+        None,
+        description="File of the test split, or an address in an object store; null: a tenth of "
+        "the questions of train.",
     )
 
     @property
@@ -70,8 +72,8 @@ class Questions(Rows):
         train = _read_questions(config.train)
         if config.test is None:
             rows_by_split = {
-                "test": [row for row in train if is_held_out(row[1])],
-                "train": [row for row in train if not is_held_out(row[1])],
+                "test": [row for row in train if is_held_out(row.question)],
+                "train": [row for row in train if not is_held_out(row.question)],
             }
         else:
             rows_by_split = {"train": train, "test": _read_questions(config.test)}
@@ -90,21 +92,28 @@ class Questions(Rows):
         return self._rows[split]
 
 
-def _read_questions(path: DataFile) -> list[tuple[int, str, str]]:
-    """Return (line, question, answer) of each row. Of equal questions the last row is used."""
+class _Row(NamedTuple):
+    """A row of a question file."""
+
+    line: int
+    question: str
+    answer: str
+
+
+def _read_questions(path: DataFile) -> list[_Row]:
+    """Return the rows of a file. Of several rows with the same question the last one is used."""
     row_by_question = {
-        row.values["question"]: (row.line, row.values["question"], row.values["answer"])
+        row.values["question"]: _Row(row.line, row.values["question"], row.values["answer"])
         for row in read_rows(path, {"question": str, "answer": str})
     }
     return list(row_by_question.values())
 
 
-def _make_task(split: str, row: tuple[int, str, str]) -> Task:
-    line, question, answer = row
+def _make_task(split: str, row: _Row) -> Task:
     return Task(
-        f"qa/{split}/{line}",
-        (Message("user", question),),
-        answer=answer,
+        f"qa/{split}/{row.line}",
+        (Message("user", row.question),),
+        answer=row.answer,
         environment="qa",
         tag="qa",
     )

@@ -1,12 +1,12 @@
-"""The usual names of columns in published files, which need no `columns:` in a recipe."""
+"""Alternative column names of published files, which need no `columns` in a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-# Other names of a column in files, besides its usual name. A file with two of them is ambiguous.
-OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+# Names that files use instead of the usual name. A file with two of them is ambiguous.
+ALTERNATIVE_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "instruction", "problem", "query", "input"),
     "answer": ("output", "response", "completion"),
     "messages": ("conversations",),
@@ -17,21 +17,23 @@ INPUT_COLUMN = "input"
 
 
 def list_candidates(
-    usual: str, columns: Collection[str], used_columns: Collection[str] = ()
+    usual_name: str, columns: Collection[str], used_columns: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the columns that may be the column with the usual name `usual`.
+    """Return the columns that may be the column with the usual name `usual_name`.
 
     If a column has the usual name itself, it is the only candidate.
 
     Args:
-        usual: prompt, answer or messages; any other name has no candidate but itself.
+        usual_name: prompt, answer or messages; any other name has no candidate but itself.
         columns: The columns of a row.
         used_columns: Columns that the recipe names for another purpose.
     """
-    if usual in columns:
-        return (usual,)
+    if usual_name in columns:
+        return (usual_name,)
     names = tuple(
-        name for name in OTHER_NAMES.get(usual, ()) if name in columns and name not in used_columns
+        name
+        for name in ALTERNATIVE_NAMES.get(usual_name, ())
+        if name in columns and name not in used_columns
     )
     return tuple(name for name in names if name != INPUT_COLUMN) or names
 
@@ -46,18 +48,21 @@ def join_input(
     return f"{instruction}\n\n{input_text}"
 
 
-def explain_ambiguous(usual: str, candidates: Sequence[str]) -> str:
+def explain_ambiguous(usual_name: str, candidates: Sequence[str]) -> str:
     """Return the error text for several candidates, with the recipe line that chooses one."""
     names = f"{', '.join(candidates[:-1])} and {candidates[-1]}"
     return (
-        f"columns {names} may each be the {usual}: say which, columns: {{{usual}: {candidates[0]}}}"
+        f"columns {names} may each be the {usual_name}: set one, columns: {{{usual_name}: "
+        f"{candidates[0]}}}"
     )
 
 
 def explain_no_prompt(columns: Sequence[str]) -> str:
     """Return the error text for a row without a prompt, with the recipe line that names one."""
-    known = (*OTHER_NAMES["prompt"], "messages", *OTHER_NAMES["messages"], "text")
-    answers = [name for name in columns if name in ("answer", "solution", *OTHER_NAMES["answer"])]
+    known = (*ALTERNATIVE_NAMES["prompt"], "messages", *ALTERNATIVE_NAMES["messages"], "text")
+    answers = [
+        name for name in columns if name in ("answer", "solution", *ALTERNATIVE_NAMES["answer"])
+    ]
     others = [name for name in columns if name not in answers]
     line = f"prompt: {others[0] if others else '...'}"
     if len(others) > 1 and not answers:

@@ -1,7 +1,7 @@
 """The configuration of questions about images, audio clips and videos.
 
-The rows are those of `dataset`, each with a medium. The kind of answer chooses the reward.
-Importing the module loads no data library.
+A row is one of `dataset` with a medium. The kind of answer chooses the reward. Importing the module
+loads no data library.
 """
 
 from __future__ import annotations

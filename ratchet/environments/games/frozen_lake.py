@@ -50,7 +50,7 @@ class FrozenLakeConfig(BoardConfig):
         if self.max_moves < self.min_distance:
             raise ValueError(
                 f"max_moves={self.max_moves} is less than min_distance={self.min_distance}: raise "
-                "it"
+                "max_moves"
             )
         return self
 

@@ -36,7 +36,8 @@ DIGITS = {
 }  # fmt: skip
 
 
-def blank(width: int, height: int, colour: Rgb = WHITE) -> Image:
+def create_image(width: int, height: int, colour: Rgb = WHITE) -> Image:
+    """Return an image of one colour. Its sides are in pixels."""
     return import_pillow("drawing pictures").Image.new("RGB", (width, height), colour)
 
 
@@ -56,7 +57,7 @@ def draw_board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: in
     Args:
         rows: The background colour and the marks of each cell.
     """
-    image = blank(len(rows[0]) * cell_px, len(rows) * cell_px)
+    image = create_image(len(rows[0]) * cell_px, len(rows) * cell_px)
     pen = import_pillow().ImageDraw.Draw(image)
     margin = cell_px // 6
     for y, row in enumerate(rows):
@@ -111,14 +112,15 @@ SHAPES: Mapping[str, Callable[[Any, Box, Rgb], None]] = {
 
 
 def _draw_number(pen: Any, digits: str, box: Box, colour: Rgb) -> None:
+    """Draw digits in the middle of a box. `dot` is the side of a bitmap's pixel in the image."""
     left, top, right, bottom = box
     dot = max(1, int(min((right - left + 1) / (4 * len(digits) - 1), (bottom - top + 1) / 5)))
     x0, y0 = (
         left + (right - left + 1 - dot * (4 * len(digits) - 1)) // 2,
         top + (bottom - top + 1 - dot * 5) // 2,
     )
-    for place, digit in enumerate(digits):
+    for position, digit in enumerate(digits):
         for i, bit in enumerate(DIGITS[digit]):
-            x, y = x0 + (4 * place + i % 3) * dot, y0 + i // 3 * dot
+            x, y = x0 + (4 * position + i % 3) * dot, y0 + i // 3 * dot
             if bit == "1":
                 pen.rectangle((x, y, x + dot - 1, y + dot - 1), fill=colour)

@@ -48,12 +48,12 @@ class SlidingPuzzleConfig(BoardConfig):
         if self.min_shuffle_moves > self.shuffle_moves:
             raise ValueError(
                 f"min_shuffle_moves={self.min_shuffle_moves} is more than "
-                f"shuffle_moves={self.shuffle_moves}: lower it"
+                f"shuffle_moves={self.shuffle_moves}: lower min_shuffle_moves"
             )
         if self.max_moves < self.shuffle_moves:
             raise ValueError(
                 f"max_moves={self.max_moves} can't undo shuffle_moves={self.shuffle_moves}: set "
-                "max_moves to that or more"
+                f"max_moves to {self.shuffle_moves} or more"
             )
         return self
 

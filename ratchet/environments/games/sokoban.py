@@ -44,7 +44,7 @@ class SokobanConfig(BoardConfig):
     )
 
 
-# The usual characters: the first on the floor, the second on a goal.
+# Sokoban's usual characters. Each pair shows the content on the floor, then on a goal.
 SIGNS = {"player": "@+", "box": "$*", "floor": " ."}
 WALL = "#"
 STONE: Rgb = (70, 70, 80)
@@ -98,7 +98,10 @@ class Sokoban(BoardGame[Room]):
         return Problem(self.prompt(room), " ".join(solution), {"room": self._write_room(room)})
 
     def _iter_pulls(self, room: Room) -> Iterator[tuple[Room, list[str]]]:
-        """Yield each room before this one, with the moves from it: a push and then a walk."""
+        """Yield each room that can precede `room`, with the moves from the earlier room to `room`.
+
+        The moves are a push, and then a walk.
+        """
         for move, offset in self.offsets.items():
             for box in sorted(room.boxes):
                 # After the push the box is at `box` and the player behind it. Before the push both
@@ -117,14 +120,14 @@ class Sokoban(BoardGame[Room]):
         """Return the player's shortest walk to the cell `target` without a push, or None."""
         blocked = room.walls | room.boxes
 
-        def steps(cell: int) -> Iterator[tuple[str, int]]:
+        def iter_steps(cell: int) -> Iterator[tuple[str, int]]:
             return (
                 (move, cell + offset)
                 for move, offset in self.offsets.items()
                 if cell + offset not in blocked
             )
 
-        return find_shortest_path(room.player, target.__eq__, steps)
+        return find_shortest_path(room.player, target.__eq__, iter_steps)
 
     def start(self, task: Task) -> Room:
         text = task.meta["room"]

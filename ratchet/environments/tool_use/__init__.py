@@ -1,1 +1,1 @@
-"""Tools that environments offer to a policy. `base` has the protocol, and runs the calls."""
+"""Tools that environments offer to a policy. `base.py` has the protocol, and runs the calls."""

@@ -75,6 +75,7 @@ class Toolbox:
     """A set of tools, and the limits of their calls.
 
     Args:
+        tools: The tools. Their names must differ.
         timeout_s: Time limit of one call, in wall-clock seconds.
         max_chars: Maximum number of characters of one answer; the rest is cut off.
     """
@@ -144,7 +145,7 @@ class Toolbox:
             raise ToolError(f"{tool.name} gave no answer within {self.timeout_s:g} s") from None
         except (RatchetError, ToolError):
             raise
-        # A tool is user code and may raise any exception. The policy reads it, and may go on.
+        # A tool is user code and may raise any exception. The policy reads its text, and may go on.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 

@@ -65,7 +65,7 @@ class ToolEnvironment:
         self.toolbox = Toolbox(
             build_tools(config.tools), timeout_s=config.timeout_s, max_chars=config.max_chars
         )
-        self._turns = 0
+        self._n_calling_turns = 0
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         return self.toolbox.schemas
@@ -77,14 +77,14 @@ class ToolEnvironment:
         return replace(task, messages=(Message("system", self.settings.system), *task.messages))
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._turns = 0
+        self._n_calling_turns = 0
         return task.messages
 
     async def step(self, message: Message) -> Step:
         """Run the calls of a message. Raises RatchetError if the infrastructure failed."""
-        if not message.tool_calls or self._turns >= self.settings.max_calling_turns:
+        if not message.tool_calls or self._n_calling_turns >= self.settings.max_calling_turns:
             return Step(done=True)
-        self._turns += 1
+        self._n_calling_turns += 1
         answers, n_errors = await self.toolbox.run_calls(message.tool_calls)
         return Step(
             messages=tuple(answers), metrics={"tool_calls": len(answers), "tool_errors": n_errors}
@@ -95,7 +95,7 @@ class ToolEnvironment:
 
 
 class ToolUse(ToolEnvironment):
-    """The problems of another environment with tools."""
+    """An environment that adds tools to the problems of another environment."""
 
     def __init__(self, config: ToolUseConfig) -> None:
         super().__init__(config)

@@ -60,10 +60,10 @@ class MCPServer:
 
         Raises ToolUnavailable if it ends during the call, and ToolError for other MCP errors.
         """
-        connection = await asyncio.to_thread(self._live_connection)
+        connection = await asyncio.to_thread(self._get_live_connection)
         return await asyncio.wrap_future(connection.call(name, arguments))
 
-    def _live_connection(self) -> _Connection:
+    def _get_live_connection(self) -> _Connection:
         """Return the connection, or a new one if the server has ended."""
         with self._lock:
             if self._connection.has_ended:
@@ -95,12 +95,11 @@ class _Connection:
 
     @property
     def has_ended(self) -> bool:
-        return (
-            self._state.has_ended or not self._thread.is_alive()
-        )  # the thread may outlive its server
+        # The thread may outlive its server.
+        return self._state.has_ended or not self._thread.is_alive()
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Return a future of the result."""
+        """Call a tool. Return a future of the result."""
         assert self._state.loop is not None
         return asyncio.run_coroutine_threadsafe(self._state.call(name, arguments), self._state.loop)
 

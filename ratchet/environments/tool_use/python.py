@@ -21,7 +21,7 @@ class PythonConfig(ToolConfig):
         4.0,
         gt=0,
         description="CPU time limit of a program, in seconds; the wall time limit is three times "
-        "it.",
+        "as long.",
     )
     memory_mib: int = Field(
         512, ge=64, description="Memory limit (address space) of a program, in MiB."
@@ -98,7 +98,7 @@ class PythonTool:
 
 
 def describe_failure(result: Result) -> str:
-    """Return why a program failed, with the end of its error output and of its output."""
+    """Return why a program failed, with the ends of its standard error and standard output."""
     error_text = result.stderr.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     printed = result.stdout.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     reason = FAILURES.get(result.reason, f"it ended with exit code {result.exit}")

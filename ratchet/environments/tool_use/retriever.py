@@ -35,8 +35,8 @@ class SearchConfig(ToolConfig):
     max_chars: int = Field(1000, gt=0, description="Maximum characters of a passage.")
     embeddings: str | None = Field(
         None,
-        description="Import path of a function (texts -> [N, d] array), or a model's directory, "
-        "whose embeddings are searched too; null: no embeddings.",
+        description="Import path of a function (N texts -> [N, d] array), or a model's directory. "
+        "The tool then searches by these embeddings too; null: by words only.",
     )
 
 

@@ -5,7 +5,7 @@ never sees the check, and no process that it started can reach the check.
 
 The agent's files are in the directory $WORK, and the check starts in the directory $CHECK with its
 own files. Programs also load files that no command names (csv.py, conftest.py, GNUmakefile,
-node_modules, .git), from the directory in which they start and from that of their source. Both
+node_modules, .git), from the directories in which they start and in which their source is. Both
 directories hold only the check's files, so a file of the agent is used only if the check names it.
 """
 
@@ -96,7 +96,7 @@ TOOL_NAME = "bash"
 BLOCK_PATTERN = re.compile(
     r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE
 )
-WORK, CHECK = "work", "check"
+WORK, CHECK = "work", "check"  # directories, and in capitals the variables with their paths
 WORK_REFERENCE = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
 # Commands that run before the check, in its session. The Python variables are for a check that does
 # `cd "$WORK"`, where Python would import the agent's files. The git variables are for a check that
@@ -166,10 +166,8 @@ class Terminal(Rows):
         return {"train": train, "test": test}
 
     def _read_task(self, path: DataFile, row: DataRow) -> Task:
-        where, meta = (
-            f"{path}, {row.where}",
-            {"goal": row.values["goal"], "check": row.values["check"]},
-        )
+        where = f"{path}, {row.where}"
+        meta = {"goal": row.values["goal"], "check": row.values["check"]}
         for name, (expected, default) in OPTIONAL_COLUMNS.items():
             meta[name] = row.values.get(name, default)
             if meta[name] is not default and not isinstance(meta[name], expected):
@@ -182,16 +180,16 @@ class Terminal(Rows):
                 check_relative_path(file)
                 if not isinstance(text, str):
                     raise DataError(
-                        f"{where}: '{name}' must give each file's text, and that of {file!r} is "
-                        f"{text!r:.60}"
+                        f"{where}: column '{name}' must map each file name to its text, and "
+                        f"{file!r} has {text!r:.60}"
                     )
         if not any(
             WORK_REFERENCE.search(text) for text in (meta["check"], *meta["check_files"].values())
         ):
             raise DataError(
-                f"{where}: the check never names the agent's files, which are in $WORK, so it judges "
-                "every attempt equally. Write \"$WORK/FILE\" for FILE in 'check', or read the variable WORK in a "
-                "file of 'check_files'."
+                f"{where}: the check never names the agent's files, which are in $WORK, so it "
+                "judges every attempt equally. Write \"$WORK/FILE\" for FILE in 'check', or read "
+                "the variable WORK in a file of 'check_files'."
             )
         task_id = meta.pop("id") or f"{Path(path).stem}/{row.line}"
         prompt = Message("user", row.values["goal"] + self.config.instructions)

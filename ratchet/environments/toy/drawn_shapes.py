@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
 from ratchet.data.formats.media import embed
-from ratchet.environments.games.rendering import COLOURS, blank, draw
+from ratchet.environments.games.rendering import COLOURS, create_image, draw
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.environments.wrong_answers import SingleAnswer
 from ratchet.types import Comparison, Message, Part, Task
@@ -94,8 +94,8 @@ class ShapesConfig(EnvironmentConfig):
             raise ValueError(f"things={[fewest, most]} must be [fewest, most], with at least 1")
         if most > self.grid**2:
             raise ValueError(
-                f"things={[fewest, most]} don't fit into grid={self.grid}: set at most "
-                f"{self.grid**2}"
+                f"things={[fewest, most]} don't fit into grid={self.grid}: set the second to "
+                f"at most {self.grid**2}"
             )
         if self.size < 8 * self.grid:
             raise ValueError(
@@ -104,14 +104,14 @@ class ShapesConfig(EnvironmentConfig):
             )
         if "position" in self.questions and (most < 2 or len(self.shapes) * len(self.colours) < 2):
             raise ValueError(
-                "questions has position, which needs two different things: raise things, or "
-                "remove it"
+                "questions has position, which needs two different things: raise things, add "
+                "shapes or colours, or remove position"
             )
         for kind, values in (("colour", self.colours), ("shape", self.shapes)):
             if kind in self.questions and len(values) < 2:
                 raise ValueError(
-                    f"questions has {kind}, and there is only one of them: name more in {kind}s, "
-                    "or remove it"
+                    f"questions has {kind}, but {kind}s has only one value: add one to {kind}s, or "
+                    f"remove {kind} from questions"
                 )
         return self
 
@@ -189,7 +189,7 @@ class Shapes(SingleAnswer, Procedural):
 
     def picture(self, things: Sequence[Thing]) -> Part:
         size, cell = self.config.size, self.config.size / self.config.grid
-        image = blank(size, size)
+        image = create_image(size, size)
         half = int(cell * FILLED_SHARE) // 2
         for thing in things:
             x, y = (
@@ -265,16 +265,16 @@ class Shapes(SingleAnswer, Procedural):
             return None
         first, second = rng.sample(unique_things, 2)
         is_horizontal = rng.random() < 0.5
-        first_place, second_place, words = (
+        first_index, second_index, words = (
             (first.column, second.column, ("left", "right"))
             if is_horizontal
             else (first.row, second.row, ("above", "below"))
         )
-        if first_place == second_place:
+        if first_index == second_index:
             return None
         relation = f"{words[0]} or {words[1]}{' of' if is_horizontal else ''}"
         question = f"Is the {first.name} {relation} the {second.name}?"
-        return ShapeQuestion(question, words[first_place > second_place], words)
+        return ShapeQuestion(question, words[first_index > second_index], words)
 
 
 def _random_offset(rng: random.Random, limit: int) -> tuple[int, int]:

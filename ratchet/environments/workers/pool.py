@@ -1,8 +1,8 @@
 """Place attempts in worker processes, and replace processes that hang or die.
 
-All work is done in the event loop of one thread. So it needs no locks, and a driver may call from
-any event loop, or from several in turn. This thread also starts the processes, because on Linux
-they end with the thread that started them.
+All work is done in the event loop of one thread. So the work needs no locks, and a driver may call
+from any event loop, or from several in turn. This thread also starts the processes, because on
+Linux they end with the thread that started them.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ class _PoolState:
     def __init__(self, section: Mapping[str, Any], processes: int, threads: int) -> None:
         self.section, self.processes, self.threads = section, processes, threads
         self._workers: list[Worker] = []  # workers that accept attempts
-        self._retired: set[Worker] = (
-            set()
-        )  # workers that hang or leak; killed after their last attempt
+        # Workers that hang or leak. Each is killed after its last attempt.
+        self._retired: set[Worker] = set()
         self._assignments: dict[int, Assignment] = {}  # by instance
         self._closing: set[asyncio.Task[None]] = set()
         self._n_deaths = 0  # deaths in a row, without a reply between them
@@ -159,17 +158,17 @@ class _PoolState:
         """Return the worker thread for the next attempt of an instance.
 
         The thread is in the process with the fewest attempts, or in a new process if none is idle
-        and the limit allows it. The instance keeps its thread, and the objects that it has built
-        there, unless another thread has a lower load.
+        and the limit allows it. The instance keeps its thread, and the objects that it has built in
+        this thread, unless another thread has a lower load.
         """
         previous = self._assignments.get(instance)
         if previous is not None:
             previous.is_playing = False
             self._kill_if_retired(previous.worker)
-        if wait_s := backoff_s(self._n_deaths):
+        if wait_s := compute_backoff_s(self._n_deaths):
             await asyncio.sleep(wait_s)
         while True:
-            worker = self._least_loaded_worker(previous)
+            worker = self._get_least_loaded_worker(previous)
             current = previous if previous is not None and previous.worker is worker else None
             loads = [worker.count_load(thread) for thread in range(self.threads)]
             thread = min(
@@ -191,7 +190,7 @@ class _PoolState:
         worker.assignments.add(assignment)
         return assignment
 
-    def _least_loaded_worker(self, previous: Assignment | None) -> Worker:
+    def _get_least_loaded_worker(self, previous: Assignment | None) -> Worker:
         worker = min(
             self._workers,
             key=lambda w: (w.n_playing, previous is None or w is not previous.worker),
@@ -256,7 +255,7 @@ def _caller_pause() -> Iterator[RemotePause]:
         pause.apply(False)
 
 
-def backoff_s(n_deaths: int) -> float:
+def compute_backoff_s(n_deaths: int) -> float:
     """Return the seconds to wait before the next start after `n_deaths` deaths in a row.
 
     The wait grows exponentially, so that a process that always dies does not load the machine.

@@ -239,7 +239,7 @@ class Worker:
         Args:
             reason: The reason of the end; "" if the process died by itself.
         """
-        # It was killed, or closed its socket while dying.
+        # The process was killed, or closed its socket while dying.
         while (status := self.process.poll()) is None:
             await asyncio.sleep(0.002)
         self.end_reason = (

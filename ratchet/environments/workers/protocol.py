@@ -1,4 +1,4 @@
-"""What the driver and its environment workers send to each other: frames of JSON.
+"""The frames of JSON that the driver and its environment workers exchange.
 
 Tasks, messages and steps are converted by `ratchet.data.codec`, and NumPy scalars become Python
 numbers. A value of any other type is refused.
@@ -19,9 +19,9 @@ MAX_FRAME_BYTES = 256 * 2**20
 
 
 def pack(value: Any) -> Parcel:
-    """Return a value as JSON, which `Parcel.load_json` and `from_plain` turn back.
+    """Return a value as JSON. `from_plain(parcel.load_json())` restores the value.
 
-    Raises DataError for a value of a type that can't be sent, and above 256 MiB.
+    Raises DataError for a value that can't be sent: of another type, or above 256 MiB.
     """
     try:
         parcel = Parcel(json.dumps(to_plain(value), default=_convert_scalar).encode("ascii"))

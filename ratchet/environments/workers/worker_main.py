@@ -100,7 +100,7 @@ class _AttemptThread:
             os._exit(1)
 
     def handle(self, kind: FrameKind, call_id: int, call: Mapping[str, Any]) -> None:
-        """Pass a call or a cancellation to the loop. It may be called from any thread."""
+        """Pass a call or a cancellation to the loop. Any thread may call this."""
         if kind is FrameKind.CANCEL:
             self._loop.call_soon_threadsafe(self._cancel, call_id)
         else:

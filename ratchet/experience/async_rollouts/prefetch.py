@@ -50,7 +50,7 @@ class PrefetchingSource:
         source: The source of rollouts.
         scheduler: Decides which groups begin and which are trained on.
         generator: The generator that the source's attempts call.
-        pause_during_update: True if the generator reads the learner's tensors, so it must not run
+        pause_during_update: True if the generator reads the learner's tensors. It must then not run
             during an update.
         replayable: True if attempts can be replayed (`Environment.replayable`). Otherwise attempts
             in flight start again when the run resumes.
@@ -79,7 +79,7 @@ class PrefetchingSource:
         self.has_signal = has_signal
         self.max_replaced = max_replaced
         self._tasks: dict[ScheduledGroup, asyncio.Task[None]] = {}
-        # groups whose attempts begin with the next draw
+        # Groups whose attempts begin with the next draw.
         self._to_restart: list[ScheduledGroup] = []
         self._task_done = asyncio.Event()
         self._version = 0
@@ -184,7 +184,7 @@ class PrefetchingSource:
             else:
                 scheduled.group = Group(scheduled.id, scheduled.task, from_plain(entry["ready"]))
         scheduled_by_id = {scheduled.id: scheduled for scheduled in self.scheduler.unfinished}
-        self.scheduler.ready_groups = [scheduled_by_id[name] for name in state["arrived"]]
+        self.scheduler.ready_groups = [scheduled_by_id[group_id] for group_id in state["arrived"]]
         if self.scheduler.concurrency is not None and state["level"] is not None:
             self.scheduler.concurrency.level = state["level"]
         if not self.replayable:
@@ -211,8 +211,8 @@ class PrefetchingSource:
     # --- groups in flight
 
     def _begin(self, count: int) -> None:
-        for name, task in self.source.take(count, version=self._version):
-            self._play(self.scheduler.begin(self._version, name, task))
+        for group_id, task in self.source.take(count, version=self._version):
+            self._play(self.scheduler.begin(self._version, group_id, task))
 
     def _play(self, scheduled: ScheduledGroup) -> None:
         self._tasks[scheduled] = asyncio.create_task(self._run_group(scheduled))

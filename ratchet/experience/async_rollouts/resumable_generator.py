@@ -4,7 +4,7 @@ A group's completions go into its journal under the request's seed, which identi
 turn. A resumed run replays an attempt from its start: each turn gets its completion from the
 journal, until the journal ends and sampling continues. So a checkpoint needs no state of a
 `replayable` environment. Saving a checkpoint interrupts and resumes all requests too, so a run that
-goes on after it and a run that is resumed from it sample in the same way.
+continues after the checkpoint and a run that resumes from it sample in the same way.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ResumableGenerator:
         while completion is None or completion.stop is StopReason.ABORTED:
             await self._wait_until_resumed(group, sampling.seed)
             continuation = await self.inner.generate(
-                *_remaining_request(tokens, sampling, completion), media
+                *_make_remaining_request(tokens, sampling, completion), media
             )
             completion = group.journal[sampling.seed] = join_completions(completion, continuation)
             if completion.stop is StopReason.ABORTED and not self._is_interrupted:
@@ -115,16 +115,16 @@ async def _run_event_loop() -> None:
         await asyncio.sleep(0)
 
 
-def _remaining_request(
+def _make_remaining_request(
     tokens: Sequence[int] | NDArray[np.int64],
     sampling: Sampling,
     partial_completion: Completion | None,
 ) -> tuple[Sequence[int] | NDArray[np.int64], Sampling]:
     if partial_completion is None or not len(partial_completion.tokens):
         return tokens, sampling
-    count = len(partial_completion.tokens)
+    n_drawn = len(partial_completion.tokens)
     remaining_sampling = replace(
-        sampling, max_new_tokens=sampling.max_new_tokens - count, drawn=sampling.drawn + count
+        sampling, max_new_tokens=sampling.max_new_tokens - n_drawn, drawn=sampling.drawn + n_drawn
     )
     return np.concatenate(
         [np.asarray(tokens, dtype=np.int64), partial_completion.tokens]
@@ -134,7 +134,7 @@ def _remaining_request(
 def join_completions(first: Completion | None, continuation: Completion) -> Completion:
     """Return a completion with its continuation appended.
 
-    If both parts have recorded the experts of a token, those of the first part are kept.
+    If both completions have recorded the experts of a token, those of `first` are kept.
     """
     if first is None:
         return continuation

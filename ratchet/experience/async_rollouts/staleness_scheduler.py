@@ -2,8 +2,8 @@
 
 A group that begins with the weights of version v is trained on at step v + k at the latest, with k
 = `max_staleness`. So at step s at most (k + 1) steps' worth of groups may be in flight or ready,
-and step s must train on those of version s - k. A fractional k limits the number of groups, and the
-staleness bound is k rounded up.
+and step s must train on the groups of version s - k. A fractional k limits the number of groups,
+and the staleness bound is k rounded up.
 
 The decisions do not depend on where groups are generated.
 """
@@ -84,9 +84,9 @@ class StalenessScheduler:
             - len(self.unfinished),
         )
 
-    def begin(self, version: int, name: str, task: Task) -> ScheduledGroup:
+    def begin(self, version: int, group_id: str, task: Task) -> ScheduledGroup:
         """Start a group."""
-        scheduled = ScheduledGroup(self.n_started, version, name, task)
+        scheduled = ScheduledGroup(self.n_started, version, group_id, task)
         self.n_started += 1
         self.unfinished.append(scheduled)
         return scheduled
@@ -126,13 +126,13 @@ class StalenessScheduler:
     def _choose_earliest(self, step: int) -> list[ScheduledGroup] | None:
         """Return the groups that became ready first, if all others can still meet the bound.
 
-        A group of version v must be trained on by step v + k, its deadline. From `step` to before
-        a deadline d there are (d - step) further steps. So of all groups with a deadline up to d,
-        only as many may be left out now as those steps can train on. Return None to wait.
+        A group of version v must be trained on by step v + k, its deadline. After `step` there are
+        d - step further steps until a deadline d. Of all groups with a deadline up to d, only as
+        many may be left out now as these further steps can train on. Return None to wait.
         """
         chosen: list[ScheduledGroup] = []
         for deadline in range(step, step + self.max_staleness + 1):
-            required = (
+            n_required = (
                 sum(
                     scheduled.version + self.max_staleness <= deadline
                     for scheduled in self.unfinished
@@ -146,9 +146,9 @@ class StalenessScheduler:
                     for scheduled in self.ready_groups
                     if scheduled.version + self.max_staleness <= deadline
                 ],
-                required,
+                n_required,
             )
-            if len(chosen) < required:
+            if len(chosen) < n_required:
                 return None
         _append_until(chosen, self.ready_groups, self.groups_per_step)
         return chosen if len(chosen) == self.groups_per_step else None

@@ -142,6 +142,7 @@ class TailBatching:
         # Number of new groups that the stage's remaining steps can still train on.
         max_new = (self.last_step - version) * n - len(self._deferred)
         self._metrics = {"deferred": 0.0, "wasted_tokens": 0.0}
+        # With too few new groups for a whole step, the last step plays the deferred groups too.
         if len(self._deferred) >= n or max_new < n:
             groups = await self._play_deferred(n, version)
         else:
@@ -165,24 +166,24 @@ class TailBatching:
     async def snapshot(self) -> Mapping[str, Any]:
         return {
             "source": await self.source.snapshot(),
-            "deferred": [name for name, _ in self._deferred],
+            "deferred": [group_id for group_id, _ in self._deferred],
         }
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         await self.source.restore(state["source"])
-        self._deferred = [self.source.claim(name) for name in state["deferred"]]
+        self._deferred = [self.source.claim(group_id) for group_id in state["deferred"]]
 
     async def _play_deferred(self, n: int, version: int) -> list[Group]:
         """Play the oldest deferred groups to their end, with new ones if there are too few."""
         jobs = self._deferred[:n]
         self._deferred = self._deferred[n:]
-        self.source.ledger.note("issued", [name for name, _ in jobs], version=version)
+        self.source.ledger.note("issued", [group_id for group_id, _ in jobs], version=version)
         jobs += self.source.take(n - len(jobs), version)
         return await self.source.play(jobs, n)
 
     async def _race(self, jobs: Sequence[Job], n: int, version: int) -> list[Group]:
         """Return the first n groups that finish, and defer the others."""
-        counters = {name: TokenCounter() for name, _ in jobs}
+        counters = {group_id: TokenCounter() for group_id, _ in jobs}
         groups = await gather_first(
             [self._play(job, counters[job[0]]) for job in jobs], n, before_cancel=self.generator.cut
         )
@@ -190,12 +191,12 @@ class TailBatching:
         finished_ids = {group.id for group in groups}
         unfinished = [job for job in jobs if job[0] not in finished_ids]
         self._deferred += unfinished
-        names = [name for name, _ in unfinished]
+        deferred_ids = [group_id for group_id, _ in unfinished]
         self._metrics = {
             "deferred": float(len(unfinished)),
-            "wasted_tokens": float(sum(counters[name].tokens for name in names)),
+            "wasted_tokens": float(sum(counters[group_id].tokens for group_id in deferred_ids)),
         }
-        self.source.ledger.note("deferred", names, step=version)
+        self.source.ledger.note("deferred", deferred_ids, step=version)
         return groups
 
     async def _play(self, job: Job, counter: TokenCounter) -> Group:

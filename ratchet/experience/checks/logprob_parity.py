@@ -1,10 +1,10 @@
 """The parity gate: compare the sampler's log-probabilities with the learner's.
 
-Both compute the same policy from the same weights, but with different code and often in different
-precision. If they disagree, the run optimizes another policy than it samples from, and often looks
-healthy (the training-inference mismatch). So before an update, while both have the same weights,
-the learner scores some of the tokens just sampled. If the difference is too large, a report
-compares weights, tokenizer, temperature, dtype and kernels to find the cause.
+The sampler and the learner compute the same policy from the same weights, but with different code
+and often in different precision. If they disagree, the run optimizes another policy than it samples
+from, and often looks healthy (the training-inference mismatch). So before an update, while both
+have the same weights, the learner scores some of the tokens just sampled. If the difference is too
+large, a report compares weights, tokenizer, temperature, dtype and kernels to find the cause.
 
 T = tokens of the rows that are compared.
 """
@@ -39,7 +39,9 @@ N_REPEATED = 4  # number of rows, and of tokens per row, that the sampler genera
 class ParityPair:
     """The learner and the sampler to compare.
 
-    `fingerprints` has those of the tokenizers, by owner: "policy" and, if known, "generator".
+    Attributes:
+        fingerprints: The fingerprints of the tokenizers, by owner: "policy" and, if known,
+            "generator".
     """
 
     learner: Learner
@@ -70,7 +72,7 @@ class ParityFinding:
 
 
 class ParityGate:
-    """A check of some steps for parity, which stops the run or warns (see `ParityConfig`).
+    """A parity check of some steps, which stops the run or warns (see `ParityConfig`).
 
     Steps are counted from the start of the stage, in a resumed run too.
     """
@@ -104,7 +106,7 @@ class ParityGate:
         if not rows:
             return {}
         subset = batch.take(_sample_evenly(rows, self.sample))
-        difference_T = await self._difference(subset)
+        difference_T = await self._compute_difference(subset)
         mean = float(difference_T.mean())
         maximum = float(difference_T.max())
         # Written so that NaN fails too.
@@ -115,13 +117,13 @@ class ParityGate:
             log.warning("%s", report)
         return {"mean": mean, "max": maximum, "tokens": float(len(difference_T))}
 
-    async def _difference(self, subset: Batch) -> Tensor:
+    async def _compute_difference(self, subset: Batch) -> Tensor:
         """Return |learner - sampler| of each predicted token, float64."""
         logprobs_T = (await self.pair.learner.score(subset, ["logprobs"]))["logprobs"]
         return (logprobs_T.double() - subset.rollout_logprobs_T.double()).abs()[subset.predicted_T]
 
     async def report(self, subset: Batch, difference_T: Tensor) -> str:
-        """Return all findings as text, after the first one that explains the difference."""
+        """Return the report: the finding that explains the difference, and then all findings."""
         findings = [
             await self._compare_weights(),
             self._compare_tokenizers(),
@@ -151,7 +153,7 @@ class ParityGate:
 
     @property
     def _generator_precision(self) -> str | None:
-        """The format to which the generator rounds the weights it receives; None: it doesn't."""
+        """The format to which the generator rounds received weights; None: it does not round."""
         return getattr(self.pair.generator, "precision", None)
 
     async def _compare_weights(self) -> ParityFinding:
@@ -198,7 +200,9 @@ class ParityGate:
             ("ignores", torch.ones_like(temperature_S)),
             ("applies twice", temperature_S.square()),
         ):
-            mean = float((await self._difference(replace(subset, temperature_S=used_S))).mean())
+            mean = float(
+                (await self._compute_difference(replace(subset, temperature_S=used_S))).mean()
+            )
             if mean <= self.threshold:
                 return ParityFinding(
                     "temperature",
@@ -230,7 +234,7 @@ class ParityGate:
     async def _check_kernels(self, subset: Batch, difference_T: Tensor) -> list[ParityFinding]:
         """Return findings on the positions of the difference, and on batch invariance."""
         differences_alone = [
-            await self._difference(subset.take([row])) for row in range(subset.n_sequences)
+            await self._compute_difference(subset.take([row])) for row in range(subset.n_sequences)
         ]
         learner_change = float((torch.cat(differences_alone) - difference_T).abs().max())
         return [
@@ -243,7 +247,9 @@ class ParityGate:
         ]
 
     async def _compare_batched_with_alone(self, subset: Batch) -> float:
-        """Generate some prompts batched and alone, and return the largest logprob difference.
+        """Generate answers to some prompts, batched and one by one. Return the largest difference.
+
+        The difference is between the logprobs of equal tokens.
 
         Tokens are compared up to the first one that differs.
         """

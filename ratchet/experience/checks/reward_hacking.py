@@ -1,7 +1,7 @@
 """Detect reward hacking.
 
 A second reward judges some attempts again. Canaries are tasks that can't be solved: an attempt that
-earns a reward there has exploited the reward.
+earns a reward on a canary has exploited the reward.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class RewardHackingProbes:
 async def _judge_again(
     second_reward: Reward, rows: Sequence[Trajectory], task: Task
 ) -> list[float | None]:
-    """Return the second reward of each attempt; None if that reward fails, which is allowed."""
+    """Return the second reward of each attempt; None if it fails, which has no other effect."""
     unjudged = [replace(row, outcome=Truncated() if row.truncated else None) for row in rows]
     try:
         outcomes = (

@@ -1,8 +1,7 @@
-"""Compatibility with NeMo RL: batches as dictionaries of columns, message logs, batched
-environments.
+"""Compatibility with NeMo RL: batches as dictionaries, message logs, batched environments.
 
-The environment protocol is that of nemo_rl/environments/interfaces.py. Message logs hold their
-tokens, and an environment steps many conversations at once.
+The environment protocol is defined in NeMo RL's nemo_rl/environments/interfaces.py. Message logs
+hold their tokens, and an environment steps many conversations at once.
 
 `ratchet.experience.nemo_rl.rollouts` plays such environments, and the recipe section
 `environment: {kind: message_log}` trains with them.

@@ -1,6 +1,6 @@
 """Adapt a batched environment to single attempts.
 
-An attempt calls the environment for its own row alone, or for all waiting rows at once.
+An attempt calls the environment for its own row, or once for all waiting rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.environment import (
@@ -96,7 +96,7 @@ def _name_metric(part: str) -> str:
 async def step_alone(
     environment: EnvironmentInterface[Any], log: MessageLog, metadata: Any
 ) -> EnvironmentReply:
-    """Step one row in its own thread, so that a hanging call delays neither others nor the exit."""
+    """Step one row in its own thread, so that a hanging call delays no other row and no exit."""
     (reply,) = await run_in_thread(partial(step_rows, environment, [log], [metadata]))
     return reply
 
@@ -128,7 +128,7 @@ def step_each(
 ) -> list[EnvironmentReply | BaseException]:
     """Step all rows in one call, and return a reply or an exception for each.
 
-    If the call raises, each row is stepped alone, so that only rows that raise alone fail.
+    If the call raises, each row is stepped by itself, so that only rows whose own call raises fail.
     """
     try:
         return list(
@@ -148,6 +148,15 @@ def step_each(
     ]
 
 
+class _RowRequest(NamedTuple):
+    """A request of a row that waits at a `RowBarrier`."""
+
+    row: int
+    handle: Hashable
+    argument: Any
+    future: asyncio.Future[Any]
+
+
 class RowBarrier(Generic[T]):
     """A barrier of rows that run in lockstep and share their calls.
 
@@ -158,14 +167,14 @@ class RowBarrier(Generic[T]):
 
     def __init__(self, n_rows: int) -> None:
         self.n_remaining = n_rows
-        self._waiting: list[tuple[int, Hashable, Any, asyncio.Future[Any]]] = []
+        self._waiting: list[_RowRequest] = []
 
     async def submit(
         self, row: int, handle: Callable[[Sequence[Any]], Sequence[Any]], request: Any
     ) -> Any:
         """Wait for the other rows, and return the result of `handle` for a row's request."""
         future = asyncio.get_running_loop().create_future()
-        self._waiting.append((row, handle, request, future))
+        self._waiting.append(_RowRequest(row, handle, request, future))
         self._answer_if_all_wait()
         return await future
 
@@ -176,23 +185,23 @@ class RowBarrier(Generic[T]):
 
     def _answer_if_all_wait(self) -> None:
         # Rows that were cancelled no longer wait.
-        self._waiting = [entry for entry in self._waiting if not entry[3].done()]
+        self._waiting = [request for request in self._waiting if not request.future.done()]
         if not self._waiting or len(self._waiting) < self.n_remaining:
             return
-        entries, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
-        requests_by_handle: dict[Any, list[tuple[Any, asyncio.Future[Any]]]] = {}
-        for _, handle, request, future in entries:
-            requests_by_handle.setdefault(handle, []).append((request, future))
-        for handle, entries in requests_by_handle.items():
+        waiting, self._waiting = sorted(self._waiting, key=lambda request: request.row), []
+        requests_by_handle: dict[Any, list[_RowRequest]] = {}
+        for request in waiting:
+            requests_by_handle.setdefault(request.handle, []).append(request)
+        for handle, requests in requests_by_handle.items():
             try:
-                results = handle([request for request, _ in entries])
+                results = handle([request.argument for request in requests])
             except Exception as error:  # raised again in each row that waits for it
-                results = [error] * len(entries)
-            for (_, future), result in zip(entries, results, strict=True):
+                results = [error] * len(requests)
+            for request, result in zip(requests, results, strict=True):
                 if isinstance(result, BaseException):
-                    _set_exception(future, result)
+                    _set_exception(request.future, result)
                 else:
-                    _set_result(future, result)
+                    _set_result(request.future, result)
 
 
 def _set_result(future: asyncio.Future[Any], result: Any) -> None:

@@ -38,7 +38,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         widest batch. The padding is the column's value in `pad_value_dict`, or 0. Batches without
         rows may lack columns. All others must have the same columns.
         """
-        nonempty = [batch for batch in batches if _row_count(batch)]
+        nonempty = [batch for batch in batches if _count_rows(batch)]
         if not nonempty:
             return cls(batches[0]) if batches else cls()
         fill_values = pad_value_dict or {}
@@ -62,7 +62,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
     @property
     def size(self) -> int:
         """The number of rows B."""
-        return _row_count(self.data)
+        return _count_rows(self.data)
 
     def slice(self, start: int, end: int) -> Self:
         """Return rows [start, end)."""
@@ -102,7 +102,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
     ) -> list[Self]:
-        """Split the batch into shards.
+        """Split the batch into `shards` shards.
 
         The batch is cut into chunks of `batch_size` rows (None: one chunk), and each chunk into
         `shards` slices. Shard s consists of slice s of every chunk. With shards=2 and batch_size=4,
@@ -120,8 +120,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             or (chunk % shards and not allow_uneven_shards)
         ):
             raise DataError(
-                f"{self.size} rows can't be cut into chunks of {chunk} and these into {shards} "
-                "equal shards"
+                f"{self.size} rows can't be cut into chunks of {chunk} rows, and each chunk into "
+                f"{shards} equal slices"
             )
         width = -(-chunk // shards)
         starts = range(0, self.size, chunk) if chunk else range(0)
@@ -147,7 +147,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         return self
 
 
-def _row_count(batch: Mapping[str, Any]) -> int:
+def _count_rows(batch: Mapping[str, Any]) -> int:
     counts = {name: len(column) for name, column in batch.items()}
     if len(set(counts.values())) > 1:
         raise DataError(f"the columns of a batch differ in length: {counts}")

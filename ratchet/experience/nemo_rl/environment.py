@@ -125,8 +125,8 @@ def step_rows(
 def join_replies(replies: Sequence[EnvironmentReply]) -> EnvironmentReturn[Any]:
     """Join rows into one `EnvironmentReturn`.
 
-    If only some rewards have parts, the others become the part "reward". A part that a row lacks
-    is 0 in that row.
+    If only some rewards have parts, a reward without parts becomes the part "reward". A part that a
+    row lacks is 0 in that row.
     """
     has_parts = any(reply.parts is not None for reply in replies)
     parts = [{SCALAR: reply.reward} if reply.parts is None else reply.parts for reply in replies]
@@ -172,23 +172,25 @@ def post_process(
         rows_by_environment.setdefault(id(get_environment(task_to_env, name)), (name, []))[
             1
         ].append(row)
-    parts: list[BatchedDataDict[Any]] = []
+    processed_batches: list[BatchedDataDict[Any]] = []
     metrics: dict[str, Any] = {}
     for name, rows in rows_by_environment.values():
         environment = task_to_env[name]
-        part, environment_metrics = environment.global_post_process_and_metrics(batch.select(rows))
-        if part.size != len(rows):
+        processed, environment_metrics = environment.global_post_process_and_metrics(
+            batch.select(rows)
+        )
+        if processed.size != len(rows):
             method = f"{type(environment).__name__}.global_post_process_and_metrics"
             raise DataError(
-                f"{method} got {len(rows)} rows and returned {part.size}. Return as many rows as "
-                "it gets"
+                f"{method} got {len(rows)} rows and returned {processed.size}. Return as many rows "
+                "as it gets"
             )
-        parts.append(part)
+        processed_batches.append(processed)
         metrics |= {f"{name}/{key}": value for key, value in environment_metrics.items()}
-    if not parts:
+    if not processed_batches:
         return batch, {}
     order = [row for _, rows in rows_by_environment.values() for row in rows]
-    return BatchedDataDict[Any].from_batches(parts).reorder(order), metrics
+    return BatchedDataDict[Any].from_batches(processed_batches).reorder(order), metrics
 
 
 def _check_lengths(result: EnvironmentReturn[Any], n_rows: int, name: str) -> None:
@@ -242,7 +244,7 @@ def _check_stop_strings(stop_strings: Any, name: str) -> list[str] | None:
 def _get_reward(rewards: Any, row: int) -> tuple[float, dict[str, float] | None]:
     """Return the reward of a row and its parts.
 
-    A non-finite reward raises no error here. It makes only its own row fail later.
+    A non-finite reward raises no error in this function. Later only its own row fails.
     """
     if not isinstance(rewards, Mapping):
         return float(rewards[row]), None

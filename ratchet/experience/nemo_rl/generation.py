@@ -30,7 +30,8 @@ Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
 class WithSampling:
     """A generator with sampling parameters, for rollout functions that have no such argument.
 
-    generator: any object with the `generate` of `ratchet.protocols.Generator`.
+    Attributes:
+        generator: Any object with the `generate` of `ratchet.protocols.Generator`.
     """
 
     generator: Any
@@ -71,7 +72,8 @@ def get_sampling(
     A generator without sampling parameters (see `WithSampling`) gets temperature 1 and
     `max_new_tokens`.
 
-    greedy: True sets the temperature to 0.
+    Args:
+        greedy: True sets the temperature to 0.
     """
     sampling = getattr(policy_generation, "sampling", None)
     if not sampling:
@@ -84,8 +86,9 @@ def get_sampling(
 
 
 def takes_batches(policy_generation: Any) -> bool:
-    """True if the generator takes batches: it has the methods of `GenerationInterface`, or only
-    `generate_async`.
+    """True if the generator takes batches.
+
+    Such a generator has the methods of `GenerationInterface`, or only `generate_async`.
 
     Raises ConfigError for an object that has neither `generate` nor `generate_async`.
     """
@@ -105,7 +108,7 @@ def is_synchronous_batch_generator(policy_generation: Any) -> bool:
 
 
 class UnbatchedGenerator:
-    """An adapter of a batch generator to the `Generator` protocol: a request becomes a batch."""
+    """An adapter of a batch generator to the `Generator` protocol. Each request is a batch of 1."""
 
     def __init__(self, policy_generation: Any, *, pad_id: int) -> None:
         self.policy_generation = policy_generation

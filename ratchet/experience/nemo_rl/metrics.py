@@ -44,7 +44,7 @@ def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the metrics of a batch, given those of its rows; {} for an empty batch.
+    """Return the metrics of a batch from the metrics of its rows; {} for an empty batch.
 
     Rewards are averaged over the rows that did not fail.
     """
@@ -82,7 +82,8 @@ def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return metrics
 
 
-# Lists of token counts, one per turn of every row: generated, context before the turn, and both.
+# Lists of token counts, one per turn of every row: of the generated tokens, of the context before
+# the turn, and of both together.
 HISTOGRAMS = {
     "histogram/gen_tokens_length": "turn_gen_tokens",
     "histogram/input_tokens_length": "turn_input_tokens",

@@ -2,7 +2,7 @@
 
 `ratchet.experience.rollout.episode` plays the episodes. In the synchronous functions all rows run
 in lockstep, and an environment gets all rows of a turn in one call. In the asynchronous functions
-each row runs on its own. The results are the same. docs/rollouts.md describes both.
+each row runs on its own. The results are the same. docs/rollouts.md describes all functions.
 
 B = rows of a batch, S = tokens of its longest prompt.
 """
@@ -88,8 +88,8 @@ def generate_responses(
     Args:
         policy_generation: A `Generator`, a `WithSampling`, or a `GenerationInterface`, which may
             have only `generate_async`.
-        generation_input_data: `input_ids` int64 [B, S]; its `stop_strings` are set to those of
-            `batch`.
+        generation_input_data: `input_ids` int64 [B, S]; its `stop_strings` are replaced by the
+            `stop_strings` of `batch`.
         batch: The logs.
         tokenizer: The policy's tokenizer.
         input_lengths: int64 [B].
@@ -149,8 +149,8 @@ async def async_generate_response_for_sample_turn(
 ) -> tuple[MessageLog, Tensor, Tensor, dict[str, float]]:
     """Append the next answer to one log, in place.
 
-    Its seed is that of row 0 of a batch. To draw several answers to one log, give each draw its
-    own seed (`WithSampling`).
+    The answer has the seed of row 0 of a batch. To draw several answers to one log, give each draw
+    its own seed (`WithSampling`).
 
     Returns:
         The log, the generated tokens, the prompt's length as int64 [1], and metrics.
@@ -226,8 +226,8 @@ def run_multi_turn_rollout(
         A new batch and metrics. The batch has the input's rows with the whole `message_log`, the
         final `extra_env_info` and `stop_strings`, `total_reward` float32 [B], `truncated` bool [B]
         (by tokens), `failed` (the failure, or None), and a column for each named part of the
-        rewards. A failed row has the reward NaN and `loss_multiplier` 0. The metrics are those of
-        `measure_samples` and of the environments.
+        rewards. A failed row has the reward NaN and `loss_multiplier` 0. The metrics come from
+        `measure_samples` and from the environments.
     """
     player = RowPlayer(
         policy_generation, get_log_renderer(tokenizer), max_seq_len, max_rollout_turns, greedy
@@ -246,8 +246,10 @@ def run_async_multi_turn_rollout(
     max_rollout_turns: int = NO_TURN_LIMIT,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Play rows like `run_multi_turn_rollout`, but each row calls its environment alone, in a
-    thread of its own."""
+    """Play rows like `run_multi_turn_rollout`, but each row calls its environment alone.
+
+    Each row has a thread of its own.
+    """
 
     async def play() -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
         rows = _split_rows(input_batch)
@@ -335,7 +337,7 @@ async def _play_in_lockstep(
 
 @dataclass(frozen=True)
 class _LockstepGenerator:
-    """The generator of one row. Its requests are batched with those of the rows in lockstep."""
+    """The generator of one row. Its requests are batched with the requests of the other rows."""
 
     barrier: RowBarrier[Any]
     row: int
@@ -365,8 +367,10 @@ def _make_batch(
     results: Sequence[tuple[dict[str, Any], dict[str, Any]]],
     task_to_env: Environments,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Return the played rows as a batch in order, post-processed by the environments, and all
-    metrics."""
+    """Return the played rows as a batch in order, and all metrics.
+
+    The environments post-process the batch.
+    """
     states = [state for state, _ in results]
     samples = [sample for _, sample in results]
     batch = BatchedDataDict[DatumSpec](dict(input_batch))

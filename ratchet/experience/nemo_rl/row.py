@@ -29,8 +29,9 @@ from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
 class RowPlayer:
     """A player of a NeMo RL batch's rows.
 
-    policy_generation: provides the sampling parameters and the version of the weights. The
-      completions come from the `generator` that `play` gets.
+    Attributes:
+        policy_generation: Provides the sampling parameters and the version of the weights. The
+            completions come from the `generator` that `play` gets.
     """
 
     policy_generation: Any
@@ -48,7 +49,7 @@ class RowPlayer:
         """
         log: MessageLog = state["message_log"]
         messages = tuple(as_message(entry) for entry in log)
-        # The prompt is not rendered again: its tokens are those of the log.
+        # The prompt is not rendered again, because the log has its tokens.
         memo = PromptMemo()
         memo.key = (list(messages), None)
         memo.tokens = concatenate_tokens(log).numpy()
@@ -141,18 +142,18 @@ def _truncate(trajectory: Trajectory, length: int) -> Trajectory:
 
 
 def _list_new_entries(
-    trajectory: Trajectory, dialogue: MessageLogDialogue, prompt_messages: int
+    trajectory: Trajectory, dialogue: MessageLogDialogue, n_prompt_messages: int
 ) -> MessageLog:
-    """Return the log's entries after the first `prompt_messages` ones.
+    """Return the log's entries after the first `n_prompt_messages`.
 
     The message that ended the episode has no tokens, because the policy did not read it.
     """
     answers = [
         message.text
-        for message in trajectory.messages[prompt_messages:]
+        for message in trajectory.messages[n_prompt_messages:]
         if message.role == "assistant"
     ]
-    observations = dialogue.log[prompt_messages + 1 :: 2]
+    observations = dialogue.log[n_prompt_messages + 1 :: 2]
     spans = [(turn.start, turn.end) for turn in trajectory.turns]
     # If the environment failed at the last answer, that answer has no turn.
     if len(spans) < len(answers):

@@ -80,8 +80,8 @@ class GenerationInterface(ABC):
     """A generator that takes a whole batch.
 
     It may also have `generate_async(data, greedy)`, an async iterator of (row, batch of that one
-    row) in the order of completion. It samples with its own parameters. Of a `Sampling` it gets
-    only the stop strings and whether to be greedy.
+    row) in the order of completion. A batch generator samples with its own parameters. It gets only
+    the stop strings of a `Sampling`, and whether to be greedy.
     """
 
     @abstractmethod
@@ -93,7 +93,7 @@ class GenerationInterface(ABC):
 def collate(data: Sequence[DatumSpec]) -> BatchedDataDict[DatumSpec]:
     """Return a batch of samples. `length` and `loss_multiplier` become tensors.
 
-    A field that only some samples have is None for the others.
+    A field that a sample lacks is None in its row, if another sample has the field.
     """
     names = dict.fromkeys(name for datum in data for name in datum)
     batch = BatchedDataDict[DatumSpec](

@@ -34,7 +34,7 @@ class LogRenderer(Renderer):
 
     Sampled tokens stay as they are, and replies are appended. With any other renderer,
     `EpisodePlayer` begins a new trajectory when the template rewrites earlier turns; a log can't
-    hold two.
+    hold two trajectories.
     """
 
     def keeps_turn(

@@ -117,7 +117,7 @@ class _Program(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()
         self.outputs_closed: asyncio.Future[None] = loop.create_future()
-        self.tails = {1: bytearray(), 2: bytearray()}
+        self.tails = {1: bytearray(), 2: bytearray()}  # by file descriptor: stdout and stderr
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         tail = self.tails[fd]

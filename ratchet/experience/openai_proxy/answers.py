@@ -28,7 +28,7 @@ class TokenScores:
     T = tokens, K = likeliest tokens of each position.
 
     Attributes:
-        logprobs: float32 [T], of each token after those before it; NaN for the first one of a text.
+        logprobs: float32 [T], of each token given those before it; NaN for a text's first token.
         top_ids: int64 [T, K], the likeliest tokens of each position.
         top_logprobs: float32 [T, K].
     """

@@ -1,4 +1,4 @@
-"""Define what answers the requests with one key: an attempt's session, or a served model."""
+"""The protocol of request handlers: an attempt's session, or a served model."""
 
 from __future__ import annotations
 

@@ -103,7 +103,10 @@ class AgentPlayer:
 
 
 async def _stop(agent_task: asyncio.Task[Any]) -> None:
-    """Cancel an agent until it ends, for at most STOP_S: code that retries may catch this once."""
+    """Cancel an agent until it ends, for at most STOP_S.
+
+    One cancellation may not be enough, because code that retries may catch it.
+    """
     for _ in range(round(STOP_S / CANCEL_EVERY_S)):
         agent_task.cancel()
         done, _ = await asyncio.wait({agent_task}, timeout=CANCEL_EVERY_S)

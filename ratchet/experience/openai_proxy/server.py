@@ -31,10 +31,10 @@ from ratchet.web.guard import Guard
 from ratchet.web.server import Server
 
 # grace_s: how long the server waits for responses in flight after the last attempt.
-# bodies_bytes_per_key: limits the bodies of one attempt's key, to leave room for those of others.
+# bodies_bytes_per_key: limits the bodies of one attempt's key, to leave room for other attempts.
 LIMITS = ServerLimits(grace_s=1.0, bodies_bytes_per_key=2**25)
 # The official client retries 409, 429 and 5xx unless this header forbids it. A retry would fail
-# again here.
+# again.
 NO_RETRY = {"x-should-retry": "false"}
 
 T = TypeVar("T")

@@ -76,7 +76,8 @@ ONLY_SAMPLED = (
 async def run_in_thread(work: Callable[[], T]) -> T:
     """Return the result of work with texts, done beside the event loop.
 
-    Rendering, tokenizing or decoding a long text takes seconds, which no other request should wait.
+    Rendering, tokenizing or decoding a long text takes seconds, and no other request should wait
+    for that.
     """
     return await asyncio.get_running_loop().run_in_executor(RENDERING, work)
 
@@ -165,7 +166,7 @@ class AgentSession:
         """Sample a completion of token ids, which counts only after `record`.
 
         It extends the answer whose tokens, prompt included, are the longest beginning of `tokens`.
-        In the trajectory's messages the text of other tokens stands as one of the user.
+        The text of the other tokens becomes a user message of the trajectory.
 
         Args:
             n_top: Number of likeliest tokens per position that the request wants.
@@ -196,7 +197,7 @@ class AgentSession:
         )
 
     async def score(self, tokens: Sequence[int], *, temperature: float, n_top: int) -> TokenScores:
-        """Raise ApiError: only the log-probabilities of sampled tokens are known here."""
+        """Raise ApiError: a session knows only the log-probabilities of sampled tokens."""
         raise ApiError(400, ONLY_SAMPLED, param="logprobs", code="unsupported_value")
 
     def record(self, answer: AgentAnswer) -> None:
@@ -289,7 +290,7 @@ class AgentSession:
     def _make_sampling(
         self, request: SamplingFields, n_prompt_tokens: int, key: bytes
     ) -> tuple[Sampling, bool]:
-        """Return the sampling of a request, and True if the run sets its number of tokens.
+        """Return the sampling of a request, and True if the run limits its number of tokens.
 
         Raises:
             ApiError: The prompt fills the context, or a parameter is invalid.
@@ -338,8 +339,7 @@ class AgentSession:
     async def _make_prompt(
         self, messages: tuple[Message, ...], tools: Tools | None, keys: Sequence[bytes]
     ) -> tuple[AgentAnswer | None, NDArray[np.int64]]:
-        """Return the answer that the conversation continues from, if any, and the tokens of the
-        prompt.
+        """Return the answer that the conversation continues, if any, and the prompt's tokens.
 
         Raises:
             ApiError: The conversation is too long or can't be rendered.
@@ -374,14 +374,14 @@ class AgentSession:
     def _find_token_parent(self, prompt: NDArray[np.int64]) -> AgentAnswer | None:
         """Return the delivered answer whose tokens are the longest proper beginning of a prompt.
 
-        Of equal ones, an answer that is still the last one of its strand is preferred.
+        Among answers with equal tokens, one that is still the last of its strand is preferred.
         """
         parent, longest = None, (0, False)
         for answer in chain.from_iterable(self._answers.values()):
             tokens = answer.tokens
             is_tip = answer.strand is not None and answer.strand.tip is answer
-            is_longer = longest < (len(tokens), is_tip) and len(tokens) < len(prompt)
-            if is_longer and np.array_equal(tokens, prompt[: len(tokens)]):
+            is_better = longest < (len(tokens), is_tip) and len(tokens) < len(prompt)
+            if is_better and np.array_equal(tokens, prompt[: len(tokens)]):
                 parent, longest = answer, (len(tokens), is_tip)
         return parent
 

@@ -1,7 +1,7 @@
 """Requests and answers of the APIs whose prompts are texts or token ids.
 
 - /v1/completions: OpenAI's text completions, with prompts of text or token ids, `echo`, and
-  `max_tokens` 0 for a prompt's log-probabilities alone.
+  `max_tokens` 0 to get only a prompt's log-probabilities.
 - /inference/v1/generate: vLLM's completions of token ids.
 - /tokenize and /detokenize: vLLM's tokenization of a text or a conversation.
 """
@@ -47,7 +47,8 @@ from ratchet.types import Completion, StopReason
 DEFAULT_MAX_TOKENS = 16  # of a text completion, as in OpenAI's API
 MAX_PROMPTS = 512  # per request
 MAX_COMPLETION_LOGPROBS = 20
-# Log-probabilities in the answer to one request, alternatives included; each takes some 50 bytes.
+# Maximum number of log-probabilities in the answer to one request, alternatives included. Each
+# takes about 50 bytes.
 MAX_LOGPROB_ENTRIES = 2**20
 
 NO_COMPLETION = Completion(
@@ -115,7 +116,9 @@ class CompletionRequest(SamplingFields):
             for prompt in prompts
         ]
         if not all(token_lists):
-            raise ApiError(400, "prompt: it has no tokens", param="prompt", code="invalid_value")
+            raise ApiError(
+                400, "prompt: a prompt has no tokens", param="prompt", code="invalid_value"
+            )
         return token_lists
 
     def check_answer_size(self, prompts: Sequence[Sequence[int]], max_context: int) -> None:
@@ -140,7 +143,7 @@ class GenerateSampling(SamplingFields):
     """The sampling parameters of /inference/v1/generate."""
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
-    skip_special_tokens: bool | None = None  # answers are token ids alone
+    skip_special_tokens: bool | None = None  # no effect: answers are only token ids
 
 
 class GenerateRequest(WireRequest):
@@ -195,8 +198,8 @@ class TokenCompletion:
 
     Attributes:
         answer: The sampled completion; None if the prompt was only scored.
-        scores: Log-probabilities of the completion's tokens, or of those of prompt and completion
-            if the prompt is echoed; None if none were requested.
+        scores: Log-probabilities of the completion's tokens, after those of the prompt's tokens if
+            the prompt is echoed; None if none were requested.
     """
 
     prompt: Sequence[int]
@@ -320,8 +323,7 @@ def tokenize(request: TokenizeRequest, renderer: Renderer, max_context: int) -> 
     """Return the response body of /tokenize.
 
     Raises:
-        ApiError: 400 if the request has neither or both of a text and messages, or messages that
-            can't be rendered.
+        ApiError: 400 unless the request has either a text or messages that can be rendered.
     """
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")

@@ -28,9 +28,8 @@ COLUMNS = (
     "routes",
 )
 FIELDS = tuple(field.name for field in fields(Trajectory))
-get_turn_fields = attrgetter(
-    *(field.name for field in fields(Turn))
-)  # packs a turn as a plain tuple
+# Packs a turn as a plain tuple.
+get_turn_fields = attrgetter(*(field.name for field in fields(Turn)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class PackedGroups:
             [len(group.trajectories) for group in groups],
         )
 
-    def groups(self, tasks: Sequence[Task]) -> Iterator[Group]:
+    def unpack(self, tasks: Sequence[Task]) -> Iterator[Group]:
         """Yield the groups, given the task of each. Their token columns are views, not copies."""
         values: dict[str, Sequence[Any]] = {
             name: [None] * len(self.lengths) if column is None else column.split(self.lengths)
@@ -113,5 +112,7 @@ class PackedGroups:
         values |= self.others
         values["turns"] = [tuple([Turn(*turn) for turn in turns]) for turns in self.others["turns"]]
         rows = map(Trajectory, *(values[name] for name in FIELDS))
-        for name, task, uses, count in zip(self.ids, tasks, self.uses, self.counts, strict=True):
-            yield Group(name, task, tuple([next(rows) for _ in range(count)]), uses)
+        for group_id, task, uses, count in zip(
+            self.ids, tasks, self.uses, self.counts, strict=True
+        ):
+            yield Group(group_id, task, tuple([next(rows) for _ in range(count)]), uses)

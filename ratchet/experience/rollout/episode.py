@@ -67,7 +67,7 @@ class PromptMemo:
 class TokenRecord:
     """The token columns of a trajectory while it is played.
 
-    They grow by pieces, and each piece has one owner.
+    The record grows by pieces, and each piece has one owner.
     """
 
     pieces: list[tuple[Owner, np.ndarray, Completion | None]] = field(default_factory=list)
@@ -124,10 +124,10 @@ class TokenRecord:
     def _collect_routes(self) -> np.ndarray | None:
         """Return the MoE experts of all tokens, -1 where unknown; None if no completion has them.
 
-        Each completion has the experts of all tokens so far. Of a token that several completions
-        have computed, the first computation counts, because the turn's tokens were sampled from it.
-        Only a turn's last token and the environment's tokens take their experts from the prefill of
-        the next turn.
+        Each completion has the experts of all tokens so far. If several completions have computed a
+        token, the first computation counts, because the turn's tokens were sampled from it. Only a
+        turn's last token and the environment's tokens take their experts from the prefill of the
+        next turn.
         """
         known_routes = [
             completion.routes
@@ -158,7 +158,8 @@ class EpisodeStrand:
     message_count: int = 0
 
     @property
-    def sampled(self) -> bool:
+    def has_turns(self) -> bool:
+        """True if the policy has written in the strand."""
         # The first piece is the prompt, and the policy wrote the second.
         return len(self.record.pieces) > 1
 
@@ -189,7 +190,7 @@ class EpisodeState:
         A strand in which the policy wrote nothing is left out, unless it is the only one.
         """
         self.strand.message_count = len(self.messages)
-        strands = [strand for strand in self.strands if strand.sampled] or self.strands[:1]
+        strands = [strand for strand in self.strands if strand.has_turns] or self.strands[:1]
         # A trajectory needs a token, even if the attempt failed before it had a prompt.
         if not strands[0].record.length:
             strands[0].record.add(Owner.PROMPT, [0])
@@ -304,13 +305,13 @@ class EpisodePlayer:
                 if isinstance(outcome, Truncated):
                     await self._reward_cut_attempt(state)
         except TimeoutError:
-            # Without an expired limit, the generator raised it.
+            # If the limit has not expired, the generator raised this error.
             if not limit.expired():
                 raise
-            turns = int(state.metrics["turns"])
+            n_turns = int(state.metrics["turns"])
             outcome = Failed(
                 "timeout",
-                f"not over after {self.timeout_s:g} s and {turns} turns, waiting for "
+                f"not over after {self.timeout_s:g} s and {n_turns} turns, waiting for "
                 f"{state.waits_for}",
             )
         except UserCodeFailed as failure:
@@ -425,10 +426,10 @@ class EpisodePlayer:
         if state.tools is None:
             return self.renderer.parse(tokens, completion.stop)
         n_calls = sum(len(message.tool_calls) for message in state.messages)
-        message, malformed = self.renderer.parse_calls(
+        message, n_malformed = self.renderer.parse_calls(
             tokens, completion.stop, tools=state.tools, first=n_calls
         )
-        state.metrics["malformed_tool_calls"] += malformed
+        state.metrics["malformed_tool_calls"] += n_malformed
         return message
 
     def _append_observation(
@@ -443,8 +444,8 @@ class EpisodePlayer:
         state.strand.message_count = len(state.messages)
         state.messages.extend(observation)
         sampled = completion.tokens.tolist()
-        turns = int(state.metrics["turns"])
-        state.rendered = f"the reply of {type(state.environment).__name__} to turn {turns}"
+        n_turns = int(state.metrics["turns"])
+        state.rendered = f"the reply of {type(state.environment).__name__} to turn {n_turns}"
         if self.renderer.keeps_turn(
             sampled, observation, history=history, reply=reply, tools=state.tools
         ):

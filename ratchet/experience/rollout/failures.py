@@ -23,8 +23,8 @@ def is_retryable(outcome: Outcome | None) -> bool:
 def describe_failures(failures: Sequence[Failed]) -> str:
     """Describe the most frequent failure, with counts of all kinds.
 
-    It is of the most frequent kind, and its traceback has the most frequent last line of that kind.
-    The description has the last line of the user's own code; the whole traceback is logged at level
+    The failure is of the most frequent kind, with the most frequent last line of that kind. The
+    description has the last line of the user's own code; the whole traceback is logged at level
     INFO, which a run writes to run.log.
 
     Args:
@@ -37,7 +37,7 @@ def describe_failures(failures: Sequence[Failed]) -> str:
     ending, count = endings.most_common(1)[0]
     example = next(detail for detail in details if _get_last_line(detail) == ending)
     counts = ", ".join(f"{name} {n}" for name, n in kinds.most_common())
-    # What stands before a traceback says which task failed.
+    # The text before a traceback says which task failed.
     label, header, trace = example.partition(TRACEBACK_HEADER)
     description = example
     if header:

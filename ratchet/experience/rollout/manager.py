@@ -43,8 +43,7 @@ CLOSE_TIMEOUT_S = 30.0  # an environment that hangs in `close` must not delay th
 
 
 class AttemptPlayer(Protocol):
-    """A player of attempts: `ratchet.experience.rollout.episode.EpisodePlayer`, or one for external
-    agents."""
+    """A player of attempts: `EpisodePlayer`, or a player for external agents."""
 
     async def play(
         self,
@@ -164,14 +163,19 @@ class RolloutManager:
     ) -> list[Group]:
         """Play one group for each (id, task), all concurrently, and return them in this order.
 
-        With `keep_first`, only so many groups are returned: those that end first. The others are
+        With `keep_first`, only that many groups are returned: those that end first. The others are
         cancelled.
         """
         coroutines = [
             self.group(
-                task, sampling, group_id=name, attempts=attempts, greedy=greedy, redundant=redundant
+                task,
+                sampling,
+                group_id=group_id,
+                attempts=attempts,
+                greedy=greedy,
+                redundant=redundant,
             )
-            for name, task in jobs
+            for group_id, task in jobs
         ]
         return await gather_first(coroutines, len(coroutines) if keep_first is None else keep_first)
 
@@ -237,15 +241,15 @@ class RolloutManager:
             self.n_playing -= 1
 
     async def _judge(self, task: Task, attempt_rows: Sequence[AttemptRows]) -> list[AttemptRows]:
-        """Judge the attempts that ended normally or were cut off; the others keep their outcome."""
+        """Judge the attempts that ended normally or were cut off. Others keep their outcome."""
         judged_rows = list(attempt_rows)
-        judgeable = [
+        judgeable_indices = [
             i for i, rows in enumerate(attempt_rows) if isinstance(rows[-1].outcome, JUDGEABLE)
         ]
-        if not judgeable:
+        if not judgeable_indices:
             return judged_rows
-        outcomes = await self._compute_outcomes([attempt_rows[i] for i in judgeable], task)
-        for i, outcome in zip(judgeable, outcomes, strict=True):
+        outcomes = await self._compute_outcomes([attempt_rows[i] for i in judgeable_indices], task)
+        for i, outcome in zip(judgeable_indices, outcomes, strict=True):
             if not self.needs_reward and isinstance(outcome, Truncated) and outcome.reward is None:
                 outcome = Unjudged(truncated=True)
             judged_rows[i] = [row.with_outcome(outcome) for row in judged_rows[i]]
@@ -254,10 +258,10 @@ class RolloutManager:
     async def _compute_outcomes(
         self, candidates: Sequence[AttemptRows], task: Task
     ) -> list[Outcome]:
-        """Return an outcome for each attempt; the reward judges its last row, which has all
-        messages.
+        """Return an outcome for each attempt.
 
-        A retry keeps the outcomes that did not fail.
+        The reward judges the last row of an attempt, which has all messages. A retry keeps the
+        outcomes that did not fail.
         """
         if self.reward is None:
             return [
@@ -266,11 +270,11 @@ class RolloutManager:
             ]
         outcomes = await self._score(self.reward, candidates, task)
         for _ in range(self.retries):
-            failed = [i for i, outcome in enumerate(outcomes) if is_retryable(outcome)]
-            if not failed:
+            failed_indices = [i for i, outcome in enumerate(outcomes) if is_retryable(outcome)]
+            if not failed_indices:
                 break
             retried = await self._score(self.reward, candidates, task)
-            for i in failed:
+            for i in failed_indices:
                 outcomes[i] = retried[i]
         return list(map(add_turn_rewards, candidates, outcomes))
 
@@ -295,7 +299,7 @@ async def judge_attempts(
 ) -> list[Outcome]:
     """Return the outcome of each attempt by a reward, without the environment's turn rewards.
 
-    Raises UserCodeFailed if the reward raises, or returns what is no outcome of each attempt.
+    Raises UserCodeFailed if the reward raises, or does not return one outcome for each attempt.
     """
     outcomes = await run_guarded(lambda: reward.score([rows[-1] for rows in candidates], task))
     return [
@@ -351,8 +355,8 @@ async def gather_first(
 def _copy_task(task: Task) -> Task:
     """Return a copy of the task whose mutable parts belong to one attempt.
 
-    User code may change them in place, which must affect neither other attempts nor the reward.
-    This takes a third of the time of `replace` with deep copies.
+    User code may change these parts in place, which must affect neither other attempts nor the
+    reward. This takes a third of the time of `replace` with deep copies.
     """
     answer = task.answer if type(task.answer) in IMMUTABLE_TYPES else copy.deepcopy(task.answer)
     is_flat = type(task.meta) is dict and IMMUTABLE_TYPES.issuperset(map(type, task.meta.values()))

@@ -147,7 +147,7 @@ def _concatenate(columns: Sequence[NDArray[Any]], dtype: type[np.generic]) -> ND
     return np.concatenate([np.zeros(0, dtype), *columns])
 
 
-def measure_redundancy(groups: Sequence[Group], attempts_begun: int) -> dict[str, float]:
+def measure_redundancy(groups: Sequence[Group], n_attempts_begun: int) -> dict[str, float]:
     """Return the share of cancelled attempts, and the length bias of keeping the first to end.
 
     `length_mean` is the estimated mean length of all attempts, cancelled ones included.
@@ -155,7 +155,7 @@ def measure_redundancy(groups: Sequence[Group], attempts_begun: int) -> dict[str
 
     Args:
         groups: The groups of a step.
-        attempts_begun: Number of attempts begun for each group.
+        n_attempts_begun: Number of attempts begun for each group.
     """
     finished_attempts = [
         [rows[-1] for rows in group.attempts if rows[-1].use == "train"] for group in groups
@@ -164,12 +164,12 @@ def measure_redundancy(groups: Sequence[Group], attempts_begun: int) -> dict[str
         [row.completion_length for row in rows if not isinstance(row.outcome, Failed)]
         for rows in finished_attempts
     ]
-    cancelled = [attempts_begun - len(rows) for rows in finished_attempts]
+    n_cancelled = [n_attempts_begun - len(rows) for rows in finished_attempts]
     if not any(lengths_by_group):
         return {}
-    estimated_mean = estimate_mean_length(lengths_by_group, cancelled)
+    estimated_mean = estimate_mean_length(lengths_by_group, n_cancelled)
     kept_mean = fmean(length for lengths in lengths_by_group for length in lengths)
-    share = sum(cancelled) / (attempts_begun * len(groups))
+    share = sum(n_cancelled) / (n_attempts_begun * len(groups))
     return {
         "redundancy/cancelled_share": share,
         "redundancy/length_mean": estimated_mean,
@@ -177,18 +177,22 @@ def measure_redundancy(groups: Sequence[Group], attempts_begun: int) -> dict[str
     }
 
 
-def estimate_mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[int]) -> float:
+def estimate_mean_length(kept: Sequence[Sequence[float]], n_cancelled: Sequence[int]) -> float:
     """Estimate the mean length of all attempts of several groups, cancelled ones included.
 
-    A cancelled attempt is known to be longer than those of its group that were kept. The estimator
-    is that of Kaplan and Meier (https://doi.org/10.2307/2281868): the weight of a cancelled attempt
-    is shared by all longer ones, and the longest gets what remains. With a heavy tail the estimate
+    A cancelled attempt is known to be longer than the kept attempts of its group. The estimator is
+    by Kaplan and Meier (https://doi.org/10.2307/2281868): the weight of a cancelled attempt is
+    shared by all longer ones, and the longest gets what remains. With a heavy tail the estimate
     tends to be too small.
+
+    Args:
+        kept: The lengths of the kept attempts of each group.
+        n_cancelled: The number of cancelled attempts of each group.
     """
     observations = [(length, False) for lengths in kept for length in lengths]
     observations += [
         (max(lengths), True)
-        for lengths, count in zip(kept, cancelled, strict=True)
+        for lengths, count in zip(kept, n_cancelled, strict=True)
         if lengths
         for _ in range(count)
     ]

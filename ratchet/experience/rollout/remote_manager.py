@@ -1,6 +1,6 @@
 """Play whole groups in rollout workers: generator workers that run environments and rewards too.
 
-So environments and rewards use as many cores as there are workers, and only finished groups are
+Environments and rewards then use as many cores as there are workers, and only finished groups are
 sent to the driver.
 """
 
@@ -71,15 +71,17 @@ class RemoteRolloutManager:
         assert not redundant, "the configuration refuses redundant attempts in rollout workers"
         assert keep_first in (None, len(jobs)), "there are no redundant groups"
         size = self.workers.size
-        shares = [jobs[i::size] for i in range(size)]
+        jobs_by_worker = [jobs[i::size] for i in range(size)]
         self.n_playing += len(jobs)
         try:
             with waiting("groups", GENERATE, "workers", None):
                 if not self._has_begun:
                     await self.workers.call_each("begin", [self.begin_arguments] * size)
                     self._has_begun = True
-                arguments = [(share, sampling, attempts, greedy) for share in shares]
-                packed_shares: list[PackedGroups] = await self.workers.call_each(
+                arguments = [
+                    (worker_jobs, sampling, attempts, greedy) for worker_jobs in jobs_by_worker
+                ]
+                packed_by_worker: list[PackedGroups] = await self.workers.call_each(
                     "play", arguments, timeout_s=STEP_TIMEOUT_S
                 )
         except BaseException as error:
@@ -92,8 +94,8 @@ class RemoteRolloutManager:
         finally:
             self.n_playing -= len(jobs)
         groups_by_worker = [
-            list(packed.groups([task for _, task in share]))
-            for packed, share in zip(packed_shares, shares, strict=True)
+            list(packed.unpack([task for _, task in worker_jobs]))
+            for packed, worker_jobs in zip(packed_by_worker, jobs_by_worker, strict=True)
         ]
         return [groups_by_worker[i % size][i // size] for i in range(len(jobs))]
 

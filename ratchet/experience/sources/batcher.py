@@ -17,7 +17,7 @@ WINDOW = 8  # steps over which failures are counted, so that a run survives an o
 
 
 class Batcher:
-    """Reads a stage's source: returns the groups of each step and counts failures.
+    """A reader of a stage's source. It returns the groups of each step and counts failures.
 
     Args:
         source: Draws groups.
@@ -67,19 +67,19 @@ class Batcher:
         if isinstance(self.source, AdaptiveSource):
             self.source.adapt(groups, step, measured)
 
-    def _report(self, step: int, failures: Sequence[Failed], attempts: int) -> None:
-        recent = [failure for failed, _ in self._recent for failure in failed]
-        total = sum(attempts_of_step for _, attempts_of_step in self._recent)
-        if len(recent) > self.max_failed_share * total:
+    def _report(self, step: int, failures: Sequence[Failed], n_attempts: int) -> None:
+        recent_failures = [failure for failed, _ in self._recent for failure in failed]
+        n_recent_attempts = sum(n_step_attempts for _, n_step_attempts in self._recent)
+        if len(recent_failures) > self.max_failed_share * n_recent_attempts:
             period = (
                 f"steps {step + 2 - len(self._recent)} to {step + 1}"
                 if len(self._recent) > 1
                 else f"step {step + 1}"
             )
             raise TrainingError(
-                f"{period}: {len(recent)} of {total} attempts failed "
+                f"{period}: {len(recent_failures)} of {n_recent_attempts} attempts failed "
                 f"(rollouts.max_failed_share is {self.max_failed_share:.0%}); "
-                f"{describe_failures(recent)}"
+                f"{describe_failures(recent_failures)}"
             )
         # The terminal shows one warning. For later steps, the metrics have the counts, and the log
         # has the most frequent failure.
@@ -89,7 +89,7 @@ class Batcher:
             "step %d: %d of %d attempts failed and are left out; %s",
             step + 1,
             len(failures),
-            attempts,
+            n_attempts,
             describe_failures(failures),
         )
         self._warned = True

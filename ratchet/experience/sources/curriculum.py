@@ -1,7 +1,7 @@
 """A curriculum: draw tasks that teach more with higher probability.
 
-The task at a position is drawn by weight, with a seed of that position. It depends only on the
-run's seed, the position and the success rates when the position was taken, and rates change only
+The task at a position is drawn by weight, with a seed of that position. So the task depends only on
+the run's seed, the position and the success rates when the position was taken. Rates change only
 when a group ends. So synchronous runs draw the same tasks each time, and a checkpoint needs only
 the rates and the tasks of pending positions.
 """
@@ -30,10 +30,10 @@ UNTRIED_RATE = 0.5  # initial success rate; prefer=learnable gives it the highes
 class Curriculum(TaskStream):
     """A task stream that draws tasks by their success rates, and may begin with the easiest.
 
-    N = tasks in the pool, O = open tasks (those that may be drawn at a position).
+    N = tasks in the pool, O = open tasks, which may be drawn at a position.
 
     Args:
-        tasks_per_step: Number of tasks of a step.
+        tasks_per_step: Number of tasks of a step. The other arguments are those of `TaskStream`.
 
     Raises:
         DataError: A task's meta has no finite number under the recipe's `difficulty`.
@@ -60,7 +60,7 @@ class Curriculum(TaskStream):
             if config.difficulty is None
             else _sort_by_difficulty(self._pool, config.difficulty)
         )
-        self._ranked_N = np.array(ranks)
+        self._ranked_N = np.array(ranks)  # indices in the pool, the easiest task first
 
     def observe(self, group: Group) -> None:
         """Update the success rate of the group's task."""

@@ -1,4 +1,4 @@
-"""Leave out rows with more tokens than the model's context, where the data ask for it."""
+"""Leave out rows with more tokens than the model's context, if the environment allows it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class TextRenderer:
     ) -> Trajectory:
         """Return a trajectory of a task's messages and an answer.
 
-        A task without messages is plain text: its answer alone, without the chat template.
+        A task without messages is plain text: only its answer is used, without the chat template.
 
         Args:
             task: The task.
@@ -131,7 +131,7 @@ class SupervisedSource(StreamSource):
         self.train: Literal["all", "last"] = train
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return [Group(name, task, (self._row(task),)) for name, task in jobs]
+        return [Group(group_id, task, (self._row(task),)) for group_id, task in jobs]
 
     def check_length(self, task: Task) -> None:
         self._row(task)
@@ -171,7 +171,7 @@ class PairSource(AnswerSource):
     protocol = HasPreferencePairs
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return [Group(name, task, self.pair(task)) for name, task in jobs]
+        return [Group(group_id, task, self.pair(task)) for group_id, task in jobs]
 
     def check_length(self, task: Task) -> None:
         self.pair(task)
@@ -215,7 +215,7 @@ class LabelledSource(AnswerSource):
         assert isinstance(environment, HasLabelledAnswers)
         answers = [environment.labelled_answer(task) for _, task in jobs]
         groups = []
-        for index, ((name, task), answer) in enumerate(zip(jobs, answers, strict=True)):
+        for index, ((group_id, task), answer) in enumerate(zip(jobs, answers, strict=True)):
             rows = [self.text_renderer.row(task, answer.messages, answer.reward)]
             if self.uses_mismatched_pairs:
                 other = answers[_find_other_prompt(index, [task.messages for _, task in jobs])]
@@ -224,7 +224,7 @@ class LabelledSource(AnswerSource):
                         self.text_renderer.row(task, other.messages), attempt=1, use="reference"
                     )
                 )
-            groups.append(Group(name, task, tuple(rows)))
+            groups.append(Group(group_id, task, tuple(rows)))
         return groups
 
 
@@ -249,7 +249,7 @@ class SteppedSource(AnswerSource):
     protocol = HasStepLabels
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return [Group(name, task, (self._row(task),)) for name, task in jobs]
+        return [Group(group_id, task, (self._row(task),)) for group_id, task in jobs]
 
     def check_length(self, task: Task) -> None:
         self._row(task)

@@ -22,9 +22,9 @@ class Lengths:
 
     Attributes:
         config: The recipe.
-        notes: The length of each stage of `passes`, in words, by the stage's index.
-        environments: The environments that were built for it, by the stage's index, so that their
-            data are not read twice.
+        notes: The length in words of each stage that had `passes`, by the stage's index.
+        environments: The environments that were built to count tasks, by the stage's index, so that
+            their data are not read twice.
     """
 
     config: RunConfig

@@ -1,8 +1,8 @@
 """A ledger of every prompt's events: an append-only file with a line of JSON for each event.
 
-A checkpoint holds an offset into it. A resumed run first removes later events, because they will
-happen again. So the file lists exactly the prompts that the weights were trained on, however often
-the run was interrupted.
+A checkpoint holds an offset into the file. A resumed run first removes later events, because they
+will happen again. So the file lists exactly the prompts that the weights were trained on, however
+often the run was interrupted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class PromptLedger:
         """
         if self._file is None or not ids:
             return
-        lines = "".join(json.dumps({"event": event, "id": name, **facts}) + "\n" for name in ids)
+        lines = "".join(
+            json.dumps({"event": event, "id": group_id, **facts}) + "\n" for group_id in ids
+        )
         self._file.append(lines.encode())
         failpoints.point("ledger.noted")
 
@@ -100,27 +102,29 @@ def find_ledger_faults(
     end_counts: Counter[str] = Counter()
     faults = []
     for line in lines:
-        name = line["id"]
+        group_id = line["id"]
         if line["event"] == "issued":
-            issued[name] = line["version"]
+            issued[group_id] = line["version"]
         elif line["event"] == "deferred":
-            issued.pop(name, None)
+            issued.pop(group_id, None)
         elif line["event"] == "replayed":
-            if not end_counts[name]:
-                faults.append(f"{name} was replayed before it was trained on")
+            if not end_counts[group_id]:
+                faults.append(f"{group_id} was replayed before it was trained on")
             if line["step"] - line["version"] > max_age:
                 faults.append(
-                    f"{name} was drawn by version {line['version']} and replayed at step "
+                    f"{group_id} was drawn by version {line['version']} and replayed at step "
                     f"{line['step']}"
                 )
         elif line["event"] in END_EVENTS:
-            end_counts[name] += 1
-            if name not in issued:
-                faults.append(f"{name} was {line['event']} and never issued")
-            elif line["event"] == "trained" and line["step"] - issued[name] > max_staleness:
+            end_counts[group_id] += 1
+            if group_id not in issued:
+                faults.append(f"{group_id} was {line['event']} and never issued")
+            elif line["event"] == "trained" and line["step"] - issued[group_id] > max_staleness:
                 faults.append(
-                    f"{name} was issued at version {issued[name]} and trained on at step "
+                    f"{group_id} was issued at version {issued[group_id]} and trained on at step "
                     f"{line['step']}"
                 )
-    faults += [f"{name} ended {count} times" for name, count in end_counts.items() if count > 1]
+    faults += [
+        f"{group_id} ended {count} times" for group_id, count in end_counts.items() if count > 1
+    ]
     return faults

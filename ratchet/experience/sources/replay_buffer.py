@@ -1,6 +1,6 @@
 """A replay buffer: a step also trains on groups of earlier steps.
 
-Older weights sampled them, so the algorithm needs an off-policy correction.
+Older weights sampled these groups, so the algorithm needs an off-policy correction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ratchet.types import Group
 
 
 class ReplayBuffer:
-    """A source that adds replayed groups to those of another source.
+    """A source that adds replayed groups to the groups of another source.
 
     Groups are drawn without replacement, weighted by a priority (the standard deviation of their
     rewards, or 1). The drawn groups are those with the greatest keys u^(1 / priority) for uniform u
@@ -44,8 +44,8 @@ class ReplayBuffer:
         new_groups = await self.source.draw(n, version)
         oldest_allowed = version - self.config.max_age
         self._buffer = {
-            name: group
-            for name, group in self._buffer.items()
+            group_id: group
+            for group_id, group in self._buffer.items()
             if _get_oldest_version(group) >= oldest_allowed
         }
         groups = [*new_groups, *self._sample_replayed(version)]
@@ -60,6 +60,7 @@ class ReplayBuffer:
         return sorted(self._buffer.values(), key=key, reverse=True)[: self.config.groups]
 
     def _compute_priority(self, group: Group) -> float:
+        """Return the group's weight in the draw. A group with priority 0 is never replayed."""
         rewards = [
             row.reward
             for row in (rows[-1] for rows in group.attempts)
@@ -70,7 +71,7 @@ class ReplayBuffer:
         return pstdev(rewards) if rewards else 0.0
 
     def ack(self, ids: Sequence[str], step: int) -> None:
-        groups = [self._unacknowledged.pop(name) for name in ids]
+        groups = [self._unacknowledged.pop(group_id) for group_id in ids]
         self.source.ack([group.id for group in groups if not group.n_uses], step)
         for group in groups:
             if group.n_uses:
@@ -87,7 +88,7 @@ class ReplayBuffer:
     def nack(self, ids: Sequence[str], reason: str) -> None:
         """Return new groups to the source; replayed ones stay in the buffer."""
         self.source.nack(
-            [name for name in ids if not self._unacknowledged.pop(name).n_uses], reason
+            [group_id for group_id in ids if not self._unacknowledged.pop(group_id).n_uses], reason
         )
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:

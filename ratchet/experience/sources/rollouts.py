@@ -48,7 +48,7 @@ class StreamSource(ABC):
         entries = list(repeated)
         while len(entries) < n:
             drawn = self.stream.take(n - len(entries))
-            entries += [entry for entry in drawn if self.long_rows.keeps(entry[1])]
+            entries += [(position, task) for position, task in drawn if self.long_rows.keeps(task)]
         jobs = [(self._make_id(position), task) for position, task in entries]
         self._pending |= {
             group_id: entry for (group_id, _), entry in zip(jobs, entries, strict=True)
@@ -94,7 +94,7 @@ class StreamSource(ABC):
         self.ledger.note("again", ids, reason=reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return the metrics of this source, beyond those of every run."""
+        """Return the metrics of this source, besides the metrics of every run."""
         return self.stream.measure()
 
     async def snapshot(self) -> Mapping[str, Any]:
@@ -112,10 +112,10 @@ class RolloutSource(StreamSource):
 
     Args:
         greedy_baseline: Add one greedy attempt to each group.
-        redundant_attempts: Start this many extra attempts for each group and keep those that end
-            first.
-        redundant_groups: Start this many extra groups and keep those that end first. Which ones
-            these are depends on timing. The others are drawn again before new ones.
+        redundant_attempts: Start this many extra attempts for each group. The attempts that end
+            first are kept.
+        redundant_groups: Start this many extra groups. The groups that end first are kept, which
+            depends on timing. The others are drawn again before new ones.
         check_prompt: Raises RowTooLong for a task whose prompt is too long.
     """
 
@@ -149,7 +149,7 @@ class RolloutSource(StreamSource):
         jobs = self.take(n + self.redundant_groups, version)
         groups = self.observe_groups(await self.play(jobs, n))
         finished_ids = {group.id for group in groups}
-        self.nack([name for name, _ in jobs if name not in finished_ids], "redundant")
+        self.nack([group_id for group_id, _ in jobs if group_id not in finished_ids], "redundant")
         return groups
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:

@@ -53,7 +53,7 @@ class BoundingBoxConfig(Section):
         description="Units of the task's box: pixels of its picture, 0 to 1, or 0 to 1000.",
     )
     answer_units: Literal["pixels", "unit", "thousand"] = Field(
-        "pixels", description="Units of the answer's box, which is given by its two corners."
+        "pixels", description="Units of the answer's box. An answer always gives two corners."
     )
 
 
@@ -84,7 +84,7 @@ class Box(NamedTuple):
 
 def compute_iou(a: Box, b: Box) -> float:
     """Return the intersection over union of boxes with a positive area."""
-    intersection = _intersection_area(a, b)
+    intersection = _compute_intersection_area(a, b)
     return intersection / (a.area + b.area - intersection)
 
 
@@ -93,11 +93,11 @@ def compute_giou(a: Box, b: Box) -> float:
     enclosing_area = Box(
         min(a.left, b.left), min(a.top, b.top), max(a.right, b.right), max(a.bottom, b.bottom)
     ).area
-    union = a.area + b.area - _intersection_area(a, b)
+    union = a.area + b.area - _compute_intersection_area(a, b)
     return compute_iou(a, b) - (enclosing_area - union) / enclosing_area
 
 
-def _intersection_area(a: Box, b: Box) -> float:
+def _compute_intersection_area(a: Box, b: Box) -> float:
     return Box(
         max(a.left, b.left), max(a.top, b.top), min(a.right, b.right), min(a.bottom, b.bottom)
     ).area
@@ -129,7 +129,7 @@ class BoundingBox(FinalAnswer):
         return None if box is None else str(tuple(box))
 
     def grade(self, text: str, task: Task) -> float:
-        """Return the overlap, or 0 or 1 with a threshold.
+        """Return the overlap; with a threshold, return 0 or 1.
 
         Raises DataError if the task's answer is not a box, or if pixels must be converted and the
         picture's size is unknown.

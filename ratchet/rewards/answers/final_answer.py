@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from ratchet.rewards.answers.numeric import find_last_match, parse_bare_number
 
-# A longer \boxed{} counts as not closed; other answers are cut off here.
+# A longer \boxed{} counts as not closed. Longer answers with other marks are cut off.
 MAX_ANSWER_CHARS = 2000
 
 BOXED = re.compile(r"\\f?boxed(?:\{|(?=\s?[0-9A-Za-z]))")
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 HASHES = re.compile(r"^####(?!#)[ \t]*([^\n]*)", re.MULTILINE)
-# After "####" this is a heading ("#### Step 2"), not an answer ("#### C").
+# Text after "####" that begins with two letters is a heading ("#### Step 2"), no answer ("#### C").
 HEADING = re.compile(r"[^\W\d_]{2}")
 
 
@@ -24,6 +24,7 @@ def _join_thousands(match: re.Match[str]) -> str:
     return match[1].replace(" ", "")
 
 
+# Patterns and their replacements, applied in this order.
 SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (
         re.compile(r"\\!|\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|(?<!\\)\$|\\\$"),

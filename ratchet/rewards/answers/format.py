@@ -30,7 +30,7 @@ class FormatConfig(Section):
         ge=0,
         lt=1,
         description="Reward of an answer that uses all tags correctly but is otherwise malformed. "
-        "With some correct tags the answer earns their share of it.",
+        "With only some correct tags, it is multiplied by their share of all tags.",
     )
 
 
@@ -50,6 +50,7 @@ class Format(AnswerReward):
         written_tags, texts = pieces[1::2], pieces[0::2]
         correct_tags = [name for name in tags if _is_used_once(name, written_tags, texts)]
         is_in_order = written_tags == [tag for name in tags for tag in (f"<{name}>", f"</{name}>")]
+        # In order, the texts alternate: outside the tags, inside a tag, outside, ...
         is_clean = self.config.outside or not any(piece.strip() for piece in texts[0::2])
         if is_in_order and is_clean and len(correct_tags) == len(tags):
             return 1.0

@@ -1,10 +1,12 @@
-"""The 25 verifiable instructions of IFEval (arXiv:2311.07911), with the ids and arguments of its
-published data.
+"""Checks for the 25 verifiable instructions of IFEval (arXiv:2311.07911).
+
+A function has the name and the arguments of its instruction in the published data.
 
 The checks are safe for hostile text: each takes time linear in the text's length, and words of the
 data are never used as patterns. They differ from the published code in three ways: rules split
 sentences (the published code uses a trained model), a text of unknown language fails a language
-instruction (there it passes), and a line that is a lone asterisk is no bullet (there it may be).
+instruction (in the published code it passes), and a line that is a lone asterisk is no bullet (in
+the published code it may be one).
 """
 
 from __future__ import annotations
@@ -112,10 +114,9 @@ def _count_occurrences(keyword: str, text: str) -> int:
 
 def response_language(text: str, language: str) -> bool:
     detected = detect_language(text)
-    return detected is not None and language in (
-        detected,
-        detected.partition("-")[0],
-    )  # zh-cn is zh
+    if detected is None:
+        return False
+    return language in (detected, detected.partition("-")[0])  # zh-cn is zh
 
 
 def english_capital(text: str) -> bool:

@@ -125,7 +125,7 @@ class Math(FinalAnswer):
 def extract_formula(text: str) -> str | None:
     """Return the last $...$ or \\(...\\) of a text, or its last number if that comes later.
 
-    A text without either is itself the formula if it is one short line.
+    A text without a formula or number is itself the formula if it is one short line.
     """
     formula, number = find_last_match(FORMULA, text), find_last_match(NUMBER, text)
     if number is not None and (formula is None or number.end() > formula.end()):
@@ -141,7 +141,7 @@ def extract_formula(text: str) -> str | None:
 
 
 def _are_plain_numbers(a: str, b: str) -> bool:
-    """True if both are plain numbers, which computer algebra need not compare.
+    """True if both answers are plain numbers, which computer algebra need not compare.
 
     Percentages are left to algebra, as 50 % may equal 0.5.
     """

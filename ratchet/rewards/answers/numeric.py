@@ -35,9 +35,10 @@ class NumericAnswerConfig(Section):
     )
 
 
-MAX_DIGITS = 400
+MAX_DIGITS = 400  # maximum characters of a number, and maximum size of an exponent
 
-# (?>...) never gives back what it matched: without it, 100 kB of digits could cost quadratic time.
+# (?>...) never gives back what it matched. With an ordinary group, 100 kB of digits could cost
+# quadratic time.
 WHOLE = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?>{WHOLE}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
 NUMBER = re.compile(
@@ -95,7 +96,7 @@ def extract_final_number(text: str, *, require_marker: bool = False) -> Fraction
     """Return the final number of `text`; None if there is none.
 
     It is the number after the last "####" or in the last \\boxed{}, whichever comes later. Without
-    either it is the last number anywhere, or None with `require_marker`. A marked answer must hold
+    a mark it is the last number anywhere, or None with `require_marker`. A marked answer must hold
     exactly one number: "#### 4 or 5" is None.
     """
     text = _remove_latex(text)

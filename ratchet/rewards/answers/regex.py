@@ -66,7 +66,7 @@ class RegexConfig(Section):
 class Regex(AnswerReward):
     """A reward that matches a pattern in a worker process.
 
-    A pattern that backtracks without end on an answer fails that attempt alone.
+    A pattern that backtracks without end on an answer fails only that attempt.
     """
 
     name = "regex"

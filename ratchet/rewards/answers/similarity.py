@@ -55,7 +55,7 @@ class Similarity(AnswerReward):
         if self.config.measure == "bag":
             n_common = (Counter(units) & Counter(reference)).total()
         else:
-            n_common = longest_common_subsequence(units[:MAX_UNITS], reference[:MAX_UNITS])
+            n_common = compute_common_subsequence_length(units[:MAX_UNITS], reference[:MAX_UNITS])
         # F1: the harmonic mean of precision and recall.
         length = len(units) + len(reference)
         similarity = 2 * n_common / length if length else 1.0
@@ -72,7 +72,7 @@ class Similarity(AnswerReward):
         return text if self.config.measure == "characters" else re.findall(r"\w+", text)
 
 
-def longest_common_subsequence(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
+def compute_common_subsequence_length(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
     """Return the length of the longest common subsequence.
 
     Each row of the dynamic program's table is held in the bits of one integer (Hyyrö 2004).

@@ -94,7 +94,7 @@ def _find_evaluations(tree: ast.Module, names: set[str]) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         arguments = _list_arguments(node)
-        # eval(source, ...) evaluates its first argument alone. If eval itself is an argument, as in
+        # eval(source, ...) evaluates only its first argument. If eval itself is an argument, as in
         # map(eval, answers), any other argument may be evaluated.
         sources = (
             arguments[:1]

@@ -18,9 +18,9 @@ MAX_NUMBER_BYTES = 64
 def extract_program(text: str, blocks: Blocks, *, require_block: bool) -> str | None:
     """Return the program in an answer; None if it lacks a required block.
 
-    The program is the last or first of the fenced blocks marked as Python, else of the unmarked
-    ones, or all of them joined. Without such a block it is the whole text. A block that is never
-    closed ends with the text.
+    Programs are the fenced blocks marked as Python or, if there are none, the unmarked blocks. The
+    last one, the first one or all joined are returned, as `blocks` says. Without such a block the
+    whole text is the program. A block that is never closed ends with the text.
     """
     marked_blocks = find_fenced_blocks(text)
     programs = [code for language, code in marked_blocks if language in PYTHON_LANGUAGES] or [
@@ -59,8 +59,8 @@ def has_expected_output(
     Args:
         compare: "tokens" compares words separated by white space; "lines" compares lines, without
             the spaces at their ends and the empty lines at the end.
-        tolerance: numbers among the tokens that differ from the expected one by at most this,
-            absolute or relative to it, are equal; None: tokens must be identical.
+        tolerance: Largest difference between equal numbers among the tokens: absolute if the
+            expected number is within ±1, else relative to it. None: tokens must be identical.
     """
     if compare == "lines":
         return output_matches(result, expected)

@@ -23,7 +23,7 @@ from ratchet.sandbox import Limits, Reason, Result, Sandbox
 log = logging.getLogger(__name__)
 
 MAX_ROUNDS = 512  # maximum number of rounds: each runs the program, then the tests
-# maximum number of answered calls whose arguments come from earlier answers
+# Maximum number of answered calls whose arguments come from earlier answers.
 MAX_FOLLOW_UP_CALLS = 5000
 MAX_WALL_MULTIPLE = 30  # maximum wall time of all rounds, as a multiple of one execution's limit
 MAX_PLANS = 1024  # maximum number of tasks whose calls are remembered
@@ -45,7 +45,7 @@ class FunctionTask:
 class CodeVerdict:
     """The verdict of the tests on a function.
 
-    Args:
+    Attributes:
         end: "passed", "wrong", "crashed" or "limit".
         n_passed: Number of assertions that passed; see `AssertionJudge._compute_shares`.
         n_broken: Number of assertions that failed.
@@ -62,7 +62,7 @@ class CodeVerdict:
 class CallPlan:
     """The calls that tests are likely to make.
 
-    Args:
+    Attributes:
         calls: The calls as text.
         n_ahead: Number of calls that the tests make before any answer is known; None if the tests
             did not reach their end without answers.
@@ -76,7 +76,7 @@ class CallPlan:
 class CallExplanation:
     """The result of one call, which may be shown to the policy.
 
-    Args:
+    Attributes:
         call: The call in Python syntax; "" if it isn't known.
         returned: The returned value in Python syntax; None if there is none.
         result: The result, without its stdout, of a process that received only this call.
@@ -91,13 +91,13 @@ def _build_script(module: str, entry: str, *, compiled: bool) -> str:
     """Return a script that creates the modules `plain_values` and `module`, and calls `entry`.
 
     Args:
-        compiled: True to compile both modules here, for a sandbox with the same version of Python.
-            That saves 4 ms, as much as the rest of an execution takes. No compiled code is ever
-            read back from the sandbox.
+        compiled: True to compile both modules in this process, for a sandbox with the same version
+            of Python. That saves 4 ms, as much as the rest of an execution takes. No compiled code
+            is ever read back from the sandbox.
     """
     lines = ["import marshal, sys, types"]
-    for part in ("plain_values", module):
-        name = f"ratchet.rewards.code.{part}"
+    names = {part: f"ratchet.rewards.code.{part}" for part in ("plain_values", module)}
+    for part, name in names.items():
         source = files("ratchet.rewards.code").joinpath(f"{part}.py").read_text(encoding="utf-8")
         code = f"compile({source!r}, 'ratchet', 'exec')"
         if compiled:
@@ -105,7 +105,7 @@ def _build_script(module: str, entry: str, *, compiled: bool) -> str:
             code = f"marshal.loads({compiled_source!r})"
         lines.append(f"sys.modules[{name!r}] = types.ModuleType({name!r})")
         lines.append(f"exec({code}, sys.modules[{name!r}].__dict__)")
-    return "\n".join([*lines, f"sys.modules[{name!r}].{entry}()\n"])
+    return "\n".join([*lines, f"sys.modules[{names[module]!r}].{entry}()\n"])
 
 
 class FunctionJudge:
@@ -121,11 +121,11 @@ class FunctionJudge:
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
         self.sandbox, self.limits, self.share = sandbox, limits, share
         is_same_python = sandbox.has_same_python
-        self._program, self._explain = (
+        self._answer_script, self._explain_script = (
             _build_script("program_runner", entry, compiled=is_same_python)
             for entry in ("answer_calls", "explain")
         )
-        self._tests = _build_script("sandbox_program", "tests", compiled=is_same_python)
+        self._tests_script = _build_script("sandbox_program", "run_tests", compiled=is_same_python)
         self._tests_limits = Limits(
             wall_s=6 * TESTS_CPU_S, cpu_s=TESTS_CPU_S, output_kib=TESTS_OUTPUT_KIB
         )
@@ -142,7 +142,7 @@ class FunctionJudge:
         runner = ProgramRunner(self.sandbox, MAX_WALL_MULTIPLE * self.limits.wall_s)
         for _ in range(MAX_ROUNDS):
             request = {**_get_program_columns(task), "text": text, "calls": calls}
-            result = await runner.run(self._program, _encode_request(request), self.limits)
+            result = await runner.run(self._answer_script, _encode_request(request), self.limits)
             # Answers that the tests have already used stay, whatever the program returns this time.
             answers = answers[:n_certain] + _get_complete_lines(result)[n_certain : len(calls)]
             outcome = await self._run_tests(task, calls, answers)
@@ -150,17 +150,17 @@ class FunctionJudge:
             if outcome is None:
                 return CodeVerdict("limit")
             if outcome["end"] == "unknown":
-                # The call after the certain ones follows from their answers, and was answered. If
-                # the tests don't make it again, they drew it at random.
-                if outcome["sure"] <= n_certain:
+                # The first call after the certain ones follows from certain answers, and has been
+                # answered. If the tests don't repeat this call, they draw calls at random.
+                if outcome["n_certain"] <= n_certain:
                     raise DataError(
                         f"task '{task.label}': its tests call {task.entry_point} differently each "
                         "time. Seed their random numbers, and let them read no clock."
                     )
                 n_follow_up_calls += sum(
-                    AWAITED_MARK in call for call in calls[n_certain : outcome["sure"]]
+                    AWAITED_MARK in call for call in calls[n_certain : outcome["n_certain"]]
                 )
-                calls, n_certain = outcome["calls"], outcome["sure"]
+                calls, n_certain = outcome["calls"], outcome["n_certain"]
                 if runner.has_expired:
                     return CodeVerdict("limit")
                 if n_follow_up_calls > MAX_FOLLOW_UP_CALLS:
@@ -196,10 +196,10 @@ class FunctionJudge:
         return CodeVerdict("limit")
 
     async def explain(self, text: str, task: FunctionTask, call: str) -> CallExplanation:
-        """Run the program on `call` alone, in a process that never sees a test."""
+        """Run the program on this one call, in a process that never sees a test."""
         request = {**_get_program_columns(task), "text": text, "call": call}
         result = await ProgramRunner(self.sandbox).run(
-            self._explain, _encode_request(request), self.limits
+            self._explain_script, _encode_request(request), self.limits
         )
         lines = [_decode_text(line) for line in _get_complete_lines(result)[:2]]
         return CallExplanation(
@@ -244,7 +244,7 @@ class FunctionJudge:
             raise DataError(
                 f"task '{task.label}': its tests can't judge {task.entry_point}: {reason}"
             )
-        return CallPlan(outcome["calls"], outcome["ahead"])
+        return CallPlan(outcome["calls"], outcome["n_ahead"])
 
     async def _run_tests(
         self, task: FunctionTask, calls: list[str], answers: list[str]
@@ -258,7 +258,7 @@ class FunctionJudge:
             "share": self.share,
         }
         result = await ProgramRunner(self.sandbox).run(
-            self._tests, _encode_request(request), self._tests_limits
+            self._tests_script, _encode_request(request), self._tests_limits
         )
         if not result.ok or not result.stdout:
             return None

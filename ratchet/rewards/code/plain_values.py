@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_ITEMS = 100_000  # maximum length of an iterator that a program returns
-SMALL_INT_LIMIT = 1 << 53  # integers of at least this size are encoded as hex text
+SMALL_INT_LIMIT = 1 << 53  # integers from this absolute value on are encoded as hex text
 AWAITED_MARK = '{"answer"'  # occurs only in the text of calls whose arguments are awaited answers
 
 
@@ -34,8 +34,8 @@ class Anything:
         return 0
 
 
-# Operations whose result is `Anything` again. The operations in the loop below have results of
-# built-in types.
+# Operations whose result is `Anything` again (None in the loop below). The other operations have
+# results of built-in types.
 SELF_OPERATIONS = (
     "call getitem add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow "
     "rpow abs neg round and or"
@@ -143,7 +143,7 @@ def decode(data: Any) -> Any:
 def take_stdout() -> int:
     """Return a private copy of stdout, and redirect printed text to stderr.
 
-    So output of the judged code or the tests never mixes with results.
+    Output of the judged code or of the tests then never mixes with results.
     """
     channel = os.dup(1)
     os.dup2(2, 1)

@@ -32,9 +32,9 @@ SHOWN_CHARS = 500  # maximum length of an argument or a returned value, as shown
 def answer_calls() -> NoReturn:
     """Read {"prompt", "entry_point", "text", "calls"}; write a line for each call that ended.
 
-    The judged code may tamper with this process, but can reach only its own answers there.
+    The judged code may tamper with this process, but can reach only its own answers in it.
     """
-    leave = os._exit
+    leave = os._exit  # kept here, because the judged code may replace it
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
     function = load_function(**{name: request[name] for name in ("prompt", "entry_point", "text")})
@@ -93,8 +93,8 @@ def shorten_repr(value: Any) -> str:
 def load_function(prompt: str, entry_point: str, text: str) -> Any:
     """Return the function `entry_point` of `text`.
 
-    `text` is a whole program if it parses alone and defines the function; else it continues
-    `prompt`.
+    `text` is a whole program if it parses without `prompt` and defines the function; else it
+    continues `prompt`.
     """
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
@@ -111,6 +111,7 @@ def load_function(prompt: str, entry_point: str, text: str) -> Any:
 
 
 def defines_name(source: str, name: str) -> bool:
+    """True if a top-level definition, assignment or import in `source` binds the name."""
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -128,6 +129,7 @@ def defines_name(source: str, name: str) -> bool:
 
 
 def answer_call(function: Any, call: str) -> str:
+    """Return the line for a call: its value, the exception raised, or the type of an odd value."""
     arguments, keywords = (decode(part) for part in json.loads(call))
     try:
         value = function(*arguments, **keywords)

@@ -40,7 +40,7 @@ class CodeConfig(Section):
         "must be the same.",
     )
     blocks: Literal["last", "first", "all"] = Field(
-        "last", description="Fenced blocks of the answer that are the program."
+        "last", description="The fenced blocks of the answer that are the program; all: joined."
     )
     require_block: bool = Field(
         False,
@@ -73,8 +73,8 @@ class CodeConfig(Section):
     def _check_tolerance(self) -> CodeConfig:
         if self.tolerance is not None and self.compare == "lines":
             raise ValueError(
-                f"tolerance={self.tolerance:g} is read with compare=tokens alone: set that, or "
-                "remove it"
+                f"tolerance={self.tolerance:g} is read only with compare=tokens: set "
+                "compare=tokens, or remove tolerance"
             )
         return self
 
@@ -115,8 +115,8 @@ class Code(AnswerReward):
     async def grade(self, text: str, task: Task) -> Scored:
         """Return the reward of the program in `text`.
 
-        Its own crash, limit or wrong output earns 0. Raises DataError if the task has no tests or
-        broken ones, SandboxError if the sandbox failed.
+        A test fails if the program crashes, hits a limit or prints wrong output. Raises DataError
+        if the task has no tests or broken ones, SandboxError if the sandbox failed.
         """
         row = get_tests(task)
         tests = row if isinstance(row, FunctionTask) else parse_io_tests(row["tests"], task.id)

@@ -1,8 +1,9 @@
 """Run the tests of a function in the sandbox, on answers that the judged program gave earlier.
 
-It imports only the standard library and `plain_values`, and never shares a process with the judged
-code (`program_runner`). The tests get plain values built from text, never the program's objects. So
-the program can't patch the tests, and an object whose `__eq__` is always true has no effect.
+This module imports only the standard library and `plain_values`, and never shares a process with
+the judged code (`program_runner`). The tests get plain values built from text, never the program's
+objects. So the program can't patch the tests, and an object whose `__eq__` is always true has no
+effect.
 
 The tests call a stand-in for the function, which returns known answers. At the first call without
 an answer the tests continue with `Anything`, only to find which calls are likely to follow, so that
@@ -45,7 +46,7 @@ LOOKAHEAD_S = 1.0  # processor time
 MIN_AWAITED_LIMIT = 16
 
 
-def tests() -> NoReturn:
+def run_tests() -> NoReturn:
     """Run the tests of a request on stdin, and write the result of `AssertionJudge.run` to stdout.
 
     The request has "prompt", "entry_point", "test", "calls", "answers" and "share".
@@ -57,7 +58,7 @@ def tests() -> NoReturn:
 
 
 class LookAheadEnd(BaseException):
-    """A signal to end the look-ahead: enough calls are foreseen, or its time is over."""
+    """A signal to end the look-ahead: enough calls are foreseen, or the time limit is reached."""
 
 
 class UnusableTests(Exception):
@@ -126,7 +127,7 @@ class AssertionJudge:
         self.prompt, self.entry_point, self.test, self.share = prompt, entry_point, test, share
         self.calls, self.answers = calls, answers
         self.calls_made: list[str] = []
-        self.n_sure: int | None = None  # calls before the first without an answer
+        self.n_certain: int | None = None  # calls before the first without an answer
         self.n_unforeseen = 0  # later calls that were counted but not foreseen
         self.is_cut_off = False  # True if the look-ahead was cut off
         self.break_index = 0  # the call after which the first assertion broke, or the tests ended
@@ -136,7 +137,7 @@ class AssertionJudge:
         self.evaluated = ""  # error message if the tests tried to run an answer as code
         self.n_broken = 0
         self.n_statements = 0  # assertions in the source of the tests
-        # For each assertion, and each number of calls before it: True if it always held there.
+        # For each assertion, by the number of calls before it: True if all its executions held.
         self.verdicts: dict[int, dict[int, bool]] = {}
         self.program_errors: list[BaseException] = []  # exceptions that came from the program
 
@@ -147,8 +148,8 @@ class AssertionJudge:
         "wrong": an answer broke the tests.
         "crashed": an exception of the program broke the tests.
         "lost": the program ended without an answer.
-        "unknown": run the program on "calls" first, of which the first "sure" are certain. "ahead"
-          is the number of calls if the tests came to their end, else None.
+        "unknown": run the program on "calls" first, of which the first "n_certain" are certain.
+          "n_ahead" is the number of calls if the tests came to their end, else None.
         "unusable": the tests are broken, see "why".
         """
         has_ended = False
@@ -165,9 +166,14 @@ class AssertionJudge:
             self._count_broken(self.share or not self.n_broken)
         if self.evaluated:
             end, reason = "unusable", self.evaluated
-        if self.n_sure is not None and end != "unusable":
-            ahead = None if self.is_cut_off else len(self.calls_made) + self.n_unforeseen
-            return {"end": "unknown", "calls": self.calls_made, "sure": self.n_sure, "ahead": ahead}
+        if self.n_certain is not None and end != "unusable":
+            n_ahead = None if self.is_cut_off else len(self.calls_made) + self.n_unforeseen
+            return {
+                "end": "unknown",
+                "calls": self.calls_made,
+                "n_certain": self.n_certain,
+                "n_ahead": n_ahead,
+            }
         if not self.calls_made and end == "passed":
             end, reason = "unusable", f"the tests never call {self.entry_point}"
         if self.is_lost and end != "unusable":
@@ -200,9 +206,9 @@ class AssertionJudge:
             exec(stub, namespace)
         namespace[self.entry_point] = self.call
         self.guard()
-        counter = AssertTransformer()
-        tree = ast.fix_missing_locations(counter.visit(ast.parse(self.test)))
-        self.n_statements = counter.count
+        transformer = AssertTransformer()
+        tree = ast.fix_missing_locations(transformer.visit(ast.parse(self.test)))
+        self.n_statements = transformer.count
         exec(compile(tree, "tests", "exec", dont_inherit=True), namespace)
         check = namespace.get("check")
         if not callable(check):
@@ -213,8 +219,8 @@ class AssertionJudge:
         """Make the interpreter refuse to run code that may contain part of an answer.
 
         In the tests' process such code could make them pass. After an answer that may hold text,
-        only three kinds of code run: code without any name (such as that of "1 + 1"), string
-        literals of the tests themselves, and code that the standard library compiles for itself.
+        only three kinds of code run: code without any name (such as "1 + 1"), string literals of
+        the tests themselves, and code that the standard library compiles for itself.
         """
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -242,13 +248,13 @@ class AssertionJudge:
         try:
             text = json.dumps([encode(list(arguments)), encode(keywords)])
         except NotPlainError as error:
-            if self.n_sure is not None:
+            if self.n_certain is not None:
                 return self._look_ahead(None)
             raise UnusableTests(
                 f"the tests pass a value of type {error} to {self.entry_point}; only plain values "
                 "can travel"
             ) from None
-        if self.n_sure is not None:
+        if self.n_certain is not None:
             return self._look_ahead(text)
         index = len(self.calls_made)
         if self.is_lost or (
@@ -258,9 +264,11 @@ class AssertionJudge:
             if self.is_lost or index >= len(self.answers):
                 self.break_index = self.break_index if self.is_lost else index
                 self.is_lost = self.has_answered = True
-                raise self._from_program(ProgramError("the program ended without an answer"))
+                raise self._record_program_error(
+                    ProgramError("the program ended without an answer")
+                )
             return self._read_answer(self.answers[index])
-        self.n_sure = index
+        self.n_certain = index
         signal.signal(signal.SIGVTALRM, self._stop)
         signal.setitimer(signal.ITIMER_VIRTUAL, LOOKAHEAD_S)
         return self._look_ahead(text)
@@ -269,16 +277,17 @@ class AssertionJudge:
         """Record a call without a known answer, or only count it if its arguments are unknown.
 
         The number of calls whose arguments contain awaited answers is limited, because a loop that
-        only an answer ends would never stop here. The limit about doubles with each round.
+        only an answer ends would never stop during look-ahead. The limit about doubles with each
+        round.
         """
-        assert self.n_sure is not None
-        ahead = len(self.calls_made) - self.n_sure
+        assert self.n_certain is not None
+        n_foreseen = len(self.calls_made) - self.n_certain
         limit = (
-            max(MIN_AWAITED_LIMIT, self.n_sure)
+            max(MIN_AWAITED_LIMIT, self.n_certain)
             if text is not None and AWAITED_MARK in text
             else MAX_CALLS
         )
-        if text is None or self.n_unforeseen or ahead >= limit:
+        if text is None or self.n_unforeseen or n_foreseen >= limit:
             self.n_unforeseen += 1
             if self.has_answered or self.n_unforeseen > MAX_COUNTED:
                 self._stop()
@@ -310,9 +319,9 @@ class AssertionJudge:
                 return value
         except Exception as decode_error:
             error = ProgramError(f"its answer can't be read: {decode_error}")
-        raise self._from_program(error)
+        raise self._record_program_error(error)
 
-    def _from_program(self, error: Exception) -> Exception:
+    def _record_program_error(self, error: Exception) -> Exception:
         self.program_errors.append(error)
         return error
 
@@ -325,7 +334,9 @@ class AssertionJudge:
         # During look-ahead only these count, because `Anything` does not cause them.
         missing_kinds = NameError | ModuleNotFoundError
         kinds = (
-            missing_kinds if self.n_sure is not None else missing_kinds | SyntaxError | ImportError
+            missing_kinds
+            if self.n_certain is not None
+            else missing_kinds | SyntaxError | ImportError
         )
         is_broken_source = isinstance(error, kinds) and not isinstance(error, UnboundLocalError)
         return isinstance(error, UnusableTests) or (is_broken_source and not self.has_answered)
@@ -344,7 +355,7 @@ class AssertionJudge:
     def record_broken(self, error: Exception, statement: int) -> bool:
         self.record(statement, False)
         self._count_broken(1)
-        return self._is_tests_fault(error) or not (self.share or self.n_sure is not None)
+        return self._is_tests_fault(error) or not (self.share or self.n_certain is not None)
 
 
 # Audit events that run or build code.

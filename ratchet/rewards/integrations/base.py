@@ -1,4 +1,4 @@
-"""The parts that adapters of other libraries' reward functions share."""
+"""Base classes and conversions for reward functions of other libraries."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def read_number(value: Any, function: Callable[..., Any]) -> float:
 
     Scalars of torch and numpy, and tensors with one element, are numbers too.
     """
+    # An empty array has size 0 and no item. In torch, `size` is a method.
     number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) else value
     if isinstance(number, str) or not is_finite_number(number):
         raise DataError(

@@ -25,8 +25,8 @@ from ratchet.types import Scored, Task, Trajectory
 class OpenRLHFRewardConfig(LibraryRewardConfig):
     """A reward function of OpenRLHF: `(queries, prompts, labels)`, lists of one text each.
 
-    It returns a tensor, or a dict whose `rewards` is the reward. Its `scores` and `extra_logs` are
-    logged.
+    It returns a tensor, or a dict whose `rewards` is the reward. The dict's `scores` and
+    `extra_logs` are logged.
     """
 
     builds: ClassVar[str] = "ratchet.rewards.integrations.openrlhf:OpenRLHFReward"
@@ -35,7 +35,7 @@ class OpenRLHFRewardConfig(LibraryRewardConfig):
 class OpenRLHFReward(LibraryReward):
     """A reward that calls a function of OpenRLHF in a thread.
 
-    A prompt is the text of its messages, and a query is the prompt with the answer behind it, both
+    A prompt is the text of its messages, and a query is the prompt followed by the answer, both
     without the chat template's own text. The label is the task's answer, or the row's `label`.
     """
 

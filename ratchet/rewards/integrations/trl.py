@@ -26,15 +26,15 @@ from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, 
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 from ratchet.utils.user_imports import import_object
 
-# TRL does not pass these columns on: they are arguments of their own.
+# TRL does not pass these columns on, because it has arguments of its own for them.
 OWN_ARGUMENTS = ("prompt", "completion", "completion_ids")
 
 
 class TRLRewardConfig(LibraryRewardConfig):
     """A reward function of TRL: `(prompts, completions, completion_ids, **columns) -> list`.
 
-    It may be async. None in its list means that the reward does not apply to the row: the other
-    rewards alone count, and an attempt without any is not trained on.
+    It may be async. None in the list means that the reward does not apply to the row: then only the
+    other rewards count, and an attempt without any reward is not trained on.
     """
 
     builds: ClassVar[str] = "ratchet.rewards.integrations.trl:build_trl_reward"
@@ -53,7 +53,7 @@ class TRLRewardConfig(LibraryRewardConfig):
 
 @dataclass(frozen=True)
 class TRLTrainerState:
-    """The part of TRL's `trainer_state` that exists here.
+    """The fields of TRL's `trainer_state` that Ratchet provides.
 
     Attributes:
         global_step: Version of the weights that began the attempt, which is the number of steps so
@@ -92,27 +92,29 @@ class TRLReward:
         """
         # The outcomes of judged attempts are replaced below.
         outcomes: list[Any] = [trajectory.outcome for trajectory in trajectories]
-        judged = [
+        judged_indices = [
             index
             for index, trajectory in enumerate(trajectories)
             if not isinstance(trajectory.outcome, Failed | Cancelled)
         ]
-        if not judged:
+        if not judged_indices:
             return outcomes
         metrics: dict[str, list[float]] = {}
         try:
             arguments = make_arguments(
-                [trajectories[index] for index in judged], task, conversational=self.conversational
+                [trajectories[index] for index in judged_indices],
+                task,
+                conversational=self.conversational,
             )
             arguments["log_metric"] = lambda name, value: metrics.setdefault(name, []).append(value)
             values = await call_trl_reward(self.function, arguments)
         except (UserCodeFailed, DataError) as error:
             failure = Failed("reward", f"reward {self.label}, task '{task.id}':\n{error}")
-            for index in judged:
+            for index in judged_indices:
                 outcomes[index] = failure
             return outcomes
         parts = {name: sum(logged) / len(logged) for name, logged in metrics.items()}
-        for index, value in zip(judged, values, strict=True):
+        for index, value in zip(judged_indices, values, strict=True):
             outcomes[index] = self._make_outcome(value, trajectories[index], task, parts)
         return outcomes
 
@@ -204,7 +206,7 @@ def make_column_arguments(task: Task, n: int) -> dict[str, Any]:
 
 
 def _get_completion_ids(trajectory: Trajectory) -> list[int]:
-    """Return the tokens from the policy's first one on, those of tool answers included."""
+    """Return the tokens from the policy's first one on, tool answers included."""
     sampled = trajectory.trainable.nonzero()[0]
     return trajectory.tokens[int(sampled[0]) if len(sampled) else len(trajectory) :].tolist()
 

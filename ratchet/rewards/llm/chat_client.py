@@ -133,7 +133,7 @@ class ChatJudge:
         if pending is None or pending.get_loop() is not asyncio.get_running_loop():
             pending = self._pending[key] = asyncio.ensure_future(self._fetch(key, body))
             pending.add_done_callback(lambda _: self._pending.pop(key, None))
-        # Shielded so that a cancelled caller does not cancel the request of the others.
+        # Shielded, so that a cancelled caller does not cancel the request for the other callers.
         return await asyncio.shield(pending)
 
     async def _fetch(self, key: str, body: Mapping[str, object]) -> str:

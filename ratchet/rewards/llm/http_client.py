@@ -28,7 +28,8 @@ Url = Annotated[str, AfterValidator(_check_url)]
 class EndpointConfig(Section):
     """The keys that all rewards over HTTP share.
 
-    calls_model: True, as in every reward that calls a service or loads a model.
+    Attributes:
+        calls_model: True, as in every reward that calls a service or loads a model.
     """
 
     calls_model: ClassVar[bool] = True
@@ -42,13 +43,14 @@ class EndpointConfig(Section):
     retries: int = Field(
         5,
         ge=0,
-        description="Number of further tries after 429, 5xx, a timeout or a broken connection.",
+        description="Number of further tries after status 408, 425, 429 or 5xx, a timeout, or a "
+        "broken connection.",
     )
     backoff_s: float = Field(
         1.0,
         gt=0,
-        description="Wait before the first retry, in seconds; it doubles with each retry, and up "
-        "to half is added at random.",
+        description="Wait before the first retry, in seconds; it doubles with each retry, up to "
+        "60 s, and up to half is added at random.",
     )
     concurrency: int = Field(16, gt=0, description="Maximum number of requests in flight.")
     requests_per_minute: float | None = Field(
@@ -67,7 +69,8 @@ EXCERPT_CHARS = 200
 class EndpointError(RatchetError):
     """An error of an endpoint that refused the request, or gave no usable response in any try.
 
-    status: the HTTP status of the refusal; None if all tries failed.
+    Attributes:
+        status: The HTTP status of the refusal; None if all tries failed.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -85,7 +88,7 @@ class RateLimit:
         self.interval_s = 60.0 / per_minute if per_minute else 0.0
         self._next_start_s = 0.0
 
-    def wait_s(self, now: float) -> float:
+    def reserve_start(self, now: float) -> float:
         """Reserve the next start and return the seconds from `now` until then."""
         start = max(now, self._next_start_s)
         self._next_start_s = start + self.interval_s
@@ -95,7 +98,8 @@ class RateLimit:
 class _RetryableError(Exception):
     """A failure worth a retry.
 
-    after_s: the server's Retry-After, in seconds.
+    Attributes:
+        after_s: The server's Retry-After, in seconds.
     """
 
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
@@ -146,7 +150,7 @@ class Endpoint:
 
     async def _try_post(self, content: bytes) -> Any:
         async with self._get_semaphore():
-            await asyncio.sleep(self._rate_limit.wait_s(time.monotonic()))
+            await asyncio.sleep(self._rate_limit.reserve_start(time.monotonic()))
             try:
                 # The timeout of httpx2 restarts with each packet, so a server that trickles bytes
                 # would never time out.

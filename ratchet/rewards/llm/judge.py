@@ -82,6 +82,7 @@ VERDICT_PATTERN = re.compile(
     r"(?:better|winner|verdict)[^\w\[]{0,8}(A|B|tie)\b|\[\[(A|B|C|tie)\]\]", re.IGNORECASE
 )
 TIES = ("tie", "c")
+TASK_ANSWER = -1  # stands for the task's answer among the indices of compared attempts
 
 
 class RubricJudge(PerTrajectory):
@@ -165,8 +166,8 @@ class PairwiseJudge:
                     "against=group",
                 )
                 return [failed if i in texts else outcome for i, outcome in enumerate(outcomes)]
-            pairs = [(i, -1) for i in indices]
-            texts[-1] = str(task.answer)
+            pairs = [(i, TASK_ANSWER) for i in indices]
+            texts[TASK_ANSWER] = str(task.answer)
         else:
             pairs = list(combinations(indices, 2))
         comparisons = [self._compare(texts[i], texts[j], task, trajectories[i]) for i, j in pairs]
@@ -204,8 +205,8 @@ class PairwiseJudge:
         # Any error of the judge fails only the two attempts that it compares.
         except Exception:
             return Failed("reward", f"pairwise_judge, task '{task.id}':\n{traceback.format_exc()}")
-        share = wins[0] if len(wins) == 1 else (wins[0] + 1.0 - wins[1]) / 2
-        return share if first == text else 1.0 - share
+        first_wins = wins[0] if len(wins) == 1 else (wins[0] + 1.0 - wins[1]) / 2
+        return first_wins if first == text else 1.0 - first_wins
 
 
 def parse_verdict(reply: str) -> float:
@@ -237,13 +238,15 @@ def _get_initial_outcome(trajectory: Trajectory, task: Task) -> Outcome:
     )
 
 
-def _make_win_rate_outcome(row: int, verdicts: Mapping[tuple[int, int], float | Failed]) -> Outcome:
+def _make_win_rate_outcome(
+    index: int, verdicts: Mapping[tuple[int, int], float | Failed]
+) -> Outcome:
     wins: list[float] = []
     for (first, second), verdict in verdicts.items():
-        if row not in (first, second):
+        if index not in (first, second):
             continue
         if isinstance(verdict, Failed):
             return verdict
-        wins.append(verdict if row == first else 1.0 - verdict)
+        wins.append(verdict if index == first else 1.0 - verdict)
     rate = sum(wins) / len(wins) if wins else 0.5
     return Scored(rate, {"pairwise_judge": rate})

@@ -2,8 +2,8 @@
 
 Such functions use computer algebra or a user's regular expression. A thread can't be stopped, and
 Python's own `re` holds the GIL while it backtracks, so one hostile answer would stall every rollout
-of the driver. Here each call has a limit on processor time and memory. A worker that exceeds the
-time dies alone and is replaced. The limit is on processor time, so that a loaded machine doesn't
+of the driver. Here each call has a limit on processor time and memory. Only the worker that exceeds
+the time dies, and it is replaced. The limit is on processor time, so that a loaded machine doesn't
 turn right answers into wrong answers.
 """
 
@@ -35,7 +35,7 @@ class ProcessorTimeExceeded(RatchetError):
 class PoolWorkerError(RatchetError):
     """The function raised, or its process did not start or died twice.
 
-    The message holds the traceback or the cause of death.
+    The message has the traceback or the cause of death.
     """
 
 
@@ -109,7 +109,8 @@ class RewardWorkers:
 class _WorkerDeath(Exception):
     """The worker died or gave no answer in time.
 
-    status: its exit status, as in `subprocess`; None if it gave no answer.
+    Attributes:
+        status: The worker's exit status, as in `subprocess`; None if it gave no answer.
     """
 
     def __init__(self, reason: str, status: int | None = None) -> None:

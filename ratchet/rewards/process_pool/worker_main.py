@@ -25,7 +25,7 @@ def serve(connection: Connection, path: str, cpu_s: float, memory_mib: int) -> N
         memory_mib: Limit on the memory of the process.
     """
     function = import_function(path)
-    # The process writes no files from here on.
+    # From now on the process writes no files.
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (0, 0))

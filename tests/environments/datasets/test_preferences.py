@@ -234,7 +234,7 @@ def test_what_a_row_does_not_have_is_an_error_where_it_is_asked_for(
     assert str(caught.value).startswith(
         f"{tmp_path / 'train.jsonl'}, line 1: {message}, but this algorithm learns from "
     )
-    assert str(caught.value).endswith(": use a file with them, or another algorithm")
+    assert str(caught.value).endswith(": use a file with such rows, or another algorithm")
 
 
 # --- what is refused
@@ -259,11 +259,13 @@ ERRORS = [
     ({**PAIR, "rejected": "4"}, f"{BOTH} are the same: remove the row"),
     (
         {"chosen": "4", "rejected": "5"},
-        f"no column 'prompt', and {BOTH} are only answers; the row has chosen, rejected: add the prompt",
+        f"no column 'prompt', and {BOTH} are only answers; the row has chosen, rejected: add the "
+        "prompt",
     ),
     (
         {**PAIR, "chosen": listed(Q, A)},
-        f"one of {BOTH} is a whole conversation, the other only an answer: write both in the same way",
+        f"one of {BOTH} is a whole conversation, the other only an answer: write both in the same "
+        "way",
     ),
     (
         {"chosen": listed(Q, A), "rejected": listed(user("3+3?"), B)},
@@ -283,7 +285,8 @@ ERRORS = [
     ),
     (
         {"chosen": listed(Q, A, user("x"), A), "rejected": listed(Q, A, user("y"), B)},
-        "'chosen' continues the prompt with a message of 'user': an answer begins with one of 'assistant'",
+        "'chosen' continues the prompt with a message of 'user': an answer begins with one of "
+        "'assistant'",
     ),
     ({**PAIR, "prompt": ""}, "'prompt' is empty: write a prompt"),
     ({**PAIR, "prompt": []}, "'prompt' is an empty array: give it messages"),
@@ -324,7 +327,8 @@ ERRORS = [
     ),
     (
         {**PAIR, "chosen": "\ud800"},
-        "'chosen' holds half of a surrogate pair (\\ud800 to \\udfff), which is not text: remove it",
+        "'chosen' holds half of a surrogate pair (\\ud800 to \\udfff), which is not text: remove "
+        "it",
     ),
     (
         {**PAIR, "score_chosen": 1},
@@ -468,7 +472,9 @@ def test_prompts_in_both_files_are_refused(tmp_path, again, rows):
     with pytest.raises(DataError) as caught:
         Preferences(PreferencesConfig(train=train_file, test=test_file)).tasks("train", seed=0)
     assert str(caught.value) == (
-        f"{test_file}, line 2: the prompt is also in the training split ({train_file}, line 3). Remove the {rows} of this file with such prompts, or drop `test` to hold out a tenth of the prompts."
+        f"{test_file}, line 2: the prompt is also in the training split ({train_file}, line 3). "
+        f"Remove the {rows} of this file with such prompts, or drop `test` to hold out a tenth of "
+        "the prompts."
     )
 
 

@@ -141,12 +141,12 @@ def test_pairs_find_their_prompt(kind: str, row: dict[str, Any], prompt: str, tm
         ),
         (
             {"question": "Q", "problem": "P"}, {},
-            "columns question and problem may each be the prompt: say which, columns: {prompt: "
+            "columns question and problem may each be the prompt: set one, columns: {prompt: "
             "question}",
         ),
         (
             {"prompt": "Q", "output": "A", "response": "B"}, {},
-            "columns output and response may each be the answer: say which, columns: {answer: "
+            "columns output and response may each be the answer: set one, columns: {answer: "
             "output}",
         ),
         (

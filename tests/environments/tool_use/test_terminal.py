@@ -171,7 +171,7 @@ def test_a_broken_sandbox_is_raised_and_never_a_reward(made):
     ("bad", "why"),
     [
         ({"files": ["a"]}, "line 1: column 'files'"),
-        ({"files": {"a": 1}}, "line 1: 'files' must give each file's text"),
+        ({"files": {"a": 1}}, "line 1: column 'files' must map each file name to its text"),
         ({"check": 1}, "check"),
     ],
 )

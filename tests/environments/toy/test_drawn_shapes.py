@@ -150,7 +150,7 @@ def test_keys_do_what_they_say():
         ({"grid": 2, "things": [1, 5]}, "don't fit into grid=2"),
         ({"size": 16, "grid": 4}, "set size to 32"),
         ({"things": [1, 1]}, "position, which needs two different things"),
-        ({"colours": ["red"]}, "questions has colour, and there is only one"),
+        ({"colours": ["red"]}, "questions has colour, but colours has only one value"),
         ({"shapes": ["square", "square"]}, "has one twice"),
     ],
 )

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from ratchet.config.resolve import build, resolve
 from ratchet.data.codec import TYPE_KEY, from_plain
-from ratchet.environments.workers.pool import backoff_s
+from ratchet.environments.workers.pool import compute_backoff_s
 from ratchet.environments.workers.process import EnvironmentProcessLost, EnvironmentRaised
 from ratchet.environments.workers.protocol import pack
 from ratchet.errors import DataError
@@ -410,7 +410,8 @@ def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_
 def test_the_next_process_waits_where_one_after_the_other_dies(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "ratchet.environments.workers.pool.backoff_s", lambda deaths: asked.append(deaths) or 0.0
+        "ratchet.environments.workers.pool.compute_backoff_s",
+        lambda deaths: asked.append(deaths) or 0.0,
     )
 
     async def play():
@@ -429,7 +430,7 @@ def test_the_next_process_waits_where_one_after_the_other_dies(monkeypatch):
 
 
 def test_how_long_it_waits():
-    assert [backoff_s(deaths) for deaths in (0, 3, 4, 5, 40)] == [0.0, 0.0, 0.2, 0.4, 30.0]
+    assert [compute_backoff_s(deaths) for deaths in (0, 3, 4, 5, 40)] == [0.0, 0.0, 0.2, 0.4, 30.0]
 
 
 @pytest.mark.fault("R2")

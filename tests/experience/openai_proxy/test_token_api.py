@@ -178,7 +178,7 @@ def test_several_prompts_have_a_completion_each() -> None:
 
 REFUSED = {
     "a prompt of other types": ("/v1/completions", {"prompt": [1.5]}, "prompt"),
-    "no prompt": ("/v1/completions", {"prompt": ""}, "it has no tokens"),
+    "no prompt": ("/v1/completions", {"prompt": ""}, "a prompt has no tokens"),
     "a token of no model": ("/v1/completions", {"prompt": [10**6]}, "isn't in the model's vocab"),
     "a negative token": ("/v1/completions", {"prompt": [-1]}, "prompt"),
     "a stream": (

@@ -42,7 +42,7 @@ def test_groups_arrive_as_they_were(rows: list[Row], data: st.DataObject) -> Non
         for i, group in enumerate(groups(rows))
     ]
     sent.append(Group("without", sent[0].task, ()))
-    arrived = list(unpack(pack(PackedGroups.pack(sent))).groups([group.task for group in sent]))
+    arrived = list(unpack(pack(PackedGroups.pack(sent))).unpack([group.task for group in sent]))
     assert [(group.id, group.n_uses, group.task) for group in arrived] == [
         (group.id, group.n_uses, group.task) for group in sent
     ]
@@ -55,4 +55,4 @@ def test_groups_arrive_as_they_were(rows: list[Row], data: st.DataObject) -> Non
 
 
 def test_nothing_is_sent_of_nothing() -> None:
-    assert list(PackedGroups.pack([]).groups([])) == []
+    assert list(PackedGroups.pack([]).unpack([])) == []

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import embed
-from ratchet.environments.games.rendering import blank
+from ratchet.environments.games.rendering import create_image
 from ratchet.errors import DataError
 from ratchet.rewards.answers.bounding_box import Box, compute_giou, compute_iou, extract_box
 from ratchet.types import Message, Part, Task
@@ -72,7 +72,9 @@ def test_the_box_that_an_answer_gives(text, box):
 
 def task(answer, *, size=None, **meta):
     parts = (
-        (Part("text", "Where?"),) if size is None else (embed(blank(*size)), Part("text", "Where?"))
+        (Part("text", "Where?"),)
+        if size is None
+        else (embed(create_image(*size)), Part("text", "Where?"))
     )
     return Task("t", (Message("user", parts),), answer=answer, meta=meta)
 

@@ -444,7 +444,7 @@ def test_tests_of_the_wrong_shape_are_refused(tests):
 
 
 def test_a_tolerance_that_nobody_reads_is_refused():
-    with pytest.raises(ValidationError, match="compare=tokens alone"):
+    with pytest.raises(ValidationError, match="read only with compare=tokens"):
         resolve("rewards", {"kind": "code", "compare": "lines", "tolerance": 0.1})
 
 

@@ -92,13 +92,18 @@ def test_what_an_answer_says_is_never_filled_in_twice():
 
 def test_requests_are_spaced_evenly():
     pace = RateLimit(120.0)
-    assert [pace.wait_s(10.0), pace.wait_s(10.0), pace.wait_s(10.25), pace.wait_s(20.0)] == [
+    assert [
+        pace.reserve_start(10.0),
+        pace.reserve_start(10.0),
+        pace.reserve_start(10.25),
+        pace.reserve_start(20.0),
+    ] == [
         0.0,
         0.5,
         0.75,
         0.0,
     ]
-    assert RateLimit(None).wait_s(3.0) == 0.0
+    assert RateLimit(None).reserve_start(3.0) == 0.0
 
 
 # --- a score by a rubric
@@ -338,7 +343,7 @@ def test_a_group_goes_out_in_one_request_and_comes_back_with_parts():
     ("given", "why"),
     [
         ([], 'must answer {"results"'),
-        ({"results": [{"reward": 1.0}]}, "with 2 of them"),
+        ({"results": [{"reward": 1.0}]}, "with 2 results"),
         (Answer("gone", 410), "status 410"),
         (Answer("busy", 500), "in 2 tries"),
         ("not JSON", "no JSON: 'not JSON'"),
