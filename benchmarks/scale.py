@@ -87,7 +87,7 @@ class Simulated(WorkerHandle):
 
     def __init__(self, rank: int, ranks: int, tensor: int) -> None:
         super().__init__(WorkerName("learner", rank, ranks, "here"), silence_s=1e9)
-        self._greeted = True
+        self._has_greeted = True
         self.tensor = tensor
         self.bytes = self.micros = 0
         self.work_s = 0.0  # of the accelerator that it stands for
