@@ -92,9 +92,8 @@ class RayExecutor:
         self._placement_groups: list[PlacementGroup] = []
         self._groups: list[WorkerGroup] = []
         self._owns_connection = False
-        self._temporary_folder: TemporaryFolder | None = (
-            None  # folder of a Ray started by this executor
-        )
+        # The folder of a Ray that this executor has started.
+        self._temporary_folder: TemporaryFolder | None = None
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
         """Return a component built in this process."""
