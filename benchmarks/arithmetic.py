@@ -1,10 +1,12 @@
-"""The least that a benchmark's work can cost: its FLOPs, counted from the model's shape, at the
-rate of matrix products that this machine reaches while the benchmark runs.
+"""Compute the floor of a benchmark: the time of its FLOPs at this machine's rate.
 
-    python benchmarks/arithmetic.py [--threads 2] [--device cpu]      prints GFLOP/s, and on an accelerator GB/s
+The FLOPs are counted from the model's shape. The rate is that of matrix products, measured while
+the benchmark runs. A token that several rows share (a group's prompt) counts once, so a program
+that computes it again takes longer than the floor.
 
-A token that several rows share (a group's prompt) counts once: what computes it again pays more
-than the floor.
+    python benchmarks/arithmetic.py [--threads 2] [--device cpu]
+
+Prints GFLOP/s, and on an accelerator also the memory bandwidth in GB/s.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """tokens: that pass the layers. pairs: of a token and one that it attends to. predicted: rows
-    of logits."""
+    """The size of a computation.
+
+    tokens: number of tokens that pass the layers.
+    pairs: number of pairs of a token and a token that it attends to.
+    predicted: number of rows of logits.
+    """
 
     tokens: int = 0
     pairs: int = 0
@@ -38,7 +44,7 @@ class Work:
         )
 
     def forward_gflop(self, shape: DecoderConfig) -> float:
-        """A backward costs twice as much."""
+        """Return the GFLOP of a forward pass; a backward pass takes twice as many."""
         queries, keys = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
         layer = shape.hidden_size * (2 * queries + 2 * keys + 3 * shape.intermediate_size)
         head = shape.hidden_size * shape.vocab_size
@@ -50,16 +56,22 @@ class Work:
         return 2 * products / 1e9
 
     def decoding_gbytes(self, shape: DecoderConfig, *, reads: float, bytes_each: int) -> float:
-        """What decoding reads from memory: all matrices `reads` times, and the key and the value of
-        each pair."""
+        """Return the GB that decoding reads from memory: weights, and the KV cache of each pair.
+
+        reads: number of times that all weights are read (one per batch of decoded tokens).
+        bytes_each: bytes of one number.
+        """
         matrices = Work(tokens=1, predicted=1).forward_gflop(shape) * 1e9 / 2
         pair = 2 * shape.n_layers * shape.n_kv_heads * shape.head_dim
         return (reads * matrices + self.pairs * pair) * bytes_each / 1e9
 
 
 def tree(prompt: int, answers: Iterable[int]) -> Work:
-    """Answers of so many tokens to one prompt, which is computed once. Nothing follows an answer's
-    last token: it isn't fed."""
+    """Return the work of one prompt, computed once, and its answers.
+
+    prompt, answers: numbers of tokens. The last token of an answer is not fed to the model, because
+    no token follows it.
+    """
     fed = [answer - 1 for answer in answers]
     return Work(
         tokens=prompt + sum(fed),
@@ -69,7 +81,7 @@ def tree(prompt: int, answers: Iterable[int]) -> Work:
 
 
 def forest(trees: Iterable[tuple[int, Sequence[int]]]) -> Work:
-    """Of several prompts, each with its answers."""
+    """Return the work of several trees, each given as (prompt, answers)."""
     return sum((tree(prompt, answers) for prompt, answers in trees), Work())
 
 
@@ -78,7 +90,7 @@ def _triangle(n: int) -> int:
 
 
 def measure_gemm_rate(threads: int, device: str = "cpu") -> float:
-    """GFLOP/s of a large matrix product: float32, or bfloat16 on an accelerator."""
+    """Return the GFLOP/s of a large matrix product in float32, or bfloat16 on an accelerator."""
     import torch
 
     from ratchet.observe import matmul_rate
@@ -95,9 +107,11 @@ def measure_gemm_rate(threads: int, device: str = "cpu") -> float:
     )
 
 
-def copy_rate(device: str, seconds: float = 0.5) -> float:
-    """GB/s that a copy within the device's memory reads and writes, the best of those that fit into
-    `seconds`."""
+def measure_copy_rate(device: str, seconds: float = 0.5) -> float:
+    """Return the GB/s, read and written, of the best copy within an accelerator's memory.
+
+    seconds: how long copies are repeated.
+    """
     import torch
 
     source = torch.ones(2**28, device=device)
@@ -121,5 +135,5 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     rates = {"gflops": round(measure_gemm_rate(options.threads, options.device), 1)}
     if options.device != "cpu":
-        rates["gbytes_per_s"] = round(copy_rate(options.device), 1)
+        rates["gbytes_per_s"] = round(measure_copy_rate(options.device), 1)
     print(json.dumps(rates))

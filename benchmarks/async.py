@@ -1,15 +1,17 @@
-"""Throughput of synchronous and asynchronous runs on Ray, whose generators take simulated times
-with a heavy tail and whose learner takes a fixed one; all else is real: actors, router, weight sync,
-scheduler, loop.
+"""Measure the throughput of synchronous and asynchronous runs on Ray with simulated durations.
 
-python benchmarks/async.py [--steps 12] [--cluster ray]
+Requests of the generators take random times with a heavy tail, updates of the learner a fixed time.
+All else is real: actors, router, weight sync, scheduler, loop.
 
-The bound is what the slower side alone would take: all that the driver does in a step but to wait
-for groups (the update, the push of weights, ...), or the seconds of the very requests that the
-counted steps trained on, over all slots. Steps at the beginning, which find the generators empty,
-and at the end, for which nothing new is begun, are not counted. The best possible is the share of
-the bound that a long run reaches whose generators lose no time
-(`ratchet.testing.simulated.compute_best_step_ends`): what bounded staleness and a heavy tail leave.
+    python benchmarks/async.py [--steps 12] [--cluster ray]
+
+The bound of a step is the time of the slower side alone: either the driver's work without waiting
+for groups (update, weight push, ...), or the seconds of the requests that the step trains on,
+divided among all slots. Steps at the beginning, when no group is under way yet, and at the end, when
+no new group is begun, are not counted. "Best possible" is the share of the bound that a long run
+reaches if its generators lose no time (`ratchet.testing.simulated.compute_best_step_ends`); bounded
+staleness and the heavy tail cause the rest.
+
 Prints a table and one JSON line.
 """
 
@@ -24,14 +26,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# one request in a hundred takes over six times the mean
+# With SIGMA = 1, one request in a hundred takes over six times the mean.
 WORKERS, SLOTS, MEAN_S, SIGMA = 2, 4, 1.0, 1.0
-# a step's requests need BATCH x ATTEMPTS x MEAN_S / (WORKERS x SLOTS) = 2 s of all slots
+# The requests of a step take BATCH x ATTEMPTS x MEAN_S / (WORKERS x SLOTS) = 2 s on all slots.
 BATCH, ATTEMPTS = 4, 4
-LONG = 2000  # steps of the simulation that says what is possible
+SIMULATED_STEPS = 2000  # steps of the simulation of the best possible run
 
-# seconds of an update
-CASES = {"generation is slower": 1.2, "they are alike": 2.0, "training is slower": 4.0}
+# Seconds of an update, by case.
+CASES = {"generation is slower": 1.2, "both are equal": 2.0, "training is slower": 4.0}
 MODES = {
     "synchronous": {},
     "max_staleness 4": {"max_staleness": 4, "order": "ready"},
@@ -39,12 +41,12 @@ MODES = {
 }
 
 
-def around(rollouts: dict[str, Any]) -> int:
-    """Steps at either end that are not counted: as many as may be under way."""
+def count_margin_steps(rollouts: dict[str, Any]) -> int:
+    """Return the number of steps at either end that are not counted: those that may be under way."""
     return rollouts.get("max_staleness", 0) + 1
 
 
-def recipe(cluster: str, rollouts: dict[str, Any], steps: int) -> dict[str, Any]:
+def make_recipe(cluster: str, rollouts: dict[str, Any], steps: int) -> dict[str, Any]:
     slow = {
         "kind": "ratchet.testing.simulated:SlowGenerator",
         "mean_s": MEAN_S,
@@ -60,7 +62,7 @@ def recipe(cluster: str, rollouts: dict[str, Any], steps: int) -> dict[str, Any]
         "rollouts": rollouts,
         "algorithm": {"kind": "grpo", "group_size": ATTEMPTS},
         "name": "simulated",
-        "steps": steps + 2 * around(rollouts),
+        "steps": steps + 2 * count_margin_steps(rollouts),
         "batch_size": BATCH,
     }
     return {
@@ -77,8 +79,11 @@ def recipe(cluster: str, rollouts: dict[str, Any], steps: int) -> dict[str, Any]
 async def measure(
     cluster: str, rollouts: dict[str, Any], update_s: float, steps: int
 ) -> tuple[float, float, float]:
-    """Seconds of a step, of what the driver does in it but to wait for groups, and of all slots for
-    its requests: means of the counted steps."""
+    """Return three means over the counted steps, in seconds.
+
+    They are the duration of a step, the driver's work in it (without waiting for groups), and the
+    time that all slots together need for its requests.
+    """
     from ratchet.config.schema import RunConfig
     from ratchet.executors.freeze import freeze
     from ratchet.experience.sources.prompt_ledger import PromptLedger
@@ -91,10 +96,10 @@ async def measure(
     )
     from ratchet.training.loop import train
 
-    config = freeze(RunConfig.model_validate(recipe(cluster, rollouts, steps)))
+    config = freeze(RunConfig.model_validate(make_recipe(cluster, rollouts, steps)))
     executor = build_executor(config)
-    found: list[tuple[float, float]] = []
-    counted = range(around(rollouts), around(rollouts) + steps)
+    times_by_step: list[tuple[float, float]] = []  # (whole step, waiting for groups)
+    counted = range(count_margin_steps(rollouts), count_margin_steps(rollouts) + steps)
     try:
         policy = start_processes(config, executor, build_policy(config))
         with tempfile.TemporaryDirectory() as directory:
@@ -102,41 +107,49 @@ async def measure(
             run = build_run(config, 0, policy, directory=Path(directory), ledger=ledger)
             run.roles = {name: SlowLearner(role, update_s) for name, role in run.roles.items()}
             run.observers = (
-                lambda step, now: found.append(
-                    (now["time/step_s"] or 0.0, now["time/sample_s"] or 0.0)
+                lambda step, metrics: times_by_step.append(
+                    (metrics["time/step_s"] or 0.0, metrics["time/sample_s"] or 0.0)
                 ),
             )
             await train(run)
             await run.close()
             await policy.close()
             ledger.close()
-            asked = seconds_asked(Path(directory) / "ledger.jsonl", config.seed, counted)
+            request_s = sum_request_seconds(Path(directory) / "ledger.jsonl", config.seed, counted)
     finally:
         executor.close()
-    whole, waited = (statistics.fmean(found[step][i] for step in counted) for i in range(2))
-    return whole, whole - waited, asked / (WORKERS * SLOTS) / steps
+    step_s, waiting_s = (
+        statistics.fmean(times_by_step[step][i] for step in counted) for i in range(2)
+    )
+    return step_s, step_s - waiting_s, request_s / (WORKERS * SLOTS) / steps
 
 
-def seconds_asked(ledger: Path, seed: int, steps: range) -> float:
-    """Of all requests that these steps trained on."""
+def sum_request_seconds(ledger: Path, seed: int, steps: range) -> float:
+    """Return the seconds of all requests that these steps trained on."""
     from ratchet.experience.seeds import derive_seed
     from ratchet.experience.sources.prompt_ledger import read_ledger
     from ratchet.testing.simulated import draw_seconds
 
     base = derive_seed(seed, "simulated", "rollouts")
-    trained = [
+    group_ids = [
         line["id"]
         for line in read_ledger(ledger)
         if line["event"] == "trained" and line["step"] in steps
     ]
-    assert len(trained) == BATCH * len(steps)
-    seeds = (derive_seed(base, name, attempt) for name in trained for attempt in range(ATTEMPTS))
-    return sum(draw_seconds(own, MEAN_S, SIGMA) for own in seeds)
+    assert len(group_ids) == BATCH * len(steps)
+    seeds = (
+        derive_seed(base, group_id, attempt)
+        for group_id in group_ids
+        for attempt in range(ATTEMPTS)
+    )
+    return sum(draw_seconds(request_seed, MEAN_S, SIGMA) for request_seed in seeds)
 
 
-def possible(rollouts: dict[str, Any], busy_s: float) -> float:
-    """The share of the bound that is left where generators lose no time, and the driver is busy for
-    so many seconds a step."""
+def simulate_best_share(rollouts: dict[str, Any], busy_s: float) -> float:
+    """Return the share of the bound that a run reaches if its generators lose no time.
+
+    busy_s: seconds of the driver's work in a step.
+    """
     from ratchet.experience.async_rollouts.staleness_scheduler import StalenessScheduler
     from ratchet.experience.seeds import derive_seed
     from ratchet.testing.simulated import compute_best_step_ends, draw_seconds
@@ -145,36 +158,42 @@ def possible(rollouts: dict[str, Any], busy_s: float) -> float:
         return draw_seconds(derive_seed("possible", group, attempt), MEAN_S, SIGMA)
 
     scheduler = StalenessScheduler(
-        groups_per_step=BATCH, last_step=LONG, **{"max_staleness": 0, **rollouts}
+        groups_per_step=BATCH, last_step=SIMULATED_STEPS, **{"max_staleness": 0, **rollouts}
     )
     ends = compute_best_step_ends(
         scheduler, attempts=ATTEMPTS, slots=WORKERS * SLOTS, update_s=busy_s, seconds=seconds
     )
-    generating = sum(
-        seconds(group, attempt) for group in range(BATCH * LONG) for attempt in range(ATTEMPTS)
+    request_s = sum(
+        seconds(group, attempt)
+        for group in range(BATCH * SIMULATED_STEPS)
+        for attempt in range(ATTEMPTS)
     )
-    return max(busy_s, generating / (WORKERS * SLOTS) / LONG) / (ends[-1] / LONG)
+    bound_s = max(busy_s, request_s / (WORKERS * SLOTS) / SIMULATED_STEPS)
+    return bound_s / (ends[-1] / SIMULATED_STEPS)
 
 
 async def main(arguments: argparse.Namespace) -> None:
     rows = []
     for case, update_s in CASES.items():
-        synchronous = 0.0
+        synchronous_s = 0.0
         for mode, rollouts in MODES.items():
-            mean, busy, generating = await measure(
+            step_s, busy_s, generators_s = await measure(
                 arguments.cluster, rollouts, update_s, arguments.steps
             )
-            bound = max(busy, generating)
-            synchronous = synchronous or mean
+            bound_s = max(busy_s, generators_s)
+            synchronous_s = synchronous_s or step_s  # the first mode is the synchronous one
             row = {
                 "case": case,
                 "mode": mode,
-                "step_s": mean,
-                "driver_s": busy,
-                "generators_s": generating,
+                "step_s": step_s,
+                "driver_s": busy_s,
+                "generators_s": generators_s,
             }
-            shares = {"of_bound": bound / mean, "possible": possible(rollouts, busy)}
-            rows.append(row | {"speedup": synchronous / mean, **shares})
+            shares = {
+                "of_bound": bound_s / step_s,
+                "possible": simulate_best_share(rollouts, busy_s),
+            }
+            rows.append(row | {"speedup": synchronous_s / step_s, **shares})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     print(
         "| Update | Mode | Seconds a step | Driver | Generators | Against synchronous | Share of "
@@ -199,6 +218,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=12, help="that are counted")
+    parser.add_argument("--steps", type=int, default=12, help="number of counted steps")
     parser.add_argument("--cluster", choices=["ray", "local"], default="ray")
     sys.exit(asyncio.run(main(parser.parse_args())))

@@ -1,12 +1,13 @@
-"""How soon `ratchet ui` shows a long run: 1,000 steps of 1,024 trajectories, in a real browser on
-this machine.
+"""Measure how long `ratchet ui` takes to show a run of 1,000 steps of 1,024 trajectories.
 
     python benchmarks/dashboard.py [--rounds 5] [--run DIRECTORY]
 
-Makes the run first (a minute, 0.8 GB; kept in --run for the next time), starts `ratchet ui`, and
-opens each view in a page of its own: a new browser context, nothing cached. A view counts as open
-when all of it is drawn: curves; rollouts with the table of all, and the first opened; the
-waterfall. Medians; prints a table, and one line of JSON.
+First writes the run (a minute, 0.8 GB; kept in --run for the next time). Then starts `ratchet ui`
+and opens each view in Chromium on this machine, in a new browser context without a cache. A view
+counts as open when all of it is drawn: the curves; the table of all rollouts and the first of them;
+the waterfall of tokens.
+
+Prints a table of medians over the rounds, and one JSON line.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from ratchet.observe.sinks import JsonlSink
 from ratchet.runs.run_dir import RunDirectory
 
 STEPS, GROUPS, ATTEMPTS = 1000, 128, 8
-PROMPT, WRITTEN = 16, 32  # tokens of a trajectory
+PROMPT, WRITTEN = 16, 32  # tokens of a trajectory's prompt and answer
 ROWS, LENGTH = GROUPS * ATTEMPTS, PROMPT + WRITTEN
-METRICS = 60
-GOAL_S = 2.0
+METRICS = 60  # number of metrics in each step
+GOAL_S = 2.0  # maximum time to open a view
 
 
 def make_run(path: Path) -> None:
@@ -72,7 +73,7 @@ def make_run(path: Path) -> None:
     for first in range(1, STEPS + 1, MAX_STEPS):
         steps = range(first, min(first + MAX_STEPS, STEPS + 1))
         file = directory.steps / f"{steps[0]:08d}-{steps[-1]:08d}.parquet"
-        table = table_of(steps, generator)
+        table = make_table(steps, generator)
         pq.write_table(
             table, file, compression="zstd", compression_level=1, row_group_size=table.num_rows
         )
@@ -84,28 +85,30 @@ def make_run(path: Path) -> None:
             index.write(RecordFile(file.name, file.stat().st_size, digest, facts).line())
 
 
-def table_of(steps: range, generator: np.random.Generator) -> pa.Table:
-    """Rows of some steps, as a recorder would have written them; each task comes again every eight
-    steps."""
+def make_table(steps: range, generator: np.random.Generator) -> pa.Table:
+    """Return the rows of some steps, as a recorder would have written them.
+
+    Each task returns every eight steps.
+    """
     n = len(steps) * ROWS
     step = np.repeat(np.asarray(steps, np.int32), ROWS)
     group = np.tile(np.repeat(np.arange(GROUPS, dtype=np.int32), ATTEMPTS), len(steps))
     attempt = np.tile(np.arange(ATTEMPTS, dtype=np.int32), n // ATTEMPTS)
     reward = (generator.random(n) < 0.5).astype(np.float64)
     task = [f"made/train/{(s % 8) * GROUPS + g}" for s, g in zip(step, group, strict=True)]
-    written = np.tile(np.arange(LENGTH) >= PROMPT, n)
-    tokens = n * LENGTH
+    is_written = np.tile(np.arange(LENGTH) >= PROMPT, n)  # for each token: the policy wrote it
+    n_tokens = n * LENGTH
     columns: dict[str, Any] = {
         "step": step, "group_index": group, "row": attempt, "attempt": attempt, "reward": reward, "advantage": reward - 0.5,
         "group": [f"rl/{s * GROUPS + g}" for s, g in zip(step, group, strict=True)], "task": task,
         "length": np.full(n, LENGTH, np.int32), "newest_version": step - 1, "oldest_version": step - 1,
-        "messages": messages(task, reward),
-        "tokens": lists(generator.integers(10, 200, tokens, dtype=np.int32)), "owner": lists(written.astype(np.int8)),
-        "trainable": lists(written), "trained": lists(written),
-        "versions": lists(np.where(written, np.repeat(step - 1, LENGTH), -1).astype(np.int32)),
+        "messages": make_messages(task, reward),
+        "tokens": make_lists(generator.integers(10, 200, n_tokens, dtype=np.int32)), "owner": make_lists(is_written.astype(np.int8)),
+        "trainable": make_lists(is_written), "trained": make_lists(is_written),
+        "versions": make_lists(np.where(is_written, np.repeat(step - 1, LENGTH), -1).astype(np.int32)),
     }  # fmt: skip
     for name in ("rollout_logprobs", "old_logprobs", "advantages", "weights"):
-        columns[name] = lists(generator.random(tokens, dtype=np.float32))
+        columns[name] = make_lists(generator.random(n_tokens, dtype=np.float32))
     for name, value in {
         "generated_tokens": WRITTEN,
         "trained_tokens": WRITTEN,
@@ -135,13 +138,14 @@ def table_of(steps: range, generator: np.random.Generator) -> pa.Table:
     )
 
 
-def lists(values: np.ndarray) -> pa.Array:
+def make_lists(values: np.ndarray) -> pa.Array:
+    """Return one list of LENGTH values for each trajectory."""
     offsets = np.arange(0, len(values) + 1, LENGTH, dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
 
-def messages(task: list[str], reward: np.ndarray) -> pa.Array:
-    """A question and an answer each."""
+def make_messages(task: list[str], reward: np.ndarray) -> pa.Array:
+    """Return a question and an answer for each trajectory."""
     texts = [
         text
         for name, value in zip(task, reward, strict=True)
@@ -155,8 +159,8 @@ def messages(task: list[str], reward: np.ndarray) -> pa.Array:
 
 
 @contextmanager
-def dashboard(run: Path) -> Iterator[str]:
-    """The address of a `ratchet ui` in a process of its own."""
+def start_dashboard(run: Path) -> Iterator[str]:
+    """Start `ratchet ui` in a separate process, and yield its address."""
     command = [sys.executable, "-u", "-m", "ratchet", "ui", str(run), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -166,15 +170,16 @@ def dashboard(run: Path) -> Iterator[str]:
             process.terminate()
 
 
-def seconds(browser: Any, address: str, view: str, drawn: str) -> float:
+def measure_view(browser: Any, address: str, view: str, last_element: str) -> float:
+    """Return the seconds until a view has drawn its last element, a CSS selector."""
     page = browser.new_context(viewport={"width": 1366, "height": 820}).new_page()
     start = time.perf_counter()
     page.goto(f"{address}#{view}")
     page.wait_for_selector(f"body[data-ready={view}]")
-    page.wait_for_selector(drawn)
-    taken = time.perf_counter() - start
+    page.wait_for_selector(last_element)
+    seconds = time.perf_counter() - start
     page.context.close()
-    return taken
+    return seconds
 
 
 def main() -> None:
@@ -183,7 +188,7 @@ def main() -> None:
     parser.add_argument(
         "--run",
         type=Path,
-        help="where the made run is, or is to be kept; default: a temporary directory",
+        help="directory of the run, written if it is absent; default: a temporary one",
     )
     options = parser.parse_args()
     from playwright.sync_api import sync_playwright
@@ -192,25 +197,26 @@ def main() -> None:
         run = options.run or Path(temporary) / "long"
         if not run.exists():
             make_run(run)
-        taken: dict[str, list[float]] = {}
-        with dashboard(run) as address, sync_playwright() as playwright:
+        seconds_by_view: dict[str, list[float]] = {}
+        with start_dashboard(run) as address, sync_playwright() as playwright:
             arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
             browser = playwright.chromium.launch(
                 executable_path=shutil.which("chromium"), args=arguments
             )
-            # the first page also starts the browser's processes
-            seconds(browser, address, "curves", "canvas")
+            # Not counted: the first page also starts the browser's processes.
+            measure_view(browser, address, "curves", "canvas")
             for _ in range(options.rounds):
-                for view, drawn in {
+                for view, last_element in {
                     "curves": "canvas",
                     "rollouts": "article.rollout",
                     "tokens": ".waterfall",
                 }.items():
-                    taken.setdefault(view, []).append(seconds(browser, address, view, drawn))
+                    seconds = measure_view(browser, address, view, last_element)
+                    seconds_by_view.setdefault(view, []).append(seconds)
             browser.close()
-    medians = {view: statistics.median(times) for view, times in taken.items()}
+    medians = {view: statistics.median(times) for view, times in seconds_by_view.items()}
     print(f"{STEPS} steps x {ROWS} trajectories, {options.rounds} rounds")
-    for view, times in taken.items():
+    for view, times in seconds_by_view.items():
         print(f"{view:10} {medians[view]:5.2f} s   (from {min(times):.2f} to {max(times):.2f})")
     print(
         json.dumps(

@@ -1,7 +1,8 @@
-"""DPO on 32 ragged pairs a step, answers with their prompt 16 to 96 tokens: pairs a second of
-Ratchet and of TRL in turn.
+"""Compare the DPO throughput of Ratchet and TRL, in pairs per second.
 
-python benchmarks/dpo.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+A step has 32 pairs. A prompt and one of its answers have 16 to 96 tokens together.
+
+    python benchmarks/dpo.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Generation, even (8 prompts x 16 samples, 32 new tokens) and ragged (256 prompts of 8 to 16
-tokens, 8 to 96 new tokens, 64 at a time): Ratchet's engine, transformers and vLLM in turn on the
-same model and token counts.
+"""Compare the generation throughput of Ratchet's engine, transformers and vLLM.
 
-python benchmarks/generate.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+All use the same model and token counts. Even case: 8 prompts x 16 samples, 32 new tokens. Ragged
+case: 256 prompts of 8 to 16 tokens, 8 to 96 new tokens, 64 at a time.
+
+    python benchmarks/generate.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
 
 from __future__ import annotations

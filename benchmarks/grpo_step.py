@@ -1,7 +1,8 @@
-"""One GRPO step, 8 prompts x 16 samples, prompt 16, 32 new tokens: Ratchet and TRL in turn on the
-same model.
+"""Compare the time of one GRPO step of Ratchet and TRL on the same model.
 
-python benchmarks/grpo_step.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+A step has 8 prompts of 16 tokens x 16 samples of 32 new tokens.
+
+    python benchmarks/grpo_step.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
 
 from __future__ import annotations

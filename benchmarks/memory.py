@@ -1,8 +1,10 @@
-"""Peak memory of a GRPO step with a vocabulary of 150,000 and a tiny body: 4 prompts x 8 samples,
-prompt 16, 32 new tokens.
+"""Compare the peak memory of a GRPO step of Ratchet and TRL, for a tiny model with a vocabulary of
+150,000.
 
-python benchmarks/memory.py [--size T] [--vocabulary 150000] [--rounds 5] [--python
-PEERS/bin/python]
+A step has 4 prompts of 16 tokens x 8 samples of 32 new tokens.
+
+    python benchmarks/memory.py [--size T] [--vocabulary 150000] [--rounds 5]
+    [--python PEERS/bin/python]
 """
 
 from __future__ import annotations

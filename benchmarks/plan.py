@@ -1,10 +1,13 @@
-"""What `ratchet plan` predicts against what runs take: peak memory, and seconds of a step.
+"""Compare the predictions of `ratchet plan` with runs: peak memory, and seconds of a step.
 
-python benchmarks/plan.py [--probe 30] [--rounds 3]
+    python benchmarks/plan.py [--probe 30] [--rounds 3]
 
-Each stage of six recipes, of fewer steps: planned with a probe, then run in a process of its own,
-evaluations and all, in turn. Of each number the median over rounds, and of a run's steps but the
-first of a stage. Others may use the machine: processor time is there too, which they change less.
+Six recipes with reduced numbers of steps are each planned with a probe, and then run in a separate
+process, with their evaluations. A number is the median over the rounds. The duration of a step is
+the median over a stage's steps without the first. Processor time is shown too, because other
+programs on the machine change it less than wall time.
+
+Prints a table with a row for each stage.
 """
 
 from __future__ import annotations
@@ -53,83 +56,98 @@ CASES = {
 Numbers = dict[str, float]
 
 
-def ratchet(*arguments: str) -> str:
-    done = subprocess.run(
+def run_ratchet(*arguments: str) -> str:
+    """Run a command of ratchet, and return its standard output."""
+    process = subprocess.run(
         [sys.executable, "-m", "ratchet", *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
         check=False,
     )
-    if done.returncode:
-        raise SystemExit(f"ratchet {' '.join(arguments)}:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    if process.returncode:
+        raise SystemExit(f"ratchet {' '.join(arguments)}:\n{process.stdout}{process.stderr}")
+    return process.stdout
 
 
-def predicted(
+def predict(
     recipe: Path, overrides: tuple[str, ...], probe_s: float
 ) -> tuple[Numbers, dict[str, Numbers], list[int]]:
-    """(of the run, of each stage, their steps)"""
+    """Return the plan's numbers of the run, those of each stage, and each stage's steps."""
     plan: dict[str, Any] = json.loads(
-        ratchet("plan", str(recipe), *overrides, "--probe", str(probe_s), "--json")
+        run_ratchet("plan", str(recipe), *overrides, "--probe", str(probe_s), "--json")
     )
     stages = plan["stages"]
-    shapes = max(stage["shape_bytes"] for stage in stages)
-    kept = ("step_s", "processor_s", "probed_steps")
-    of_stages = {stage["stage"]: {key: stage[key] for key in kept} for stage in stages}
+    shape_bytes = max(stage["shape_bytes"] for stage in stages)
+    keys = ("step_s", "processor_s", "probed_steps")
     return (
-        {"peak": plan["peak_bytes"], "by shapes": shapes},
-        of_stages,
+        {"peak": plan["peak_bytes"], "by shapes": shape_bytes},
+        {stage["stage"]: {key: stage[key] for key in keys} for stage in stages},
         [stage["steps"] for stage in stages],
     )
 
 
-def measured(
+def measure(
     recipe: Path, overrides: tuple[str, ...], steps: list[int]
 ) -> tuple[float, list[Numbers]]:
-    """(bytes of the run at its largest, the median step of each stage)"""
-    with tempfile.TemporaryDirectory() as place:
-        run = Path(place) / "run"
-        ratchet("train", str(recipe), *overrides, "logging.progress=off", "--run-dir", str(run))
+    """Run the recipe. Return the peak bytes, and the median numbers of each stage's steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = Path(directory) / "run"
+        run_ratchet("train", str(recipe), *overrides, "logging.progress=off", "--run-dir", str(run))
         peak = json.loads((run / "summary.json").read_text())["peak_mib"] * 2**20
         rows = [row for row in read_jsonl(run / "metrics.jsonl") if "time/step_s" in row]
-    middles = []
+    medians = []
     for end, count in zip(accumulate(steps), steps, strict=True):
-        own = [row for row in rows if end - count + 1 < row["step"] <= end]  # the first warms up
-        middles.append(
-            {key: median(row[f"time/{key}"] for row in own) for key in ("step_s", "processor_s")}
+        # The stage's first step is left out, because it warms up.
+        stage_rows = [row for row in rows if end - count + 1 < row["step"] <= end]
+        medians.append(
+            {
+                key: median(row[f"time/{key}"] for row in stage_rows)
+                for key in ("step_s", "processor_s")
+            }
         )
-    return peak, middles
+    return peak, medians
 
 
 def compare(name: str, probe_s: float, rounds: int) -> list[str]:
-    """Rows of the table."""
+    """Return the table's rows of one case, one for each stage."""
     file, overrides = CASES[name]
-    recipe, found = ROOT / "recipes" / file, defaultdict[tuple[str, str], list[float]](list)
+    recipe = ROOT / "recipes" / file
+    values = defaultdict[tuple[str, str], list[float]](list)  # by (stage or "", name of the number)
     stages, steps = dict[str, Numbers](), list[int]()
     for _ in range(rounds):
-        run, stages, steps = predicted(recipe, overrides, probe_s)
-        peak, middles = measured(recipe, overrides, steps)
+        run, stages, steps = predict(recipe, overrides, probe_s)
+        peak, step_medians = measure(recipe, overrides, steps)
         for key, value in {**run, "measured": peak}.items():
-            found["", key].append(value)
-        for (stage, numbers), took in zip(stages.items(), middles, strict=True):
-            for key, value in numbers.items():
-                found[stage, key].append(value)
-            for key, value in took.items():
-                found[stage, f"measured {key}"].append(value)
-    middle = {key: median(values) for key, values in found.items()}
-    shapes, guess, real = (middle["", key] / 2**20 for key in ("by shapes", "peak", "measured"))
-    memory = f"{shapes:,.0f} | {guess:,.0f} | {real:,.0f} | {guess / real:.2f}"
+            values["", key].append(value)
+        for (stage, predicted), measured in zip(stages.items(), step_medians, strict=True):
+            for key, value in predicted.items():
+                values[stage, key].append(value)
+            for key, value in measured.items():
+                values[stage, f"measured {key}"].append(value)
+    medians = {key: median(numbers) for key, numbers in values.items()}
+    by_shapes, predicted_mib, measured_mib = (
+        medians["", key] / 2**20 for key in ("by shapes", "peak", "measured")
+    )
+    memory = (
+        f"{by_shapes:,.0f} | {predicted_mib:,.0f} | {measured_mib:,.0f} | "
+        f"{predicted_mib / measured_mib:.2f}"
+    )
     rows = []
     for stage, count in zip(stages, steps, strict=True):
-        tried, wall, own = (middle[stage, key] for key in ("probed_steps", "step_s", "processor_s"))
-        wall_took, own_took = (
-            middle[stage, "measured step_s"],
-            middle[stage, "measured processor_s"],
+        probed_steps, wall_s, cpu_s = (
+            medians[stage, key] for key in ("probed_steps", "step_s", "processor_s")
         )
-        time = f"{wall:.3f} | {wall_took:.3f} | {wall / wall_took:.2f} | {own / own_took:.2f}"
-        rows.append(f"| {name}: {stage} | {tried:.0f} of {count} | {memory} | {time} |")
-        memory = " | | | "
+        measured_wall_s, measured_cpu_s = (
+            medians[stage, "measured step_s"],
+            medians[stage, "measured processor_s"],
+        )
+        time = (
+            f"{wall_s:.3f} | {measured_wall_s:.3f} | {wall_s / measured_wall_s:.2f} | "
+            f"{cpu_s / measured_cpu_s:.2f}"
+        )
+        rows.append(f"| {name}: {stage} | {probed_steps:.0f} of {count} | {memory} | {time} |")
+        memory = " | | | "  # memory is that of the run, shown in its first row
     return rows
 
 
@@ -137,18 +155,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--probe", type=float, default=30)
+    parser.add_argument("--probe", type=float, default=30, help="seconds of a probe")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     print(
-        "| recipe: stage | steps probed | peak MiB: by shapes | with a probe | measured | ratio ",
+        "| recipe: stage | probed steps | peak MiB: by shapes | with a probe | measured | ratio ",
         end="",
     )
-    print("| s a step: predicted | measured | ratio | of processor time |")
+    print("| seconds per step: predicted | measured | ratio | ratio of processor time |")
     print("|" + "---|" * 10)
-    for name in chosen.cases:
-        print("\n".join(compare(name, chosen.probe, chosen.rounds)), flush=True)
+    for name in options.cases:
+        print("\n".join(compare(name, options.probe, options.rounds)), flush=True)
 
 
 if __name__ == "__main__":

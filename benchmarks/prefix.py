@@ -1,8 +1,9 @@
-"""A GRPO step whose prompts are long: 4 prompts x 16 samples, prompt 128 and 512, 32 new tokens.
-Ratchet and TRL in turn.
+"""Compare the time of a GRPO step with long prompts of Ratchet and TRL.
 
-python benchmarks/prefix.py [--size S] [--prompts 4] [--threads 2] [--rounds 5] [--python
-PEERS/bin/python]
+A step has 4 prompts of 128 or 512 tokens x 16 samples of 32 new tokens.
+
+    python benchmarks/prefix.py [--size S] [--prompts 4] [--threads 2] [--rounds 5]
+    [--python PEERS/bin/python]
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The quick-start's task to 90 % held-out: Ratchet and TRL in turn, from the same weights after its
-supervised stage, with its settings for GRPO. Seconds of training (evaluation apart) to the first
+"""Compare how long Ratchet and TRL train until they solve 90 % of the quick-start's held-out tasks.
+
+Both start from the same weights, those after the quick-start's supervised stage, and use its
+settings for GRPO. Measured are the seconds of training, without evaluation, until the first
 evaluation that reaches the target.
 
-python benchmarks/quickstart_vs_trl.py [--target 0.9] [--threads 2] [--rounds 5] [--python
-PEERS/bin/python]
+    python benchmarks/quickstart_vs_trl.py [--target 0.9] [--threads 2] [--rounds 5]
+    [--python PEERS/bin/python]
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ DRIVERS = (
 
 if __name__ == "__main__":
     parser = options(__doc__ or "")
-    parser.add_argument("--target", default="0.9", help="share of held-out tasks")
-    parser.add_argument("--start-steps", default="48", help="of the supervised stage before")
+    parser.add_argument("--target", default="0.9", help="share of held-out tasks to solve")
+    parser.add_argument(
+        "--start-steps", default="48", help="steps of the supervised stage before it"
+    )
     chosen = parser.parse_args()
     case = Case(
         f"Quick-start to {100 * float(chosen.target):.0f} % held-out",

@@ -1,12 +1,17 @@
-"""Trains recipes in full and holds what they reach to what their headers say.
+"""Train recipes in full, and compare their results with those in their headers.
 
     python benchmarks/recipes.py [NAMES...] [--seed N] [--tolerance 5.0] [--rotate K [--day N]]
 
-Three kinds of header line are read: `#   seed N: A -> B %` (held-out accuracy before and after the last stage, by
-`ratchet train recipes/X.yaml seed=N`), and `# needs: recipes/Y.yaml -> DIRECTORY` (where the recipe looks for the model that Y
-trains). Y is trained first, with its own seed, and the recipe is pointed to it. A line `#   python -m MODULE DIRECTORY` makes a
-model that the recipe starts from: it is run, and the recipe is pointed to what it wrote. Prints a table and one JSON line; the exit
-status is 1 when a result misses its header downwards by more than the tolerance, in percentage points.
+Three kinds of header lines are read:
+- `#   seed N: A -> B %`: held-out accuracy before and after the last stage, of the command
+  `ratchet train recipes/X.yaml seed=N`.
+- `# needs: recipes/Y.yaml -> DIRECTORY`: the recipe reads the model that recipe Y trains. Y is
+  trained first, with its own seed, and DIRECTORY is replaced by the path of its model.
+- `#   python -m MODULE DIRECTORY`: the command writes a model that the recipe starts from. It is
+  run, and DIRECTORY is replaced by the path of that model.
+
+Prints a table and one JSON line. The exit status is 1 if a result is lower than its header says by
+more than the tolerance, in percentage points.
 """
 
 from __future__ import annotations
@@ -38,9 +43,12 @@ NEEDS = re.compile(r"^# needs: recipes/([\w.+-]+)\.yaml -> (\S+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Header:
-    """What a recipe says of itself. measured: (before, after) in per cent, by seed. needs: a
-    recipe's name, by the directory in which this one looks for its model. makes: the module that
-    writes a model, by that directory."""
+    """The header of a recipe.
+
+    measured: (before, after) in per cent, by seed.
+    needs: name of the recipe that trains a model, by the directory in which this recipe reads it.
+    makes: module that writes a model, by the directory in which this recipe reads it.
+    """
 
     name: str
     measured: dict[int, tuple[float, float]]
@@ -50,8 +58,11 @@ class Header:
 
 @dataclass(frozen=True)
 class Result:
-    """In per cent; difference: after, against the header (None where that says nothing of this
-    seed)."""
+    """The result of a recipe, in per cent.
+
+    header: the accuracy after the last stage that the header states; None: none for this seed.
+    difference: `after` - `header`; None if either is None.
+    """
 
     recipe: str
     seed: int
@@ -75,14 +86,13 @@ def read_header(path: Path) -> Header:
     return Header(path.stem, measured, needs, makes)
 
 
-def measured_recipes(recipes: Path = RECIPES) -> list[str]:
-    """Names of the recipes that state a result, in order."""
+def list_measured_recipes(recipes: Path = RECIPES) -> list[str]:
+    """Return the names of the recipes whose headers state a result, in order."""
     return sorted(path.stem for path in recipes.glob("*.yaml") if read_header(path).measured)
 
 
-def rotated(names: Sequence[str], count: int, day: int) -> list[str]:
-    """`count` of them, other ones each day, so that all have had their turn after len / count
-    days."""
+def rotate(names: Sequence[str], count: int, day: int) -> list[str]:
+    """Return `count` names, others each day, so that each name comes every len / count days."""
     count = min(count, len(names))
     return [names[(day * count + i) % len(names)] for i in range(count)]
 
@@ -91,8 +101,8 @@ def today() -> int:
     return datetime.datetime.now(datetime.UTC).date().toordinal()
 
 
-def ordered(names: Sequence[str], recipes: Path = RECIPES) -> list[str]:
-    """With those that they need put in before them; each once."""
+def add_needed(names: Sequence[str], recipes: Path = RECIPES) -> list[str]:
+    """Return the names, and before each the recipes that it needs; each name once."""
     order: list[str] = []
 
     def visit(name: str) -> None:
@@ -106,22 +116,25 @@ def ordered(names: Sequence[str], recipes: Path = RECIPES) -> list[str]:
     return order
 
 
-def pointed_to(path: Path, models: dict[str, str]) -> list[str]:
-    """Overrides for each key of the recipe whose value is one of the directories (the keys of
-    `models`)."""
+def replace_directories(path: Path, models: dict[str, str]) -> list[str]:
+    """Return overrides that replace directories in a recipe.
+
+    models: the replacement of each directory.
+    """
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     stages = recipe.pop("stages", {})
     by_name = stages if isinstance(stages, dict) else {stage["name"]: stage for stage in stages}
-    found = [*_places(recipe, ""), *_places(by_name, "stages.")]
-    return [f"{key}={models[value]}" for key, value in found if value in models]
+    texts = [*_list_texts(recipe, ""), *_list_texts(by_name, "stages.")]
+    return [f"{key}={models[value]}" for key, value in texts if value in models]
 
 
-def _places(node: Any, at: str) -> Iterator[tuple[str, str]]:
+def _list_texts(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value) of each text in nested mappings."""
     if isinstance(node, dict):
         for key, value in node.items():
-            yield from _places(value, f"{at}{key}.")
+            yield from _list_texts(value, f"{prefix}{key}.")
     elif isinstance(node, str):
-        yield at.removesuffix("."), node
+        yield prefix.removesuffix("."), node
 
 
 def run_recipes(
@@ -132,28 +145,32 @@ def run_recipes(
     extra: Sequence[str] = (),
     recipes: Path = RECIPES,
 ) -> list[Result]:
-    """Trains each in `work`, those that they need first. extra: further overrides for all of them.
-    Results of `names` alone."""
+    """Train recipes and those that they need, and return the results of `names`.
+
+    work: directory of the runs.
+    extra: further overrides of all recipes.
+    """
     models: dict[str, str] = {}
     results = []
-    for name in ordered(names, recipes):
+    for name in add_needed(names, recipes):
         path, run = recipes / f"{name}.yaml", work / name
         header = read_header(path)
-        chosen = [f"seed={seed}"] if name in names else []
-        found = {directory: models[needed] for directory, needed in header.needs.items()}
+        seed_override = [f"seed={seed}"] if name in names else []
+        model_by_directory = {
+            directory: models[needed] for directory, needed in header.needs.items()
+        }
         for directory, module in header.makes.items():
-            found[directory] = str(work / f"{name}-start")
-            subprocess.run([sys.executable, "-m", module, found[directory]], check=True)
-        teachers = pointed_to(path, found)
+            start_model = model_by_directory[directory] = str(work / f"{name}-start")
+            subprocess.run([sys.executable, "-m", module, start_model], check=True)
         overrides = [
             "logging.progress=off",
             "logging.tensorboard=false",
-            *chosen,
-            *teachers,
+            *seed_override,
+            *replace_directories(path, model_by_directory),
             *extra,
         ]
         status = start_run(
-            path, overrides, run, command=f"ratchet train {path} {' '.join(chosen)}".strip()
+            path, overrides, run, command=f"ratchet train {path} {' '.join(seed_override)}".strip()
         )
         if status:
             raise SystemExit(status)
@@ -177,7 +194,7 @@ def _result(header: Header, seed: int, run: Path) -> Result:
 def table(results: Sequence[Result]) -> str:
     heading = ("recipe", "before", "after", "header", "difference")
     rows = [
-        (r.recipe, *map(_shown, (r.before, r.after, r.header)), _shown(r.difference, "+"))
+        (r.recipe, *map(_format, (r.before, r.after, r.header)), _format(r.difference, "+"))
         for r in results
     ]
     widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
@@ -188,40 +205,49 @@ def table(results: Sequence[Result]) -> str:
     )
 
 
-def _shown(value: float | None, sign: str = "") -> str:
+def _format(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.1f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Trains recipes and holds them to their headers.")
+    parser = argparse.ArgumentParser(
+        description="Train recipes, and compare their results with their headers."
+    )
     parser.add_argument(
-        "names", nargs="*", help="recipes without .yaml; by default all that state a result"
+        "names", nargs="*", help="recipes, without .yaml; default: all whose headers state a result"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--tolerance", type=float, default=5.0, help="percentage points below the header that pass"
+        "--tolerance",
+        type=float,
+        default=5.0,
+        help="percentage points by which a result may be lower than its header",
     )
     parser.add_argument(
-        "--rotate", type=int, default=None, metavar="K", help="only K of them, other ones each day"
+        "--rotate",
+        type=int,
+        default=None,
+        metavar="K",
+        help="train only K of them, others each day",
     )
     parser.add_argument(
-        "--day", type=int, default=None, help="day number for --rotate; by default today's"
+        "--day", type=int, default=None, help="day number for --rotate; default: today's"
     )
-    chosen = parser.parse_args(arguments)
-    names = list(dict.fromkeys(chosen.names)) or measured_recipes()
+    options = parser.parse_args(arguments)
+    names = list(dict.fromkeys(options.names)) or list_measured_recipes()
     missing = [name for name in names if not (RECIPES / f"{name}.yaml").is_file()]
     if missing:
         parser.error(f"there is no recipes/{missing[0]}.yaml")
-    if chosen.rotate is not None:
-        names = rotated(names, chosen.rotate, today() if chosen.day is None else chosen.day)
+    if options.rotate is not None:
+        names = rotate(names, options.rotate, today() if options.day is None else options.day)
     with tempfile.TemporaryDirectory() as work:
-        results = run_recipes(names, Path(work), seed=chosen.seed)
-    missed = [result.recipe for result in results if result.misses(chosen.tolerance)]
+        results = run_recipes(names, Path(work), seed=options.seed)
+    missed = [result.recipe for result in results if result.misses(options.tolerance)]
     print(table(results))
     print(
         json.dumps(
             {
-                "tolerance": chosen.tolerance,
+                "tolerance": options.tolerance,
                 "missed": missed,
                 "results": [asdict(result) for result in results],
             }

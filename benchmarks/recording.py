@@ -1,13 +1,17 @@
-"""What the record of steps costs: the quick-start's GRPO stage with and without it, in turn, on the
-same batches; and how long a large record takes to open.
+"""Measure the cost of recording steps, and how long a large record takes to open.
+
+The quick-start's GRPO stage runs with and without a record in turn, on the same batches.
 
     python benchmarks/recording.py [--rounds 5] [--steps 32] [--opened 1000]
 
-Prints a table and one JSON line. cost: by how much longer the steps take with a record, the median
-over rounds, each the ratio of two runs one after the other. The time to write what is left at the
-end is counted, as a checkpoint waits for that. cpu_cost: the same of the processor's time, with the
-recorder's thread: what it costs where no other core is free, and what still says something on a
-machine that others keep busy.
+Prints a table and one JSON line with these numbers:
+- cost: relative increase of a step's wall time by recording: the median over the rounds of the ratio
+  of two consecutive runs, minus 1. It includes writing the rest of the record at the end, because a
+  checkpoint waits for that.
+- cpu_cost: the same for the processor time of all threads, with that of the recorder. It is the cost
+  if no other core is free, and depends less on other programs of the machine.
+- measuring: shares of the processor time that metrics, meter and trace take.
+- opened: seconds to open and read a large record.
 """
 
 from __future__ import annotations
@@ -49,25 +53,28 @@ from ratchet.types import Group
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
 OVERRIDES = ["evaluation.tasks=0", "evaluation.every=0", "checkpoint.every=0"]
-ATTEMPTS, TOKENS = 1024, 16  # of a step of the record that is opened
+ATTEMPTS, TOKENS = 1024, 16  # of the large record: attempts of a step, tokens of an attempt
 
 
-def taught(config: RunConfig) -> dict[str, torch.Tensor]:
-    """The weights after the supervised stage."""
+def train_supervised(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Return the weights after the supervised stage."""
     policy = build_policy(config)
     asyncio.run(train(build_run(config, 0, policy)))
     return policy.model.state_dict()
 
 
-class Taken(NamedTuple):
+class Times(NamedTuple):
     wall_s: float
-    cpu_s: float  # of all threads
+    cpu_s: float  # processor time of all threads
 
 
-def seconds(
+def measure_steps(
     config: RunConfig, weights: dict[str, torch.Tensor], steps: int, folder: Path | None
-) -> Taken:
-    """Of so many steps, recorded where there is a folder; after two that warm up."""
+) -> Times:
+    """Return the times of `steps` steps, after two steps of warm-up.
+
+    folder: directory of the record; None: nothing is recorded.
+    """
     policy = build_policy(config)
     policy.model.load_state_dict(weights)
     run = build_run(config, 1, policy)
@@ -77,36 +84,36 @@ def seconds(
     start = run.first_step + 2
     asyncio.run(train(replace(run, recorder=recorder, last_step=start)))
     run = replace(run, recorder=recorder, first_step=start, last_step=start + steps)
-    started, worked = time.perf_counter(), time.process_time()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
     asyncio.run(train(run))
     if recorder is not None:
         recorder.flush()
-    taken = Taken(time.perf_counter() - started, time.process_time() - worked)
+    times = Times(time.perf_counter() - start_s, time.process_time() - start_cpu_s)
     if recorder is not None:
         recorder.close()
-    return taken
+    return times
 
 
-def measuring(
+def measure_shares(
     config: RunConfig, weights: dict[str, torch.Tensor], steps: int, folder: Path
 ) -> dict[str, float]:
-    """Shares of the processor time of so many measured steps."""
+    """Return the shares of the processor time that attempts' metrics, meter and trace take."""
     policy = build_policy(config)
     policy.model.load_state_dict(weights)
-    taken = dict.fromkeys(("attempts", "meter", "trace"), 0.0)
+    seconds_by_part = dict.fromkeys(("attempts", "meter", "trace"), 0.0)
 
-    def counted(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*arguments: Any, **named: Any) -> Any:
-            started = time.thread_time()
+    def time_calls(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            start = time.thread_time()
             try:
-                return function(*arguments, **named)
+                return function(*arguments, **keywords)
             finally:
-                taken[part] += time.thread_time() - started
+                seconds_by_part[part] += time.thread_time() - start
 
-        return count
+        return call
 
-    def spread(groups: Sequence[Group]) -> list[Any]:
-        """Drain them into the metrics, as the run does."""
+    def add_samples(groups: Sequence[Group]) -> list[Any]:
+        """Add the samples to the metrics here, so that their time is counted."""
         for labels, samples in iterate_attempt_samples(groups):
             run.metrics.add("rollout", samples, labels=labels)
         return []
@@ -118,25 +125,32 @@ def measuring(
         count_flops = partial(wrap_with_flop_counter, counter=meter.flop_counter)
         run = build_run(config, 1, policy, wrap_roles=[count_flops], meter=meter)
         run = replace(run, last_step=run.first_step + steps)
-        ratchet.training.run.iterate_attempt_samples = counted("attempts", spread)
-        meter.begin, meter.measure = counted("meter", meter.begin), counted("meter", meter.measure)
-        meter.flop_counter.add = counted("meter", meter.flop_counter.add)
-        trace.add_span, trace.add_attempt = (
-            counted("trace", trace.add_span),
-            counted("trace", trace.add_attempt),
+        ratchet.training.run.iterate_attempt_samples = time_calls("attempts", add_samples)
+        meter.begin, meter.measure = (
+            time_calls("meter", meter.begin),
+            time_calls("meter", meter.measure),
         )
-        trace.flush = counted("trace", trace.flush)
-        started = time.process_time()
+        meter.flop_counter.add = time_calls("meter", meter.flop_counter.add)
+        trace._add_span, trace._add_attempt = (
+            time_calls("trace", trace._add_span),
+            time_calls("trace", trace._add_attempt),
+        )
+        trace.flush = time_calls("trace", trace.flush)
+        start = time.process_time()
         asyncio.run(train(run))
-        whole = time.process_time() - started
+        total_s = time.process_time() - start
     ratchet.training.run.iterate_attempt_samples = iterate_attempt_samples
-    return {part: seconds / whole for part, seconds in taken.items()}
+    return {part: seconds / total_s for part, seconds in seconds_by_part.items()}
 
 
-def opened(steps: int, folder: Path) -> dict[str, float]:
-    """Seconds to open a record of so many steps of 1,024 trajectories, and to read one of them."""
+def measure_opening(steps: int, folder: Path) -> dict[str, float]:
+    """Write a record of `steps` steps of 1,024 trajectories, and measure how long reading takes.
+
+    scalars_s: seconds to open the record and read the numbers of all steps.
+    one_step_s: seconds to read all columns of one step.
+    """
     rng = np.random.default_rng(0)
-    groups = [_group(f"g/{i}", rng) for i in range(ATTEMPTS // 8)]
+    groups = [_make_group(f"g/{i}", rng) for i in range(ATTEMPTS // 8)]
     batch = pack(groups)
     batch = batch.fill_tokens(
         advantages=batch.rollout_logprobs_T.double(), old_logprobs=batch.rollout_logprobs_T
@@ -145,22 +159,22 @@ def opened(steps: int, folder: Path) -> dict[str, float]:
     for step in range(1, steps + 1):
         recorder.add(step, "rl", groups, batch, lambda b: b.rollout_logprobs_T.double(), {})
     recorder.close()
-    started = time.perf_counter()
+    start = time.perf_counter()
     record = Record(folder)
     record.table()
-    scalars = time.perf_counter() - started
-    started = time.perf_counter()
+    scalars_s = time.perf_counter() - start
+    start = time.perf_counter()
     record.step(steps // 2 + 1)
     mib = sum(file.size for file in record.files) / 2**20
     return {
-        "scalars_s": scalars,
-        "one_step_s": time.perf_counter() - started,
+        "scalars_s": scalars_s,
+        "one_step_s": time.perf_counter() - start,
         "files": len(record.files),
         "mib": mib,
     }
 
 
-def _group(name: str, rng: np.random.Generator) -> Group:
+def _make_group(name: str, rng: np.random.Generator) -> Group:
     rows = [
         make_trajectory(
             [1, 2],
@@ -178,45 +192,52 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=32)  # as many as a file has
-    parser.add_argument("--opened", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=32, help="timed steps; 32 fill a file")
+    parser.add_argument("--opened", type=int, default=1000, help="steps of the large record")
     options = parser.parse_args()
     config = freeze(load_config(QUICKSTART, OVERRIDES))
     prepare_process(config.threads)
-    weights, found = taught(config), dict[str, Any]()
+    weights, results = train_supervised(config), dict[str, Any]()
     with tempfile.TemporaryDirectory() as name:
-        pairs = list[tuple[Taken, Taken]]()  # without, with
-        for at in range(options.rounds):
-            folders = [None, Path(name) / f"round-{at}"]
-            taken = {
-                folder: seconds(config, weights, options.steps, folder)
-                for folder in folders[:: 1 if at % 2 else -1]
+        pairs = list[tuple[Times, Times]]()  # (without a record, with a record)
+        for index in range(options.rounds):
+            folders = [None, Path(name) / f"round-{index}"]
+            # The order alternates between rounds.
+            times_by_folder = {
+                folder: measure_steps(config, weights, options.steps, folder)
+                for folder in folders[:: 1 if index % 2 else -1]
             }
-            pairs.append((taken[None], taken[folders[1]]))
-            walls = [1000 * side.wall_s / options.steps for side in pairs[-1]]
-            cpus = [1000 * side.cpu_s / options.steps for side in pairs[-1]]
-            said = (
-                "a step takes {:.1f} ms, recorded {:.1f} ms; of the processor {:.1f} and {:.1f} ms"
+            pairs.append((times_by_folder[None], times_by_folder[folders[1]]))
+            plain_ms, recorded_ms = (1000 * times.wall_s / options.steps for times in pairs[-1])
+            plain_cpu_ms, recorded_cpu_ms = (
+                1000 * times.cpu_s / options.steps for times in pairs[-1]
             )
-            print(f"round {at + 1}: {said.format(*walls, *cpus)}")
-        found["cost"] = (
+            print(
+                f"round {index + 1}: a step takes {plain_ms:.1f} ms, recorded {recorded_ms:.1f} ms; "
+                f"processor time {plain_cpu_ms:.1f} and {recorded_cpu_ms:.1f} ms"
+            )
+        results["cost"] = (
             statistics.median(recorded.wall_s / plain.wall_s for plain, recorded in pairs) - 1
         )
-        found["cpu_cost"] = (
+        results["cpu_cost"] = (
             statistics.median(recorded.cpu_s / plain.cpu_s for plain, recorded in pairs) - 1
         )
-        found["step_s"] = statistics.median(plain.wall_s for plain, _ in pairs) / options.steps
-        found["measuring"] = measuring(config, weights, options.steps, Path(name) / "measured")
-        found["opened"] = opened(options.opened, Path(name) / "opened") if options.opened else None
+        results["step_s"] = statistics.median(plain.wall_s for plain, _ in pairs) / options.steps
+        results["measuring"] = measure_shares(
+            config, weights, options.steps, Path(name) / "measured"
+        )
+        results["opened"] = (
+            measure_opening(options.opened, Path(name) / "opened") if options.opened else None
+        )
     print(
-        f"a record costs {found['cost']:+.1%} of a step's time, {found['cpu_cost']:+.1%} of its "
+        f"a record costs {results['cost']:+.1%} of a step's time, {results['cpu_cost']:+.1%} of its "
         "processor time"
     )
     print(
-        "measuring takes",
-        ", ".join(f"{share:.2%} ({part})" for part, share in found["measuring"].items()),
+        "shares of processor time:",
+        ", ".join(f"{part} {share:.2%}" for part, share in results["measuring"].items()),
     )
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

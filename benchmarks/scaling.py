@@ -1,12 +1,13 @@
-"""How a GRPO step of Ratchet grows: batch, length, group size and model are doubled in turn, three
-times each.
+"""Measure how the cost of a GRPO step grows with batch, length, group size and model.
+
+Each of the four is doubled three times while the others stay as in grpo_step.py: 8 prompts x 16
+answers of 32 tokens.
 
     python benchmarks/scaling.py [--size S] [--doublings 3] [--threads 2] [--rounds 3]
 
-It begins with the GRPO step of grpo_step.py: 8 prompts x 16 answers of 32 tokens. Prints time, peak
-memory and the share of each phase, and the exponent e of what is fitted as factor^e. Host phases
-(packing, scheduling, rewards, recording) are marked where they take more than 5 % of the step;
-whatever grows faster than the work's FLOPs is marked too.
+Prints the time, the peak memory and each phase's share of a step, and for each number the exponent e
+of the fit factor^e. A "!" marks host phases (packing, scheduling, rewards, recording) above 5 % of a
+step, and times and memory that grow faster than the work's FLOPs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from side_by_side import Case, make, options, run, shared
 HOST = ("pack", "scheduling", "rewards", "recording")
 HOST_SHARE = 0.05
 WARMUP = 6  # steps: the first of a process are slower
-FASTER = 0.15  # above the work's exponent; less is within what such short runs tell
-TIMED_S = 1e-4
+# Excess over the work's exponent from which a number is marked; less may be noise of short runs.
+EXPONENT_TOLERANCE = 0.15
+MIN_TIMED = 1e-4  # smaller numbers (seconds) are too short to be measured
+# Option and initial value of each quantity that is doubled.
 KNOBS = {
     "batch": ("--prompts", 8),
     "length": ("--new-tokens", 32),
@@ -37,7 +40,7 @@ KNOBS = {
 
 
 def measure(knob: str, factor: int, chosen: Any) -> dict[str, Any]:
-    """Medians over the rounds: seconds, MiB, GFLOP, seconds of each phase."""
+    """Return medians over the rounds: seconds of a step and of each phase, MiB and GFLOP."""
     workload = {
         option: str(start * (factor if name == knob else 1))
         for name, (option, start) in KNOBS.items()
@@ -63,8 +66,11 @@ def measure(knob: str, factor: int, chosen: Any) -> dict[str, Any]:
 
 
 def exponent(points: Sequence[dict[str, Any]], key: str) -> float:
-    """Of the least squares line through the logarithms; 0 for what is too quick to be timed."""
-    if len(points) < 2 or min(point[key] for point in points) < TIMED_S:
+    """Return the slope of the least-squares line through the logarithms.
+
+    0 if a value is too short to be measured, or if there is only one point.
+    """
+    if len(points) < 2 or min(point[key] for point in points) < MIN_TIMED:
         return 0.0
     return statistics.linear_regression(
         *([math.log(point[name]) for point in points] for name in ("factor", key))
@@ -72,19 +78,19 @@ def exponent(points: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def marks(points: Sequence[dict[str, Any]]) -> list[str]:
-    """What costs more than it should."""
-    work, found = exponent(points, "gflop"), []
+    """Return a text for each number that costs too much or grows too fast."""
+    work_exponent, texts = exponent(points, "gflop"), list[str]()
     for phase in HOST:
         share = max(point[phase] / point["step"] for point in points)
         if share > HOST_SHARE:
-            found.append(f"{phase} takes {share:.0%} of a step")
+            texts.append(f"{phase} takes {share:.0%} of a step")
     for name in ("step", "mib", *HOST):
-        if exponent(points, name) > work + FASTER:
-            found.append(
+        if exponent(points, name) > work_exponent + EXPONENT_TOLERANCE:
+            texts.append(
                 f"{name} grows as factor^{exponent(points, name):.2f}, the work as "
-                f"factor^{work:.2f}"
+                f"factor^{work_exponent:.2f}"
             )
-    return found
+    return texts
 
 
 def table(knob: str, points: Sequence[dict[str, Any]]) -> str:

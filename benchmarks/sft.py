@@ -1,10 +1,11 @@
-"""Supervised fine-tuning on 64 ragged conversations a step, 16 to 256 tokens: tokens a second of
-Ratchet and of TRL in turn.
+"""Compare the SFT throughput of Ratchet and TRL, in tokens per second.
+
+A step has 64 conversations of 16 to 256 tokens.
 
     python benchmarks/sft.py [--size S] [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 
-TRL packs rows of up to 512 tokens, or lays the conversations of a micro-batch end to end, or pads
-them.
+TRL runs in three layouts: packed rows of up to 512 tokens, the conversations of a micro-batch laid
+end to end, and padded rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Runs drivers in turn, round after round, each in a process of its own, and prints one JSON line
-and a table of ratios.
+"""Compare Ratchet with other libraries (peers): run drivers in turn, and print a JSON line and a table
+of ratios.
 
-In turn, because a shared machine is sometimes slow: what disturbs one side of a round disturbs the
-other too. The machine's own rate of matrix products is measured in each round as well, for the
-floor: the work's FLOPs at that rate.
+A driver is a script that measures one library in a separate process. The drivers take turns in each
+round, so that other programs on a shared machine disturb all of them alike. Each round also measures
+the machine's rate of matrix products. The floor is the time of the work's FLOPs at that rate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ from protocol import UNAVAILABLE
 
 @dataclass(frozen=True)
 class Driver:
-    """peer: runs in the environment that holds the peers."""
+    """A script that measures one library.
+
+    peer: True if it runs in the environment of the peers (`--python`).
+    """
 
     name: str
     script: str
@@ -40,8 +43,11 @@ class Driver:
 
 @dataclass(frozen=True)
 class Measure:
-    """What of a driver's line is compared. factor: to the unit that is shown. higher: more of it is
-    better."""
+    """The number of a driver's JSON line that is compared.
+
+    factor: converts the number to `unit`.
+    higher: True if higher numbers are better.
+    """
 
     key: str
     unit: str
@@ -49,7 +55,7 @@ class Measure:
     higher: bool = False
 
     def ratio(self, ours: float, theirs: float) -> float:
-        """More than 1: we are better."""
+        """Return the ratio of the two numbers, above 1 if Ratchet is better."""
         return ours / theirs if self.higher else theirs / ours
 
 
@@ -60,14 +66,20 @@ MEMORY = Measure("peak_rss_mib", "MiB")
 
 
 def rate(of: str) -> Measure:
+    """Return the measure of a throughput. of: what is counted, such as "tokens"."""
     return Measure("rate_per_s", f"{of}/s", higher=True)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. The first driver is ours, the second the peer that `target` is about: the
-    ratio to it that we want. workload: arguments of all drivers. maker: writes the model that they
-    share; made_by_size: in the size that is asked for."""
+    """One comparison.
+
+    drivers: Ratchet first, then the peers.
+    workload: arguments of all drivers.
+    maker: script that writes the model that all drivers use.
+    made_by_size: True if `maker` takes `--size`.
+    target: desired ratio to the second driver; None: none.
+    """
 
     name: str
     drivers: Sequence[Driver]
@@ -85,34 +97,36 @@ def options(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--python", default=sys.executable, help="python of the environment that holds the peers"
     )
-    parser.add_argument("--size", default="S", help="of the random model, see peers/make_model.py")
+    parser.add_argument(
+        "--size", default="S", help="size of the random model, see peers/make_model.py"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", default="4", help="timed steps of a driver in a round")
     parser.add_argument("--threads", default="2")
     parser.add_argument(
         "--workers",
         default="0",
-        help="our threads that each take parts of a batch; 0: as many as threads",
+        help="Ratchet's workers, which each compute a part of a batch; 0: one per thread",
     )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--ours", action="store_true", help="without the peers")
+    parser.add_argument("--ours", action="store_true", help="measure Ratchet only")
     return parser
 
 
 class Unavailable(Exception):
-    """A driver that can't run here, and why."""
+    """An error for a driver that can't run here, with the reason."""
 
 
 def compare(case: Case, chosen: argparse.Namespace) -> None:
-    """Prints what was measured. A peer that can't run here is named, and left out."""
+    """Run a case and print its results. A peer that can't run here is named with the reason."""
     drivers = [driver for driver in case.drivers if not (chosen.ours and driver.peer)]
     lines: dict[str, list[dict[str, Any] | None]] = {driver.name: [] for driver in drivers}
     missing: dict[str, str] = {}
-    machine: list[dict[str, float]] = []
+    machine_rates: list[dict[str, float]] = []  # one for each round
     with tempfile.TemporaryDirectory() as model:
         make(case, chosen, model)
         for seed in range(chosen.rounds):
-            machine.append(
+            machine_rates.append(
                 run(RATES, ["--threads", chosen.threads, "--device", chosen.device], chosen.python)
             )
             for driver in drivers:
@@ -133,8 +147,8 @@ def compare(case: Case, chosen: argparse.Namespace) -> None:
         **{key: getattr(chosen, key) for key in ("threads", "rounds")},
         "unit": case.measure.unit,
         "target": case.target,
-        "floor": _floor(case.measure, ours, machine),
-        "gflops": round(statistics.median(rates["gflops"] for rates in machine)),
+        "floor": _floor(case.measure, ours, machine_rates),
+        "gflops": round(statistics.median(rates["gflops"] for rates in machine_rates)),
         "rows": _rows(case.measure, ours, lines),
         "missing": missing,
     }
@@ -143,13 +157,13 @@ def compare(case: Case, chosen: argparse.Namespace) -> None:
 
 
 def make(case: Case, chosen: argparse.Namespace, model: str) -> None:
-    """Writes the model that the drivers of a case share."""
+    """Write the model that the drivers of a case share."""
     maker = replace(case.maker, peer=case.maker.peer and not chosen.ours)
     run(maker, [model, *(["--size", chosen.size] if case.made_by_size else [])], chosen.python)
 
 
 def shared(chosen: argparse.Namespace, model: str, seed: int, driver: Driver) -> list[str]:
-    """Another seed in each round, the same for all its drivers."""
+    """Return the arguments that all cases share. All drivers of a round have the same seed."""
     keys = (
         ("steps", "threads", "device") if driver.peer else ("steps", "threads", "device", "workers")
     )
@@ -163,59 +177,67 @@ def shared(chosen: argparse.Namespace, model: str, seed: int, driver: Driver) ->
 
 
 def run(driver: Driver, arguments: Sequence[str], python: str) -> dict[str, Any]:
-    """What a driver printed last, read as JSON; {} for nothing. Its stderr is shown only when it
-    fails."""
+    """Run a driver and return its last line, parsed as JSON; {} if it printed none.
+
+    Raises Unavailable if the driver can't run here. Exits with its stderr if it fails.
+    """
     command = [
         python if driver.peer else sys.executable,
         str(HERE / driver.script),
         *arguments,
         *driver.arguments,
     ]
-    spawned = {**os.environ, "BENCHMARK_SPAWNED": str(time.time())}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=spawned)
-    if done.returncode == UNAVAILABLE:
-        raise Unavailable(done.stderr.strip().rpartition("\n")[2])
-    if done.returncode:
+    environment = {**os.environ, "BENCHMARK_SPAWNED": str(time.time())}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if process.returncode == UNAVAILABLE:
+        raise Unavailable(process.stderr.strip().rpartition("\n")[2])
+    if process.returncode:
         raise SystemExit(
-            f"{driver.script} failed with status {done.returncode}:\n{done.stderr[-4000:]}"
+            f"{driver.script} failed with status {process.returncode}:\n{process.stderr[-4000:]}"
         )
-    return json.loads(done.stdout.strip().rpartition("\n")[2] or "{}")
+    return json.loads(process.stdout.strip().rpartition("\n")[2] or "{}")
 
 
-Lines = Sequence[Mapping[str, Any] | None]  # of a driver, one a round; None where it couldn't run
+# The JSON lines of a driver, one for each round; None for a round in which it could not run.
+Lines = Sequence[Mapping[str, Any] | None]
 
 
 def _rows(measure: Measure, ours: Lines, lines: Mapping[str, Lines]) -> dict[str, dict[str, Any]]:
-    """Of the drivers that ran. A ratio is of the two lines of one round."""
+    """Return the results of the drivers that ran; each ratio compares two lines of one round."""
     rows = {}
     for name, theirs in lines.items():
-        ran = [line for line in theirs if line]
+        results = [line for line in theirs if line]
         ratios = [
             measure.ratio(a[measure.key], b[measure.key])
             for a, b in zip(ours, theirs, strict=True)
             if a and b
         ]
-        if ran:
+        if results:
             rows[name] = {
                 "median": round(
-                    statistics.median(line[measure.key] for line in ran) * measure.factor, 2
+                    statistics.median(line[measure.key] for line in results) * measure.factor, 2
                 ),
                 "ratio": round(statistics.median(ratios), 2) if ratios else None,
                 "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)] if ratios else None,
                 "peak_mib": round(
                     statistics.median(
-                        line.get("peak_device_mib", line["peak_rss_mib"]) for line in ran
+                        line.get("peak_device_mib", line["peak_rss_mib"]) for line in results
                     )
                 ),
             }
     return rows
 
 
-def _floor(measure: Measure, ours: Lines, machine: Sequence[Mapping[str, float]]) -> float | None:
-    """In the measure's unit: the work's FLOPs, or what it must read where that takes longer, at the
-    machine's rate. None where the work isn't arithmetic."""
+def _floor(
+    measure: Measure, ours: Lines, machine_rates: Sequence[Mapping[str, float]]
+) -> float | None:
+    """Return the floor in the measure's unit; None if it is not known.
+
+    It is the time of the work's FLOPs, or of its reads from memory if that is longer, at the
+    machine's rates.
+    """
     floors = []
-    for line, rates in zip(ours, machine, strict=True):
+    for line, rates in zip(ours, machine_rates, strict=True):
         if line and measure is not MEMORY and "gflop" in line:
             seconds = max(
                 line["gflop"] / rates["gflops"],
@@ -229,14 +251,14 @@ def _table(record: Mapping[str, Any]) -> str:
     unit, floor = record["unit"], record["floor"]
     size = f"size {record['size']}, " if record["size"] else ""
     heading = f"{size}{record['threads']} threads, {record['rounds']} rounds"
-    lines = [record["case"], f"{heading:56}{unit:>12}    ours is better by (range)  peak MiB"]
+    lines = [record["case"], f"{heading:56}{unit:>12}    Ratchet is better by (range)  peak MiB"]
     for name, row in record["rows"].items():
-        lines.append(f"{name:56}{row['median']:12,.1f}    {ratio_text(row):25}{row['peak_mib']:9,}")
+        lines.append(f"{name:56}{row['median']:12,.1f}    {ratio_text(row):28}{row['peak_mib']:9,}")
     if floor is not None:
-        arithmetic = f"the arithmetic alone, at {record['gflops']} GFLOP/s"
+        arithmetic = f"floor: the arithmetic alone, at {record['gflops']} GFLOP/s"
         share = next(iter(record["rows"].values()))["median"] / floor
         lines.append(
-            f"{arithmetic:56}{floor:12,.1f}    ({min(share, 1 / share):.0%} of it reached)"
+            f"{arithmetic:56}{floor:12,.1f}    (Ratchet reaches {min(share, 1 / share):.0%} of it)"
         )
     return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in record["missing"].items())])
 

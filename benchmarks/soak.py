@@ -1,18 +1,19 @@
-"""Trains for half an hour under disturbance, and watches what every process holds: memory,
-descriptors, threads, files.
+"""Train for half an hour under disturbance, and watch the memory, file descriptors, threads and files
+of every process.
 
     python benchmarks/soak.py [--minutes 30] [--every 10] [--kill-every 60] [--seed 0] [--folder
     DIRECTORY]
 
-The training runs under Ray, with two worker generators, records, and saves in the background. One
-worker lives as long as the training, and its growth counts. The other is killed now and then, and
-the table shows its replacements apart: how much those hold depends on their age. `ratchet ui` shows it, `ratchet serve` serves a model beside
-it, and clients of both come, go and break off. At the end SIGTERM stops the training.
+The training runs under Ray with two worker generators, records, and saves in the background. One
+worker lives as long as the training, and its growth is judged. The other one is killed from time to
+time. The table shows its replacements separately, because their memory depends on their age.
+`ratchet ui` shows the run, `ratchet serve` serves another model, and clients of both connect and
+sometimes disconnect early. At the end SIGTERM stops the training.
 
-Prints a table: each kind of process, what it held in the middle and at the end, and its growth per
-hour over the second half. The exit status is 1 when a process of ours grew beyond a bound (BOUNDS),
-when anything is left after the end (processes, shared memory, temporary files), or when a process
-did not end as it should.
+Prints a table with a row for each kind of process and each measure: the value in the middle and at
+the end, and the growth per hour over the second half. The exit status is 1 if a process of Ratchet
+grew beyond a bound (BOUNDS), if anything is left after the end (processes, shared memory, temporary
+files), or if a process did not end as expected.
 """
 
 from __future__ import annotations
@@ -69,20 +70,23 @@ TRAINED: dict[str, Any] = {
     "evaluation": {"every": 200, "tasks": 4},
     "steps": 100_000_000,
 }
-OURS = ("driver", "worker", "ui", "serve")
+OURS = ("driver", "worker", "ui", "serve")  # kinds of Ratchet's processes
 REPLACED = "worker, replaced when killed"
-LOADING_S = 20.0  # age from which on a process counts
-# The most that one kind of our processes may grow in the second half, and the share of what it held
-# in the middle.
+LOADING_S = 20.0  # younger processes are not counted: they may still load their model
+# Maximum growth of a kind of Ratchet's processes in the second half: the larger of an amount, and a
+# share of the value in the middle.
 BOUNDS = {"uss_mib": (16.0, 0.05), "descriptors": (4.0, 0.05), "threads": (4.0, 0.05)}
-CACHES = ("torchinductor_",)  # of the user's, kept on purpose
-FINISH_S = 120.0
+CACHES = ("torchinductor_",)  # caches in the folder for temporary files, which are kept on purpose
+FINISH_S = 120.0  # maximum time until a process has ended after SIGTERM
 
 
 @dataclass(frozen=True)
 class Stat:
-    """What /proc says of a process. birth: in clock ticks since the machine started; tells
-    processes of one number apart."""
+    """The entry of a process in /proc.
+
+    birth: clock ticks from the start of the machine to that of the process. It distinguishes
+      processes that had the same pid.
+    """
 
     pid: int
     parent: int
@@ -98,13 +102,13 @@ class Stat:
         return None
 
 
-def age_s(birth: int) -> float:
-    """Return the seconds since a process was born. birth: as in `Stat`."""
+def compute_age_s(birth: int) -> float:
+    """Return the age of a process in seconds. birth: as in `Stat`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - birth / os.sysconf("SC_CLK_TCK")
 
 
-def descendants(roots: list[int]) -> list[Stat]:
-    """Return the roots and all that they have started, as far as those lead back to them."""
+def list_descendants(roots: list[int]) -> list[Stat]:
+    """Return the roots and all their children, grandchildren and so on."""
     stats = {
         int(name): stat
         for name in os.listdir("/proc")
@@ -119,22 +123,25 @@ def descendants(roots: list[int]) -> list[Stat]:
     return tree
 
 
-def held_by(pid: int) -> dict[str, float]:
-    """Return memory, descriptors and threads of a process. Raises OSError where it has ended."""
-    held = {"rss_mib": 0.0, "uss_mib": 0.0}
+def measure_process(pid: int) -> dict[str, float]:
+    """Return the memory, descriptors and threads of a process. Raises OSError if it has ended.
+
+    rss_mib: resident memory. uss_mib: the part of it that no other process shares.
+    """
+    measures = {"rss_mib": 0.0, "uss_mib": 0.0}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "Rss":
-            held["rss_mib"] = int(rest.split()[0]) / 1024
+            measures["rss_mib"] = int(rest.split()[0]) / 1024
         elif name.startswith("Private_"):
-            held["uss_mib"] += int(rest.split()[0]) / 1024
-    held["descriptors"] = len(os.listdir(f"/proc/{pid}/fd"))
-    held["threads"] = len(os.listdir(f"/proc/{pid}/task"))
-    return held
+            measures["uss_mib"] += int(rest.split()[0]) / 1024
+    measures["descriptors"] = len(os.listdir(f"/proc/{pid}/fd"))
+    measures["threads"] = len(os.listdir(f"/proc/{pid}/task"))
+    return measures
 
 
-def shared_by(pid: int) -> set[str]:
-    """Return names in shared memory that a process has open or mapped."""
+def list_shared_memory(pid: int) -> set[str]:
+    """Return the paths in shared memory that a process has open or mapped."""
     paths = set[str]()
     with suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
@@ -149,25 +156,36 @@ def shared_by(pid: int) -> set[str]:
     }
 
 
-def kind_of(pid: int) -> str:
-    """Return what a process below the driver is: our worker, or one of Ray's by its name. "" where
-    it has ended."""
+def find_kind(pid: int) -> str:
+    """Return the kind of a process that the driver or Ray started; "" if it has ended.
+
+    It is "worker", "ray NAME" or "other".
+    """
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         if words[0].startswith("ray::WorkerActor"):
             return "worker"
         if words[0].startswith("ray::"):
             return f"ray {words[0][5:].split('(')[0].strip()}"
-        named = [
+        programs = [
             Path(word).name for word in words if word.endswith((".py", "gcs_server", "raylet"))
         ]
-        return f"ray {named[0].removesuffix('.py')}" if named else "other"
+        return f"ray {programs[0].removesuffix('.py')}" if programs else "other"
     return ""
 
 
 @dataclass
 class Watch:
-    """Samples of all processes. roots: by pid, the kind of those that were started here."""
+    """Samples of all processes over time.
+
+    roots: kind of each process that the soak started, by pid.
+    temporary: folder of temporary files of all processes.
+    times: time of each sample.
+    samples: values by (kind, measure) and by index of the sample.
+    births: birth of each process seen, by pid; see `Stat`.
+    lasting_worker: pid of the worker that is never killed.
+    shared: paths in shared memory seen so far.
+    """
 
     roots: dict[int, str]
     temporary: Path
@@ -175,16 +193,16 @@ class Watch:
     samples: dict[tuple[str, str], dict[int, float]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    born: dict[int, int] = field(default_factory=dict)
-    lasting_worker: int | None = None  # pid of the worker that is never killed
+    births: dict[int, int] = field(default_factory=dict)
+    lasting_worker: int | None = None
     shared: set[str] = field(default_factory=set)
 
     def look(self) -> list[tuple[str, int]]:
-        """Remember all processes of now. Returns the kind and pid of each."""
+        """Note all processes that exist now, and return the kind and pid of each."""
         processes = []
-        for stat in descendants(list(self.roots)):
-            self.born[stat.pid] = stat.birth
-            kind = self.roots.get(stat.pid) or kind_of(stat.pid)
+        for stat in list_descendants(list(self.roots)):
+            self.births[stat.pid] = stat.birth
+            kind = self.roots.get(stat.pid) or find_kind(stat.pid)
             if kind == "worker":
                 self.lasting_worker = self.lasting_worker or stat.pid
                 if stat.pid != self.lasting_worker:
@@ -198,24 +216,28 @@ class Watch:
         self.times.append(time.monotonic())
         sums = defaultdict[tuple[str, str], float](float)
         for kind, pid in self.look():
-            self.shared |= shared_by(pid)
-            # A worker that is loading its model holds less, and how many do depends on the load.
-            if age_s(self.born[pid]) < LOADING_S:
+            self.shared |= list_shared_memory(pid)
+            # A worker that still loads its model has less memory, and loading takes longer on a
+            # busy machine.
+            if compute_age_s(self.births[pid]) < LOADING_S:
                 continue
             with suppress(OSError):
-                for measure, value in held_by(pid).items():
+                for measure, value in measure_process(pid).items():
                     sums[kind, measure] += value
                 sums[kind, "processes"] += 1
         sums["all", "shared memory"] = sum(os.path.exists(path) for path in self.shared)
         sums["all", "temporary files"] = sum(1 for _ in self.temporary.rglob("*"))
         for (kind, measure), value in sums.items():
-            # Workers come and go: what each holds is the mean over those that are there.
+            # The number of processes of a kind varies, so the mean over them is sampled.
             count = 1 if measure == "processes" else sums.get((kind, "processes"), 1)
             self.samples[kind, measure][index] = value / count
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Give each measure's value at half time and at the end, by a line fitted through the
-        second half."""
+        """Yield a row for each kind and measure, from a line fitted through the second half.
+
+        middle: value of the line at the beginning of the second half.
+        grown: increase until its end.
+        """
         half = len(self.times) // 2
         for (kind, measure), values in sorted(self.samples.items()):
             points = [
@@ -234,12 +256,12 @@ class Watch:
                 "per_hour": float(slope * 3600),
             }
 
-    def left(self) -> list[str]:
-        """Return what is still there of all that was seen."""
+    def list_leftovers(self) -> list[str]:
+        """Return the processes, shared memory and temporary files that still exist."""
         processes = [
             f"process {pid}"
-            for pid, birth in self.born.items()
-            if (s := Stat.read(pid)) and s.birth == birth
+            for pid, birth in self.births.items()
+            if (stat := Stat.read(pid)) and stat.birth == birth
         ]
         shared = [path for path in self.shared if os.path.exists(path)]
         files = [str(path) for path in self.temporary.iterdir() if not path.name.startswith(CACHES)]
@@ -247,10 +269,13 @@ class Watch:
 
 
 class Clients:
-    """Threads that ask both servers, and break off as often as not."""
+    """Threads that send requests to both servers, half of which they break off.
+
+    n_requests: number of requests so far.
+    """
 
     def __init__(self, ui: int, serve: int, rng: random.Random) -> None:
-        self._stop, self.asked = threading.Event(), 0
+        self._stop, self.n_requests = threading.Event(), 0
         body = json.dumps(
             {"model": "policy", "messages": [{"role": "user", "content": "21="}], "max_tokens": 3}
         )
@@ -264,22 +289,24 @@ class Clients:
         ]
         self._threads = [
             threading.Thread(
-                target=self._ask, args=(port, requests, random.Random(rng.random())), daemon=True
+                target=self._send_requests,
+                args=(port, requests, random.Random(rng.random())),
+                daemon=True,
             )
             for port, requests in ((ui, gets), (serve, [post]))
         ]
         for thread in self._threads:
             thread.start()
 
-    def _ask(self, port: int, requests: list[str], rng: random.Random) -> None:
+    def _send_requests(self, port: int, requests: list[str], rng: random.Random) -> None:
         while not self._stop.wait(rng.uniform(0.5, 1.5)):
             request = rng.choice(requests).encode()
             with (
                 suppress(OSError),
                 socket.create_connection(("127.0.0.1", port), timeout=10) as connection,
             ):
-                self.asked += 1
-                how = rng.choice(("whole", "whole", "half a request", "no answer"))
+                self.n_requests += 1
+                how = rng.choice(("whole", "whole", "half a request", "answer not read"))
                 connection.sendall(
                     request[: len(request) // 2] if how == "half a request" else request
                 )
@@ -294,11 +321,14 @@ class Clients:
 
 
 class Soak:
-    """The processes of one soak."""
+    """The processes of one soak.
+
+    n_kills: number of workers killed so far.
+    """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.rng = folder, random.Random(seed)
-        # Ray's sockets need a short path
+        # In /tmp, because the paths of Ray's sockets must be short.
         self.temporary = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))
         (folder / "token").write_text("0" * 64)
         self.environment = {
@@ -307,7 +337,7 @@ class Soak:
             "TMPDIR": str(self.temporary),
             "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         }
-        self.kills = 0
+        self.n_kills = 0
         self._write("short", BASE | {"steps": 1})
         self._write("long", TRAINED)
         subprocess.run(
@@ -316,12 +346,12 @@ class Soak:
             env=self.environment,
             check=True,
         )
-        ports = [free_port(), free_port()]
+        ports = [find_free_port(), find_free_port()]
         self.processes = {
             "driver": self._start("driver", "train", "long.yaml", "--run-dir", "run"),
             "serve": self._start("serve", "serve", "short", "--port", str(ports[1])),
         }
-        self._wait_for_a_step(folder / "run" / "metrics.jsonl")
+        self._wait_for_first_step(folder / "run" / "metrics.jsonl")
         self.processes["ui"] = self._start("ui", "ui", "run", "--port", str(ports[0]))
         self.watch = Watch(
             {process.pid: kind for kind, process in self.processes.items()}, self.temporary
@@ -344,7 +374,7 @@ class Soak:
                 stderr=subprocess.STDOUT,
             )
 
-    def _wait_for_a_step(self, metrics: Path) -> None:
+    def _wait_for_first_step(self, metrics: Path) -> None:
         while not metrics.exists() or not metrics.stat().st_size:
             if self.processes["driver"].poll() is not None:
                 raise RuntimeError(
@@ -359,54 +389,54 @@ class Soak:
             self.watch.sample()
             if time.monotonic() >= next_kill:
                 next_kill += kill_every_s * self.rng.uniform(0.5, 1.5)
-                self._kill_a_worker()
+                self._kill_worker()
             time.sleep(every_s)
 
-    def _kill_a_worker(self) -> None:
+    def _kill_worker(self) -> None:
         workers = [pid for kind, pid in self.watch.look() if kind == REPLACED]
         if workers:
-            self.kills += 1
+            self.n_kills += 1
             with suppress(ProcessLookupError):
                 os.kill(self.rng.choice(workers), signal.SIGKILL)
 
     def end(self) -> list[str]:
-        """Stop all with SIGTERM. Returns what is wrong then."""
+        """Stop all processes with SIGTERM, and return descriptions of what went wrong."""
         self.clients.close()
         self.watch.look()
         for process in self.processes.values():
             process.terminate()
-        wrong = []
+        problems = []
         for kind, process in self.processes.items():
             try:
                 status = process.wait(FINISH_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 status = process.wait()
-                wrong.append(f"{kind} did not end within {FINISH_S:g} s of SIGTERM")
+                problems.append(f"{kind} did not end within {FINISH_S:g} s of SIGTERM")
             if kind == "driver" and status != 128 + signal.SIGTERM:
-                wrong.append(
+                problems.append(
                     f"the training ended with {status}: "
                     f"{(self.folder / 'driver.log').read_text()[-2000:]}"
                 )
         deadline = time.monotonic() + 20
-        while (left := self.watch.left()) and time.monotonic() < deadline:
+        while (leftovers := self.watch.list_leftovers()) and time.monotonic() < deadline:
             time.sleep(0.5)
         shutil.rmtree(self.temporary, ignore_errors=True)
-        return wrong + [f"left: {entry}" for entry in left]
+        return problems + [f"left: {leftover}" for leftover in leftovers]
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def beyond(row: dict[str, Any]) -> bool:
-    """True if a process of ours grew more than its bound allows."""
+def exceeds_bound(row: dict[str, Any]) -> bool:
+    """Return True if a process of Ratchet grew more than its bound allows."""
     if row["kind"] not in OURS or row["measure"] not in BOUNDS:
         return False
-    least, share = BOUNDS[row["measure"]]
-    return row["grown"] > max(least, share * row["middle"])
+    amount, share = BOUNDS[row["measure"]]
+    return row["grown"] > max(amount, share * row["middle"])
 
 
 def main() -> int:
@@ -420,7 +450,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--folder", type=Path, help="where run and logs go, and stay; default: a temporary one"
+        "--folder",
+        type=Path,
+        help="folder of run and logs, which is kept; default: a temporary one",
     )
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="soak-run-"))
@@ -429,30 +461,30 @@ def main() -> int:
     try:
         soak.run(60 * options.minutes, options.every, options.kill_every)
     finally:
-        wrong = soak.end()
+        problems = soak.end()
     rows = list(soak.watch.rows())
-    wrong += [
+    problems += [
         f"{row['kind']}: {row['measure']} grew by {row['grown']:.1f} in the second half"
         for row in rows
-        if beyond(row)
+        if exceeds_bound(row)
     ]
     sys.stdout.write("| process | measure | middle | end | per hour |\n|---|---|---:|---:|---:|\n")
     for row in rows:
-        last = row["middle"] + row["grown"]
-        name = (
-            f"{row['kind']} | {row['measure']} | {row['middle']:.1f} | {last:.1f} | "
+        end_value = row["middle"] + row["grown"]
+        cells = (
+            f"{row['kind']} | {row['measure']} | {row['middle']:.1f} | {end_value:.1f} | "
             f"{row['per_hour']:+.1f}"
         )
-        sys.stdout.write(f"| {name} |\n")
+        sys.stdout.write(f"| {cells} |\n")
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     sys.stdout.write(
-        f"\n{len(lines)} steps, {soak.kills} workers killed, {soak.clients.asked} requests\n"
+        f"\n{len(lines)} steps, {soak.n_kills} workers killed, {soak.clients.n_requests} requests\n"
     )
-    for reason in wrong:
-        sys.stdout.write(f"WRONG: {reason}\n")
+    for problem in problems:
+        sys.stdout.write(f"WRONG: {problem}\n")
     if options.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
-    return 1 if wrong else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

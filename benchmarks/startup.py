@@ -1,9 +1,10 @@
-"""Seconds from the start of the process to the end of the first optimizer step of the quick-start:
-`ratchet train` as a user calls it, a minimal TRL script on the same model and task, and `import
-torch` alone, in turn. The script evaluates nothing, so neither does ours; with the evaluation of
-512 tasks that the recipe makes before its first step it is a row of its own.
+"""Compare the seconds from the start of a process to the end of the quick-start's first step.
 
-python benchmarks/startup.py [--threads 2] [--rounds 5] [--python PEERS/bin/python]
+The rows are `ratchet train` as a user calls it, a minimal TRL script on the same model and task, and
+`import torch` alone. The TRL script does not evaluate, so Ratchet's evaluation is off in the first
+row. Another row includes the evaluation of 512 tasks that the recipe makes before its first step.
+
+    python benchmarks/startup.py [--threads 2] [--rounds 5] [--python PEERS/bin/python]
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Runs the benchmarks one after another, and prints what they measured as the table of
-docs/performance.md.
+"""Run the benchmarks one after another, and print the table of docs/performance.md.
 
     python benchmarks/table.py [--python PEERS/bin/python] [--rounds 5] [--threads 2]
-    python benchmarks/table.py --lines FILE        the table alone, from what an earlier run printed
+    python benchmarks/table.py --lines FILE
 
-Other arguments go to each of the benchmarks.
+With --lines nothing runs: the table is made from the saved output of an earlier run. Other arguments
+are passed to each benchmark.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ HEADING = (
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One a peer; what they have in common stands in the first."""
+    """Return a row for each peer; only the first one has the cells that all share."""
     (_, ours), *peers = record["rows"].items()
     size = record["size"]
     floor = "" if record["floor"] is None else amount(record["floor"], record["unit"])
     work, target = record["case"] + (f", size {size}" if size else ""), record["target"]
     common = (work, f"{target:g}x" if target else "", amount(ours["median"], record["unit"]))
     command = f"`{record['command']}" + (f" --size {size}`" if size else "`")
-    made = []
+    table_rows = []
     for name, row in peers or [("-", ours)]:
-        first = not made
-        made.append(
+        is_first = not table_rows
+        table_rows.append(
             (
-                *(common if first else ("same", "", "")),
+                *(common if is_first else ("same", "", "")),
                 f"{name}: {amount(row['median'], record['unit'])}",
                 ratio_text(row),
-                floor if first else "",
+                floor if is_first else "",
                 f"{ours['peak_mib']:,} / {row['peak_mib']:,}",
-                command if first else "",
+                command if is_first else "",
             )
         )
-    return made + [
+    return table_rows + [
         ("same", "", "", f"{name}: {reason}", "", "", "", "")
         for name, reason in record["missing"].items()
     ]
@@ -85,23 +85,23 @@ def markdown(records: Iterable[dict[str, Any]]) -> str:
 
 
 def read(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The comparisons among what benchmarks printed."""
-    found = [json.loads(line) for line in lines if line.startswith("{")]
-    return [record for record in found if "case" in record]
+    """Return the comparisons in the printed lines of benchmarks; other lines are left out."""
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    return [record for record in records if "case" in record]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lines", type=Path, help="what an earlier run printed")
-    chosen, arguments = parser.parse_known_args()
+    parser.add_argument("--lines", type=Path, help="file with the output of an earlier run")
+    options, arguments = parser.parse_known_args()
     printed: list[str] = []
-    if chosen.lines:
-        printed = chosen.lines.read_text(encoding="utf-8").splitlines()
+    if options.lines:
+        printed = options.lines.read_text(encoding="utf-8").splitlines()
     else:
-        for script, *own in RUNS:
-            command = [sys.executable, str(HERE / script), *arguments, *own]
+        for script, *script_arguments in RUNS:
+            command = [sys.executable, str(HERE / script), *arguments, *script_arguments]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
                 assert running.stdout is not None
                 for line in running.stdout:

@@ -1,9 +1,10 @@
 """Time a small model's training steps with one, two and `auto` threads, alone and beside programs
-that use every core. Each setting runs in turn; printed are ratios to one thread.
+that use every core.
 
-python benchmarks/threads.py [--rounds 5] [--competing 2]
+    python benchmarks/threads.py [--rounds 5] [--competing 2]
 
-"spinning" is two threads with OpenMP's own way of waiting, which Ratchet replaces.
+The settings take turns in each round. Prints the ratios of their times to that of one thread.
+"2 threads, spinning" uses OpenMP's default of waiting in a busy loop, which Ratchet replaces.
 """
 
 from __future__ import annotations
@@ -46,20 +47,23 @@ BUSY = "while True: pass"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--competing", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--competing", type=int, default=os.cpu_count() or 1, help="number of competing programs"
+    )
     options = parser.parse_args()
     for competing in (0, options.competing):
+        # Seconds of a step by stage, of each round of each setting.
         seconds: dict[str, list[dict[str, float]]] = {name: [] for name in SETTINGS}
         with busy_programs(competing):
             for _ in range(options.rounds):
                 for name, (override, environ) in SETTINGS.items():
                     seconds[name].append(measure_steps(override, environ))
-        print(f"\n{competing} competing programs: seconds of a step over those of 1 thread")
+        print(f"\n{competing} competing programs: a step's time divided by that with 1 thread")
         for name, rounds in seconds.items():
             ratios = {
                 stage: median(
-                    taken[stage] / alone[stage]
-                    for taken, alone in zip(rounds, seconds["1 thread"], strict=True)
+                    step_s[stage] / one_thread_s[stage]
+                    for step_s, one_thread_s in zip(rounds, seconds["1 thread"], strict=True)
                 )
                 for stage in ("sft", "grpo")
             }
@@ -90,6 +94,7 @@ def measure_steps(override: str, environ: dict[str, str]) -> dict[str, float]:
         )
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row["time/step_s"] for row in rows if "time/step_s" in row]
+    # The first three steps of each stage are warm-up.
     return {"sft": median(steps[3:40]), "grpo": median(steps[43:])}
 
 

@@ -1,15 +1,15 @@
-"""Moves a model of about 100 MiB (float32) from 2 ranks of a learner, of which each has half of the
-rows, to a generator in a third process, by each link, and compares every bit. Beside it a plain
-copy of the same bytes in memory, in the same rounds.
+"""Measure the time and memory of weight syncs, and check that every bit arrives.
 
-python benchmarks/weight_sync.py [--rounds 7] [--links shared_memory,collective,files,delta] [--threads 2]
+A model of about 100 MiB (float32) is pushed from 2 ranks of a learner, each with half of the rows of
+every weight, to a generator in a third process. Each round also times a plain copy of the same bytes
+in memory.
 
-The receiver has as many threads as there are cores, unless `--threads` says otherwise: ranks and
-receiver work in turn.
+    python benchmarks/weight_sync.py [--rounds 7] [--links shared_memory,collective,files,delta]
+    [--threads 2]
 
-Prints a table and one JSON line. Seconds are medians over the pushes after the first. Peak extra
-memory is what a push adds to the private memory of a process at most, and the shared memory and
-files that the link uses.
+A link is a kind of weight sync. Prints a table and one JSON line. Seconds are medians over the
+pushes after the first. Extra memory is the peak of what a push adds to the private memory of a rank
+and of the receiver, and the shared memory of the link.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-HIDDEN, LAYERS = 1024, 12  # 12 x 2 matrices of 4 MiB, and small ones
-WIDE = 1024
+# The model has 12 x 2 matrices of 4 MiB, and small vectors.
+HIDDEN, WIDE, LAYERS = 1024, 1024, 12
 MIB = 2**20
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
-    named = {
+def list_shapes() -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight, by name."""
+    matrices = {
         f"model.layers.{i}.{kind}.weight": (WIDE, HIDDEN)
         for i in range(LAYERS)
         for kind in ("up", "down")
     }
-    return {**named, **{f"model.layers.{i}.norm.weight": (HIDDEN,) for i in range(LAYERS)}}
+    return {**matrices, **{f"model.layers.{i}.norm.weight": (HIDDEN,) for i in range(LAYERS)}}
 
 
-def private_bytes() -> int:
-    """Memory of this process that is no other's and no file's."""
+def measure_private_bytes() -> int:
+    """Return the anonymous resident memory of this process, which no other process shares."""
     return sum(
         int(line.split()[1]) * 1024
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -55,27 +56,28 @@ def private_bytes() -> int:
     )
 
 
-class Watched:
-    """Samples the private memory while it is watched."""
+class MemoryWatcher:
+    """A mixin that samples the private memory of its process in a thread."""
 
-    def watch(self) -> None:
-        self._before = self._most = private_bytes()
-        self._over = threading.Event()
-        self._watcher = threading.Thread(target=self._look, daemon=True)
+    def start_watching(self) -> None:
+        self._start_bytes = self._peak_bytes = measure_private_bytes()
+        self._has_ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
-    def _look(self) -> None:
-        while not self._over.wait(0.002):
-            self._most = max(self._most, private_bytes())
+    def _watch(self) -> None:
+        while not self._has_ended.wait(0.002):
+            self._peak_bytes = max(self._peak_bytes, measure_private_bytes())
 
-    def watched(self) -> int:
-        self._over.set()
+    def stop_watching(self) -> int:
+        """Return the peak increase of the private memory since `start_watching`, in bytes."""
+        self._has_ended.set()
         self._watcher.join()
-        return max(self._most, private_bytes()) - self._before
+        return max(self._peak_bytes, measure_private_bytes()) - self._start_bytes
 
 
-class Rank(Watched):
-    """Half of the rows of every weight."""
+class Rank(MemoryWatcher):
+    """A rank of the learner, with half of the rows of every weight."""
 
     def __init__(self, rank: int, threads: int) -> None:
         import torch
@@ -83,28 +85,28 @@ class Rank(Watched):
         torch.set_num_threads(threads)
         self.rank = rank
         rng = torch.Generator().manual_seed(rank)
-        self.own = {
+        self.blocks = {
             name: torch.randn(shape[0] // 2, *shape[1:], generator=rng)
-            for name, shape in shapes().items()
+            for name, shape in list_shapes().items()
         }
 
     def weights(self) -> Iterator[Any]:
         from ratchet.protocols import Shard
 
-        for (name, own), shape in zip(self.own.items(), shapes().values(), strict=True):
-            yield Shard(name, shape, (self.rank * len(own), *(0,) * (own.dim() - 1)), own)
+        for (name, block), shape in zip(self.blocks.items(), list_shapes().values(), strict=True):
+            yield Shard(name, shape, (self.rank * len(block), *(0,) * (block.dim() - 1)), block)
 
     def apply_to_weights(self, operation: Callable[[Iterator[Any], int], Any]) -> Any:
         return operation(self.weights(), self.rank)
 
     def step(self, share: float) -> None:
-        """Changes so large a share of the numbers."""
-        for own in self.own.values():
-            own.view(-1)[:: max(1, round(1 / share))] += 1.0
+        """Change this share of the numbers."""
+        for block in self.blocks.values():
+            block.view(-1)[:: max(1, round(1 / share))] += 1.0
 
 
-class Receiver(Watched):
-    """A generator's weights, staged and committed as the embedded engine's are."""
+class Receiver(MemoryWatcher):
+    """A receiver whose generator stages and commits weights like the embedded engine."""
 
     def __init__(self, rank: int, threads: int) -> None:
         import torch
@@ -114,15 +116,16 @@ class Receiver(Watched):
         from ratchet.weight_sync.endpoints import WeightReceiver
 
         torch.set_num_threads(threads)
-        own = {
+        parameters = {
             name: torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
-            for name, shape in shapes().items()
+            for name, shape in list_shapes().items()
         }
 
-        class Weights:
-            staging, version = (
-                WeightStaging(lambda: ((name, one.data) for name, one in own.items()), own.values),
-                0,
+        class StagedGenerator:
+            version = 0
+            staging = WeightStaging(
+                lambda: ((name, parameter.data) for name, parameter in parameters.items()),
+                parameters.values,
             )
 
             @property
@@ -146,41 +149,45 @@ class Receiver(Watched):
                 for name, view in self.staging.views.items():
                     yield Shard(name, tuple(view.shape), (0,) * view.dim(), view)
 
-        self.intake = WeightReceiver(Weights())  # pyright: ignore[reportArgumentType]
+        self.receiver = WeightReceiver(StagedGenerator())  # pyright: ignore[reportArgumentType]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.intake, name)
+        return getattr(self.receiver, name)
 
 
-def plain_copy(rounds: int) -> list[float]:
-    """Seconds to copy the same bytes within this process, by one thread, between memory that is
-    there already."""
+def time_plain_copies(rounds: int) -> list[float]:
+    """Return the seconds of each copy of the model's bytes within this process.
+
+    One thread copies, into memory that is already allocated.
+    """
     import torch
 
     torch.set_num_threads(1)
-    source = [torch.randn(shape) for shape in shapes().values()]
+    source = [torch.randn(shape) for shape in list_shapes().values()]
     target = [torch.zeros_like(tensor) for tensor in source]
     seconds = []
     for _ in range(rounds + 1):
-        begun = time.perf_counter()
-        for to, what in zip(target, source, strict=True):
-            to.copy_(what)
-        seconds.append(time.perf_counter() - begun)
+        start = time.perf_counter()
+        for target_tensor, source_tensor in zip(target, source, strict=True):
+            target_tensor.copy_(source_tensor)
+        seconds.append(time.perf_counter() - start)
     return seconds[1:]
 
 
 class Processes:
-    """Implements `Ranks`."""
+    """An implementation of `Ranks`: one process for each component."""
 
     def __init__(self, make: Callable[[int, int], Any], count: int, threads: int) -> None:
         self.pipes, self.processes = [], []
         for rank in range(count):
-            here, there = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=serve, args=(make, rank, threads, there), daemon=True)
+            parent_end, child_end = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=serve, args=(make, rank, threads, child_end), daemon=True
+            )
             process.start()
-            there.close()
+            child_end.close()
             self.processes.append(process)
-            self.pipes.append(here)
+            self.pipes.append(parent_end)
 
     def close(self) -> None:
         for process in self.processes:
@@ -191,14 +198,14 @@ class Processes:
         message = pickle.dumps((method, arguments))
         for pipe in self.pipes:
             pipe.send_bytes(message)
-        results = [pickle.loads(await _said(pipe)) for pipe in self.pipes]
+        results = [pickle.loads(await _receive_bytes(pipe)) for pipe in self.pipes]
         for result in results:
             if isinstance(result, Exception):
                 raise result
         return results
 
 
-async def _said(pipe: Any) -> bytes:
+async def _receive_bytes(pipe: Any) -> bytes:
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(pipe.fileno(), ready.set)
     try:
@@ -238,13 +245,13 @@ def make_links(senders: Any, receivers: Any, directory: Path) -> dict[str, Calla
 async def measure_time(link: Any, senders: Any, rounds: int) -> dict[str, float]:
     seconds, copies = [], []
     for version in range(1, rounds + 2):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         await link.push(version)
-        seconds.append(time.perf_counter() - begun)
-        copies += plain_copy(1)
-        assert await link.audit() == [], "a bit differs"
+        seconds.append(time.perf_counter() - start)
+        copies += time_plain_copies(1)
+        assert await link.audit() == [], "a weight differs"
         await senders.call("step", 0.01)
-    found = {
+    times = {
         "first_s": seconds[0],
         "median_s": statistics.median(seconds[1:]),
         "best_s": min(seconds[1:]),
@@ -253,48 +260,50 @@ async def measure_time(link: Any, senders: Any, rounds: int) -> dict[str, float]
         "sent_mib": link.sent_bytes / MIB,
     }
     return {
-        **found,
-        "ratio": found["median_s"] / found["copy_s"],
-        "best_ratio": found["best_s"] / found["copy_best_s"],
+        **times,
+        "ratio": times["median_s"] / times["copy_s"],
+        "best_ratio": times["best_s"] / times["copy_best_s"],
     }
 
 
 async def measure_memory(link: Any, senders: Any, receivers: Any) -> dict[str, float]:
-    """From the first push on, in fresh processes: what was once allocated and is free again does
-    not count a second time."""
-    await senders.call("watch")
-    await receivers.call("watch")
+    """Return the peak extra memory of two pushes.
+
+    The processes must be fresh, because memory that is freed and used again would not be counted.
+    """
+    await senders.call("start_watching")
+    await receivers.call("start_watching")
     for version in (1, 2):
         await link.push(version)
         await senders.call("step", 0.01)
     return {
-        "sender_peak_mib": max(await senders.call("watched")) / MIB,
-        "receiver_peak_mib": max(await receivers.call("watched")) / MIB,
+        "sender_peak_mib": max(await senders.call("stop_watching")) / MIB,
+        "receiver_peak_mib": max(await receivers.call("stop_watching")) / MIB,
         "shared_mib": getattr(link, "shared_bytes", 0) / MIB,
     }
 
 
 async def measure(name: str, arguments: argparse.Namespace) -> dict[str, float]:
-    found = {}
+    results = {}
     for work in ("time", "memory"):
         senders, receivers = Processes(Rank, 2, 1), Processes(Receiver, 1, arguments.threads)
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
             link = make_links(senders, receivers, Path(directory))[name]()
             if work == "time":
-                found |= await measure_time(link, senders, arguments.rounds)
+                results |= await measure_time(link, senders, arguments.rounds)
             else:
-                found |= await measure_memory(link, senders, receivers)
+                results |= await measure_memory(link, senders, receivers)
             await link.close()
         senders.close()
         receivers.close()
-    return found
+    return results
 
 
 async def main(arguments: argparse.Namespace) -> None:
     import math
 
     rows = {name: await measure(name, arguments) for name in arguments.links.split(",")}
-    mib = sum(math.prod(shape) for shape in shapes().values()) * 4 / MIB
+    mib = sum(math.prod(shape) for shape in list_shapes().values()) * 4 / MIB
     heading = (
         "WeightSync",
         "First",
@@ -334,11 +343,14 @@ if __name__ == "__main__":
     )
     parser.add_argument("--rounds", type=int, default=7, help="pushes after the first")
     parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the receiver"
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="threads of the receiver; default: one per core, because ranks and receiver take turns",
     )
     parser.add_argument("--links", default="shared_memory,collective,files,delta")
     parser.add_argument(
-        "--directory", help="where the files link writes; a temporary directory by default"
+        "--directory", help="parent of the files link's directory; default: that of temporary files"
     )
     CONTEXT.set_forkserver_preload(
         [

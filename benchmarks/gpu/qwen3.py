@@ -1,13 +1,14 @@
-"""On one accelerator, with random weights in the shapes of Qwen3: decoding, training on packed
-rows, a whole GRPO step.
+"""Measure decoding, training on packed rows, and a whole GRPO step on one accelerator.
+
+The model has random weights in the shapes of Qwen3.
 
     python benchmarks/gpu/qwen3.py [--size qwen3-0.6b | qwen3-1.7b] [--rounds 5]
-    python benchmarks/gpu/qwen3.py --device cpu --size T --rounds 1 --steps 1      tries the script, at a 16th of the lengths
+    python benchmarks/gpu/qwen3.py --device cpu --size T --rounds 1 --steps 1
 
-Needs PyTorch, transformers, what `import ratchet` needs, and this checkout, which needn't be
-installed; TRL's row needs TRL. The share of the floor that is reached is, when decoding, that of
-the memory's measured bandwidth; when training, that of the measured rate of matrix products in
-bfloat16.
+The second command only tries the script on a CPU, with a 16th of the lengths. Needs PyTorch,
+transformers, the dependencies of `import ratchet`, and this checkout, which need not be installed;
+TRL's rows need TRL. The floor of decoding is set by the memory's measured bandwidth, that of training
+by the measured rate of matrix products in bfloat16.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ GROUPS = {"--prompts": 32, "--group-size": 16, "--prompt-tokens": 128, "--new-to
 PACKED = {"--rows": 16, "--shortest": 4096, "--longest": 4096}
 
 
-def numbers(chosen: dict[str, int], divisor: int) -> tuple[str, ...]:
+def make_arguments(sizes: dict[str, int], divisor: int) -> tuple[str, ...]:
+    """Return command-line arguments of the sizes, each divided by `divisor`."""
     return tuple(
-        text for name, number in chosen.items() for text in (name, str(max(2, number // divisor)))
+        text for name, number in sizes.items() for text in (name, str(max(2, number // divisor)))
     )
 
 
@@ -40,12 +42,12 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.device != "cpu" and not torch.cuda.is_available():
         sys.exit(
-            "PyTorch finds no CUDA accelerator here: nothing to measure (--device cpu --size T "
-            "tries the script)"
+            "PyTorch finds no CUDA accelerator here, so there is nothing to measure. Use --device "
+            "cpu --size T to try the script."
         )
     divisor = 16 if chosen.device == "cpu" else 1
     vocabulary = replace(Case.maker, arguments=("--vocabulary", str(151936 // divisor)))
-    groups, packed = numbers(GROUPS, divisor), numbers(PACKED, divisor)
+    groups, packed = make_arguments(GROUPS, divisor), make_arguments(PACKED, divisor)
     cases = (
         Case(
             "Decoding, 32 prompts x 16 samples, 512 new tokens",

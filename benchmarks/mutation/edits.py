@@ -1,10 +1,14 @@
-"""The edits, by kind: what may stand in a node's place.
+"""List the edits of a node of the syntax tree: nodes that may replace it, by kind.
 
-sign: a minus more or less, plus for minus, a comparison or an extremum turned round. mask: a
-`where`, `&`, `~`, clamp or mask column without effect. denominator: a division dropped, ddof
-forgotten, a sum for a mean. factor: one side of a product dropped. detach: the gradient let
-through. index: 0 for 1 in subscripts, dimensions and offsets, an order reversed, arguments
-exchanged. constant: another number. branch: a condition turned round.
+- sign: a minus is added or removed, + and - are exchanged, a comparison or an extremum is reversed.
+- mask: a `where`, `&`, `~`, clamp or mask column has no effect.
+- denominator: a division is dropped, `correction` is ignored, or a sum replaces a mean.
+- factor: one side of a product is dropped.
+- detach: the gradient flows through.
+- index: 0 replaces 1 in subscripts, dimensions and offsets, an order is reversed, or arguments are
+  exchanged.
+- constant: another number.
+- branch: a condition is negated.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }
 OPPOSITES = {"minimum": "maximum", "amin": "amax", "min": "max", "cummin": "cummax", "fmin": "fmax"}
 OPPOSITES |= {v: k for k, v in OPPOSITES.items()}
-EVEN = {"square", "abs"}
+EVEN = {"square", "abs"}  # functions f with f(-x) = f(x)
 MASKS = {"trainable_T", "predicted_T", "train_S", "scored_S", "truncated_S", "cut_S"}
 REDUCTIONS = {
     "sum",
@@ -51,7 +55,7 @@ REDUCTIONS = {
 }
 REDUCTIONS |= {"flip", "unsqueeze", "squeeze", "cat", "stack", "scatter_reduce", "scatter_add"}
 REDUCTIONS |= {"index_select", "size"}
-# Calls without which only their object, or first argument, is left.
+# Calls that an edit replaces by their object, or by their first argument; with the edit's kind.
 DROPPED = {
     "detach": "detach",
     "masked_fill": "mask",
@@ -61,15 +65,20 @@ DROPPED = {
     "flip": "index",
 }
 DROPPED |= {"reversed": "index", "expm1": "constant", "log1p": "constant"}
-UNORDERED = {"minimum", "maximum", "logaddexp", "where"}  # `where` has edits of its own
-NUMBERS = re.compile(r"_[A-Z]+$")
-SMALL = 1e-3  # a constant below is there for numerical safety
+# Functions whose first two arguments are not exchanged: the order does not matter, or (`where`) the
+# function has its own edits.
+UNORDERED = {"minimum", "maximum", "logaddexp", "where"}
+SHAPE_SUFFIX = re.compile(r"_[A-Z]+$")
+SMALL = 1e-3  # smaller constants only prevent numerical errors
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node stands: `above` are its ancestors from the module down, `name` and `index` its
-    field of the last one."""
+    """The position of a node in the tree.
+
+    above: its ancestors, from the module down.
+    name, index: the parent's field that holds it, and its index if the field is a list.
+    """
 
     node: ast.AST
     above: tuple[ast.AST, ...]
@@ -88,6 +97,7 @@ class Place:
 
 
 def edits(place: Place) -> Iterator[Edit]:
+    """Yield (kind, new node) of each edit of the node at a place."""
     node = place.node
     if isinstance(node, ast.UnaryOp):
         yield from _unary(node, place)
@@ -129,7 +139,7 @@ def _with(node: ast.AST, **fields: object) -> ast.AST:
 
 
 def _unary(node: ast.UnaryOp, place: Place) -> Iterator[Edit]:
-    # The last dimension is -1 as well as 1 where there are two.
+    # A dimension keeps its sign: of two dimensions, -1 and 1 are the same one.
     if isinstance(node.op, ast.USub) and not (
         isinstance(node.operand, ast.Constant) and _is_dimension(place)
     ):
@@ -159,7 +169,7 @@ def _binary(node: ast.BinOp, place: Place) -> Iterator[Edit]:
 
 
 def _is_even(node: ast.AST) -> bool:
-    """`x.square()`, `x.abs()` and `abs(x)` don't know the sign of x."""
+    """Return True for `x.square()`, `x.abs()` and `abs(x)`, which do not depend on x's sign."""
     return (
         node.attr
         if isinstance(node, ast.Attribute)
@@ -198,17 +208,17 @@ def _call(node: ast.Call) -> Iterator[Edit]:
     if name not in DROPPED or _guards_division(node):
         return
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    method = owner is not None and not (
+    is_method = owner is not None and not (
         isinstance(owner, ast.Name) and owner.id in ("torch", "F", "math")
     )
-    if method or node.args:
-        yield DROPPED[name], deepcopy(owner if method and owner else node.args[0])
+    if is_method or node.args:
+        yield DROPPED[name], deepcopy(owner if is_method and owner else node.args[0])
 
 
 def _shape(node: ast.AST) -> str:
-    """The suffix of a name: two arguments of one shape can be taken for each other."""
-    found = NUMBERS.search(node.id) if isinstance(node, ast.Name) else None
-    return found.group() if found else ""
+    """Return the shape suffix of a name, or "". Arguments of equal shape may be confused."""
+    match = SHAPE_SUFFIX.search(node.id) if isinstance(node, ast.Name) else None
+    return match.group() if match else ""
 
 
 def _called(node: ast.Call) -> str:
@@ -218,17 +228,17 @@ def _called(node: ast.Call) -> str:
 def _attribute(node: ast.Attribute, place: Place) -> Iterator[Edit]:
     if node.attr in MASKS and isinstance(node.ctx, ast.Load) and not _is_dropped(place):
         yield "mask", ast.BinOp(deepcopy(node), ast.BitOr(), ast.Constant(True))
-    called = isinstance(place.parent, ast.Call) and place.name == "func"
-    if node.attr in OPPOSITES and called:
+    is_called = isinstance(place.parent, ast.Call) and place.name == "func"
+    if node.attr in OPPOSITES and is_called:
         yield "sign", _with(node, attr=OPPOSITES[node.attr])
-    if node.attr in ("sum", "mean") and called:
+    if node.attr in ("sum", "mean") and is_called:
         yield "denominator", _with(node, attr="mean" if node.attr == "sum" else "sum")
     if node.attr == "no_grad":
         yield "detach", _with(node, attr="enable_grad")
 
 
 def _is_dropped(place: Place) -> bool:
-    """Under `&`, and as the condition of a `where`: another edit drops it."""
+    """Return True if another edit drops the node: under `&`, or as the condition of a `where`."""
     if isinstance(place.parent, ast.Call):
         return _called(place.parent) == "where" and place.index == 0
     return isinstance(place.parent, ast.BinOp) and isinstance(place.parent.op, ast.BitAnd)
@@ -257,7 +267,7 @@ def _constant(node: ast.Constant, place: Place) -> Iterator[Edit]:
 
 
 def _guards_division(node: ast.AST) -> bool:
-    """`x.clamp(min=1)` and `clamp(min=tiny)` alone."""
+    """Return True for `x.clamp(min=1)` and `x.clamp(min=tiny)` without other arguments."""
     if not (
         isinstance(node, ast.Call)
         and _called(node) == "clamp"
@@ -273,8 +283,11 @@ def _guards_division(node: ast.AST) -> bool:
 
 
 def _is_number(place: Place) -> bool:
-    """A whole value that is given a name with a shape, or returned by a function of tensors or
-    numbers."""
+    """Return True for a whole numerical value.
+
+    It is assigned to a name with a shape suffix, or returned by a function whose return type is a
+    tensor or a number.
+    """
     if isinstance(
         place.node,
         (ast.Compare, ast.Tuple, ast.List, ast.Dict, ast.ListComp, ast.BoolOp, ast.Lambda),
@@ -290,19 +303,19 @@ def _is_number(place: Place) -> bool:
         return False
     if isinstance(place.parent, ast.Assign):
         target = place.parent.targets[0]
-        return isinstance(target, ast.Name) and bool(NUMBERS.search(target.id))
+        return isinstance(target, ast.Name) and bool(SHAPE_SUFFIX.search(target.id))
     returns = next(
         (a.returns for a in reversed(place.above) if isinstance(a, ast.FunctionDef)), None
     )
-    promised = ast.unparse(returns) if returns else ""
+    return_type = ast.unparse(returns) if returns else ""
     if isinstance(place.parent, ast.Return):
-        return promised in ("Tensor", "float", "int")
-    first = (
+        return return_type in ("Tensor", "float", "int")
+    is_first = (
         isinstance(place.parent, ast.Tuple)
         and isinstance(place.above[-2], ast.Return)
         and place.index == 0
     )
-    return first and promised.startswith("tuple[Tensor")
+    return is_first and return_type.startswith("tuple[Tensor")
 
 
 def _is_mask(node: ast.AST) -> bool:
@@ -319,7 +332,7 @@ def _in_divisor(place: Place) -> bool:
 
 
 def _in_subscript(place: Place) -> bool:
-    """In a subscript itself, be it as an offset, but not inside a call there."""
+    """Return True inside a subscript, also in an offset, but not inside a call in the subscript."""
     chain = [*place.above, place.node]
     for child, parent in itertools.pairwise(reversed(chain)):
         if isinstance(parent, ast.Subscript):
@@ -330,7 +343,7 @@ def _in_subscript(place: Place) -> bool:
 
 
 def _is_dimension(place: Place) -> bool:
-    """`dim=-1`, and the first argument of a reduction's method or the last of its function."""
+    """Return True for `dim=-1`, and for a positional argument of a reduction."""
     above = place.above[:-1] if isinstance(place.parent, ast.UnaryOp) else place.above
     child = place.parent if isinstance(place.parent, ast.UnaryOp) else place.node
     parent = above[-1]

@@ -1,7 +1,7 @@
-"""Mutants that change nothing, each with the reason, by file, function and the edit as it is
-printed.
+"""List the equivalent mutants, which change no result, each with the reason.
 
-Add one only with a proof: that no test fails is what has to be explained, and is no explanation.
+Keys are (file, function, the edit as it is printed). Add a mutant only with a proof that it changes
+no result. That no test fails is no proof.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ DISTILLATION = "ratchet/algorithms/losses/distillation.py"
 CORRECTION = "ratchet/algorithms/rollout_correction.py"
 TEACHER = "ratchet/algorithms/advantages/teacher.py"
 TEMPORAL = "ratchet/algorithms/advantages/per_turn.py"
-NO_SCALE = "epsilon is added to a standard deviation, and scale='none' divides by none"
+NO_SCALE = "epsilon is added to a standard deviation, and scale='none' divides by no deviation"
 COMMON = "ratchet/algorithms/advantages/common.py"
-MINUS_ZERO = "these are zeros, and -0.0 equals 0.0 and adds as little"
-SAME_KEYS = "keys are only told apart, and negated ones differ where they did"
-ZERO_WEIGHT = "what is not active has the weight 0, so that any finite number will do"
+MINUS_ZERO = "the values are zeros, and -0.0 behaves like 0.0 in comparisons and sums"
+SAME_KEYS = "keys are only compared for equality, and negation keeps them distinct"
+ZERO_WEIGHT = "inactive values have the weight 0, so any finite number gives the same result"
 
 EQUIVALENT: Table = {
     (
@@ -51,13 +51,13 @@ EQUIVALENT: Table = {
         POLICY,
         "_compute_sequence_metrics",
         "torch.no_grad() -> torch.enable_grad()",
-    ): "what it averages comes from `_compute_metrics`, already without a gradient",
+    ): "the averaged values come from `_compute_metrics`, which has already dropped their gradient",
     (
         REWARD_MODEL,
         "process_reward",
         "labels_T = batch.turn_rewards_T.nan_to_num(0.0) -> labels_T = "
         "batch.turn_rewards_T.nan_to_num(1.0)",
-    ): "what comes of a NaN is masked twice below",
+    ): "the result for a NaN is masked twice below",
     (
         GROUP,
         "reinforce_pp",
@@ -74,19 +74,19 @@ EQUIVALENT: Table = {
         TEMPORAL,
         "compute_step_rewards",
         "torch.full((size,), -1).scatter_reduce -> torch.full((size,), -2).scatter_reduce",
-    ): "any number below 0 says that an attempt has no step",
+    ): "any number below 0 means that an attempt has no step",
     (
         TEMPORAL,
         "compute_step_rewards",
         "last_tokens = last_token_A[last_token_A >= 0] -> last_tokens = last_token_A[last_token_A >= 1]",
-    ): "the token 0 of a batch is the first of a row, and packing refuses one that trains: nothing "
-    "predicts it",
+    ): "token 0 of a batch is the first of its row; it has no prediction, so packing refuses it as a "
+    "trained token",
     (
         COMMON,
         "put_all_in_one_bin",
         "return (torch.zeros(len(x), dtype=torch.int64), 1) -> return (torch.zeros(len(x), "
         "dtype=torch.int64), 2)",
-    ): "one index more, which does not occur: what is made for it is never read",
+    ): "the additional bin has no member, and its value is never read",
     (
         COMMON,
         "AttemptSteps.pad",
@@ -108,18 +108,18 @@ EQUIVALENT: Table = {
         TEMPORAL,
         "_find_last_rows",
         "torch.full((size,), -1).scatter_reduce -> torch.full((size,), -2).scatter_reduce",
-    ): "every attempt has a sequence, whose index is greater",
+    ): "every attempt has a sequence, whose index is at least 0, so the initial value is replaced",
     (
         TEMPORAL,
         "_count_earlier_turns",
         "earlier.append(turns_so_far.get(attempt, 0)) -> earlier.append(turns_so_far.get(attempt, 1))",
-    ): "the numbers of an attempt's turns are compared with each other alone: all may begin at 1",
+    ): "the numbers of an attempt's turns are only compared with each other, so all may begin at 1",
     (
         TEMPORAL,
         "_count_earlier_turns",
         "zip(index_attempts(batch)[0].tolist(), turns_S.tolist(), strict=True) -> "
         "zip(index_attempts(batch)[0].tolist(), turns_S.tolist(), strict=False)",
-    ): "both have an entry a sequence",
+    ): "both have one element for each sequence",
     (
         TEMPORAL,
         "_measure_explained_variance",
@@ -130,7 +130,7 @@ EQUIVALENT: Table = {
         DISTILLATION,
         "kl",
         "safe_NK = torch.where(possible_NK, p_NK, 0.0) -> safe_NK = torch.where(possible_NK, p_NK, 1.0)",
-    ): "any finite number will do: what comes of it is masked in the next line",
+    ): "any finite number gives the same result, because the next line masks it",
     (
         GROUP,
         "gdpo",

@@ -1,7 +1,7 @@
-"""Finds the mutants of a source file: small edits that change what its maths means.
+"""List the mutants of a source file: small edits that change the meaning of its maths.
 
-Left alone: docstrings, annotations, decorators but `no_grad`, defaults of parameters (the
-configuration gives them all), assertions and what is raised, and `clamp(min=1)`, which guards a
+Not edited are docstrings, annotations, decorators except `no_grad`, defaults of parameters (the
+configuration sets all of them), assertions, `raise` statements, and `clamp(min=1)`, which guards a
 division.
 """
 
@@ -16,13 +16,16 @@ from mutation.edits import Place, edits
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 SHOWN = (ast.expr, ast.keyword, *SIMPLE)
 SKIPPED = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr)
-ENOUGH, MOST = 30, 80  # characters of context beside an edit
+# Characters of code shown with an edit: from MIN_SHOWN on, no wider code above MAX_SHOWN is shown.
+MIN_SHOWN, MAX_SHOWN = 30, 80
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One edit: `new` instead of a node of `tree`. `before` and `after` show it with a little
-    context."""
+    """The source file with one edit: `new` replaces the node of `tree` at `place`.
+
+    before, after: the edited code with some context.
+    """
 
     file: str
     line: int
@@ -44,16 +47,18 @@ class Mutant:
         )
 
     def code(self) -> ast.Module:
-        """The mutated module. The edit stays in `tree`: call this only in a process that is thrown
-        away afterwards."""
+        """Return the mutated module.
+
+        This changes `tree`, so call it only in a process that tries no other mutant.
+        """
         self.place.put(self.new)
         return ast.fix_missing_locations(self.tree)
 
 
-def find(source: str, file: str) -> list[Mutant]:
-    """All mutants of a file, in its order; edits that come out the same are one."""
+def list_mutants(source: str, file: str) -> list[Mutant]:
+    """Return all mutants of a file, in the file's order. Edits with equal results count once."""
     tree = ast.parse(source, file)
-    found: dict[tuple[int, str, str], Mutant] = {}
+    mutants: dict[tuple[int, str, str], Mutant] = {}
     for place, function in _places(tree, (), ""):
         for kind, new in edits(place):
             before, after = _shown(place, new)
@@ -62,8 +67,8 @@ def find(source: str, file: str) -> list[Mutant]:
                 mutant = Mutant(
                     file, line, function or "<module>", kind, before, after, tree, place, new
                 )
-                found.setdefault((line, before, after), mutant)
-    return list(found.values())
+                mutants.setdefault((line, before, after), mutant)
+    return list(mutants.values())
 
 
 def _places(
@@ -84,13 +89,13 @@ def _places(
 def _children(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
     for name, value in ast.iter_fields(node):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and name != "body":
-            free = name == "decorator_list" and "torch.no_grad()" in map(ast.unparse, value)
-            if not free:
+            is_no_grad = name == "decorator_list" and "torch.no_grad()" in map(ast.unparse, value)
+            if not is_no_grad:
                 continue
         if name in ("annotation", "args") and isinstance(node, (ast.AnnAssign, ast.Lambda)):
             continue
-        # The first argument of `zeros_like` gives a shape alone.
-        shape = (
+        # Skip the first argument of `zeros_like`, of which only the shape matters.
+        n_skipped = (
             name == "args"
             and isinstance(node, ast.Call)
             and ast.unparse(node.func).endswith("_like")
@@ -101,19 +106,19 @@ def _children(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
             yield from (
                 (name, i, item)
                 for i, item in enumerate(value)
-                if isinstance(item, ast.AST) and i >= shape
+                if isinstance(item, ast.AST) and i >= n_skipped
             )
 
 
 def _shown(place: Place, new: ast.AST) -> tuple[str, str]:
-    """The code before and after, of the smallest node around the edit that says enough."""
+    """Return the code before and after the edit, of a node around it that gives some context."""
     chosen: ast.AST = place.node
     text = ast.unparse(chosen)
     for parent in reversed(place.above):
         if not isinstance(parent, SHOWN):
             break
         wider = ast.unparse(parent)
-        if len(wider) > (MOST if len(text) >= ENOUGH else 2 * MOST):
+        if len(wider) > (MAX_SHOWN if len(text) >= MIN_SHOWN else 2 * MAX_SHOWN):
             break
         chosen, text = parent, wider
     if chosen is place.node:

@@ -1,10 +1,10 @@
-"""Which tests hold which file of the maths. Paths from the root of the repository."""
+"""Map each file of the maths to its tests. Paths are relative to the root of the repository."""
 
 from __future__ import annotations
 
 MATHS = "ratchet/algorithms"
 TESTS = "tests/algorithms"
-EVERYWHERE = ("mutants_found",)
+EVERYWHERE = ("mutants_found",)  # tests of every file
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "advantages/common.py": ("advantages", "group_advantages", "temporal", "compose"),
@@ -26,7 +26,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "base.py": ("losses", "invariances", "preference"),
 }
 
-# Of these files only some functions are maths.
+# Files in which only these functions are maths.
 FUNCTIONS = {f"{MATHS}/base.py": ("AlgorithmTerm.__call__", "Algorithm.weigh")}
 
 

@@ -1,8 +1,8 @@
-"""Runs tests against mutants, each in a fork of this process, which has imported what the tests
-import but nothing of ours.
+"""Run tests against mutants, each in a fork of this process.
 
-The mutated module is found instead of the real one whenever something imports it, so that names
-taken over by other modules, and partials of its functions, are the mutant's too.
+This process has imported the libraries that the tests need, but no module of the tree under test. In
+a fork, every import of the mutated module gets the mutant. So names that other modules import from
+it, and partials of its functions, are the mutant's too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ import pytest
 from hypothesis import Phase, settings
 
 Label = TypeVar("Label")
-WAIT = 20  # a process may take this many times its processor time: others work here too
+# Maximum wall time of a process, as a multiple of its processor time: other programs run here too.
+WAIT = 20
 
 
 @dataclass(frozen=True)
 class Result:
-    """status: pytest's; None when the time was up. killer: the first test or file that failed.
-    modules: imported by then. cpu_s: what it took, on a shared machine a steadier measure than the
-    clock."""
+    """The result of a trial.
+
+    status: pytest's exit status; None: the time was up.
+    killer: the first test or file that failed.
+    modules: modules that the process has imported; empty if a mutant was tried.
+    cpu_s: processor seconds, which vary less than wall time on a shared machine.
+    """
 
     status: int | None
     killer: str = ""
@@ -41,15 +46,19 @@ class Result:
     cpu_s: float = 0.0
 
     @property
-    def killed(self) -> bool:
+    def is_killed(self) -> bool:
         return self.status != 0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """`code` gives the module's tree, called in the fork; None leaves the file as it is. Tests
-    named in `first` are tried before those with `hint` in their name, these before those named in
-    `second`, and all others last. examples: of a property; None: as many as usual."""
+    """One run of a file's tests, with or without a mutant.
+
+    code: returns the mutated module's tree, called in the fork; None: no mutant.
+    first, hint, second: the order of the tests. Tests named in `first` run first, then those with
+      `hint` in their name, then those named in `second`, then all others.
+    examples: number of examples of each property; None: the default.
+    """
 
     module: str
     path: Path
@@ -65,8 +74,10 @@ class Trial:
 def run(
     trials: Iterable[tuple[Label, Trial]], root: Path, jobs: int
 ) -> Iterator[tuple[Label, Result]]:
-    """Results by label, in the order in which they come; takes a trial only when there is a free
-    place for it."""
+    """Yield (label, result) of each trial as it ends, with up to `jobs` at the same time.
+
+    The next trial is taken from `trials` only when it can start.
+    """
     waiting = iter(trials)
     with selectors.DefaultSelector() as running:
         while True:
@@ -82,24 +93,27 @@ def run(
                     continue
                 running.unregister(key.fd)
                 os.close(key.fd)
-                _, ended, usage = os.wait4(pid, 0)
+                _, wait_status, usage = os.wait4(pid, 0)
                 yield (
                     label,
-                    replace(_result(received, ended), cpu_s=usage.ru_utime + usage.ru_stime),
+                    replace(
+                        _parse_result(received, wait_status), cpu_s=usage.ru_utime + usage.ru_stime
+                    ),
                 )
 
 
 def preload(modules: Iterable[str], root: Path) -> None:
-    """Imports the libraries among the modules: whatever does not come from the tree under test."""
+    """Import the libraries among the modules: those outside the tree under test."""
     if str(root) not in sys.path:
-        sys.path.insert(0, str(root))  # or an installed copy of the tree would pass for a library
+        # Otherwise an installed copy of the tree would count as a library.
+        sys.path.insert(0, str(root))
     for name in modules:
-        spec = _spec(name)
-        if spec is not None and spec.origin and not _ours(Path(spec.origin), root):
+        spec = _find_spec(name)
+        if spec is not None and spec.origin and not _is_under_test(Path(spec.origin), root):
             importlib.import_module(name)
 
 
-def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
+def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
     if name.startswith(("_pytest", "pytest", "xdist")) or name in ("__main__", "conftest"):
         return None
     try:
@@ -108,52 +122,53 @@ def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
         return None
 
 
-def _ours(path: Path, root: Path) -> bool:
+def _is_under_test(path: Path, root: Path) -> bool:
     return path.is_relative_to(root) and "site-packages" not in path.parts
 
 
-def _result(received: bytearray, ended: int) -> Result:
+def _parse_result(received: bytearray, wait_status: int) -> Result:
     if received:
         return Result(**json.loads(received))
-    # Killed by a timer, or by what the mutant did to the process.
+    # A timer or the mutant killed the process. 70: an internal error.
     return Result(
         None
-        if os.WIFSIGNALED(ended) and os.WTERMSIG(ended) in (signal.SIGPROF, signal.SIGALRM)
+        if os.WIFSIGNALED(wait_status)
+        and os.WTERMSIG(wait_status) in (signal.SIGPROF, signal.SIGALRM)
         else 70
     )
 
 
 def _fork(trial: Trial, root: Path) -> tuple[int, int]:
     assert trial.module not in sys.modules, (
-        f"{trial.module} is loaded already: no mutant of it would ever be"
+        f"{trial.module} is already imported here, so the forks would not import its mutant"
     )
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        os.close(theirs)
-        return pid, ours
-    # From here on in the child, which never returns.
+        os.close(write_end)
+        return pid, read_end
+    # This is the child, which never returns.
     try:
-        os.close(ours)
+        os.close(read_end)
         signal.setitimer(signal.ITIMER_PROF, trial.timeout_cpu_s)
         signal.alarm(WAIT * trial.timeout_cpu_s)
         report = _test(trial, root)
-        with os.fdopen(theirs, "wb") as pipe:
+        with os.fdopen(write_end, "wb") as pipe:
             pipe.write(json.dumps(report).encode())
     finally:
         os._exit(1)
 
 
 def _test(trial: Trial, root: Path) -> dict[str, Any]:
-    silence = os.open(os.devnull, os.O_RDWR)
+    null_file = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
-        os.dup2(silence, stream)
+        os.dup2(null_file, stream)
     os.chdir(root)
     sys.path.insert(0, str(root))
     if trial.code is not None:
-        sys.meta_path.insert(0, _Instead(trial.module, trial.path, trial.code()))
+        sys.meta_path.insert(0, _TreeLoader(trial.module, trial.path, trial.code()))
     watcher = _Watcher(trial)
     arguments = [
         f"--rootdir={root}",
@@ -171,8 +186,8 @@ def _test(trial: Trial, root: Path) -> dict[str, Any]:
     return {"status": int(status), "killer": watcher.killer, "modules": modules}
 
 
-class _Instead(importlib.machinery.SourceFileLoader):
-    """Finds and loads one module from a tree instead of its file."""
+class _TreeLoader(importlib.machinery.SourceFileLoader):
+    """A finder and loader of one module, which comes from a syntax tree instead of its file."""
 
     def __init__(self, module: str, path: Path, tree: ast.Module) -> None:
         super().__init__(module, str(path))
@@ -190,7 +205,7 @@ class _Instead(importlib.machinery.SourceFileLoader):
 
 
 class _Watcher:
-    """A plugin: the likeliest killers come first, and a failing example is not made small."""
+    """A pytest plugin. The likeliest killers run first, and failing examples are not shrunk."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -226,7 +241,7 @@ class _Watcher:
 
 
 class Killers:
-    """Which tests killed mutants of what, the most successful first."""
+    """A count of the tests that killed mutants, by victim: a file, or a function of a file."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {}
@@ -235,5 +250,6 @@ class Killers:
         for victim in victims if killer else ():
             self._counts.setdefault(victim, Counter())[killer] += 1
 
-    def of(self, victim: str) -> tuple[str, ...]:
+    def get(self, victim: str) -> tuple[str, ...]:
+        """Return up to 12 tests, those with the most kills first."""
         return tuple(name for name, _ in self._counts.get(victim, Counter()).most_common(12))

@@ -1,7 +1,6 @@
-"""What the drivers of this folder share: their arguments, the policy, steps of training with their
-times.
+"""Functions that the drivers of this folder share: arguments, the policy, and timed training steps.
 
-`start` comes before anything that loads torch.
+Call `start` before importing anything that loads torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
-# the checkout needn't be installed
+# So that the checkout need not be installed.
 sys.path[:0] = [str(ROOT / "benchmarks" / "peers"), str(ROOT / "benchmarks"), str(ROOT)]
 
 import protocol
@@ -29,12 +28,12 @@ from ratchet.learners.config import LocalConfig
 
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The driver's options. Prepares this process as a run does."""
+    """Return the driver's options, after preparing this process like a run."""
     parser.add_argument(
         "--workers",
         type=int,
         default=0,
-        help="threads that each take parts of a batch; 0: as many as threads",
+        help="workers that each compute a part of a batch; 0: one per thread",
     )
     options = parser.parse_args()
     options.workers = options.workers or options.threads if options.device == "cpu" else 1
@@ -45,14 +44,19 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def make_policy(options: argparse.Namespace, **keys: Any) -> rt.Policy:
-    """The shared model with the embedded engine. keys: of `Policy.create`."""
+    """Return the shared model with the embedded engine. keys: arguments of `Policy.create`."""
     model = rt.load_policy(options.model, device=options.device)
     return rt.Policy.create(model, rt.load_tokenizer(options.model), **keys)
 
 
 @dataclass
 class Steps:
-    """seconds: of each timed step, from one's end to the next one's. metrics: theirs."""
+    """The timed steps.
+
+    seconds: time from the end of the previous step to the end of each step.
+    metrics: metrics of each step.
+    startup_s: time from the start of the process to the end of the first step.
+    """
 
     seconds: list[float] = field(default_factory=list)
     metrics: list[Mapping[str, float | None]] = field(default_factory=list)
@@ -69,8 +73,11 @@ async def train(
     prepare: Callable[[Any], None] = lambda run: None,
     observers: Sequence[Callable[..., None]] = (),
 ) -> Steps:
-    """The path that `ratchet train` takes, with `groups` a step. prepare: is given the run before
-    its first step."""
+    """Train like `ratchet train`, and return the timed steps.
+
+    groups: number of groups in a step.
+    prepare: called with the run before its first step.
+    """
     spec = rt.StageSpec(
         "bench",
         options.warmup + options.steps,
@@ -101,7 +108,7 @@ async def train(
 
 
 def synchronize(options: argparse.Namespace) -> None:
-    """Waits for the accelerator, so that what is timed is done."""
+    """Wait for the accelerator, so that all timed work has ended."""
     if options.device != "cpu":
         import torch
 
@@ -109,7 +116,7 @@ def synchronize(options: argparse.Namespace) -> None:
 
 
 def facts(options: argparse.Namespace) -> dict[str, Any]:
-    """What all of ours report."""
+    """Return the facts that all drivers of this folder report."""
     import torch
 
     cpu = torch.backends.cpu.get_cpu_capability()

@@ -1,7 +1,9 @@
-"""Seconds until `ratchet train recipes/quickstart.yaml` has made its first optimizer step, as a
-user calls it: until the step's line is in metrics.jsonl. Other arguments than --threads play no
-part in it, but for --evaluated: with the evaluation before it that the recipe asks for, and the
-peer's script does not make."""
+"""Measure the seconds until `ratchet train recipes/quickstart.yaml` has made its first step.
+
+The end is when the step's line is in metrics.jsonl. With --evaluated, the recipe's evaluation before
+the first step is included; the peer's script has none. Of the other arguments, only --threads is
+used.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from ratchet.observe.sinks import read_jsonl
 
 POLL_S = 0.005
 parser = protocol.arguments("the first step of `ratchet train`")
-parser.add_argument("--evaluated", action="store_true")
+parser.add_argument("--evaluated", action="store_true", help="evaluate before the first step")
 options = parser.parse_known_args()[0]
 
 

@@ -1,14 +1,16 @@
-"""Seconds from the start of the process until `import torch` is done: what no trainer can
-undercut."""
+"""Measure the seconds from the start of a process to the end of `import torch`.
+
+It is a lower bound on the start of any trainer.
+"""
 
 import time
 
 import torch  # noqa: F401
 
-DONE = time.time()
+IMPORTED_AT = time.time()
 
 import common
 import protocol
 
 options = protocol.arguments("import torch").parse_known_args()[0]
-common.emit(options, [protocol.since_spawn(DONE)], case="startup")
+common.emit(options, [protocol.since_spawn(IMPORTED_AT)], case="startup")

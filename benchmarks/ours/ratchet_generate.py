@@ -1,5 +1,7 @@
-"""Times Ratchet's embedded engine on the workload of ../peers/hf_generate.py; same arguments and
-output."""
+"""Time Ratchet's embedded engine on the workload of ../peers/hf_generate.py.
+
+Arguments and output are the same as there.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,13 @@ def main() -> None:
     prompts = [row.prompt for row in rows]
     samplings = [rt.Sampling(max_new_tokens=row.new_tokens, seed=i) for i, row in enumerate(rows)]
 
-    def make() -> None:
-        made = engine.generate_all(prompts, samplings)
-        assert [len(completion.tokens) for completion in made] == [row.new_tokens for row in rows]
+    def generate() -> None:
+        completions = engine.generate_all(prompts, samplings)
+        lengths = [len(completion.tokens) for completion in completions]
+        assert lengths == [row.new_tokens for row in rows]
         common.synchronize(options)
 
-    useful = sum(row.new_tokens for row in rows)
+    n_new_tokens = sum(row.new_tokens for row in rows)
     answers: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         answers.setdefault(row.prompt, []).append(row.new_tokens)
@@ -45,10 +48,10 @@ def main() -> None:
     protocol.emit_generation(
         options,
         rows,
-        make,
+        generate,
         **common.facts(options),
         gflop=work.forward_gflop(shape),
-        gbytes=work.decoding_gbytes(shape, reads=useful / slots, bytes_each=dtype.itemsize),
+        gbytes=work.decoding_gbytes(shape, reads=n_new_tokens / slots, bytes_each=dtype.itemsize),
     )
 
 

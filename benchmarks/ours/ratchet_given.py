@@ -1,5 +1,7 @@
-"""Times Ratchet's optimizer steps on given text, on the path that `ratchet train` takes: SFT on
-conversations, DPO on pairs. Arguments and output are those of ../peers/protocol.py."""
+"""Time Ratchet's optimizer steps on given text: SFT on conversations, DPO on pairs.
+
+Steps run as in `ratchet train`. Arguments and output are those of ../peers/protocol.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ratchet.types import Comparison
 
 
 class Given(SingleTurn):
-    """Conversations, in order; the first answer is the better one."""
+    """An environment of given conversations, in order; the first answer is the better one."""
 
     name = "given"
 
@@ -37,8 +39,10 @@ class Given(SingleTurn):
 
 
 def work(texts: Sequence[tuple[str, ...]]) -> Work:
-    """The question with the template's two tokens, then the answers, each with the token that ends
-    it."""
+    """Return the work of all texts.
+
+    The template adds two tokens to a question, and one to the end of each answer.
+    """
     rows = [
         tree(len(question) + 2, [len(answer) + 1 for answer in answers])
         for question, *answers in texts
@@ -47,10 +51,10 @@ def work(texts: Sequence[tuple[str, ...]]) -> Work:
 
 
 async def main() -> None:
-    sft = options.algorithm == "sft"
-    texts = protocol.conversations(options, answers=1 if sft else 2)
-    # a reference's forward beside the policy's
-    algorithm, passes = (rt.SFTConfig(), 3) if sft else (DPOConfig(), 4)
+    is_sft = options.algorithm == "sft"
+    texts = protocol.conversations(options, answers=1 if is_sft else 2)
+    # Work in units of a forward pass: forward 1, backward 2, and for DPO the reference's forward 1.
+    algorithm, passes = (rt.SFTConfig(), 3) if is_sft else (DPOConfig(), 4)
     policy = common.make_policy(options)
     steps = await common.train(
         options, policy, rt.EnvSetup(Given(texts)), algorithm, groups=options.rows
@@ -63,7 +67,7 @@ async def main() -> None:
         options,
         steps.seconds,
         case=options.algorithm,
-        work=tokens if sft else options.rows,
+        work=tokens if is_sft else options.rows,
         gflop=passes
         * work(texts).forward_gflop(policy.model.decoder.config)
         / (options.warmup + options.steps),

@@ -1,6 +1,8 @@
-"""Times whole GRPO steps of Ratchet on the path that `ratchet train` takes: rollouts by group,
-rewards, packing, one optimizer step, handing over the weights, writing the metrics. Arguments and
-output are those of ../peers/protocol.py."""
+"""Time whole GRPO steps of Ratchet, as in `ratchet train`.
+
+A step has rollouts, rewards, packing, one optimizer step, the weight sync and the writing of
+metrics. Arguments and output are those of ../peers/protocol.py.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.environments.single_turn import SingleTurn
 from ratchet.observe.sinks import JsonlSink
 
-HOST = ("pack", "rewards", "recording")  # timed here; the other phases are the loop's own
+HOST = ("pack", "rewards", "recording")  # timed here; the loop itself times the other phases
 phases = protocol.Phases()
 
 
 class TokenPrompts(SingleTurn):
-    """Tasks whose prompt is written as numbers: random tokens, as the peer gets them."""
+    """An environment of random prompts, written as numbers that `Numbers` converts to tokens."""
 
     name = "tokens"
 
@@ -47,7 +49,7 @@ class TokenPrompts(SingleTurn):
 
 
 class Numbers(Renderer):
-    """Reads such a prompt back; nothing ends a completion early."""
+    """A renderer that reads the numbers of a prompt as token ids. It has no stop ids."""
 
     stop_ids = ()
 
@@ -61,12 +63,12 @@ class Numbers(Renderer):
 
 
 def reward(trajectory: rt.Trajectory, task: rt.Task) -> float:
-    """The peer's: cheap, and different within a group."""
+    """Return the same reward as the peer's: it is cheap, and differs within a group."""
     return float((trajectory.tokens[options.prompt_tokens :] % 2).sum())
 
 
 def watch(run: Any) -> None:
-    """Times what is neither the model's arithmetic nor a phase of the loop."""
+    """Time generation, and the host's work that is no phase of the loop."""
     engine = run.weight_sync.generator
     engine.core.step = phases.timed("generate", engine.core.step)
     run.metrics.flush = phases.timed("recording", run.metrics.flush)
@@ -76,25 +78,29 @@ def watch(run: Any) -> None:
     ratchet.training.loop.pack = phases.timed("pack", ratchet.training.loop.pack)
 
 
-def shares(steps: common.Steps) -> dict[str, float]:
-    """Medians of what each phase takes of a step, in seconds. Scheduling: what sampling takes
-    beside the engine's steps and the rewards. Each step's own are subtracted from each other: the
-    first steps are slower, and medians of a whole and of its parts may be of different steps."""
-    each: list[dict[str, float]] = []
-    timed = phases.steps[options.warmup : options.warmup + options.steps]
-    for taken, numbers, whole in zip(timed, steps.metrics, steps.seconds, strict=True):
+def compute_phase_medians(steps: common.Steps) -> dict[str, float]:
+    """Return the median seconds of each phase of a step.
+
+    "scheduling" is the time of sampling without the engine's steps and the rewards. Differences are
+    computed within each step and not between medians, because the medians of a step and of its
+    phases may come from different steps.
+    """
+    seconds_by_step: list[dict[str, float]] = []
+    timed_steps = phases.steps[options.warmup : options.warmup + options.steps]
+    for timed, metrics, step_s in zip(timed_steps, steps.metrics, steps.seconds, strict=True):
         seconds = (
             dict.fromkeys(("generate", *HOST), 0.0)
-            | taken
-            | {"update": numbers["time/update_s"] or 0.0}
+            | timed
+            | {"update": metrics["time/update_s"] or 0.0}
         )
         seconds["scheduling"] = (
-            (numbers["time/sample_s"] or 0.0) - seconds["generate"] - seconds["rewards"]
+            (metrics["time/sample_s"] or 0.0) - seconds["generate"] - seconds["rewards"]
         )
-        seconds["other"] = whole - sum(seconds.values())
-        each.append(seconds)
+        seconds["other"] = step_s - sum(seconds.values())
+        seconds_by_step.append(seconds)
     return {
-        name: round(statistics.median(seconds[name] for seconds in each), 5) for name in each[0]
+        name: round(statistics.median(seconds[name] for seconds in seconds_by_step), 5)
+        for name in seconds_by_step[0]
     }
 
 
@@ -108,7 +114,7 @@ async def main() -> None:
             options,
             policy,
             rt.EnvSetup(TokenPrompts(range(policy.model.vocab_size)), judge),
-            rt.GRPOConfig(group_size=options.group_size, weighting="token_mean"),  # as the peers
+            rt.GRPOConfig(group_size=options.group_size, weighting="token_mean"),  # like the peers
             groups=options.prompts,
             prepare=watch,
             observers=(write, lambda step, numbers: phases.next_step()),
@@ -123,9 +129,9 @@ async def main() -> None:
         steps.seconds,
         case="grpo_step",
         parameters=sum(p.numel() for p in policy.model.parameters()),
-        # sampling, the update's forward, and its backward
+        # Sampling 1, the update's forward 1 and its backward 2, in units of a forward pass.
         gflop=4 * work.forward_gflop(policy.model.decoder.config),
-        phases_s=shares(steps),
+        phases_s=compute_phase_medians(steps),
         startup_s=round(steps.startup_s, 2),
     )
 

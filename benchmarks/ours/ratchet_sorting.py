@@ -1,12 +1,13 @@
-"""Seconds that Ratchet trains, evaluation apart, until the quick-start's second stage first reaches
-`--target` held-out; the model comes from sorting_start.py. With several threads, as many processes
-of one thread play the groups.
+"""Measure how long Ratchet trains until the quick-start's second stage reaches a held-out accuracy.
 
-    python benchmarks/ours/ratchet_sorting.py --model DIR --threads 2 [--steps-alone 40] [key=value
-    ...]
+The seconds exclude evaluation. The model comes from sorting_start.py. With several threads, as many
+rollout workers of one thread each play the groups.
 
-key=value: of the quick-start's recipe, as `ratchet train` takes them; `generator.kind=engine`: this
-process plays them itself.
+    python benchmarks/ours/ratchet_sorting.py --model DIR --threads 2 [--steps-alone 40]
+    [key=value ...]
+
+key=value overrides the quick-start's recipe, as in `ratchet train`. With `generator.kind=engine` this
+process plays the groups itself.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ PHASES = ("time/step_s", "time/sample_s", "time/update_s")
 
 parser = protocol.target_arguments("the quick-start's GRPO stage with Ratchet")
 parser.add_argument(
-    "--steps-alone", type=int, default=0, help="so many steps and no target: how long one takes"
+    "--steps-alone",
+    type=int,
+    default=0,
+    help="measure this number of steps instead of reaching the target; 0: reach the target",
 )
-parser.add_argument("overrides", nargs="*", help="of the quick-start's recipe, key=value")
+parser.add_argument("overrides", nargs="*", help="overrides of the quick-start's recipe, key=value")
 options = common.start(parser)
 
 import ratchet as rt
@@ -46,8 +50,8 @@ from ratchet.training.from_config import (
 )
 
 
-def recipe() -> RunConfig:
-    """The quick-start with the model of the directory, and `threads` processes that play."""
+def make_config() -> RunConfig:
+    """Return the quick-start with the given model and `threads` rollout workers."""
     values = read_file(common.QUICKSTART)[0].plain()
     values |= {
         "model": {"path": options.model},
@@ -72,7 +76,7 @@ def recipe() -> RunConfig:
 
 
 async def main() -> None:
-    config = recipe()
+    config = make_config()
     stage = config.stages[1]
     plan = replace(
         build_stage_spec(config, 1),
@@ -80,11 +84,11 @@ async def main() -> None:
         evaluation=stage.evaluation.model_copy(update={"every": options.every}),
         first_step=0,
     )
-    async with AsyncExitStack() as ends:
+    async with AsyncExitStack() as exit_stack:
         executor = build_executor(config)
-        ends.callback(executor.close)
+        exit_stack.callback(executor.close)
         policy = start_processes(config, executor, build_policy(config))
-        ends.push_async_callback(policy.close)
+        exit_stack.push_async_callback(policy.close)
         run = rt.make_run(policy, build_env_setup(stage), rt.build(stage.algorithm), plan)
         goal, steps = protocol.Goal(options.target), list[Mapping[str, float | None]]()
 
@@ -95,7 +99,7 @@ async def main() -> None:
             accuracy = numbers.get("eval/accuracy")
             if (
                 accuracy is not None
-                and goal.reached(step, run.progress.seconds, accuracy)
+                and goal.is_reached(step, run.progress.seconds, accuracy)
                 and not options.steps_alone
             ):
                 run.stop.status = 0  # the loop ends after this step

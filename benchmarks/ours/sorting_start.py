@@ -1,6 +1,10 @@
-"""Writes the quick-start's model after so many steps of its supervised stage, with tasks and
-settings of the stage after it: `sorting_start.py DIR [--steps 48]`. So the other side needs nothing
-of Ratchet."""
+"""Write the quick-start's model after some steps of its supervised stage.
+
+    python benchmarks/ours/sorting_start.py DIR [--steps 48]
+
+The directory also gets the tasks and settings of the next stage (sorting.json), so that the peer's
+driver does not need Ratchet.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ import ratchet as rt
 from ratchet.config.loader import load_config
 from ratchet.training.from_config import build_env_setup, build_policy, build_run
 
-torch.set_num_threads(1)  # the recipe's, and so its course
+torch.set_num_threads(1)  # as in the recipe, so that training gives the same weights
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the quick-start's model before GRPO")
     parser.add_argument("directory", type=Path)
     parser.add_argument(
-        "--steps", type=int, default=0, help="of the supervised stage; 0: random weights"
+        "--steps", type=int, default=0, help="steps of the supervised stage; 0: random weights"
     )
     options = parser.parse_args()
     config = load_config(common.QUICKSTART, ["device=cpu"])
@@ -47,11 +51,11 @@ def main() -> None:
         ),
         "test": itertools.islice(environment.tasks("test", seed=0), stage.evaluation.tasks),
     }
-    written = {
-        split: [[task.messages[0].text, task.answer] for task in several]
-        for split, several in tasks.items()
+    task_texts = {
+        split: [[task.messages[0].text, task.answer] for task in split_tasks]
+        for split, split_tasks in tasks.items()
     }
-    settings = {"steps": stage.steps, "batch_size": stage.batch_size, **sections, **written}
+    settings = {"steps": stage.steps, "batch_size": stage.batch_size, **sections, **task_texts}
     (options.directory / "sorting.json").write_text(json.dumps(settings), encoding="utf-8")
 
 

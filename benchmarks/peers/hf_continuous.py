@@ -1,5 +1,7 @@
-"""Times continuous batching of Hugging Face transformers on the workload of hf_generate.py; same
-arguments and output."""
+"""Time the continuous batching of Hugging Face transformers on the workload of hf_generate.py.
+
+Arguments and output are the same as there.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from transformers import (
 )
 
 torch.set_num_threads(options.threads)
-# more than the workloads here need; without a bound it would take most of the memory
+# Size of the KV cache: more than the workloads here need. Without a limit it would take most of the
+# memory.
 CACHE_TOKENS = 2**17
 
 
@@ -49,28 +52,29 @@ def main() -> None:
         seed=options.seed,
     )
 
-    def make() -> None:
+    def generate() -> None:
         with model.continuous_batching_context_manager(
             sampling, continuous_batching_config=batching
         ) as manager:
-            wanted = {
+            new_tokens_by_request = {
                 manager.add_request(list(row.prompt), max_new_tokens=row.new_tokens): row.new_tokens
                 for row in rows
             }
-            while wanted:
-                made = manager.get_result(timeout=1)
-                if made is None and not manager.is_running():
+            while new_tokens_by_request:
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
                     protocol.unavailable(
                         f"continuous batching of transformers {transformers.__version__} ended "
                         "early"
                     )
-                if made is not None and made.is_finished():
-                    assert len(made.generated_tokens) == wanted.pop(made.request_id)
+                if result is not None and result.is_finished():
+                    expected = new_tokens_by_request.pop(result.request_id)
+                    assert len(result.generated_tokens) == expected
 
     protocol.emit_generation(
         options,
         rows,
-        make,
+        generate,
         peer="transformers",
         version=transformers.__version__,
         torch=torch.__version__,

@@ -1,11 +1,11 @@
-"""Times `generate` of Hugging Face transformers on a batch of prompts. See protocol.py for the
-arguments.
+"""Time `generate` of Hugging Face transformers on a batch of prompts.
 
-Even: every row has the same prompt length and the same number of new tokens. `--ragged`: lengths
-differ, as real prompts and answers do; `generate` pads prompts on the left, and a row that has
-ended is carried along until the longest one of its batch ends. `--slots`: rows of a batch. Sampling
-is at temperature 1 without filters, the cheapest there is. No end-of-text id is set: lengths are
-exact without a logits processor. Tokens per second count useful tokens only.
+See protocol.py for the arguments. By default all rows have equal prompt lengths and numbers of new
+tokens. With `--ragged` they differ; `generate` then pads prompts on the left, and a row that has
+ended stays in its batch until the longest row ends. `--slots` is the number of rows in a batch.
+
+Sampling is at temperature 1 without filters, which is cheapest. No end-of-text id is set, so lengths
+are exact without a logits processor. Tokens per second count requested tokens only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ torch.set_num_threads(options.threads)
 
 
 class RowLimits(StoppingCriteria):
-    """Ends each row after its own number of new tokens."""
+    """A criterion that ends each row after its own number of new tokens.
+
+    limits_B: number of new tokens of each of the B rows.
+    """
 
     def __init__(self, prompt_width: int, limits_B: torch.Tensor) -> None:
         self.prompt_width = prompt_width
@@ -38,8 +41,8 @@ class RowLimits(StoppingCriteria):
         return input_ids.shape[1] - self.prompt_width >= self.limits_B
 
 
-def padded(rows: Sequence[protocol.Row], pad: int) -> dict[str, torch.Tensor]:
-    """Prompts padded on the left to the longest: ids and mask, [rows, width]."""
+def pad_prompts(rows: Sequence[protocol.Row], pad: int) -> dict[str, torch.Tensor]:
+    """Return the ids and mask [rows, width] of the prompts, padded on the left."""
     width = max(len(row.prompt) for row in rows)
     ids = torch.full((len(rows), width), pad, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -50,13 +53,13 @@ def padded(rows: Sequence[protocol.Row], pad: int) -> dict[str, torch.Tensor]:
 
 
 def generate(model: Any, rows: Sequence[protocol.Row], pad: int) -> None:
-    inputs = padded(rows, pad)
+    inputs = pad_prompts(rows, pad)
     width, longest = inputs["input_ids"].shape[1], max(row.new_tokens for row in rows)
     limits = RowLimits(width, torch.tensor([row.new_tokens for row in rows], device=options.device))
     extra: dict[str, Any] = {"stopping_criteria": [limits]} if options.ragged else {}
     with torch.inference_mode():
-        made = model.generate(**inputs, **extra, max_new_tokens=longest)
-    assert tuple(made.shape) == (len(rows), width + longest), f"generated {tuple(made.shape)}"
+        output = model.generate(**inputs, **extra, max_new_tokens=longest)
+    assert tuple(output.shape) == (len(rows), width + longest), f"generated {tuple(output.shape)}"
 
 
 def main() -> None:
@@ -75,7 +78,7 @@ def main() -> None:
     size = options.slots or len(rows)
     torch.manual_seed(options.seed)
 
-    def make() -> None:
+    def generate_all() -> None:
         for first in range(0, len(rows), size):
             generate(model, rows[first : first + size], pad)
         if options.device != "cpu":
@@ -84,7 +87,7 @@ def main() -> None:
     protocol.emit_generation(
         options,
         rows,
-        make,
+        generate_all,
         peer="transformers",
         version=transformers.__version__,
         torch=torch.__version__,

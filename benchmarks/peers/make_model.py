@@ -1,7 +1,8 @@
-"""Writes a randomly initialised Qwen3-shaped model with a character tokenizer: `make_model.py DIR
-[--size S]`.
+"""Write a randomly initialised model in the shape of Qwen3, with a character tokenizer.
 
-Speed does not depend on what the weights are, so the benchmarks need no download.
+    python benchmarks/peers/make_model.py DIR [--size S]
+
+Speed does not depend on the values of the weights, so the benchmarks need no download.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from protocol import LETTERS
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-# hidden, layers, heads, key/value heads, head dimension, feed-forward: 0.1 M, 0.8 M, 9.8 M and 52 M
-# parameters; Qwen3's
+# (hidden size, layers, heads, key/value heads, head dimension, feed-forward size). T, S, M and L have
+# 0.1 M, 0.8 M, 9.8 M and 52 M parameters; the others are Qwen3's.
 SIZES = {
     "T": (64, 2, 2, 2, 32, 192),
     "S": (128, 4, 4, 2, 32, 384),
@@ -36,20 +37,20 @@ CHAT_TEMPLATE = (
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     ids = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
-    made = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens(list(SPECIAL))
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    inner = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
-def model(size: str, *, vocabulary: int, depth: int, seed: int) -> Qwen3ForCausalLM:
+def make_model(size: str, *, vocabulary: int, depth: int, seed: int) -> Qwen3ForCausalLM:
     hidden, layers, heads, kv_heads, head_dim, feed_forward = SIZES[size]
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -70,23 +71,23 @@ def model(size: str, *, vocabulary: int, depth: int, seed: int) -> Qwen3ForCausa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a random model to time")
+    parser = argparse.ArgumentParser(description="Write a random model for the benchmarks.")
     parser.add_argument("directory")
     parser.add_argument("--size", choices=SIZES, default="S")
     parser.add_argument(
         "--vocabulary",
         type=int,
         default=64,
-        help="rows of the embedding; the tokenizer uses the first 64",
+        help="rows of the embedding, of which the tokenizer uses the first 64",
     )
-    parser.add_argument("--depth", type=int, default=1, help="times as many layers")
+    parser.add_argument("--depth", type=int, default=1, help="factor of the number of layers")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    made = model(
+    model = make_model(
         options.size, vocabulary=options.vocabulary, depth=options.depth, seed=options.seed
     )
-    made.save_pretrained(options.directory)
-    tokenizer().save_pretrained(options.directory)
+    model.save_pretrained(options.directory)
+    make_tokenizer().save_pretrained(options.directory)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""What the drivers of this folder share: the same arguments, the same workload, one JSON line as
-the result.
+"""Functions that all drivers share: their arguments, their workload, and their result in one JSON
+line.
 
-    python benchmarks/peers/trl_grpo.py --model DIR --prompts 8 --group-size 16 --prompt-tokens 16
-    --new-tokens 32 \
-        --threads 2 --steps 8 [--defaults]
+    python benchmarks/peers/trl_grpo.py --model DIR --prompts 8 --group-size 16
+        --prompt-tokens 16 --new-tokens 32 --threads 2 --steps 8 [--defaults]
 
-A driver runs alone in its own process (and, if wanted, in its own environment), so that a
-side-by-side runner needs nothing of the peer but this line. All seconds are wall time. Free of
-torch, so that a runner can import it too.
+A driver runs in a separate process, and can run in another environment. The runner
+(../side_by_side.py) reads only its JSON line. All seconds are wall time. This module does not import
+torch, because the runner imports it too.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"  # each is one token of make_mo
 
 @dataclass(frozen=True)
 class Row:
-    """One completion to make: the prompt's token ids, and how many tokens to add to it."""
+    """One completion to generate: the prompt's token ids, and the number of new tokens."""
 
     prompt: tuple[int, ...]
     new_tokens: int
@@ -40,11 +39,13 @@ class Row:
 
 @dataclass
 class Phases:
-    """Seconds of named functions, added up until the end of a step."""
+    """The seconds that timed functions take, by name and step."""
 
     steps: list[dict[str, float]] = field(default_factory=lambda: [{}])
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, with its time added to `name` of the current step."""
+
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -73,9 +74,11 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--new-tokens", type=int, default=32, help="per completion, exactly")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them, not reported")
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="steps before the timed ones, not reported"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda: then in bfloat16")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, which computes in bfloat16")
     return parser
 
 
@@ -85,50 +88,57 @@ def generation_arguments(description: str) -> argparse.ArgumentParser:
         "--ragged", action="store_true", help="prompts and completions of different lengths"
     )
     parser.add_argument(
-        "--slots", type=int, help="completions that are made at the same time (default: all)"
+        "--slots", type=int, help="number of completions generated at the same time; default: all"
     )
     return parser
 
 
 def given_arguments(description: str) -> argparse.ArgumentParser:
-    """For training on given text. `--prompt-tokens` and `--new-tokens` play no part in it."""
+    """Return the arguments for training on given text. Those about prompts are not used."""
     parser = arguments(description)
     parser.add_argument("--algorithm", choices=("sft", "dpo"), required=True)
     parser.add_argument(
         "--rows",
         type=int,
         default=64,
-        help="conversations (sft) or pairs (dpo) of an optimizer step",
+        help="number of conversations (sft) or pairs (dpo) in an optimizer step",
     )
-    parser.add_argument("--shortest", type=int, default=16, help="tokens of a conversation")
-    parser.add_argument("--longest", type=int, default=256)
+    parser.add_argument(
+        "--shortest", type=int, default=16, help="minimum number of tokens of a conversation"
+    )
+    parser.add_argument("--longest", type=int, default=256, help="maximum number of its tokens")
     return parser
 
 
 def target_arguments(description: str) -> argparse.ArgumentParser:
-    """For training until something is learned. Arguments about lengths and steps play no part in
-    it."""
+    """Return the arguments for training to a target. Those about lengths and steps are not used."""
     parser = arguments(description)
     parser.add_argument(
-        "--target", type=float, default=0.9, help="share of held-out tasks that are solved"
+        "--target", type=float, default=0.9, help="share of held-out tasks to solve"
     )
-    parser.add_argument("--every", type=int, default=10, help="batches between evaluations")
+    parser.add_argument(
+        "--every", type=int, default=10, help="number of batches between evaluations"
+    )
     return parser
 
 
 @dataclass
 class Goal:
-    """curve: (step, seconds of training, accuracy) of each evaluation."""
+    """A target accuracy, and the evaluations so far.
+
+    curve: (step, seconds of training, accuracy) of each evaluation.
+    """
 
     target: float
     curve: list[tuple[int, float, float]] = field(default_factory=list)
 
-    def reached(self, step: int, seconds: float, accuracy: float) -> bool:
+    def is_reached(self, step: int, seconds: float, accuracy: float) -> bool:
+        """Note an evaluation, and return True if it reaches the target."""
         self.curve.append((step, round(seconds, 2), round(accuracy, 4)))
         return accuracy >= self.target
 
     def seconds(self) -> float:
-        """Of the first evaluation that reached the target."""
+        """Return the seconds of the evaluation that reached the target. Exits if none did."""
         if not self.curve or self.curve[-1][2] < self.target:
             unavailable(
                 f"{self.target:.0%} was not reached: (step, seconds, accuracy) {self.curve}"
@@ -136,14 +146,13 @@ class Goal:
         return self.curve[-1][1]
 
 
-def sorting(model: str) -> dict[str, Any]:
-    """The quick-start's tasks and settings, as ../ours/sorting_start.py writes them beside the
-    model."""
+def read_sorting_settings(model: str) -> dict[str, Any]:
+    """Return the quick-start's tasks and settings, which ../ours/sorting_start.py wrote."""
     return json.loads((Path(model) / "sorting.json").read_text(encoding="utf-8"))
 
 
 def quiet_offline(threads: int) -> None:
-    """Call before torch is imported."""
+    """Set the number of threads, no downloads and few messages. Call it before importing torch."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     defaults = {
         "HF_HUB_OFFLINE": "1",
@@ -180,34 +189,40 @@ def workload(
     new_lengths = _spread(rows, -(-new_tokens // 12), new_tokens) if ragged else [new_tokens] * rows
     rng.shuffle(prompt_lengths)
     rng.shuffle(new_lengths)
-    made: list[Row] = []
+    workload_rows: list[Row] = []
     for length in prompt_lengths:
         prompt = tuple(rng.choice(usable) for _ in range(length))
-        made += [Row(prompt, new_lengths[len(made) + i]) for i in range(group_size)]
-    return made
+        first = len(workload_rows)
+        workload_rows += [Row(prompt, new_lengths[first + i]) for i in range(group_size)]
+    return workload_rows
 
 
 def conversations(options: argparse.Namespace, *, answers: int) -> list[tuple[str, ...]]:
-    """(question, answer, ...) for all steps: random letters. With the chat template's three tokens,
-    a question and one of its answers have from `shortest` to `longest` tokens, evenly spread over
-    the rows of a step, then shuffled; the question has a third of the shorter one's."""
+    """Return (question, answer, ...) of random letters, for all rows of all steps.
+
+    A question with one of its answers and the chat template's three tokens has from `shortest` to
+    `longest` tokens. These lengths are spread evenly over the rows of a step, then shuffled. The
+    question has a third of the letters of its shorter conversation.
+
+    answers: number of answers to each question.
+    """
     rng = random.Random(options.seed)
-    made: list[tuple[str, ...]] = []
+    texts: list[tuple[str, ...]] = []
     for _ in range(options.warmup + options.steps):
         lengths = [
             _spread(options.rows, options.shortest - 3, options.longest - 3) for _ in range(answers)
         ]
-        for several in lengths:
-            rng.shuffle(several)
-        for several in zip(*lengths, strict=True):
-            question = min(several) // 3
-            made.append(
+        for answer_lengths in lengths:
+            rng.shuffle(answer_lengths)
+        for row_lengths in zip(*lengths, strict=True):
+            question = min(row_lengths) // 3
+            texts.append(
                 tuple(
                     "".join(rng.choices(LETTERS, k=n))
-                    for n in (question, *(n - question for n in several))
+                    for n in (question, *(n - question for n in row_lengths))
                 )
             )
-    return made
+    return texts
 
 
 def generation_workload(options: argparse.Namespace, usable: Sequence[int]) -> list[Row]:
@@ -216,7 +231,7 @@ def generation_workload(options: argparse.Namespace, usable: Sequence[int]) -> l
 
 
 def _spread(count: int, low: int, high: int) -> list[int]:
-    """`count` integers from `low` to `high`, evenly."""
+    """Return `count` integers, spread evenly from `low` to `high`."""
     return (
         [high]
         if count == 1
@@ -225,52 +240,57 @@ def _spread(count: int, low: int, high: int) -> list[int]:
 
 
 def emit_generation(
-    options: argparse.Namespace, rows: Sequence[Row], make: Callable[[], Any], **facts: Any
+    options: argparse.Namespace, rows: Sequence[Row], generate: Callable[[], Any], **facts: Any
 ) -> None:
-    """Times `make`, which generates all rows, and prints the result."""
+    """Time `generate`, which generates all rows, and print the result."""
     seconds: list[float] = []
     startup_s = 0.0
     for _ in range(options.warmup + options.steps):
         start = time.perf_counter()
-        make()
+        generate()
         seconds.append(time.perf_counter() - start)
         startup_s = startup_s or time.perf_counter() - STARTED
-    useful = sum(row.new_tokens for row in rows)
+    n_new_tokens = sum(row.new_tokens for row in rows)
     emit(
         options,
         seconds[options.warmup :],
         case="generate",
-        work=useful,
+        work=n_new_tokens,
         startup_s=round(startup_s, 2),
         **facts,
     )
 
 
 def unavailable(reason: str) -> NoReturn:
-    """Ends a driver that can't run here; the runner shows the reason and goes on without it."""
+    """Exit because the driver can't run here. The runner shows the reason and continues."""
     print(reason, file=sys.stderr)
     raise SystemExit(UNAVAILABLE)
 
 
 def since_spawn(now: float) -> float:
-    """Seconds from the moment when the runner started this process until `now`: the interpreter's
-    own start counts too."""
+    """Return the seconds from the runner's start of this process to `now` (time.time()).
+
+    They include the start of the interpreter.
+    """
     return now - float(os.environ["BENCHMARK_SPAWNED"])
 
 
 def emit(options: argparse.Namespace, seconds: Sequence[float], **facts: Any) -> None:
-    """Prints the one JSON line: what was run, each timed step's seconds, their median, the peak
-    memory of this process or of the largest that it started. With `work`, units of a step or of
-    each timed one, also the median rate."""
+    """Print the JSON line of the result.
+
+    It has the options, the facts, the seconds of each timed step and their median, and the peak
+    memory of this process or of the largest process that it started. If the facts have `work`, the
+    units of a step or a list of those of each timed step, it also has the median rate.
+    """
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = unit * max(
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
     if work := facts.get("work"):
-        each = work if isinstance(work, list) else [work] * len(seconds)
+        work_by_step = work if isinstance(work, list) else [work] * len(seconds)
         facts["rate_per_s"] = round(
-            statistics.median(n / s for n, s in zip(each, seconds, strict=True)), 2
+            statistics.median(n / s for n, s in zip(work_by_step, seconds, strict=True)), 2
         )
     if options.device != "cpu":
         import torch

@@ -1,4 +1,4 @@
-"""What the drivers of TRL share. `start` comes before anything that loads torch."""
+"""Functions that TRL's drivers share. Call `start` before importing anything that loads torch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return options
 
 
-def common(options: argparse.Namespace, directory: str) -> dict[str, Any]:
-    """Settings of every trainer: so many optimizer steps at one rate, nothing saved, nothing
-    reported."""
+def make_common_settings(options: argparse.Namespace, directory: str) -> dict[str, Any]:
+    """Return settings of every trainer: constant learning rate, nothing saved, nothing reported."""
     return {
         "output_dir": directory,
         "max_steps": options.warmup + options.steps,
@@ -46,8 +45,8 @@ def common(options: argparse.Namespace, directory: str) -> dict[str, Any]:
     }
 
 
-def tuned(options: argparse.Namespace) -> dict[str, Any]:
-    """What a careful user sets, and TRL doesn't by default."""
+def make_tuned_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that a careful user changes from TRL's defaults."""
     return {
         "bf16": options.device != "cpu",
         "gradient_checkpointing": False,
@@ -56,8 +55,11 @@ def tuned(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class StepTimer:
-    """A `TrainerCallback`, by its methods alone: the time from one optimizer step's end to the next
-    one's, and the trained tokens of each, padding not counted."""
+    """A timer of optimizer steps, with the methods of a `TrainerCallback`.
+
+    seconds: time from the end of the previous optimizer step to the end of each step.
+    tokens: trained tokens of each step, without padding.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -70,7 +72,7 @@ class StepTimer:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("on_"):
             raise AttributeError(name)
-        return lambda *_, **__: None  # the events that don't matter here
+        return lambda *_, **__: None  # ignore all other events
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.mark = time.perf_counter()
@@ -89,34 +91,37 @@ class StepTimer:
 
     @property
     def timed(self) -> slice:
+        """Return the slice of the timed steps."""
         return slice(self.options.warmup, self.options.warmup + self.options.steps)
 
 
 @contextlib.contextmanager
 def training(options: argparse.Namespace) -> Iterator[tuple[str, StepTimer]]:
-    """A directory that is removed afterwards, and the timer. What is printed goes to stderr: stdout
-    is for the result alone."""
+    """Yield a temporary directory and a timer.
+
+    Inside the block, standard output goes to standard error: only the result goes to the former.
+    """
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
         yield directory, StepTimer(options)
 
 
 def watch(trainer: Any, timer: StepTimer) -> Any:
-    """Times the trainer's forward and backward passes, and counts its tokens."""
+    """Time the trainer's forward and backward passes, count its tokens, and return it."""
     forward = timer.phases.timed("forward", trainer.compute_loss)
 
-    def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def count_and_forward(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if "input_ids" in inputs:
             mask = inputs.get("attention_mask")
             timer.tokens[-1] += int(inputs["input_ids"].numel() if mask is None else mask.sum())
         return forward(model, inputs, *args, **kwargs)
 
-    trainer.compute_loss = counted
+    trainer.compute_loss = count_and_forward
     trainer.accelerator.backward = timer.phases.timed("backward", trainer.accelerator.backward)
     return trainer
 
 
 def emit(options: argparse.Namespace, timer: StepTimer, trainer: Any, **facts: Any) -> None:
-    """`protocol.emit`, with what all of TRL's report."""
+    """Print the result by `protocol.emit`, with the facts that all of TRL's drivers report."""
     import torch
     import trl
 

@@ -1,6 +1,8 @@
-"""Seconds from the start of the process to the end of TRL's first optimizer step on the
-quick-start's model and demonstrations: the least that a user would write. The model comes from
-../ours/sorting_start.py."""
+"""Measure the seconds from the start of the process to the end of TRL's first optimizer step.
+
+The script is a minimal one, on the quick-start's model and demonstrations. The model comes from
+../ours/sorting_start.py.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def main() -> None:
     options.warmup, options.steps = 0, 1
-    sorting = protocol.sorting(options.model)
+    sorting = protocol.read_sorting_settings(options.model)
     rows = sorting["train"][: sorting["batch_size"]]
     with trl_common.training(options) as (directory, timer):
         trainer = trl.SFTTrainer(
             model=AutoModelForCausalLM.from_pretrained(options.model),
             args=trl.SFTConfig(
-                **trl_common.common(options, directory),
-                **trl_common.tuned(options),
+                **trl_common.make_common_settings(options, directory),
+                **trl_common.make_tuned_settings(options),
                 per_device_train_batch_size=len(rows),
             ),
             train_dataset=Dataset.from_list(

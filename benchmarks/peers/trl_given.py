@@ -1,10 +1,10 @@
-"""Times optimizer steps of TRL on given text: SFT on conversations, DPO on pairs. See protocol.py
-for the arguments.
+"""Time optimizer steps of TRL on given text: SFT on conversations, DPO on pairs.
 
-Tuned as in trl_grpo.py. `--layout packing` fills rows of PACKED tokens with whole conversations (so
-that a step has other ones than ours, and about as many tokens); padding-free lays the conversations
-of a micro-batch end to end. Either way transformers masks attention between conversations. Rates
-count the tokens of conversations, not padding.
+See protocol.py for the arguments. The settings are tuned as in trl_grpo.py. `--layout packing` fills
+rows of PACKED tokens with whole conversations, so a step has about as many tokens as Ratchet's, but
+other conversations. `--layout padding-free` lays the conversations of a micro-batch end to end. In
+these two layouts transformers masks attention between conversations. Rates count the tokens of
+conversations without padding.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import trl_common
 parser = protocol.given_arguments("SFT or DPO of TRL")
 parser.add_argument("--layout", choices=("padded", "packing", "padding-free"), default="padded")
 parser.add_argument(
-    "--micro-batch", type=int, default=8, help="conversations or pairs; packed, as many tokens"
+    "--micro-batch",
+    type=int,
+    default=8,
+    help="conversations or pairs of a micro-batch; when packing, about as many tokens",
 )
 options = trl_common.start(parser)
-# tokens of a row; longer ones cost more attention, which is masked but computed
+# Tokens of a packed row. Longer rows cost more attention, which is computed although it is masked.
 PACKED = max(512, options.longest)
 
 import torch
@@ -37,7 +40,7 @@ def rows() -> Dataset:
     names = ("completion",) if options.algorithm == "sft" else ("chosen", "rejected")
     texts = protocol.conversations(options, answers=len(names))
     if options.layout == "packing":
-        texts = texts * 2  # packed rows don't come out even: the steps must not run out of them
+        texts = texts * 2  # rows may be packed incompletely, and all steps must have enough of them
     return Dataset.from_list(
         [
             {"prompt": message("user", question)}
@@ -52,8 +55,8 @@ def rows() -> Dataset:
 
 def config(directory: str) -> trl.SFTConfig | trl.DPOConfig:
     settings: dict[str, Any] = {
-        **trl_common.common(options, directory),
-        **trl_common.tuned(options),
+        **trl_common.make_common_settings(options, directory),
+        **trl_common.make_tuned_settings(options),
     }
     batch = min(options.micro_batch, options.rows)
     steps = options.rows // batch

@@ -1,12 +1,12 @@
-"""Times whole GRPO steps of Hugging Face TRL: sample, score, one optimizer step. See protocol.py
-for the arguments.
+"""Time whole GRPO steps of Hugging Face TRL: sample, score, one optimizer step.
 
-Tuned: what a careful user sets on a CPU, and TRL doesn't by default: float32 instead of bfloat16
-autocast, no gradient checkpointing, all rows in one micro-batch, no logging. `--defaults` leaves
-those to TRL; then the rows of a step are accumulated over micro-batches of its default size. Either
-way a step is one optimizer step on the same rows. What is fastest depends on the CPU:
-`--micro-batch` and `--bf16` are there to look for TRL's best before comparing with it (bfloat16 is
-several times slower than float32 on AVX2 alone, and can win where the CPU has AMX).
+See protocol.py for the arguments. By default the settings are tuned, as a careful user would on a
+CPU: float32 instead of bfloat16 autocast, no gradient checkpointing, all rows in one micro-batch, no
+logging. `--defaults` keeps TRL's defaults for these; the rows of a step are then accumulated over
+micro-batches of TRL's default size. In both cases a step is one optimizer step on the same rows.
+
+The fastest settings depend on the CPU. `--micro-batch` and `--bf16` serve to find them (bfloat16 is
+several times slower than float32 with AVX2 only, and can be faster with AMX).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ parser.add_argument(
     type=int,
     help="rows per micro-batch (default: all, or with --defaults TRL's own)",
 )
-parser.add_argument("--bf16", action="store_true", help="tuned, but under bfloat16 autocast")
+parser.add_argument(
+    "--bf16", action="store_true", help="tuned settings, but with bfloat16 autocast"
+)
 options = trl_common.start(parser)
 
 import torch
@@ -37,24 +39,24 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 
-def texts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int) -> list[str]:
-    """Random texts of exactly `length` tokens: TRL takes text, and tokenizes it itself."""
+def draw_texts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int) -> list[str]:
+    """Return random texts of exactly `length` tokens, because TRL tokenizes prompts itself."""
     rng = random.Random(seed)
     ids = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
     usable = [
         i for i in ids if tokenizer.encode(tokenizer.decode([i]), add_special_tokens=False) == [i]
     ]
-    wanted = length - tokenizer.num_special_tokens_to_add()
-    found: list[str] = []
+    n_drawn = length - tokenizer.num_special_tokens_to_add()
+    texts: list[str] = []
     for _ in range(200 * count):
-        text = tokenizer.decode([rng.choice(usable) for _ in range(wanted)])
+        text = tokenizer.decode([rng.choice(usable) for _ in range(n_drawn)])
         if len(tokenizer(text)["input_ids"]) == length:
-            found.append(text)
-        if len(found) == count:
-            return found
+            texts.append(text)
+        if len(texts) == count:
+            return texts
     raise SystemExit(
-        f"no texts of exactly {length} tokens were found for this tokenizer; use another "
-        "--prompt-tokens"
+        f"--prompt-tokens={length}: too few texts of exactly this length were found for this "
+        "tokenizer. Set another --prompt-tokens."
     )
 
 
@@ -62,7 +64,7 @@ def config(directory: str, rows: int) -> trl.GRPOConfig:
     settings: dict[str, Any] = (
         {}
         if options.defaults
-        else {**trl_common.tuned(options), "per_device_train_batch_size": rows}
+        else {**trl_common.make_tuned_settings(options), "per_device_train_batch_size": rows}
     )
     if options.bf16:
         settings["bf16"] = True
@@ -73,10 +75,11 @@ def config(directory: str, rows: int) -> trl.GRPOConfig:
     )
     if rows % micro_batch:
         raise SystemExit(
-            f"{rows} rows don't divide into micro-batches of {micro_batch}: set --micro-batch"
+            f"--micro-batch={micro_batch} does not divide the {rows} rows of a step. Set "
+            f"--micro-batch={rows}."
         )
     return trl.GRPOConfig(
-        **trl_common.common(options, directory),
+        **trl_common.make_common_settings(options, directory),
         num_generations=options.group_size,
         max_completion_length=options.new_tokens,
         generation_kwargs={"min_new_tokens": options.new_tokens},
@@ -88,7 +91,7 @@ def config(directory: str, rows: int) -> trl.GRPOConfig:
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Cheap, and different within a group, so that no advantage is zero."""
+    """Return a cheap reward that differs within a group, so that no advantage is zero."""
     return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
 
 
@@ -96,7 +99,7 @@ def main() -> None:
     rows = options.prompts * options.group_size
     tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    prompts = texts(
+    prompts = draw_texts(
         tokenizer,
         options.prompts * (options.warmup + options.steps),
         options.prompt_tokens,
@@ -112,7 +115,7 @@ def main() -> None:
             processing_class=tokenizer,
             callbacks=[timer],
         )
-        model.generate = timer.phases.timed("generate", checked(model.generate, rows))
+        model.generate = timer.phases.timed("generate", check_shape(model.generate, rows))
         trl_common.watch(trainer, timer).train()
     trl_common.emit(
         options,
@@ -126,14 +129,14 @@ def main() -> None:
     )
 
 
-def checked(generate: Any, rows: int) -> Any:
-    """Refuses to time anything but the agreed number of rows and tokens."""
+def check_shape(generate: Any, rows: int) -> Any:
+    """Return `generate` with a check that it generates the agreed number of rows and tokens."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        made = generate(*args, **kwargs)
-        wanted = (rows, options.prompt_tokens + options.new_tokens)
-        assert tuple(made.shape) == wanted, f"generated {tuple(made.shape)} instead of {wanted}"
-        return made
+        output = generate(*args, **kwargs)
+        expected = (rows, options.prompt_tokens + options.new_tokens)
+        assert tuple(output.shape) == expected, f"{tuple(output.shape)} instead of {expected}"
+        return output
 
     return wrapped
 

@@ -1,6 +1,8 @@
-"""Seconds that TRL trains, evaluation apart, until the quick-start's second stage first reaches
-`--target` held-out, from the model and with the settings that ../ours/sorting_start.py wrote. The
-rate follows the same schedule; tuned as in trl_grpo.py."""
+"""Measure how long TRL trains until the quick-start's second stage reaches a held-out accuracy.
+
+The seconds exclude evaluation. Model and settings come from ../ours/sorting_start.py, with the same
+schedule of the learning rate. Other settings are tuned as in trl_grpo.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-sorting = protocol.sorting(options.model)
+sorting = protocol.read_sorting_settings(options.model)
 algorithm, adamw, sampling = (sorting[name] for name in ("algorithm", "optimizer", "sampling"))
 tokenizer = AutoTokenizer.from_pretrained(options.model, padding_side="left")
 model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
@@ -28,34 +30,39 @@ goal = protocol.Goal(options.target)
 def reward(
     completions: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any
 ) -> list[float]:
-    """1 for the sorted digits and the end after them."""
-    ended = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
+    """Return 1 for a completion that is the answer and ends with the end-of-text token, else 0."""
+    has_ended = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
     return [
-        float(made == right and end)
-        for made, right, end in zip(completions, answer, ended, strict=True)
+        float(completion == expected and ended)
+        for completion, expected, ended in zip(completions, answer, has_ended, strict=True)
     ]
 
 
-def accuracy() -> float:
-    """Greedy, on the held-out tasks."""
+def measure_accuracy() -> float:
+    """Return the share of held-out tasks that greedy decoding solves."""
     prompts = [prompt for prompt, _ in sorting["test"]]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
     model.eval()
     with torch.no_grad():
-        made = model.generate(**inputs, max_new_tokens=sampling["max_new_tokens"], do_sample=False)
+        output = model.generate(
+            **inputs, max_new_tokens=sampling["max_new_tokens"], do_sample=False
+        )
     model.train()
     width = inputs["input_ids"].shape[1]
     ids = [
         [token for token in row if token != tokenizer.pad_token_id]
-        for row in made[:, width:].tolist()
+        for row in output[:, width:].tolist()
     ]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     rewards = reward(texts, [answer for _, answer in sorting["test"]], [row or [-1] for row in ids])
     return sum(rewards) / len(rewards)
 
 
-class Watch(TrainerCallback):
-    """Evaluates every so many batches, which are several optimizer steps each."""
+class Evaluator(TrainerCallback):
+    """A callback that evaluates every `--every` batches, each of several optimizer steps.
+
+    seconds: training time so far, without evaluation.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -69,15 +76,15 @@ class Watch(TrainerCallback):
         if rest or (batch % options.every and batch < sorting["steps"]):
             return
         self.seconds += time.perf_counter() - self.mark
-        control.should_training_stop |= goal.reached(batch, self.seconds, accuracy())
+        control.should_training_stop |= goal.is_reached(batch, self.seconds, measure_accuracy())
         self.mark = time.perf_counter()
 
 
 def rate_factor(step: int) -> float:
-    """The recipe's: a linear warm-up, then straight down."""
-    warmup, least = adamw["warmup_steps"], adamw["min_lr_ratio"]
+    """Return the factor of the learning rate: linear warm-up, then linear decay, as the recipe's."""
+    warmup, min_ratio = adamw["warmup_steps"], adamw["min_lr_ratio"]
     done = min(1.0, max(0, step - warmup) / max(1, updates - warmup))
-    return min(1.0, (step + 1) / warmup) * (least + (1 - least) * (1 - done))
+    return min(1.0, (step + 1) / warmup) * (min_ratio + (1 - min_ratio) * (1 - done))
 
 
 def main() -> None:
@@ -91,8 +98,8 @@ def main() -> None:
     )
     with trl_common.training(options) as (directory, _):
         settings = {
-            **trl_common.common(options, directory),
-            **trl_common.tuned(options),
+            **trl_common.make_common_settings(options, directory),
+            **trl_common.make_tuned_settings(options),
             "max_steps": updates,
         }
         args = trl.GRPOConfig(
@@ -113,7 +120,7 @@ def main() -> None:
                 [{"prompt": prompt, "answer": answer} for prompt, answer in sorting["train"]]
             ),
             processing_class=tokenizer,
-            callbacks=[Watch()],
+            callbacks=[Evaluator()],
             optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor)),
         ).train()
     protocol.emit(

@@ -1,5 +1,7 @@
-"""Times vLLM, where it is installed, on the workload of hf_generate.py; same arguments and
-output."""
+"""Time vLLM, if it is installed, on the workload of hf_generate.py.
+
+Arguments and output are the same as there.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,12 @@ def main() -> None:
         for row in rows
     ]
 
-    def make() -> None:
-        made = model.generate(prompts, sampling, use_tqdm=False)
-        assert [len(one.outputs[0].token_ids) for one in made] == [row.new_tokens for row in rows]
+    def generate() -> None:
+        results = model.generate(prompts, sampling, use_tqdm=False)
+        lengths = [len(result.outputs[0].token_ids) for result in results]
+        assert lengths == [row.new_tokens for row in rows]
 
-    protocol.emit_generation(options, rows, make, peer="vllm", version=vllm.__version__)
+    protocol.emit_generation(options, rows, generate, peer="vllm", version=vllm.__version__)
 
 
 if __name__ == "__main__":

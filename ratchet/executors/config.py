@@ -20,7 +20,7 @@ def _check_ascending(ports: tuple[int, int] | None) -> tuple[int, int] | None:
 
 def _check_distinct(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
     if devices is not None and (not devices or len(set(devices)) < len(devices)):
-        raise ValueError("must list at least one device, and each once; null: all")
+        raise ValueError("must list at least one device, and each only once; null: all devices")
     return devices
 
 
@@ -74,7 +74,8 @@ class RayClusterConfig(ClusterConfig):
     cpus_per_node: float | None = Field(
         None,
         gt=0,
-        description="Cores that the run uses on each node; null: all, on this machine `threads`.",
+        description="Cores that the run uses on each node; null: all cores of the node, or "
+        "`threads` in a new cluster on this machine.",
     )
     strategy: Strategy = Field(
         "pack",

@@ -46,7 +46,7 @@ class LocalExecutor:
         self.device = device
         self.cluster = VirtualCluster(ResourceManager([find_node(threads, device, config.devices)]))
         self.preload = tuple(preload)
-        # The last one is in use. Those before it were killed, and all their processes with them.
+        # The last server is in use. Earlier ones were killed with all their processes.
         self._servers: list[ForkServer] = []
         self._servers_lock = threading.Lock()
         self._groups: list[WorkerGroup] = []

@@ -205,8 +205,8 @@ class _Layout:
                     free.count_fitting_ranks(request),
                 ),
             ).assign_rank(request)
-        # Prefer a node that already has ranks of the role, then the fullest node with room for all
-        # ranks of the role, then the emptiest node.
+        # Prefer a node that already has ranks of the role, then the tightest node with room for all
+        # ranks of the role, then the node with most room.
         return max(
             candidates,
             key=lambda free: (
@@ -279,9 +279,13 @@ def sort_bundles(
     return tuple(ranked)
 
 
-def _make_fit_key(space: int, ranks: int) -> tuple[bool, int]:
-    """Return a sort key that is largest for the tightest node on which all ranks fit."""
-    return (space >= ranks, -space if space >= ranks else space)
+def _make_fit_key(n_fitting: int, ranks: int) -> tuple[bool, int]:
+    """Return a node's sort key: largest for the tightest node on which all `ranks` ranks fit.
+
+    If they fit on no node, it is largest for the node with most room. n_fitting: number of ranks
+    that fit on the node.
+    """
+    return (n_fitting >= ranks, -n_fitting if n_fitting >= ranks else n_fitting)
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Packed values: what driver and workers send to each other in frames.
 
 Values are packed so that large arrays are never copied on the way. A parcel's body is the pickle,
-and its buffers are the memory of the arrays that it refers to (pickle protocol 5, out-of-band). Use
-them only between processes of one run, which trust each other: a pickle can run any code.
+and its buffers are the memory of the arrays in the value (pickle protocol 5, out-of-band). Only
+processes of one run, which trust each other, may exchange packed values: a pickle can run any code.
 """
 
 from __future__ import annotations

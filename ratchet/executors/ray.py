@@ -72,9 +72,8 @@ MIB = 2**20
 ROOM_S = 120.0  # until other jobs of the cluster free resources
 REACH_S = 10.0  # until a cluster answers
 LOG_S = 5.0  # until a node returns the log of its dead actor
-# Maximum length of the parent folder's path, in bytes. The path of a Ray socket adds 85 bytes, and
-# may have 103.
-MAX_PARENT = 18
+# Maximum length of the parent folder's path. A socket's path may have 103 bytes, and Ray needs 85.
+MAX_PARENT_BYTES = 18
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
 
 
@@ -93,7 +92,8 @@ class RayExecutor:
         self._placement_groups: list[PlacementGroup] = []
         self._groups: list[WorkerGroup] = []
         self._owns_connection = False
-        self._temporary: TemporaryFolder | None = None  # folder of a Ray started by this executor
+        # The folder of a Ray that this executor has started.
+        self._temporary_folder: TemporaryFolder | None = None
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
         """Return a component built in this process."""
@@ -150,8 +150,8 @@ class RayExecutor:
 
     def release(self) -> None:
         """Free the resources of the plan."""
-        for group in self._placement_groups:
-            remove_placement_group(group)
+        for placement in self._placement_groups:
+            remove_placement_group(placement)
         self._placement_groups = []
 
     def close(self) -> None:
@@ -164,9 +164,9 @@ class RayExecutor:
         if self._owns_connection:
             ray.shutdown()
             self._owns_connection = False
-        if self._temporary is not None:
-            self._temporary.close()
-            self._temporary = None
+        if self._temporary_folder is not None:
+            self._temporary_folder.close()
+            self._temporary_folder = None
 
     # --- Ray itself
 
@@ -182,8 +182,8 @@ class RayExecutor:
         count = self.config.nodes
         if len(nodes) < count:
             raise ConfigError(
-                f"cluster.nodes={count}, but the Ray cluster has {len(nodes)}: start more nodes, "
-                "or set fewer"
+                f"cluster.nodes={count}, but the Ray cluster has {len(nodes)}. Set "
+                f"cluster.nodes={len(nodes)}, or start more nodes."
             )
         nodes.sort(key=lambda node: (-len(node.accelerators), -node.cpus))
         return ResourceManager(nodes[:count], self.config.strategy)
@@ -199,7 +199,7 @@ class RayExecutor:
             if requested is not None and requested > available:
                 raise ConfigError(
                     f"cluster.{kind}_per_node={requested:g}, but node {node.name} has "
-                    f"{available:g}: set fewer"
+                    f"{available:g}. Set cluster.{kind}_per_node={available:g}."
                 )
         return replace(node, cpus=cpus or node.cpus, accelerators=node.accelerators[:gpus])
 
@@ -219,7 +219,7 @@ class RayExecutor:
                 ray.init(address=self.config.address, **quiet_options)
                 return
             node = self._limit_resources(find_node(self.threads, self.device))
-            self._temporary = _create_temporary_folder()
+            self._temporary_folder = _create_temporary_folder()
             with shield_programs():
                 ray.init(
                     num_cpus=max(1, round(node.cpus)),
@@ -229,7 +229,7 @@ class RayExecutor:
                     runtime_env={
                         "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
                     },
-                    _temp_dir=self._temporary and str(self._temporary.path),
+                    _temp_dir=self._temporary_folder and str(self._temporary_folder.path),
                     **quiet_options,
                 )
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
@@ -251,10 +251,10 @@ class RayExecutor:
         cpus = min(bundle.cpus for bundle in self._cluster.bundles(request.role))
         resources = {"CPU": max(0.01, cpus)} | ({"GPU": request.gpus} if request.gpus else {})
         strategy = request.strategy or self.config.strategy
-        group = placement_group([resources] * request.ranks, strategy=STRATEGIES[strategy])
-        self._placement_groups.append(group)
+        placement = placement_group([resources] * request.ranks, strategy=STRATEGIES[strategy])
+        self._placement_groups.append(placement)
         with waiting("driver", f"room for {request.role}", "Ray", ROOM_S):
-            is_ready = group.wait(ROOM_S)
+            is_ready = placement.wait(ROOM_S)
         if not is_ready:
             free = ", ".join(
                 f"{count:g} {name}"
@@ -262,23 +262,25 @@ class RayExecutor:
                 if name in resources
             )
             raise ConfigError(
-                f"role '{request.role}' needs {request}; the cluster has these, but other jobs use "
-                f"them (free: {free or 'none'}). Wait for those jobs, or request less"
+                f"role '{request.role}' needs {request}; the cluster has these, but other jobs "
+                f"use them (free: {free or 'none'}). Wait for those jobs, or request less"
             )
-        nodes: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        devices = self._find_devices(group, request) if request.gpus else [()] * request.ranks
+        nodes: Mapping[int, str] = placement_group_table(placement)["bundles_to_node_id"]
+        devices = self._find_devices(placement, request) if request.gpus else [()] * request.ranks
         return [
             ResourceBundle(nodes[i], tuple(map(Accelerator, devices[i])), cpus)
             for i in range(request.ranks)
         ]
 
-    def _find_devices(self, group: PlacementGroup, request: ResourceRequest) -> list[Sequence[int]]:
+    def _find_devices(
+        self, placement: PlacementGroup, request: ResourceRequest
+    ) -> list[Sequence[int]]:
         return ray.get(
             [
                 find_assigned_devices.options(
                     num_gpus=request.gpus,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        group, placement_group_bundle_index=index
+                        placement, placement_group_bundle_index=index
                     ),
                 ).remote()
                 for index in range(request.ranks)
@@ -307,7 +309,7 @@ def _create_temporary_folder() -> TemporaryFolder | None:
     Returns None if the paths of its sockets would be too long.
     """
     for parent in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(parent)) <= MAX_PARENT and os.access(parent, os.W_OK):
+        if len(os.fsencode(parent)) <= MAX_PARENT_BYTES and os.access(parent, os.W_OK):
             return TemporaryFolder("ray", parent)
     return None
 
@@ -351,15 +353,15 @@ class RayWorkerHandle(WorkerHandle):
             scheduling_strategy=self._node_strategy, runtime_env={"env_vars": dict(environment)}
         ).remote()
         self._logs = ""
-        self._beat_pending = True  # a heartbeat, or the greeting, has been requested
+        self._is_beat_pending = True  # a heartbeat, or the greeting, has been requested
         self._since_beat_s = 0.0  # time since the last heartbeat was requested
         self._when_done(self._actor.greet.remote(), self._handle_greeting)
 
     def check(self, passed_s: float) -> None:
         super().check(passed_s)
         self._since_beat_s += passed_s
-        if not self._beat_pending and self._since_beat_s >= BEAT_S:
-            self._beat_pending = True
+        if not self._is_beat_pending and self._since_beat_s >= BEAT_S:
+            self._is_beat_pending = True
             self._since_beat_s = 0.0
             self._when_done(self._actor.beat.remote(), self._handle_beat)
 
@@ -367,7 +369,7 @@ class RayWorkerHandle(WorkerHandle):
         return ray.put(box_parcel(request))
 
     def close(self) -> None:
-        self.closing = True
+        self.is_closing = True
         self._when_done(self._actor.close.remote(), lambda _: self._finish_close())
 
     def kill(self) -> None:
@@ -405,7 +407,7 @@ class RayWorkerHandle(WorkerHandle):
             elif not self.gone.done():
                 self._end(
                     None
-                    if self.closing
+                    if self.is_closing
                     else self.make_death_error(f"died ({_describe_cause(error)})")
                 )
                 self.kill()
@@ -428,14 +430,14 @@ class RayWorkerHandle(WorkerHandle):
 
     def _handle_greeting(self, greeting: Mapping[str, Any]) -> None:
         self._logs = greeting["log"]
-        self._beat_pending = False
+        self._is_beat_pending = False
         try:
             self._check_greeting(greeting)
         except WorkerError as error:
             self.give_up(error)
 
     def _handle_beat(self, _: Any) -> None:
-        self._beat_pending = False
+        self._is_beat_pending = False
 
     def _finish_close(self) -> None:
         self._end(None)

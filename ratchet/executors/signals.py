@@ -105,9 +105,9 @@ def handle_stop_signals(
 ) -> Iterator[None]:
     """Call `request_stop` with the first SIGINT, SIGTERM or SIGHUP in the block.
 
-    A second SIGINT or SIGTERM raises SecondSignal. SIGHUP counts neither as the first nor as the
-    second, because a closed terminal sends several, and service managers send one after SIGTERM. If
-    SIGHUP was ignored before (`nohup`), it stays ignored.
+    A second SIGINT or SIGTERM raises SecondSignal. SIGHUP is not counted for that, because a closed
+    terminal sends several, and service managers send one after SIGTERM. If SIGHUP was ignored
+    before (`nohup`), it stays ignored.
 
     Args:
         request_stop: The function to call.

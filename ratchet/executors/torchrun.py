@@ -103,10 +103,10 @@ class TorchrunExecutor:
                 f"role '{multi_gpu_request.role}' needs {multi_gpu_request}, but under torchrun "
                 "each rank has one accelerator. Set cluster.kind=ray or local"
             )
-        counts: Counter[str] = Counter(process.host for process in self._hub.processes)
+        n_processes_by_host = Counter(process.host for process in self._hub.processes)
         nodes = [
             ClusterNode(host, count, tuple(map(Accelerator, range(count))))
-            for host, count in counts.items()
+            for host, count in n_processes_by_host.items()
         ]
         self._cluster = VirtualCluster(ResourceManager(nodes))
         # In this inventory an accelerator stands for a process.
@@ -116,7 +116,7 @@ class TorchrunExecutor:
         """Start and return the worker group of a planned role, or of one rank of it."""
         assert self._cluster is not None, "`plan` must be called before `group`"
         bundles = self._cluster.bundles(role)
-        processes_by_host: Counter[str] = Counter(process.host for process in self._hub.processes)
+        n_processes_by_host = Counter(process.host for process in self._hub.processes)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
         for rank_number in range(len(bundles)) if rank is None else (rank,):
@@ -131,7 +131,7 @@ class TorchrunExecutor:
                     bundle.local_rank,
                     process.host,
                     f"{process.host}:{ports}",
-                    max(1, self.threads // processes_by_host[process.host]),
+                    max(1, self.threads // n_processes_by_host[process.host]),
                     device,
                 )
             )

@@ -46,7 +46,7 @@ class ComponentHost:
         configure_cache(os.environ)
         self._component: Any = None
         self._runner = asyncio.Runner()
-        self._reserved: socket.socket | None = None
+        self._reserved_socket: socket.socket | None = None
 
     def answer(self, request: Parcel) -> tuple[FrameKind, Parcel]:
         """Run a packed request (operation, arguments) and return its packed result.
@@ -71,8 +71,8 @@ class ComponentHost:
         The port is bound but not listened on: no other program gets it, and the component can still
         bind it. Raises PortBusy if none of `ports` (first, last) is free.
         """
-        self._reserved = bind_socket("", ports)
-        return f"{host}:{self._reserved.getsockname()[1]}"
+        self._reserved_socket = bind_socket("", ports)
+        return f"{host}:{self._reserved_socket.getsockname()[1]}"
 
     def build(self, place: WorkerPlace, factory: str, arguments: Mapping[str, Any]) -> None:
         """Create the component, after closing the previous one.
@@ -128,7 +128,7 @@ def bind_socket(host: str, ports: tuple[int, int] | None) -> socket.socket:
         return listener
     raise PortBusy(
         f"none of the ports {first} to {last} is free on {socket.gethostname()}: end the programs "
-        "that listen there, or set cluster.ports"
+        "that listen there, or set cluster.ports to another range"
     )
 
 

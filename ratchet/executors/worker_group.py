@@ -194,7 +194,7 @@ class _State:
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self.members = members
         self.final_error: WorkerError | None = None
-        self.closed = False
+        self.is_closed = False
         self._pending_calls: list[_PendingCall] = []
         self._order = threading.Lock()  # keeps the order of calls the same on all ranks
 
@@ -229,7 +229,7 @@ class _State:
         All pending calls fail with `error`, except `failed_call`, which fails with `cause` if that
         is given.
         """
-        if self.final_error is not None or self.closed:
+        if self.final_error is not None or self.is_closed:
             return
         self.final_error = error
         # Without a pending call, the error would show only at the next call.
@@ -250,9 +250,9 @@ class _State:
                 self.end(error, call, call.raised)
 
     def close(self) -> None:
-        if self.closed:
+        if self.is_closed:
             return
-        self.closed = True
+        self.is_closed = True
         for member in self.members:
             member.close()
         wait([member.gone for member in self.members], CLOSE_S)
@@ -270,7 +270,7 @@ def _watch(state: weakref.ref[_State]) -> None:
     stop = threading.Event()
     while not stop.wait(TICK_S):
         live_state = state()
-        if live_state is None or live_state.closed:
+        if live_state is None or live_state.is_closed:
             return
         live_state.check()
         del live_state

@@ -44,13 +44,13 @@ class WorkerHandle(abc.ABC):
     def __init__(self, name: WorkerName, silence_s: float) -> None:
         self.name = name
         self.gone: Future[WorkerError | None] = Future()
-        self.closing = False
+        self.is_closing = False
         self._max_silence_s = silence_s
         self._silent_for_s: float = 0.0
         # Process id and host as the worker reported them.
         self.pid: int | None = None
         self.reported_host = ""
-        self._greeted = False
+        self._has_greeted = False
         self._final_error: WorkerError | None = None  # raised by every later call
         self._calls: dict[int, tuple[str, Future[Answer]]] = {}
         self._numbers = itertools.count(1)
@@ -74,10 +74,7 @@ class WorkerHandle(abc.ABC):
         return answer
 
     def prepare_shared(self, request: Parcel) -> Any:
-        """Prepare a request once, so that it can be submitted to several workers.
-
-        (Ray: put it in the object store.)
-        """
+        """Prepare a request once for submission to several workers; Ray stores it once."""
         return request
 
     def check(self, passed_s: float) -> None:
@@ -89,8 +86,8 @@ class WorkerHandle(abc.ABC):
         if self.gone.done():
             return
         self._silent_for_s += passed_s
-        if self._silent_for_s > (self._max_silence_s if self._greeted else START_S):
-            detail = "" if self._greeted else ": it never started"
+        if self._silent_for_s > (self._max_silence_s if self._has_greeted else START_S):
+            detail = "" if self._has_greeted else ": it never started"
             error = self.make_death_error(
                 f"was silent for {self._silent_for_s:.0f} s{detail}{self.describe_state()}, and "
                 "was killed"
@@ -155,7 +152,7 @@ class WorkerHandle(abc.ABC):
                 f"{self.name} has another version than the driver: {differences}; install the same "
                 "version on all hosts"
             )
-        self._greeted = True
+        self._has_greeted = True
         self.pid = greeting["pid"]
         self.reported_host = greeting["host"]
 
@@ -208,7 +205,7 @@ class SocketWorkerHandle(WorkerHandle):
             threading.Thread(target=job, name=f"{name.role}-{name.rank}", daemon=True).start()
 
     def close(self) -> None:
-        self.closing = True
+        self.is_closing = True
         self._requests.put((FrameKind.CLOSE, 0, EMPTY))
 
     def kill(self) -> None:
@@ -231,7 +228,7 @@ class SocketWorkerHandle(WorkerHandle):
                 kind, number, parcel = self._connection.receive()
                 if kind is FrameKind.HELLO:
                     self._check_greeting(parcel.load_json())
-                elif not self._greeted:
+                elif not self._has_greeted:
                     raise VersionMismatch(
                         f"{self.name} speaks another protocol than the driver: install the same "
                         "version there"
@@ -243,10 +240,10 @@ class SocketWorkerHandle(WorkerHandle):
                 ending, signal = self._describe_end()
                 self._end(
                     None
-                    if self.closing and not signal
+                    if self.is_closing and not signal
                     else self.make_death_error(f"died ({ending})", signal)
                 )
-                if not self.closing:
+                if not self.is_closing:
                     self.kill()
         except WorkerError as error:
             self.give_up(error)

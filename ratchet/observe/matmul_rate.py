@@ -43,7 +43,7 @@ class GemmTimer:
     No random number is drawn, so that the run's random state stays as it is.
 
     Args:
-        round_s: Least seconds of a round, which takes up to twice as long.
+        round_s: Minimum seconds of a round; a round may take up to twice as long.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class GemmTimer:
         return time.perf_counter() - start
 
     def measure(self, rounds: int = ROUNDS) -> float:
-        """Return the best FLOP/s of some rounds."""
+        """Return the best FLOP/s of `rounds` rounds."""
         return self._repeats * self.gemm.flop / min(self.time_round() for _ in range(rounds))
 
 
 def measure_gemm_rate(
     gemm: Gemm, *, device: torch.device, dtype: torch.dtype, round_s: float = ROUND_S
 ) -> float:
-    """Return the best FLOP/s of this product over a few rounds."""
+    """Return the best FLOP/s of this product over `ROUNDS` rounds."""
     return GemmTimer(gemm, device=device, dtype=dtype, round_s=round_s).measure()

@@ -22,7 +22,7 @@ class MetricOrigin(NamedTuple):
     The origin of a name never changes during a run.
     """
 
-    prefix: str
+    prefix: str  # with labels, such as `rollout/tag/maths`
     key: str
     reducer: Reducer
 
@@ -83,7 +83,7 @@ class MetricsManager:
             samples_by_key: One or several samples by key. A sample is anything that `float` takes,
                 such as a numpy scalar or a 0-dim tensor.
             merge: How samples merge; None: as declared, or the mean if nothing is declared.
-            weight: Weight of these samples when they merge.
+            weight: Weight of each of these samples when they merge.
             labels: Values by label, for the name: {"tag": "maths"} adds `tag/maths/`.
 
         Raises:
@@ -109,28 +109,28 @@ class MetricsManager:
 
     def take_partials(self) -> dict[str, tuple[MetricOrigin, Partial]]:
         """Return and clear the partial results of this step, for `merge` of another manager."""
-        take_partials = {
-            name: (self._origins[name], samples) for name, samples in self._partials.items()
+        partials = {
+            name: (self._origins[name], partial) for name, partial in self._partials.items()
         }
         self._partials = {}
-        return take_partials
+        return partials
 
     def merge(self, partials: Mapping[str, tuple[MetricOrigin, Partial]]) -> None:
         """Add the partial results of the same step from another rank or micro-batch.
 
         Raises ValueError like `add`.
         """
-        for name, (origin, samples) in partials.items():
+        for name, (origin, partial) in partials.items():
             self._register_origin(name, origin)
-            self._partials.setdefault(name, new_partial(origin.reducer)).merge(samples)
+            self._partials.setdefault(name, new_partial(origin.reducer)).merge(partial)
 
     def flush(self, step: int) -> StepMetrics:
         """Return the metrics of `step`, sorted by name, and start the next step empty."""
         assert step >= 0, step
         numbers: dict[str, float | None] = {}
         histograms: dict[str, Histogram] = {}
-        for name, samples in sorted(self._partials.items()):
-            value = samples.result()
+        for name, partial in sorted(self._partials.items()):
+            value = partial.result()
             if isinstance(value, Histogram):
                 if value.count:
                     histograms[name] = value

@@ -60,12 +60,11 @@ def format_duration(seconds: float) -> str:
 class ProgressState:
     """The state of a stage that the progress line shows.
 
-    Steps are counted over the whole run. This stage does the steps after `first_step`, up to
-    `last_step`.
+    Steps are counted over the whole run. This stage does the steps `after_step` + 1 to `last_step`.
     """
 
     stage: str
-    first_step: int
+    after_step: int
     last_step: int
     clock: Callable[[], float] = time.monotonic
     step: int = 0
@@ -75,7 +74,7 @@ class ProgressState:
     tokens_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.step = self.first_step
+        self.step = self.after_step
         self._started = self.clock()
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -100,7 +99,7 @@ class ProgressState:
 
         The pace includes evaluation and saving.
         """
-        steps_done = self.step - self.first_step
+        steps_done = self.step - self.after_step
         return (
             (self.clock() - self._started) / steps_done * (self.last_step - self.step)
             if steps_done
@@ -169,7 +168,7 @@ class LiveView:
 def show_progress(
     stage: str,
     *,
-    first_step: int,
+    after_step: int,
     last_step: int,
     mode: Mode = "auto",
     every: int = 10,
@@ -179,12 +178,13 @@ def show_progress(
     """Yield an observer that shows each step's progress.
 
     Args:
-        first_step: Number of steps done in earlier stages or before a resume.
+        after_step: Number of steps done before: in earlier stages, or before a resume.
+        last_step: The stage's last step, counted over the whole run.
         mode: "auto" is live on a terminal, else plain.
         every: Number of steps between two plain lines.
     """
     console = console or make_console()
-    state = ProgressState(stage, first_step, last_step, clock)
+    state = ProgressState(stage, after_step, last_step, clock)
     if mode == "off":
         yield state.observe
     elif mode == "live" or (mode == "auto" and console.is_terminal):

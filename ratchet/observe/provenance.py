@@ -27,7 +27,8 @@ def record_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -
     Args:
         path: The file.
         after_step: The step that the run continues after. 0 drops earlier entries, except changes
-            of the recipe. A change that was recorded after a later step holds from this step on.
+            of the recipe. If the run went back to this step, changes of the recipe that were
+            recorded after later steps are moved to it, because they now hold from here on.
         data: The fingerprint of each data file.
 
     Raises:

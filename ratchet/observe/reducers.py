@@ -253,11 +253,11 @@ class _PercentilePartial:
             return math.nan
         ordered = sorted(self.values)
         position = (len(ordered) - 1) * self.percent / 100
-        low, share = ordered[int(position)], position - int(position)
-        if share == 0:
+        low, fraction = ordered[int(position)], position - int(position)
+        if fraction == 0:
             return low
         high = ordered[int(position) + 1]
-        return low if low == high else low * (1 - share) + high * share
+        return low if low == high else low * (1 - fraction) + high * fraction
 
 
 @dataclass(slots=True)

@@ -163,15 +163,15 @@ class Exhibit(NamedTuple):
 
 
 def compute_repetition(row: Trajectory) -> float | None:
-    """Return the share of the policy's 8-token n-grams that occurred before in the row.
+    """Return the share of the policy's 8-token n-grams that occurred before in the attempt.
 
     None if the policy wrote fewer than 8 tokens.
     """
     tokens = row.tokens[row.owner == POLICY]
-    return _repeated_share(tokens.tobytes(), tokens.itemsize)
+    return _compute_repeated_share(tokens.tobytes(), tokens.itemsize)
 
 
-def _repeated_share(token_bytes: bytes, size: int) -> float | None:
+def _compute_repeated_share(token_bytes: bytes, size: int) -> float | None:
     """Return the share of repeated n-grams in tokens of `size` bytes each."""
     count = len(token_bytes) // size - NGRAM + 1
     if count < 1:
@@ -181,7 +181,7 @@ def _repeated_share(token_bytes: bytes, size: int) -> float | None:
     return 1.0 - len(distinct) / count
 
 
-def _mean_negative_logprob(row: Trajectory) -> float:
+def _compute_mean_negative_logprob(row: Trajectory) -> float:
     """Return the mean of -log p over the tokens that the policy wrote."""
     logprobs = row.rollout_logprobs[row.owner == POLICY]
     return float(-logprobs.mean()) if len(logprobs) else 0.0
@@ -193,7 +193,7 @@ _EVIDENCE_WEIGHTS: Sequence[tuple[str, Callable[[Trajectory], float]]] = (
     ("rollout/length*", lambda row: float(row.completion_length)),
     ("rollout/truncated_share", lambda row: float(row.truncated)),
     ("rollout/failed/*", lambda row: float(isinstance(row.outcome, Failed))),
-    ("policy/*", _mean_negative_logprob),
+    ("policy/*", _compute_mean_negative_logprob),
     ("*", lambda row: row.reward or 0.0),
 )
 
@@ -214,7 +214,7 @@ def make_exhibits(sentinel: SentinelConfig, groups: Sequence[Group]) -> Iterator
         )
 
 
-def _as_json(exhibit: Exhibit) -> dict[str, Any]:
+def _convert_to_json(exhibit: Exhibit) -> dict[str, Any]:
     row = exhibit.row
     return {
         "weight": exhibit.weight,
@@ -328,7 +328,7 @@ class Sentinels:
                 for key, content in metrics.items()
                 if not key.startswith(MACHINE_PREFIXES)
             },
-            "attempts": [_as_json(exhibit) for exhibit in worst],
+            "attempts": [_convert_to_json(exhibit) for exhibit in worst],
         }
         evidence_note = self._write_evidence(f"step-{step:08d}-{name}.json", evidence)
         log.warning("%s%s", message, evidence_note)
@@ -357,6 +357,8 @@ def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
         tokens.itemsize,
     )
     ends = [size * end for end in accumulate([row.completion_length for row in rows], initial=0)]
-    shares = [_repeated_share(token_bytes[start:end], size) for start, end in pairwise(ends)]
+    shares = [
+        _compute_repeated_share(token_bytes[start:end], size) for start, end in pairwise(ends)
+    ]
     known_shares = [share for share in shares if share is not None]
     return {"repetition": fmean(known_shares)} if known_shares else {}

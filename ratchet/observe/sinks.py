@@ -45,7 +45,7 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """A group of sinks. One that fails is dropped with one warning, and training continues."""
+    """Several sinks. One that fails is dropped with one warning, and training continues."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)

@@ -39,7 +39,7 @@ class Wait:
     owner: the component that waits.
     name: the operation.
     awaited: the components that it waits for, in words, or a function that returns them.
-    timeout_s: the deadline that another part of the code enforces.
+    timeout_s: seconds from the start until the deadline, which other code enforces; inf: none.
     """
 
     owner: str
@@ -144,7 +144,7 @@ def format_report() -> str:
             (name, event.description, f"{now - event.time_s:.1f} s ago")
             for name, event in _events.items()
         ]
-    events = _align([("of", "last heard", ""), *rows]) if rows else "no events recorded yet"
+    events = _align([("component", "last event", ""), *rows]) if rows else "no events recorded yet"
     return f"{format_waits()}\n{events}"
 
 

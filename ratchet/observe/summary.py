@@ -92,7 +92,10 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The summary of a run. peak_mib: peak memory of the process that finished the run."""
+    """The summary of a run.
+
+    peak_mib: peak memory in MiB of the process that finished the run; None: not measured.
+    """
 
     stages: tuple[StageSummary, ...]
     command: str
@@ -159,16 +162,18 @@ def _make_table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
 def _make_accuracy_row(stage: StageSummary, is_share: bool) -> list[str | Text]:
     before, after = _get_finite(stage.accuracy_before), _get_finite(stage.accuracy_after)
     if not is_share:
-        return _number_row(stage, before, after)
+        return _make_number_row(stage, before, after)
     change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "-"
     return _make_row(stage, _format_percent(before), _format_percent(after), change)
 
 
 def _make_loss_row(stage: StageSummary) -> list[str | Text]:
-    return _number_row(stage, _get_finite(stage.loss_before), _get_finite(stage.loss_after))
+    return _make_number_row(stage, _get_finite(stage.loss_before), _get_finite(stage.loss_after))
 
 
-def _number_row(stage: StageSummary, before: float | None, after: float | None) -> list[str | Text]:
+def _make_number_row(
+    stage: StageSummary, before: float | None, after: float | None
+) -> list[str | Text]:
     change = f"{after - before:+.3f}" if before is not None and after is not None else "-"
     return _make_row(stage, _format_number(before), _format_number(after), change)
 

@@ -46,13 +46,14 @@ class TrackedRun:
     """The description of a run that a tracker shows.
 
     id: unique to the run, and the same after a resume.
+    settings: the run's recipe.
     """
 
     name: str
     id: str
     directory: Path
     settings: Mapping[str, Any]
-    resumed: bool = False
+    is_resumed: bool = False
 
 
 def import_package(name: str) -> Any:
@@ -148,7 +149,7 @@ class WandbSink(RunSink):
                 id=run.id,
                 dir=str(run.directory),
                 mode=mode,
-                resume="allow" if run.resumed and mode == "online" else None,
+                resume="allow" if run.is_resumed and mode == "online" else None,
                 config=dict(run.settings),
                 settings=wandb.Settings(console="off", silent=True),
             )
@@ -228,23 +229,23 @@ class MlflowSink:
                 self._send_settings(run.settings)
 
     def _send_settings(self, settings: Mapping[str, Any]) -> None:
-        """Send the settings in batches of 100, the most that a server accepts (1,000 metrics)."""
-        entries = [
+        """Send the settings in batches of 100, the most that a server accepts in a call."""
+        params = [
             self._param(_replace_forbidden(name), str(value)[:6000])
             for name, value in flatten_settings(settings)
         ]
-        for begin in range(0, len(entries), 100):
-            self._client.log_batch(self._id, params=entries[begin : begin + 100])
+        for start in range(0, len(params), 100):
+            self._client.log_batch(self._id, params=params[start : start + 100])
 
     def write(self, step: int, metrics: Metrics) -> None:
         now = int(time.time() * 1000)
         with as_os_error("mlflow"):
-            entries = [
+            values = [
                 self._metric(_replace_forbidden(name), value, now, step)
                 for name, value in select_finite(metrics).items()
             ]
-            for begin in range(0, len(entries), 1000):
-                self._client.log_batch(self._id, metrics=entries[begin : begin + 1000])
+            for start in range(0, len(values), 1000):  # a server accepts 1,000 in a call
+                self._client.log_batch(self._id, metrics=values[start : start + 1000])
 
     def close(self) -> None:
         with as_os_error("mlflow"):
@@ -259,10 +260,14 @@ class PrometheusSink:
     def __init__(self, config: PrometheusConfig, run: TrackedRun) -> None:
         self._prometheus = import_package("prometheus_client")
         self._registry = self._prometheus.CollectorRegistry()
-        self._run, self._textfile, self._server = escape_surrogates(run.name), config.textfile, None
+        self._run_name, self._textfile, self._server = (
+            escape_surrogates(run.name),
+            config.textfile,
+            None,
+        )
         self._step = self._prometheus.Gauge(
             "ratchet_step", "Steps done", ["run"], registry=self._registry
-        ).labels(self._run)
+        ).labels(self._run_name)
         self._metric = self._prometheus.Gauge(
             "ratchet_metric", "The latest step's number", ["run", "name"], registry=self._registry
         )
@@ -300,7 +305,7 @@ class PrometheusSink:
         self._metric.clear()
         self._step.set(step)
         for name, value in select_finite(metrics).items():
-            self._metric.labels(self._run, name).set(value)
+            self._metric.labels(self._run_name, name).set(value)
         self._page = self._prometheus.generate_latest(self._registry)
         if self._textfile is not None:
             self._prometheus.write_to_textfile(self._textfile, self._registry)
@@ -322,17 +327,17 @@ def build_trackers(sections: Sequence[Section], run: TrackedRun) -> list[Sink]:
     """Return a sink for each section.
 
     In a resumed run, a tracker that can't start is left out with a warning, because no service may
-    stop a run. In a new run it raises ConfigError, so that the user can fix it at once.
+    stop a run. In a new run, ConfigError is raised, so that the user can fix the tracker at once.
     """
     sinks: list[Sink] = []
     for section in sections:
         try:
             sinks.append(build(section, run))
         except OSError as error:
-            if not run.resumed:
+            if not run.is_resumed:
                 raise ConfigError(
-                    f"logging.sinks: {error}; remove it, or set its mode to offline where it has "
-                    "one"
+                    f"logging.sinks: {error}; remove this sink, or set its mode to offline if it "
+                    "has a mode"
                 ) from error
             log.warning("a tracker can't start, and gets no metrics of this run: %s", error)
     return sinks

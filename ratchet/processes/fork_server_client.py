@@ -1,4 +1,4 @@
-"""The driver's side of a fork server: start it, let it fork processes, and hear of their ends."""
+"""The driver's side of a fork server: start it, let it fork processes, and note how they end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The driver's handle of a fork server. However the driver ends, all its processes end too.
+    """The driver's handle of a fork server.
+
+    However the driver ends, the server and all processes that it forked end too.
 
     Args:
         preload: Modules to import before processes are forked.
@@ -69,8 +71,8 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         # The fork server removes the folder if this process is killed.
-        self._temporary = TemporaryFolder("nursery")
-        self.folder = self._temporary.path
+        self._temporary_folder = TemporaryFolder("nursery")
+        self.folder = self._temporary_folder.path
         self._server: Future[SpawnedProcess] = Future()
         self._started: dict[int, ForkedProcess] = {}  # by number, until the process id is known
         self._living: dict[int, ForkedProcess] = {}  # by process id
@@ -109,7 +111,7 @@ class ForkServer:
                 )
             except OSError as error:
                 driver_end.close()
-                self._thread.join()  # so that `has_ended` says so from now on
+                self._thread.join()  # so that `has_ended` is True from now on
                 raise WorkerError(f"{name} can't start: the fork server has ended") from error
         return process
 
@@ -120,7 +122,7 @@ class ForkServer:
             server.connection.shut_down()
             server.terminate()  # end it even while it imports modules
         self._thread.join()
-        self._temporary.close()
+        self._temporary_folder.close()
 
     def _send_kill(self, pid: int) -> None:
         # If the fork server is gone, all its processes are gone too.

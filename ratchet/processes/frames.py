@@ -141,7 +141,7 @@ class Connection:
         """Receive a frame.
 
         Raises PeerGone if the other side is gone, and TimeoutError if the socket has a timeout and
-        nothing arrives in that time; the connection is of no use after that.
+        nothing arrives in that time; the connection can't be used after that.
         """
         parser = parse_frame()
         try:
@@ -172,7 +172,7 @@ class Connection:
         return received
 
     def _take(self, read: Callable[[Any], Any], argument: Any) -> Any:
-        """Return the result of a read from the socket, if it is not empty."""
+        """Return the result of a read from the socket; raise PeerGone if it is empty."""
         try:
             result = read(argument)
         except TimeoutError:

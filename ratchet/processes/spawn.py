@@ -75,8 +75,7 @@ class SpawnedProcess:
     def end(self) -> int:
         """Kill the process and its group if they still run, and return its exit status.
 
-        A process that closed its connection by ending has its own status, because a signal does
-        not change it any more.
+        The kill does not change the status of a process that has already ended.
         """
         self.kill()
         return self.wait()

@@ -99,9 +99,9 @@ class Limits:
         cpu_s: Processor time of one process, rounded up to whole seconds.
         memory_mib: Address space of a process, and resident memory of all processes together.
         disk_mib: Size of the scratch directory, and of any file.
-        output_kib: Size of stdout, and of stderr.
+        output_kib: Size of stdout, and separately of stderr.
         processes: Number of processes; 1 allows threads only, more allows fork and exec.
-        threads: Number of threads of a program that may not fork.
+        threads: Number of threads of a program that may not fork (`processes` is 1).
     """
 
     wall_s: float = 5.0

@@ -13,8 +13,8 @@ def output_matches(result: Result, expected: bytes | str) -> bool:
     """
     if isinstance(expected, str):
         expected = expected.encode("utf-8", "surrogatepass")
-    return result.ok and _lines(result.stdout) == _lines(expected)
+    return result.ok and _split_lines(result.stdout) == _split_lines(expected)
 
 
-def _lines(text: bytes) -> list[bytes]:
+def _split_lines(text: bytes) -> list[bytes]:
     return [line.rstrip(b" \t\r") for line in text.rstrip(b" \t\r\n").split(b"\n")]

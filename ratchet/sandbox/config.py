@@ -107,7 +107,8 @@ class DockerSandboxConfig(Section):
     def _check_keys(self) -> DockerSandboxConfig:
         if self.certificates is not None and not self.address.startswith("https://"):
             raise ValueError(
-                "certificates are only used with an https:// address: set one, or remove them"
+                f"certificates={self.certificates} is only used with https://, and the address is "
+                f"{self.address}: remove certificates, or set an https:// address"
             )
         if self.read_only and self.workdir != "/tmp" and not self.workdir.startswith("/tmp/"):
             raise ValueError(

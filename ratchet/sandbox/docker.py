@@ -258,19 +258,20 @@ class DockerSandbox:
         finally:
             stream.close()
         code = self._wait_for_exit_code(exec_id)
-        # Outputs without their end mean a cut stream, unless the program killed its shell, which
-        # any signal but SIGPIPE shows.
+        # If the outputs lack their end markers, the stream was cut, unless a signal killed the
+        # shell before it wrote them. SIGPIPE proves no such kill: a cut stream causes it too.
         if not outputs.is_complete and (code <= 128 or code == BROKEN_PIPE_CODE):
             raise EngineUnavailable(
-                "the engine's stream was cut: the program ended by itself, and its outputs have no "
-                "end"
+                "the engine's stream was cut: the program ended by itself, and its outputs are "
+                "incomplete"
             )
         if code <= 128:
             return Result(code, None, *outputs.get_truncated_texts(), seconds, Reason.EXIT)
-        out_of_memory = code == 137 and engine.json("GET", f"/containers/{container}/json")[
+        # 137 is SIGKILL and 152 SIGXCPU, each plus 128.
+        is_out_of_memory = code == 137 and engine.json("GET", f"/containers/{container}/json")[
             "State"
         ].get("OOMKilled")
-        reason = Reason.MEMORY if out_of_memory else Reason.CPU if code == 152 else Reason.SIGNAL
+        reason = Reason.MEMORY if is_out_of_memory else Reason.CPU if code == 152 else Reason.SIGNAL
         return Result(
             None,
             code - 128 if reason is Reason.SIGNAL else None,
@@ -303,7 +304,7 @@ class DockerSandbox:
         try:
             return self._engine.get(container, path, max_bytes)
         except DockerNotFound:
-            if container not in self._stream_by_container:
+            if container not in self._stream_by_container:  # the whole container is gone
                 raise
             return {}
 

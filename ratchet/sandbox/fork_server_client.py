@@ -1,8 +1,8 @@
 """The client of one fork server, a separate process. It blocks; `local.py` runs it in a thread.
 
-Programs and inputs are sent as sealed memory files, and output comes through pipes. Only a request
-of numbers and the report of how the process ended cross the control socket. All that comes back is
-treated as hostile: it is bounded, and never evaluated.
+Programs and inputs are sent as sealed memory files, and output comes through pipes. The control
+socket carries only the request (numbers) and the report of how the process ended. All that comes
+back is treated as hostile: it is bounded, and never evaluated.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ import ctypes, json, os, sys
 NO_RANDOMIZE = 0x40000
 personality = ctypes.CDLL(None).personality
 before = personality(0xFFFFFFFF)
-once = len(sys.argv) == 4  # an interpreter with capabilities loses the switch at every exec
-if once and before >= 0 and not before & NO_RANDOMIZE and personality(before | NO_RANDOMIZE) >= 0:
-    os.execv(sys.executable, [*sys.orig_argv, "again"])
+# An interpreter with capabilities loses the setting at every exec, so exec only once.
+if len(sys.argv) == 4 and before >= 0 and not before & NO_RANDOMIZE:
+    if personality(before | NO_RANDOMIZE) >= 0:
+        os.execv(sys.executable, [*sys.orig_argv, "again"])
 sys.path.insert(0, sys.argv[1])
 from inside.launch import main
 del sys.path[0]
@@ -90,7 +91,7 @@ class ForkServerSlot:
         """Start the fork server. Raises SandboxError if the machine grants no isolation."""
         client_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._stderr_file = os.memfd_create("errors")
-        options = json.dumps({**self._options, "boss": os.getpid()})
+        options = json.dumps({**self._options, "trainer_pid": os.getpid()})
         command = [
             os.path.realpath(sys.executable),
             "-P",  # -I would also ignore PYTHONHASHSEED; all other variables are set here
@@ -211,13 +212,13 @@ class ForkServerSlot:
             name: getattr(limits, name)
             for name in ("wall_s", "memory_mib", "disk_mib", "processes", "threads")
         }
-        request |= {"cpu_s": max(1, -int(-limits.cpu_s // 1)), "command": is_command}
+        request |= {"cpu_s": max(1, -int(-limits.cpu_s // 1)), "is_command": is_command}
         socket.send_fds(self._channel, [json.dumps(request).encode()], files)
 
     def _collect_report(self, outputs: RunOutputs, limits: Limits) -> dict[str, Any]:
         """Read both outputs until the fork server reports the end, and return its report.
 
-        The pipes then hold all remaining output.
+        The pipes then hold all remaining output, which is read too.
         """
         channel = self._channel
         assert channel is not None
@@ -310,12 +311,10 @@ class RunOutputs:
         A background process may hold the pipe open for ever.
         """
         for file in list(self.open):
-            while (
-                (size := len(self.open[file])) is not None
-                and self.read(file)
-                and len(self.open[file]) > size
-            ):
-                pass
+            has_more = True
+            while has_more:
+                size = len(self.open[file])
+                has_more = self.read(file) and len(self.open[file]) > size
 
 
 def make_result(report: dict[str, Any], outputs: RunOutputs, limits: Limits) -> Result:

@@ -68,9 +68,9 @@ class LocalSandbox:
             ForkServerSlot(at_most=at_most, readable=[os.path.realpath(path) for path in readable])
             for _ in range(slots)
         ]
-        self._free: queue.SimpleQueue[ForkServerSlot] = queue.SimpleQueue()
+        self._free_slots: queue.SimpleQueue[ForkServerSlot] = queue.SimpleQueue()
         for slot in self._slots:
-            self._free.put(slot)
+            self._free_slots.put(slot)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="sandbox")
         self._closing = threading.Event()
         self._finalizer = weakref.finalize(self, _close, self._closing, self._slots, self._threads)
@@ -98,7 +98,7 @@ class LocalSandbox:
             raise SandboxError("this sandbox is closed")
         run_handle = _RunHandle(self._closing)
         try:
-            function = functools.partial(_run, self._free, run_handle, program, stdin, limits)
+            function = functools.partial(_run, self._free_slots, run_handle, program, stdin, limits)
             with waiting("programs", "run", "local sandbox", limits.wall_s):
                 return await asyncio.get_running_loop().run_in_executor(self._threads, function)
         except asyncio.CancelledError:
@@ -113,8 +113,8 @@ class LocalSandbox:
         """
         if image:
             raise SandboxError(
-                f"the local sandbox has no images, such as {image!r}: use the docker sandbox, or "
-                "leave it out"
+                f"the local sandbox has no images, such as {image!r}: name no image, or use the "
+                "docker sandbox"
             )
         self.strength.require(Isolation.NAMESPACES, "sessions run commands, and this machine")
         return Workspace(self, limits)
@@ -157,8 +157,8 @@ class _RunHandle:
             slot.stop()
 
 
-# `_run` holds no reference to the sandbox, so that a sandbox that is never closed can be
-# garbage-collected, and not in one of its own threads.
+# `_run` holds no reference to the sandbox. So a sandbox that is never closed can be
+# garbage-collected, and this does not happen in one of its own threads.
 def _run(
     free: queue.SimpleQueue[ForkServerSlot],
     run_handle: _RunHandle,

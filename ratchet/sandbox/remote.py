@@ -75,7 +75,7 @@ class RemoteSandbox:
         self.config = config
         declared = Isolation[config.offers.upper()]
         self.strength = Strength(
-            declared, (f"offers is {config.offers}",), (f"declared of {config.address}",)
+            declared, (f"offers={config.offers}",), (f"as declared for {config.address}",)
         )
         self.strength.require(at_least, f"the service at {config.address}")
         headers = {"Authorization": f"Bearer {_read_token(config)}"} if config.token_file else {}
@@ -155,9 +155,7 @@ class RemoteSandbox:
             }
             content = json.dumps(body).encode()
         except UnicodeDecodeError:
-            raise SandboxError(
-                "a remote sandbox takes text as input, and this is not UTF-8"
-            ) from None
+            raise SandboxError("stdin is not UTF-8, and a remote sandbox takes only text") from None
         return call_with_retries(
             lambda: _read_result(self._post(content, limits.wall_s), limits),
             retries=self.config.retries,
@@ -240,7 +238,7 @@ def _read_result(answer: dict[str, Any], limits: Limits) -> Result:
         return Result(None, None, stdout, stderr, seconds, Reason.WALL)
     if status != "Finished" or not isinstance(code, int):
         raise ServiceUnavailable(
-            f"the service ran a program to status {status!r} and code {code!r}"
+            f"the service's response has no result: status {status!r}, code {code!r}"
         )
     if is_too_long:
         return Result(None, None, stdout, stderr, seconds, Reason.OUTPUT)

@@ -57,8 +57,8 @@ class Workspace:
             "words": shell.build_shell_command("sh", command, shell.STATE_FILE),
             "state": shell.STATE_FILE,
             "timeout_s": timeout_s,
-            "most_output": max_output_kib << 10,
-            "most_files": MAX_FILES_KIB << 10,
+            "max_output_bytes": max_output_kib << 10,
+            "max_files_bytes": MAX_FILES_KIB << 10,
         }
         limits = replace(
             self._limits,

@@ -402,7 +402,7 @@ def _check_policy_gradient(
 def _check_equal_rewards(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     """Check that advantages are 0 if the rewards in each group are equal."""
     for draw in draws:
-        groups = replace(draw, equal=True).groups(algorithm)
+        groups = replace(draw, has_equal_rewards=True).groups(algorithm)
         advantages_T = _get_advantages(Update.from_groups(algorithm, groups).batch)
         largest = float(advantages_T.abs().max())
         _require_property(

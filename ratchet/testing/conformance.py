@@ -112,7 +112,7 @@ async def check_generator(generator: Generator, prompts: Sequence[Sequence[int]]
             len(c) for c in (first.tokens, first.logprobs, first.log_kept_mass, first.versions)
         }
         require(len(lengths) == 1, "the completion's columns differ in length")
-        require(len(first.tokens) <= 6, "max_new_tokens was passed")
+        require(len(first.tokens) <= 6, "more than max_new_tokens=6 tokens were generated")
         require(
             bool((first.versions == generator.version).all()),
             "tokens don't carry the version in force",
@@ -127,7 +127,9 @@ async def check_generator(generator: Generator, prompts: Sequence[Sequence[int]]
     stop = int(first.tokens[0])
     stopped = await generator.generate(prompts[0], replace(sampling, stop_ids=(stop,)))
     require(stopped.stop is StopReason.STOP_TOKEN, "a stop id did not end the completion")
-    require(stopped.tokens.tolist() == [stop], "a stop id must be the last token, and belong to it")
+    require(
+        stopped.tokens.tolist() == [stop], "a completion must end with the stop id, and contain it"
+    )
     version = generator.version + 1
     await generator.prepare({})
     await generator.receive(iter(()))
@@ -149,18 +151,18 @@ async def check_source(source: Source) -> None:
     not acknowledged must come again after a restore.
     """
     first = await source.draw(3, 0)
-    require(len(first) == 3, "draw(3) must give three groups")
+    require(len(first) == 3, f"draw(3) gave {len(first)} groups, not 3")
     source.ack([group.id for group in first], 0)
     state = json.loads(json.dumps(await source.snapshot()))
     second = await source.draw(3, 1)
     ids = [group.id for group in (*first, *second)]
     require(len(set(ids)) == len(ids), "two draws share an id")
-    unfinished = json.loads(json.dumps(await source.snapshot()))
+    unacknowledged = json.loads(json.dumps(await source.snapshot()))
     await source.restore(state)
     again = await source.draw(3, 1)
-    require([g.id for g in again] == [g.id for g in second], "restore lost its place")
+    require([g.id for g in again] == [g.id for g in second], "a restored source draws other groups")
     require(_same_tokens(again, second), "a restored draw gives other tokens")
-    await source.restore(unfinished)
+    await source.restore(unacknowledged)
     pending = await source.draw(3, 1)
     require(
         {g.id for g in pending} == {g.id for g in second},

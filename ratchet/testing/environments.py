@@ -23,11 +23,9 @@ from ratchet.types import Message, Split, Task
 
 SEEDS = (0, 1)
 EPISODE_TASKS = 5  # number of tasks of each split for which episodes are run
-
-
 KEY_ADVICE = (
     "If every task begins with the same message, give each Problem a `key`, such as its secret: "
-    "it decides the split in place of the prompt"
+    "the key then decides the split in place of the prompt"
 )
 FAULT_TASKS = 2  # number of tasks whose episodes are also run with injected faults
 DEADLINE_S = 30.0
@@ -48,8 +46,8 @@ def check_environment(
         environment: An environment, or its import path, `my_pkg.my_mod:Maze`.
         reward: If given, each demonstration must earn `full_reward`.
         n: Number of tasks read from each split; episodes are run for a few of them.
-        max_turns: Number of empty answers within which an episode must end. It must also end with
-            its demonstration.
+        max_turns: Number of empty answers within which an episode must end. A demonstration must
+            end its episode too.
         deadline_s: Time within which each call must end.
     """
     instance: Environment = (
@@ -71,7 +69,7 @@ def list_environment_checks(
     n: int = 200,
     max_turns: int = 100,
 ) -> Mapping[str, Callable[[DeadlineCaller], None]]:
-    """Return the checks by name. Each raises AssertionError, and needs the earlier checks."""
+    """Return the checks by name. Each raises AssertionError, and relies on the earlier checks."""
     tasks: list[Task] = []
     scripts: list[EpisodeScript] = []
 

@@ -127,18 +127,18 @@ def check_faults(
 
     async def play(script: EpisodeScript) -> None:
         expected_steps = (await play_episode(caller, environment, script))[1]
-        before_children = list_children()
+        children_before = list_children()
         for fault in ("out of reach", "killed"):
             instance = copy.copy(environment)
             try:
-                trace = await _record_steps_under_fault(
-                    caller, instance, script, fault, before_children
+                steps = await _record_steps_under_fault(
+                    caller, instance, script, fault, children_before
                 )
             except BrokenRule:
                 raise
             except Exception:  # allowed: a failed attempt has no reward
-                trace = []
-            _require_same_steps(script, trace, expected_steps, fault)
+                steps = []
+            _require_same_steps(script, steps, expected_steps, fault)
             with suppress(Exception):
                 await caller("close", instance.close)
         after = (await play_episode(caller, environment, script))[1]
@@ -157,7 +157,7 @@ async def _record_steps_under_fault(
     environment: Environment,
     script: EpisodeScript,
     fault: str,
-    previous_children: set[int],
+    children_before: set[int],
 ) -> list[Step]:
     if fault == "out of reach":
         with break_services():
@@ -166,7 +166,7 @@ async def _record_steps_under_fault(
     await caller(f"reset('{name}')", lambda: environment.reset(script.task))
     steps: list[Step] = []
     for answer in script.answers:
-        kill_processes(list_children() - previous_children)
+        kill_processes(list_children() - children_before)
         steps.append(
             await caller(f"step in '{name}'", lambda answer=answer: environment.step(answer))
         )
@@ -183,9 +183,8 @@ def _require_same_steps(
         require(
             is_same,
             f"'{script.task.id}': with services and processes {fault}, step {number} gives reward "
-            f"{step.reward} and "
-            f"done={step.done}, else {expected.reward} and {expected.done}: an infrastructure "
-            "fault is no reward; let it raise",
+            f"{step.reward} and done={step.done}, without the fault {expected.reward} and "
+            f"done={expected.done}: an infrastructure fault is no reward; let it raise",
         )
 
 

@@ -1,8 +1,8 @@
 """Call functions in processes that start at once.
 
-They are forked by a server that has imported torch and done nothing else. A run of a few steps
-takes a second, and the start of a fresh interpreter takes several. The server handles one call at a
-time. Each call has its own process, which may end with a status or by a signal.
+They are forked by a server that has imported torch and done nothing else, because a run of a few
+steps takes a second, and the start of a fresh interpreter several seconds. The server handles one
+call at a time. Each call has its own process, which may end with a status or by a signal.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ForkCaller:
         status = self._read()
         if kill_after_s is None:
             raise TimeoutError(
-                f"{function} was not over after {limit_s:g} s: {self.log} has what it wrote"
+                f"{function} did not end within {limit_s:g} s: {self.log} has its output"
             )
         return status
 
@@ -85,7 +85,8 @@ class ForkCaller:
     def _read(self) -> int:
         """Return a number from the server.
 
-        The server writes one at a time, so that none waits in the buffer, unseen by `select`.
+        The server writes one number at a time, so that none waits in the buffer, where `select`
+        would not see it.
         """
         assert self._server.stdout is not None
         line = self._server.stdout.readline()

@@ -24,8 +24,7 @@ from ratchet.testing.harness import (
 from ratchet.types import Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
 
 DEADLINE_S = 30.0
-# deadline of a call while services are out of reach
-FAULT_DEADLINE_S = 2.0
+FAULT_DEADLINE_S = 2.0  # deadline of a call while services are out of reach
 RECOVERY_CALLS = 3  # calls within which a reward must recover from a fault
 SAMPLE = Task("check/0", (Message("user", "37+48="),), answer="85")
 TEXTS = ("85", "86")
@@ -73,7 +72,7 @@ def list_reward_checks(
 ) -> Mapping[str, Callable[[DeadlineCaller], None]]:
     """Return the checks by name, in order. Each raises AssertionError.
 
-    A check needs the checks before it.
+    A check relies on the checks before it.
     """
     texts = (TEXTS[0] if good is None else good, TEXTS[1] if bad is None else bad)
     checks = _RewardChecks(
@@ -177,8 +176,7 @@ class _RewardChecks:
         try:
             async with asyncio.timeout(FAULT_DEADLINE_S):
                 return await self.score_or_fail(caller, group)
-        # endless retries count as Failed, as they do under a run's deadline
-        except TimeoutError:
+        except TimeoutError:  # endless retries count as Failed, as under a run's deadline
             return [Failed("timeout", f"nothing within {FAULT_DEADLINE_S:g} s")] * len(group)
 
     async def score_or_fail(
@@ -201,7 +199,7 @@ class _RewardChecks:
                 return
         require(
             False,
-            f"{RECOVERY_CALLS} calls after a fault has passed it still gives {outcomes[0]}, not "
+            f"{RECOVERY_CALLS} calls after a fault has passed, the reward gives {outcomes[0]}, not "
             f"{expected[0]}",
         )
 
@@ -211,9 +209,9 @@ class _RewardChecks:
         for expected_outcome, outcome in zip(expected, outcomes, strict=True):
             require(
                 isinstance(outcome, Failed) or outcome == expected_outcome,
-                f"with services and processes {fault} it gives {outcome}, else {expected_outcome}: "
-                "an infrastructure fault is no reward; "
-                "let it raise, or give Failed",
+                f"with services and processes {fault} the reward gives {outcome}, without the "
+                f"fault {expected_outcome}: an infrastructure fault is no reward; let it raise, or "
+                "give Failed",
             )
 
     async def score(

@@ -98,7 +98,7 @@ def compute_best_step_ends(
 ) -> list[float]:
     """Return the time in seconds of each step's end if only requests and updates take time.
 
-    That is the best possible run under the bound on staleness. Any free slot serves any request. A
+    No run under the same bound on staleness can be faster. Any free slot serves any request. A
     group begins only when a slot is free, with the latest weights.
 
     Args:

@@ -2,7 +2,7 @@
 
 They are small, ragged, full of edge cases, and exact (float64).
 
-T = tokens laid end to end, V = vocabulary, d = hidden size.
+T = tokens laid end to end, n = some of these tokens, V = vocabulary, d = hidden size.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class TinyRole:
             TokenOutputSpec.from_names(output_names, top_k=top_k),
         )
         if "spans" in output_names:
+            # Every two tokens of a row form a span.
             pairs_T = batch.starts_S[batch.sequence_T] + batch.positions_T // 2
             columns["spans"] = torch.where(batch.predicted_T, pairs_T, -1)
         return {name: columns[name] for name in output_names}
@@ -128,7 +129,8 @@ class TinyRole:
 def list_part_names(algorithm: Algorithm) -> tuple[str, ...]:
     """Return names for the parts of rewards.
 
-    They are the keys of the algorithm's options called `weights`, or two fixed names without any.
+    They are the keys of the algorithm's options called `weights`, or two fixed names if the
+    algorithm has no such option.
     """
 
     def collect_names(value: Any) -> set[str]:
@@ -150,14 +152,14 @@ class Draw:
     """A random draw of groups.
 
     Attributes:
-        equal: True if rewards are equal within each group, part by part.
+        has_equal_rewards: True if rewards are equal within each group, part by part.
         attempts: Number of attempts in each group; None: the algorithm's group size.
         longest: Number of tokens of the longest answer of each group; 0: all answers have a few
             tokens.
     """
 
     seed: int
-    equal: bool = False
+    has_equal_rewards: bool = False
     attempts: int | None = None
     longest: int = 0
 
@@ -187,20 +189,20 @@ def _make_attempts(
 ) -> list[Trajectory]:
     """Return a group of attempts.
 
-    In the second group all rewards are equal. In the third all attempts failed, unless `draw` has
-    `equal` or `attempts`.
+    In the second group all rewards are equal. In the third all attempts failed, unless `draw` sets
+    `has_equal_rewards` or `attempts`.
     """
     n_attempts = draw.attempts or algorithm.group_size
     names = list_part_names(algorithm)
-    is_plain = draw.equal or draw.attempts is not None
+    is_plain = draw.has_equal_rewards or draw.attempts is not None
     equal_reward = _draw_rewards(rng, names)
     rows: list[Trajectory] = []
     for attempt in range(n_attempts):
-        reward = equal_reward if draw.equal or index == 1 else _draw_rewards(rng, names)
+        reward = equal_reward if draw.has_equal_rewards or index == 1 else _draw_rewards(rng, names)
         outcome = (
             Failed("kit")
             if index == 2 and not is_plain
-            else _draw_outcome(rng, reward, plain=is_plain)
+            else _draw_outcome(rng, reward, is_plain=is_plain)
         )
         n_trajectories = 2 if rng.random() < 0.15 else 1
         rows += [
@@ -222,13 +224,13 @@ def _draw_rewards(rng: np.random.Generator, names: Sequence[str]) -> tuple[float
 
 
 def _draw_outcome(
-    rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, plain: bool
+    rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, is_plain: bool
 ) -> Outcome:
-    """Return a random outcome, which has a reward if `plain`."""
+    """Return a random outcome; if `is_plain`, only one that has the reward."""
     probability = rng.random()
     if probability < 0.65:
         return Scored(*reward)
-    if probability < 0.8 or plain:
+    if probability < 0.8 or is_plain:
         return Truncated(*reward)
     return [Truncated(None), Failed("kit"), Cancelled("kit")][int(rng.integers(3))]
 
@@ -241,7 +243,7 @@ def _make_trajectory(
     use: Use = "train",
     temperature: float | None = None,
     longest: int = 0,
-    turn_rewards: bool = True,
+    has_turn_rewards: bool = True,
 ) -> Trajectory:
     """Return a prompt with up to three turns and the environment's answers after them.
 
@@ -253,7 +255,7 @@ def _make_trajectory(
     for _ in range(1 if longest else int(rng.integers(0, 4))):
         start = len(owner)
         owner += [Owner.POLICY] * (longest or int(rng.integers(0, 5)))
-        reward = float(rng.choice(REWARDS)) if turn_rewards and rng.random() < 0.3 else None
+        reward = float(rng.choice(REWARDS)) if has_turn_rewards and rng.random() < 0.3 else None
         turns.append(
             Turn(start, len(owner), reward, state_key=str(rng.choice(["", "here", "there"])))
         )
@@ -292,7 +294,7 @@ def _make_pair(
     rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
 ) -> list[Trajectory]:
     better, worse = sorted(rng.choice(REWARDS, 2).tolist(), reverse=True)
-    rewards = [better, better if draw.equal else worse][: draw.attempts]
+    rewards = [better, better if draw.has_equal_rewards else worse][: draw.attempts]
     return [
         _make_supervised_row(rng, algorithm, Scored(reward), attempt=attempt)
         for attempt, reward in enumerate(rewards)
@@ -320,7 +322,7 @@ def _make_labelled_steps(
     rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
 ) -> list[Trajectory]:
     """Return a row whose turns are labelled steps; some have no label."""
-    row = _make_trajectory(rng, None, temperature=algorithm.temperature, turn_rewards=False)
+    row = _make_trajectory(rng, None, temperature=algorithm.temperature, has_turn_rewards=False)
     turns = [
         replace(turn, reward=None if i == 2 else float(rng.choice([0.0, 1.0, 0.4])))
         for i, turn in enumerate(row.turns)

@@ -26,7 +26,7 @@ from ratchet.types import Group
 
 # Tolerances that only allow for rounding in another order, in float64.
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-10, 1e-12
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Update:
             roles[name] = TinyRole("policy" if on_policy and role.path is None else name)
         batch = pack(groups)
         if algorithm.source == "rollouts":
-            batch = _with_sampler_logprobs(batch, roles["policy"], exact=on_policy)
+            batch = _with_sampler_logprobs(batch, roles["policy"], is_exact=on_policy)
         scored_batch = _run_without_waiting(
             fill_columns(batch, algorithm, cast(Mapping[str, Learner], roles))
         )
@@ -65,7 +65,7 @@ class Update:
         return cls(algorithm, algorithm.weigh(batch, AlgoState()), models)
 
     def with_minibatch(self, batch: Batch) -> Update:
-        """Return the update on a mini-batch of it, with weights computed for that mini-batch."""
+        """Return the update on a mini-batch of this one, with weights computed for `batch`."""
         return replace(self, batch=self.algorithm.weigh(batch, AlgoState()))
 
     def terms(self, role: str) -> tuple[AlgorithmTerm, ...]:
@@ -121,15 +121,15 @@ class Update:
         )
 
 
-def _with_sampler_logprobs(batch: Batch, sampler: TinyRole, *, exact: bool) -> Batch:
+def _with_sampler_logprobs(batch: Batch, sampler: TinyRole, *, is_exact: bool) -> Batch:
     """Return the batch with logprobs of the sampler.
 
     Args:
-        exact: True uses the policy's own logprobs. False adds an error to them that depends only on
-            a token and its position.
+        is_exact: True uses the policy's own logprobs. False adds an error to them that depends
+            only on a token and its position.
     """
     logprobs_T = _run_without_waiting(sampler.score(batch, ["logprobs"]))["logprobs"]
-    if exact:
+    if is_exact:
         return replace(
             batch, rollout_logprobs_T=logprobs_T, log_kept_mass_T=torch.zeros_like(logprobs_T)
         )
@@ -144,7 +144,7 @@ def _with_sampler_logprobs(batch: Batch, sampler: TinyRole, *, exact: bool) -> B
     )
 
 
-def _run_without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
+def _run_without_waiting(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine that never waits, and return its result.
 
     This needs no event loop, and also works inside a running one.
@@ -214,7 +214,7 @@ def differentiate(
     for name, slope in _compute_gradients(loss, leaves).items():
         require(bool(slope.isfinite().all()), f"the gradient by {name} is not finite")
         batch_zeros = torch.zeros_like(update.columns[role][name])
-        slopes[name] = batch_zeros.index_copy(0, _get_entry_indices(name, indices), slope)
+        slopes[name] = batch_zeros.index_copy(0, _get_output_indices(name, indices), slope)
     return LossAndSlopes(float(loss.detach()), slopes, metrics)
 
 
@@ -229,7 +229,7 @@ def compute_row_values(
     indices = {"tokens": torch.arange(batch.n_tokens), "rows": torch.arange(batch.n_sequences)}
     leaves = _make_leaves(update, role, indices)
     values, _ = term.fn(_make_outputs(batch, leaves, term), batch)
-    # Indices of the row's entries at the level of the term.
+    # Indices of the row's values at the level of the term.
     row_indices = {
         "token": list_token_indices(batch, [row]),
         "sequence": torch.tensor([row]),
@@ -263,7 +263,7 @@ def gather_rows(result: LossAndSlopes, batch: Batch, rows: Sequence[int]) -> Los
         "rows": torch.tensor(list(rows), dtype=torch.int64),
     }
     slopes = {
-        name: slope[_get_entry_indices(name, indices)] for name, slope in result.slopes.items()
+        name: slope[_get_output_indices(name, indices)] for name, slope in result.slopes.items()
     }
     return replace(result, slopes=slopes)
 
@@ -301,15 +301,15 @@ def _is_near(a: float, b: float) -> bool:
     return abs(a - b) <= RELATIVE_TOLERANCE * max(abs(a), abs(b)) + ABSOLUTE_TOLERANCE
 
 
-def _get_entry_indices(name: str, indices: Mapping[str, Tensor]) -> Tensor:
-    """Return the indices of an output's entries: of rows or of tokens."""
+def _get_output_indices(name: str, indices: Mapping[str, Tensor]) -> Tensor:
+    """Return the indices along an output's first axis: of rows or of tokens."""
     return indices["rows" if name in SEQUENCE_OUTPUTS else "tokens"]
 
 
 def _make_leaves(update: Update, role: str, indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs of a role's model at `indices`, as leaves of the autograd graph."""
     return {
-        name: column[_get_entry_indices(name, indices)].clone().requires_grad_()
+        name: column[_get_output_indices(name, indices)].clone().requires_grad_()
         for name, column in update.columns[role].items()
     }
 

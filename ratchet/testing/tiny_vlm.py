@@ -52,12 +52,14 @@ TEMPLATE = """\
 class TinyVLM:
     """The sizes of a tiny vision-language model.
 
-    Two by two patches become one token: an image of 32 x 32 pixels is (32 / (2 * patch))^2 tokens.
+    Two by two patches become one token, so an image of 32 x 32 pixels has (32 / (2 * patch))^2
+    tokens.
 
     Args:
         window: Side, in tokens, of the attention windows of Qwen2.5's vision layers. The last layer
             attends to the whole image.
-        max_tokens: Images of more tokens are scaled down.
+        patch: Side of a patch, in pixels.
+        max_tokens: Maximum number of tokens of an image; larger images are scaled down.
         std: Standard deviation of the weights.
     """
 

@@ -271,7 +271,7 @@ class TrainingSession:
                 get_run_id(path),
                 path,
                 self._plain_config,
-                resumed=keep_through >= 0,
+                is_resumed=keep_through >= 0,
             )
             with shield_programs():
                 sinks += build_trackers(self.config.logging.sinks, tracked)
@@ -320,7 +320,7 @@ class TrainingSession:
         self._note_provenance(run.first_step, saver.data)
         progress_bar = show_progress(
             run.name,
-            first_step=run.first_step,
+            after_step=run.first_step,
             last_step=run.last_step,
             mode=self.config.logging.progress,
             console=self.console,

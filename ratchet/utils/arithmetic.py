@@ -37,7 +37,7 @@ def evaluate(text: str, *, is_puzzle: bool = False) -> tuple[Fraction, list[Frac
 
     Args:
         is_puzzle: True allows only whole numbers, + - * / and parentheses. In a puzzle with given
-            numbers, signs and the other operators would make new ones.
+            numbers, signs and the other operators would make new numbers.
     """
     if len(text) > MAX_CHARS:
         raise NotAnExpression(f"the expression has {len(text)} characters, {MAX_CHARS} are allowed")
@@ -141,6 +141,7 @@ def _raise_to_power(base: Fraction, exponent: Fraction) -> Fraction:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if bits > 1 and bits * abs(exponent) > MAX_BITS:
         raise NotAnExpression("the result is too large")
+    # 1 bit at most: the base is 0, 1 or -1, so only the parity of a large exponent matters.
     return base ** int(exponent % 2 if bits <= 1 and exponent > 1 else exponent)
 
 

@@ -36,9 +36,7 @@ DATASHEET_BY_KIND: dict[str, AcceleratorDatasheet] = {
 }
 # Shares of the peak that training, scoring forwards and decoding usually reach.
 UPDATE_SHARE, SCORE_SHARE, DECODE_SHARE = 0.4, 0.5, 0.6
-USABLE_MEMORY_SHARE = (
-    0.92  # usable share of the memory; the CUDA context and the allocator take the rest
-)
+USABLE_MEMORY_SHARE = 0.92  # the CUDA context and the allocator take the rest
 
 
 @dataclass(frozen=True)

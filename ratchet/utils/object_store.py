@@ -93,7 +93,7 @@ def explain_bad_address(address: str) -> str | None:
     if scheme in ("http", "https"):
         return "a web server can't list a directory: name a store, or a local copy of the files"
     if not path.strip("/"):
-        return f"it names no place: write {scheme}://bucket/name"
+        return f"it names no bucket or directory: write {scheme}://bucket/name"
     if any(character in path for character in "*?[]#\\") or ".." in path.split("/"):
         return "it is a pattern or leads upwards: write a plain address"
     # `registry` adds the schemes that other packages have registered.
@@ -314,7 +314,7 @@ def fetch_directory(address: str, patterns: Sequence[str] = ("*",), *, deep: boo
     """Return a local, read-only copy of a directory. Unchanged files are not fetched again.
 
     Args:
-        patterns: file names to fetch.
+        patterns: patterns of the file names to fetch, such as `*.json`.
         deep: True also fetches the files of subdirectories.
 
     Raises OSError if fetching fails; DataError or MissingDependency if the address can't be read on

@@ -70,10 +70,10 @@ def _require_plain(path: str | Path, mode: int) -> None:
 
 
 def read_last_lines(path: str | Path, n_lines: int, *, max_bytes: int) -> list[str]:
-    """Return the last lines of a text file, without what lies before its last `max_bytes` bytes.
+    """Return up to `n_lines` last lines of a text file, from its last `max_bytes` bytes only.
 
-    A line that is cut off there is left out, unless there is no other. Return [] if the file can't
-    be read.
+    A line that begins before these bytes is left out, unless there is no other. Return [] if the
+    file can't be read.
     """
     try:
         with open_file(path) as file:

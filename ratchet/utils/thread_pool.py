@@ -57,9 +57,9 @@ class ThreadPool:
         Args:
             sizes: Sizes of the pieces; each thread gets pieces of about the same total size.
         """
-        shares = [share for share in balance_by_size(sizes, self.size) if share]
-        jobs = [partial(_map, work, [pieces[i] for i in share]) for share in shares]
-        results = dict(zip(chain(*shares), chain(*self.run(jobs)), strict=True))
+        index_lists = [indices for indices in balance_by_size(sizes, self.size) if indices]
+        jobs = [partial(_map, work, [pieces[i] for i in indices]) for indices in index_lists]
+        results = dict(zip(chain(*index_lists), chain(*self.run(jobs)), strict=True))
         return [results[i] for i in range(len(pieces))]
 
 
@@ -81,9 +81,9 @@ def balance_by_size(sizes: Sequence[int], workers: int) -> list[list[int]]:
     Return the indices of each worker's pieces, in ascending order.
     """
     loads = [0] * workers
-    shares: list[list[int]] = [[] for _ in range(workers)]
-    for piece in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+    indices_by_worker: list[list[int]] = [[] for _ in range(workers)]
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         lightest = loads.index(min(loads))
-        loads[lightest] += sizes[piece]
-        shares[lightest].append(piece)
-    return [sorted(pieces) for pieces in shares]
+        loads[lightest] += sizes[index]
+        indices_by_worker[lightest].append(index)
+    return [sorted(indices) for indices in indices_by_worker]

@@ -1,4 +1,4 @@
-"""Announce the parts of a run as spans, which whatever subscribed hears of.
+"""Announce the parts of a run as spans to the functions that have subscribed.
 
 Stall reports, the profile, the trace and armed failpoints subscribe while they are in use; the
 metric of a phase takes its span's seconds. A process has one tracer, because the components that

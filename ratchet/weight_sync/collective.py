@@ -235,7 +235,7 @@ class _BucketStream:
 class CollectiveWeightSync(PushWeightSync[CollectiveTransport]):
     """A weight sync by broadcasts from each rank to all receivers.
 
-    receivers_count: number of `receivers`.
+    receivers_count: number of processes or components behind `receivers`.
     host: address at which other processes reach the driver.
     backend: gloo sends from host memory. nccl sends from accelerators, where all weights must be.
     bucket_mib: size of a broadcast in MiB.
@@ -287,7 +287,7 @@ class CollectiveWeightSync(PushWeightSync[CollectiveTransport]):
     ) -> tuple[list[list[SentPart]], CollectiveTransport]:
         """Send and receive at the same time.
 
-        A side that fails still completes its broadcasts, so that the other side does not hang.
+        A sender or receiver that fails still completes its broadcasts, so that no other one hangs.
         """
         transport = self._open_store(blocks)
         sending = asyncio.ensure_future(self._send(transport, base, version))
@@ -298,7 +298,7 @@ class CollectiveWeightSync(PushWeightSync[CollectiveTransport]):
             )
             first_error = next((error for task in finished if (error := task.exception())), None)
             if unfinished:
-                # Closing the store raises an error in a side that still waits for the failed side.
+                # Closing the store raises an error in members that still wait for the failed one.
                 self._store = None
                 await asyncio.wait(unfinished)
         finally:

@@ -3,8 +3,8 @@
 Each rank copies its blocks to a buffer on its device and sends a handle to the receivers, which map
 the buffer and verify the blocks in place.
 
-Peak extra memory: a copy of the model (as sent), each rank's share on its own accelerator.
-Receivers map it without another copy.
+Peak extra memory: a copy of the model (as sent), of which each rank has its own blocks on its
+accelerator. Receivers map these without another copy.
 
 This transport has not been run yet, because it can't be tested without an accelerator.
 """
@@ -35,16 +35,19 @@ from ratchet.weight_sync.weight_blocks import (
 
 @dataclass(frozen=True)
 class CudaIpcHandle:
-    """A handle of a buffer, which another process maps by calling `rebuild`."""
+    """A handle of a buffer, which another process maps by calling `rebuild`.
+
+    token: random id of the buffer.
+    """
 
     token: str
     rebuild: Callable[..., Tensor]
     arguments: tuple[Any, ...]
 
 
-# Buffers that this process owns, and buffers of other processes that it has mapped, by (session,
-# rank).
+# Buffers that this process owns, by (session, rank).
 _OWN_BUFFERS: dict[tuple[str, int], tuple[Tensor, CudaIpcHandle]] = {}
+# Buffers of other processes that this process has mapped: (session, rank) -> (token, bytes).
 _MAPPED_BUFFERS: dict[tuple[str, int], tuple[str, Tensor]] = {}
 
 

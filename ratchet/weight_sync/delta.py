@@ -1,12 +1,12 @@
 """Delta weight sync: send the positions and new values of changed weights, without loss.
 
 Small steps leave most bytes of bfloat16 weights unchanged (about 99 % of them at a learning rate of
-3e-6). Both ends keep the weights of the last push: a rank keeps its blocks, a receiver keeps all.
+3e-6). Both ends keep the weights of the last push: a rank its own blocks, a receiver all blocks.
 Changes apply to one version only. After they are applied, each block must have the sender's
 checksum.
 
 Peak extra memory:
-- between pushes: the model's bytes at the receiver, and each rank's share of them at the rank;
+- between pushes: the model's bytes at each receiver, and the bytes of its own blocks at each rank;
 - while a block is compared: its bytes, and 9 bytes for each of its elements;
 - the transport's memory, for at most the bytes of the blocks.
 """
@@ -63,8 +63,8 @@ def view_as_words(tensor: Tensor) -> Tensor:
 def find_changed_words(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return (positions [c], new words [c]) of the changed words; positions are int32, ascending.
 
-    c = number of changed words. Return None if the whole block has no more bytes than the changes,
-    or if int32 can't count its words.
+    n = number of words in the block, c = number of changed words. Return None if the whole block
+    has no more bytes than the changes, or if int32 can't count its words.
     """
     new_n = view_as_words(new)
     old_n = view_as_words(old)
@@ -134,7 +134,7 @@ class ReceivedWeights:
 
     def __init__(self) -> None:
         self.version: int | None = None
-        # Keys are (rank, number of the block).
+        # Keys are (rank, index of the block).
         self.blocks: dict[tuple[int, int], Tensor] = {}
 
     def apply_push(
@@ -148,8 +148,9 @@ class ReceivedWeights:
     ) -> Iterator[tuple[int, WeightBlock, Tensor]]:
         """Apply a push and yield (rank, block, its new value) for every block.
 
-        Raises DeltaRefused before anything is changed. Raises WeightSyncError if a changed block
-        differs from the sender's; the next push must then be whole.
+        Raises DeltaRefused, and then changes nothing, if this receiver does not have version
+        `base`. Raises WeightSyncError if a changed block differs from the sender's; the next push
+        must then be whole.
         """
         self._check_base(blocks_by_rank, parts, base, version)
         self.version = None
@@ -159,7 +160,7 @@ class ReceivedWeights:
                 values = open_part(rank, part)
                 key = (rank, part.block)
                 if part.kind == "whole":
-                    self._replace(key, values)
+                    self._store_whole(key, values)
                 elif part.kind == "at":
                     positions[part.block] = values
                 else:
@@ -180,7 +181,7 @@ class ReceivedWeights:
             for index, block in enumerate(blocks):
                 yield rank, block, self.blocks[rank, index]
 
-    def _replace(self, key: tuple[int, int], values: Tensor) -> None:
+    def _store_whole(self, key: tuple[int, int], values: Tensor) -> None:
         """Store a whole block."""
         old = self.blocks.get(key)
         if old is not None and (old.shape, old.dtype) == (values.shape, values.dtype):

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class LocalRank:
-    """Implements `Ranks` for one component in this process.
+    """An implementation of `Ranks` for one component in this process.
 
     Synchronous methods run in a thread, so that they don't block generation in the event loop.
     """
@@ -70,8 +70,8 @@ class WeightReceiver:
         self._part_reader: PartReader | None = None
         self._received: dict[str, ReceivedWeights] = {}  # by session
         self._pending_weights: ReceivedWeights | None = None
-        # A single thread, because torch starts helper threads for each new thread. This takes as
-        # long as the checksum of 100 MiB.
+        # A single thread for all pushes, because torch starts helper threads for each new thread,
+        # which takes as long as the checksum of 100 MiB.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
         self._checksum_threads = ThreadPool(torch.get_num_threads())
 
@@ -129,21 +129,24 @@ class WeightReceiver:
         """
         if self._part_reader is None:
             await self.receive(transport)
-        work = partial(self._check_parts, parts, transport, base, version)
+        work = partial(self._verify_and_apply, parts, transport, base, version)
         await self.generator.receive(iter(await self._run_in_thread(work)))
 
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
         """Run the work in this receiver's thread, so that generation in the event loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _check_parts(
+    def _verify_and_apply(
         self,
         parts: Sequence[Sequence[SentPart]],
         transport: WeightTransport,
         base: int | None,
         version: int,
     ) -> list[Shard]:
-        """Return the verified weights. Raises WeightSyncError or DeltaRefused."""
+        """Verify the parts, apply changes, and return the weights.
+
+        Raises WeightSyncError or DeltaRefused.
+        """
         assert self._part_reader is not None, "nothing was received"
         received = [
             (rank, part, self._part_reader(rank, part))

@@ -171,7 +171,7 @@ def files(config: FilesWeightSyncConfig, endpoints: SyncEndpoints) -> FilesWeigh
 def delta(
     config: DeltaWeightSyncConfig, endpoints: SyncEndpoints
 ) -> FilesWeightSync | SharedMemoryWeightSync:
-    """Create the weight sync that sends only changes to receivers of the last version."""
+    """Create the weight sync that sends receivers only the changes since the last version."""
     both_ends = (endpoints.sender_ranks, endpoints.receiver_ranks)
     if config.through == "shared_memory":
         from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync

@@ -5,7 +5,7 @@ its final name once it is complete. The previous version's directory is removed 
 The files of a failed push are removed before the next push.
 
 Peak extra memory:
-- learner rank: its share of the model bytes, while blocks are converted and written;
+- learner rank: the bytes of its own blocks, while they are converted and written;
 - receiver: the mapped pages of the files, at most model bytes, which the system may reclaim;
 - disk (memory, if the directory is in /dev/shm): model bytes, briefly twice that.
 """

@@ -53,8 +53,9 @@ _MAPPED: dict[str, dict[str, Tensor]] = {}
 class SharedMemorySegment:
     """A segment of shared memory, held by the driver.
 
-    size: in bytes.
+    size: number of bytes, without the header.
     run: name of the run, shown in the memory maps of processes.
+    token: random id in the header, by which a process knows that it has opened this segment.
     """
 
     def __init__(self, size: int, run: str) -> None:
@@ -230,8 +231,9 @@ def lay_out_blocks(
 
     Weights follow one another, each with its blocks in the order of their offsets.
 
-    slack: additional bytes for the alignment of each block. A change is sent as two parts, which
-      together are smaller than the block.
+    slack: additional bytes of each block, because a change is sent as two parts that are aligned
+      separately; without padding they are together smaller than the block. 0: the blocks of a
+      weight follow one another without gaps.
     """
     blocks_by_name: dict[str, list[tuple[WeightBlock, int, int]]] = {}
     for rank, blocks in enumerate(blocks_by_rank):
@@ -240,7 +242,7 @@ def lay_out_blocks(
     byte_ranges: BlockRanges = [[(0, 0)] * len(blocks) for blocks in blocks_by_rank]
     position = 0
     for weight_blocks in blocks_by_name.values():
-        for block, rank, index in sorted(weight_blocks, key=lambda entry: entry[0].offsets):
+        for block, rank, index in sorted(weight_blocks, key=lambda located: located[0].offsets):
             end = position + (align_bytes(block.n_bytes) + slack if slack else block.n_bytes)
             byte_ranges[rank][index] = (position, end)
             position = end

@@ -33,7 +33,7 @@ class PushWeightSync(Generic[TransportT]):
     receivers (`WeightReceiver`s).
 
     dtype, changes_only: see `WeightTransport`.
-    timeout_s: limit of one push.
+    timeout_s: maximum seconds of one push.
     adapter: the adapter that the learner trains in place of its weights. The first push sends the
       weights too. All later pushes send only the adapter.
     """
@@ -56,11 +56,11 @@ class PushWeightSync(Generic[TransportT]):
         self.receivers = receivers
         self.adapter = adapter
         self.timeout_s = timeout_s
-        # Its session, under which both ends keep state between pushes, ends with `_forget`.
+        # Both ends keep state between pushes under the transport's session, until `_forget`.
         self.transport = self.transport_class(
             uuid.uuid4().hex, dtype=dtype, changes_only=changes_only
         )
-        # Size of the latest push.
+        # Bytes of the latest push.
         self.sent_bytes = 0
         self._blocks: list[list[WeightBlock]] | None = None
         # The current phase of the push, for error messages.
@@ -81,7 +81,7 @@ class PushWeightSync(Generic[TransportT]):
                 raise
             is_timeout = isinstance(error, TimeoutError)
             reason = (
-                f"not over after {self.timeout_s:g} s"
+                f"not finished after {self.timeout_s:g} s"
                 if is_timeout
                 else f"{type(error).__name__}: {error}"
             )

@@ -30,7 +30,7 @@ class WeightTransport:
     first arguments are the rank's weights and its index.
 
     session: the key under which a process keeps state between pushes.
-    dtype: the sender converts floating-point weights to it; None: they keep the learner's.
+    dtype: the sender converts floating-point weights to it; None: they keep their own dtype.
     changes_only: send only changes since the last version, if all receivers have it.
     skip_frozen: leave out frozen weights.
     """

@@ -99,7 +99,8 @@ class SentPart(NamedTuple):
     """A part that a rank has sent.
 
     Attributes:
-        start: Offset of its first byte in the bytes that the rank sent.
+        start: Offset of its first byte in the memory that `read_from` gets: all bytes that the rank
+            sent, or the shared segment.
         checksum: Checksum of its bytes.
         block, kind, block_checksum: As in `OutgoingPart`.
     """
@@ -117,7 +118,7 @@ class SentPart(NamedTuple):
         return self.numel * torch_dtype(self.dtype).itemsize
 
     def read_from(self, bytes_n: Tensor) -> Tensor:
-        """Return the part's values as a flat tensor, from all bytes that the rank sent."""
+        """Return the part's values as a flat tensor, from the memory that `start` refers to."""
         return bytes_n.narrow(0, self.start, self.n_bytes).view(torch_dtype(self.dtype))
 
 
@@ -172,10 +173,12 @@ def check_coverage(blocks_by_rank: Sequence[Sequence[WeightBlock]]) -> None:
                     tensor=name,
                     rank=rank,
                 )
-        for (_, first_block), (rank, second_block) in itertools.combinations(weight_blocks, 2):
-            if _overlap(first_block, second_block):
+        for (first_rank, first), (rank, second) in itertools.combinations(weight_blocks, 2):
+            if _overlap(first, second):
                 raise WeightSyncError(
-                    f"two ranks send the same elements of weight '{name}'", tensor=name, rank=rank
+                    f"ranks {first_rank} and {rank} send the same elements of weight '{name}'",
+                    tensor=name,
+                    rank=rank,
                 )
         missing = math.prod(expected.shape) - sum(block.numel for _, block in weight_blocks)
         if missing:

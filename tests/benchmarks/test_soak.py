@@ -30,13 +30,13 @@ def watch(soak, tmp_path, values, kind="driver", measure="uss_mib"):
 def test_growth_is_that_of_the_second_half(soak, tmp_path):
     (row,) = watch(soak, tmp_path, [0, 50, 100, 100, 102, 104, 106, 108]).rows()
     assert (row["middle"], row["grown"], row["per_hour"]) == pytest.approx((102, 6, 720))
-    assert not soak.beyond(row)
+    assert not soak.exceeds_bound(row)
 
 
 @pytest.mark.parametrize(("kind", "is_beyond"), [("driver", True), ("ray raylet", False)])
 def test_only_growth_of_ours_beyond_a_bound_fails(kind, is_beyond, soak, tmp_path):
     (row,) = watch(soak, tmp_path, [100, 100, 100, 110, 120, 130], kind).rows()
-    assert soak.beyond(row) is is_beyond
+    assert soak.exceeds_bound(row) is is_beyond
 
 
 def test_what_is_left_is_named(soak, tmp_path):
@@ -45,16 +45,16 @@ def test_what_is_left_is_named(soak, tmp_path):
         assert ("driver", process.pid) in seen.look()
         (tmp_path / "ratchet-ray-x").mkdir()
         (tmp_path / "torchinductor_user").mkdir()
-        assert seen.left() == [f"process {process.pid}", str(tmp_path / "ratchet-ray-x")]
+        assert seen.list_leftovers() == [f"process {process.pid}", str(tmp_path / "ratchet-ray-x")]
         process.kill()
-    assert seen.left() == [str(tmp_path / "ratchet-ray-x")]
+    assert seen.list_leftovers() == [str(tmp_path / "ratchet-ray-x")]
 
 
 def test_shared_memory_counts_by_who_has_it(soak):
     name = Path(f"/dev/shm/soak-test-{os.getpid()}")
     try:
         with name.open("w"):
-            assert str(name) in soak.shared_by(os.getpid())
+            assert str(name) in soak.list_shared_memory(os.getpid())
     finally:
         name.unlink()
-    assert str(name) not in soak.shared_by(os.getpid())
+    assert str(name) not in soak.list_shared_memory(os.getpid())

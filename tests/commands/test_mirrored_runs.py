@@ -222,7 +222,7 @@ def test_the_recipe_may_name_the_address_and_a_run_begins_there_once(recipe, cap
         ("run_dir=https://host/run", "a web server can't list a directory"),
         ("model={path: 's3://bucket/*'}", "a pattern or leads upwards"),
         ("model={path: 's3://bucket/model', revision: main}", "has no revisions: remove it"),
-        ("tokenizer={kind: auto, path: 's3://'}", "names no place"),
+        ("tokenizer={kind: auto, path: 's3://'}", "names no bucket or directory"),
     ],
 )
 def test_what_is_no_address_is_refused_when_the_recipe_is_read(override, why, recipe):

@@ -56,7 +56,7 @@ REFUSED = [
         "learner.dp_shard=2 cluster.devices=[0,1]",
         "cluster.devices lists [0, 1], but this process sees none (device=cpu)",
     ),
-    ("cluster.devices=[0,0]", "cluster.devices: must list at least one device, and each once"),
+    ("cluster.devices=[0,0]", "cluster.devices: must list at least one device, and each only once"),
     (
         "cluster.ports=[2222,2221]",
         "cluster.ports: the first port, 2222, is above the last, 2221: swap them",

@@ -228,7 +228,7 @@ executor.plan([ResourceRequest("learner", 2)])
 group = executor.group("learner")
 group.build_now("executors.components:Tiny")
 sys.stdout.write(" ".join(map(str, [*group.call_now("pid"), *group.call_now("start_program")])) + "\\n")
-sys.stdout.write(f"{executor._temporary.path}\\n")
+sys.stdout.write(f"{executor._temporary_folder.path}\\n")
 sys.stdout.flush()
 if not sys.stdin.readline():
     executor.close()

@@ -61,9 +61,9 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def tracked(path: Path, *, resumed: bool = False) -> TrackedRun:
+def tracked(path: Path, *, is_resumed: bool = False) -> TrackedRun:
     return TrackedRun(
-        "quick", get_run_id(path), path, {"seed": 0, "stages": [{"name": "only"}]}, resumed
+        "quick", get_run_id(path), path, {"seed": 0, "stages": [{"name": "only"}]}, is_resumed
     )
 
 
@@ -81,7 +81,7 @@ from ratchet.config.resolve import build, resolve
 kind, path, mode = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 section = resolve("sink", {"kind": kind} | ({"mode": mode[0]} if mode else {}))
 for first, last in ((0, 2), (2, 3)):  # a run and its resumption
-    sink = build(section, tracked(path, resumed=first > 0))
+    sink = build(section, tracked(path, is_resumed=first > 0))
     for step in range(first, last):
         sink.write(step + 1, STEPS[step])
     sink.close()
@@ -391,11 +391,11 @@ def test_a_service_that_fails_at_the_start_is_named(
     monkeypatch.setattr("ratchet.observe.trackers.build", construct)
     with pytest.raises(
         ConfigError,
-        match=r"logging\.sinks: wandb: CommError: no route; remove it, or set its mode to offline",
+        match=r"logging\.sinks: wandb: CommError: no route; remove this sink, or set its mode to offline",
     ):
         build_trackers([WandbConfig()], tracked(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert build_trackers([WandbConfig()], tracked(tmp_path, resumed=True)) == []
+        assert build_trackers([WandbConfig()], tracked(tmp_path, is_resumed=True)) == []
     assert "no route" in caplog.text
 
 
@@ -436,7 +436,7 @@ def test_what_a_service_is_asked_for(
     service = MagicMock()
     service.setup().settings = SimpleNamespace(mode="online", project=None)
     monkeypatch.setitem(sys.modules, section.kind, service)
-    build_trackers([section], TrackedRun("quick", "one", tmp_path, {"seed": 0}, resumed=True))
+    build_trackers([section], TrackedRun("quick", "one", tmp_path, {"seed": 0}, is_resumed=True))
     given = service.init.call_args.kwargs
     assert given.items() >= {**asked, "config": {"seed": 0}}.items()
 

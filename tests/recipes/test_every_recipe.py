@@ -90,7 +90,7 @@ def cut_down(stage: StageConfig) -> Iterator[str]:
 def test_a_recipe_runs_from_its_file_to_a_saved_model(name, benchmark, teacher, tmp_path):
     path = ROOT / "recipes" / f"{name}.yaml"
     needed = benchmark.read_header(path).needs
-    teachers = benchmark.pointed_to(path, dict.fromkeys(needed, str(teacher)))
+    teachers = benchmark.replace_directories(path, dict.fromkeys(needed, str(teacher)))
     config = load_config(path, teachers)
     shape = [f"model.overrides.{pair}" for pair in SMALL]
     stages = [override for stage in config.stages for override in cut_down(stage)]
@@ -122,4 +122,4 @@ def test_a_recipe_is_what_a_reader_takes_in_at_a_glance(name, benchmark):
         assert 0 <= before < after <= 100
     for directory, needed in header.needs.items():
         assert (ROOT / "recipes" / f"{needed}.yaml").is_file()
-        assert len(benchmark.pointed_to(path, {directory: "elsewhere"})) == 1
+        assert len(benchmark.replace_directories(path, {directory: "elsewhere"})) == 1

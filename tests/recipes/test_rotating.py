@@ -57,21 +57,21 @@ def test_a_header_is_read(benchmark, recipes):
     assert header.measured == {0: (35.0, 81.2), 1: (30.0, 80.0)}
     assert header.needs == {"runs/other/model": "other"}
     assert header.makes == {"runs/start": "some.module"}
-    assert benchmark.measured_recipes(recipes) == ["some"]
+    assert benchmark.list_measured_recipes(recipes) == ["some"]
 
 
 def test_what_a_recipe_needs_comes_before_it_and_is_pointed_to(benchmark, recipes):
-    assert benchmark.ordered(["some", "other"], recipes) == ["other", "some"]
-    found = benchmark.pointed_to(recipes / "some.yaml", {"runs/other/model": "/elsewhere"})
+    assert benchmark.add_needed(["some", "other"], recipes) == ["other", "some"]
+    found = benchmark.replace_directories(recipes / "some.yaml", {"runs/other/model": "/elsewhere"})
     assert found == ["stages.one.algorithm.teacher=/elsewhere"]
 
 
 def test_each_recipe_has_its_turn(benchmark):
     names = [f"recipe{i}" for i in range(7)]
-    drawn = [benchmark.rotated(names, 3, day) for day in range(100, 107)]
+    drawn = [benchmark.rotate(names, 3, day) for day in range(100, 107)]
     assert all(len(set(three)) == 3 for three in drawn)
     assert {name for three in drawn[:3] for name in three} == set(names)
-    assert sorted(benchmark.rotated(names, 9, 3)) == names
+    assert sorted(benchmark.rotate(names, 9, 3)) == names
 
 
 def test_only_a_result_below_its_header_misses(benchmark):
@@ -92,7 +92,7 @@ def test_only_a_result_below_its_header_misses(benchmark):
 
 @pytest.mark.slow
 def test_todays_three_reach_what_their_headers_say(benchmark, tmp_path):
-    names = benchmark.rotated(benchmark.measured_recipes(), 3, benchmark.today())
+    names = benchmark.rotate(benchmark.list_measured_recipes(), 3, benchmark.today())
     results = benchmark.run_recipes(names, tmp_path)
     assert [result.recipe for result in results if result.misses(POINTS)] == [], benchmark.table(
         results

@@ -226,7 +226,7 @@ def test_no_engine_and_engines_that_are_too_old_or_too_weak_are_refused_at_once(
     [
         ({"address": "tcp://host:2375"}, "no address of an engine"),
         ({"address": "http://10.0.0.1:2375"}, "is root access"),
-        ({"certificates": "/c"}, "only used with an https:// address"),
+        ({"certificates": "/c"}, "only used with https://"),
         ({"workdir": "/testbed"}, "read_only: false"),
     ],
 )

@@ -330,10 +330,10 @@ check = lambda text: True  # noqa: E731
         (
             Excuses,
             30,
-            r"out of reach, step 1 gives reward 0.0.*else 1.0 .*: an infrastructure fault is no "
+            r"out of reach, step 1 gives reward 0.0.*without the fault 1.0 .*: an infrastructure fault is no "
             r"reward; let it raise",
         ),
-        (Mortal, 30, "killed, step 1 gives reward 0.0.*else 1.0"),
+        (Mortal, 30, "killed, step 1 gives reward 0.0.*without the fault 1.0"),
         (Leaks, 30, "4 instances left 4 files behind: `close` must release"),
         (Hangs, 0.1, "step in 'good/train/.*' gave nothing within 0.1 s: bound what it waits for"),
         (Blocks, 0.1, "still runs 0.2 s after it began: it blocks the event loop"),

@@ -131,15 +131,15 @@ def blocks(trajectory, task):
         (
             Excuses(),
             30,
-            r"out of reach it gives Scored\(reward=0.0.*, else Scored\(reward=1.0.*is no reward; "
+            r"out of reach the reward gives Scored\(reward=0.0.*, without the fault Scored\(reward=1.0.*is no reward; "
             r"let it raise",
         ),
         (
             Helped(judges_dead=True),
             30,
-            r"killed it gives Scored\(reward=-1.0.*, else Scored\(reward=1.0",
+            r"killed the reward gives Scored\(reward=-1.0.*, without the fault Scored\(reward=1.0",
         ),
-        (Helped(again=False), 30, "3 calls after a fault has passed it still gives Failed"),
+        (Helped(again=False), 30, "3 calls after a fault has passed, the reward gives Failed"),
         (Hangs(), 0.1, "score gave nothing within 0.1 s: bound what it waits for"),
         (
             FunctionReward(blocks),

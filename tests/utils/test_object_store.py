@@ -122,7 +122,7 @@ def test_what_arrives_short_is_an_error(monkeypatch):
     [
         ("s4://bucket/run", "nothing reads s4://"),
         ("zip://a::s3://bucket/run", "chains several stores"),
-        ("s3://", "names no place"),
+        ("s3://", "names no bucket or directory"),
         ("s3://bucket/*", "a pattern or leads upwards"),
         ("s3://bucket/../other", "a pattern or leads upwards"),
         ("https://host/run", "a web server can't list a directory"),

@@ -190,7 +190,7 @@ def test_a_push_has_a_deadline(ranks):
     asyncio.run(link.push(1))
     kept.prepare, link.timeout_s = never, 0.05
     with pytest.raises(
-        WeightSyncError, match=re.escape("(a receiver prepares: not over after 0.05 s)")
+        WeightSyncError, match=re.escape("(a receiver prepares: not finished after 0.05 s)")
     ):
         asyncio.run(link.push(2))
     assert kept.version == 1

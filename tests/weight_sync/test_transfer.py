@@ -205,7 +205,7 @@ def block(offsets, sizes, name="w", shape=(4, 4), dtype="float32"):
         ),
         (
             [[block((0, 0), (3, 4))], [block((2, 0), (1, 4))]],
-            "two ranks send the same elements of weight 'w'",
+            "ranks 0 and 1 send the same elements of weight 'w'",
         ),
         (
             [[block((0, 0), (2, 4))], [block((2, 0), (2, 4), dtype="bfloat16")]],

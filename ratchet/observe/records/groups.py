@@ -48,27 +48,30 @@ def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> 
     stored as JSON (answer, `meta`, tool arguments, `extras`) come back with JSON's types.
 
     Args:
-        sources: encoded media by name.
+        sources: the bytes of each medium by name, in their original encoding (`Record.media`);
+            None: the rows have no media.
 
     Raises DataError for a missing medium.
     """
-    media: Mapping[str, bytes] = sources or {}
+    sources = sources or {}
     media_by_key: dict[str, Medium] = {}  # so that equal media are one object
-    tokens = {name: _split_token_lists(table.column(name), dtype) for name, dtype in DTYPES.items()}
+    token_lists = {
+        name: _split_token_lists(table.column(name), dtype) for name, dtype in DTYPES.items()
+    }
     all_fields = table.drop_columns(list(DTYPES)).to_pylist()
     for fields in all_fields:
         fields["prompt"], fields["messages"] = (
-            _build_messages(fields[name] or (), media) for name in ("prompt", "messages")
+            _build_messages(fields[name] or (), sources) for name in ("prompt", "messages")
         )
-        fields["media"] = _build_media(fields["media"] or (), media, media_by_key)
+        fields["media"] = _build_media(fields["media"] or (), sources, media_by_key)
     trajectory_rows = [
-        (fields, _build_trajectory(fields, {name: lists[i] for name, lists in tokens.items()}))
+        (fields, _build_trajectory(fields, {name: lists[i] for name, lists in token_lists.items()}))
         for i, fields in enumerate(all_fields)
     ]
     groups = []
     for _, group_rows in itertools.groupby(trajectory_rows, key=lambda row: row[0]["group_index"]):
         trajectories = list(group_rows)
-        first_fields = trajectories[0][0]
+        first_fields = trajectories[0][0]  # only the first row of a group has the prompt
         groups.append(
             Group(
                 first_fields["group"],

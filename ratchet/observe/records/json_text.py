@@ -10,21 +10,21 @@ from typing import Any
 def format_json(value: Any) -> str:
     """Return a value as JSON, with the `repr` of objects that JSON does not support.
 
-    The value may come from an agent or an environment: what can't be written at all (a cycle, a
-    number of thousands of digits, a tuple as a key) becomes its `repr`, and of a mapping only those
-    values and keys.
+    The value may come from an agent or an environment. A value that can't be written at all (a
+    cycle, a number of thousands of digits) becomes its `repr`. In a mapping, only the values and
+    keys that can't be written are replaced.
     """
     text = _try_format_json(value)
     if text is not None:
         return text
     if not isinstance(value, Mapping):
         return json.dumps(_describe(value), ensure_ascii=False)
-    entries = []
-    for key, part in value.items():
+    members = []
+    for key, item in value.items():
         name = json.dumps(key if isinstance(key, str) else _describe(key), ensure_ascii=False)
-        content = _try_format_json(part) or json.dumps(_describe(part), ensure_ascii=False)
-        entries.append(f"{name}: {content}")
-    return f"{{{', '.join(entries)}}}"
+        content = _try_format_json(item) or json.dumps(_describe(item), ensure_ascii=False)
+        members.append(f"{name}: {content}")
+    return f"{{{', '.join(members)}}}"
 
 
 def _try_format_json(value: Any) -> str | None:

@@ -34,11 +34,11 @@ INDEX = "index.jsonl"
 class StepFacts:
     """The index entry of one step."""
 
-    step: int  # as in metrics.jsonl
+    step: int  # its number in metrics.jsonl
     stage: str
-    rows: int  # recorded trajectories
-    groups: int  # recorded groups
-    drawn: int  # all groups of the step
+    rows: int  # number of recorded trajectories
+    groups: int  # number of recorded groups
+    drawn: int  # number of groups that the step drew, recorded or not
     # Fingerprints of the weights after the step, by role, if the learner can compute them.
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
@@ -189,7 +189,7 @@ class Record:
         """Return all groups that a step drew.
 
         `Medium.inputs` are empty, because the processor computes them again (see `read_groups`).
-        Raises DataError as `step` and `media` do, and if only a sample of the groups was recorded.
+        Raises DataError like `step` and `media`, and if only a sample of the groups was recorded.
         """
         table = self.step(step)
         facts = self.steps[step]

@@ -18,15 +18,15 @@ TURN = pa.struct([
     pa.field("reward", pa.float64()),
     pa.field("state_key", pa.string()),
     pa.field("terminated", pa.bool_()),
-    pa.field("cut", pa.bool_()),  # null in files of version 1 that lack it
+    pa.field("cut", pa.bool_()),  # null in older files, which lack it
 ])  # fmt: skip
 # An image or other medium that the model was shown, and the tokens that it takes.
 PLACED = pa.struct([
-    pa.field("start", pa.int32()),
-    pa.field("span", pa.int32()),
+    pa.field("start", pa.int32()),  # index of its first token in the row
+    pa.field("span", pa.int32()),  # number of its tokens
     pa.field("kind", pa.string()),
     pa.field("key", pa.string()),
-    pa.field("name", pa.string()),
+    pa.field("name", pa.string()),  # name of its bytes in `media/`
 ])  # fmt: skip
 PART = pa.struct([pa.field("type", pa.string()), pa.field("value", pa.string())])
 TOOL_CALL = pa.struct(
@@ -43,7 +43,7 @@ MESSAGE = pa.struct([
 # Columns that files of version 1 may lack, and the value of each row in such files.
 DEFAULT_BY_ADDED_COLUMN = {"uses": 0, "media": []}
 
-# Each trajectory has one number or string.
+# Columns with one number or string for each trajectory.
 SCALARS = {
     "step": pa.int32(),
     "stage": pa.string(),
@@ -84,7 +84,8 @@ DETAILS = {
     "media": pa.list_(PLACED),
     "extras": pa.string(),
 }
-# Lists with an entry for each token, from sampling. (`routes` has a `routes_shape`.)
+# Lists with a value for each token, from sampling. `routes` is a flattened array of the shape
+# `routes_shape` (tokens, layers, experts).
 SAMPLED = {
     "tokens": pa.list_(pa.int32()),
     "owner": pa.list_(pa.int8()),
@@ -95,7 +96,7 @@ SAMPLED = {
     "routes": pa.list_(pa.int16()),
     "routes_shape": pa.list_(pa.int32()),
 }
-# Lists with an entry for each token, from the learner: the batch's columns of the same names, null
+# Lists with a value for each token, from the learner: the batch's columns of the same names, null
 # if the algorithm has no such column.
 LEARNED = {
     name: pa.list_(pa.float32())

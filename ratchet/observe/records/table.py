@@ -1,6 +1,7 @@
 """The Arrow table of a step: its groups and the learner's columns, one row for each trajectory.
 
-T = tokens of the batch, N = tokens of the rows of a table, R = rows.
+Suffixes of shapes: T = tokens and S = sequences of the batch, R = rows of the table, N = tokens of
+these rows.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _list_rows(groups: Sequence[Group], group_indices: Sequence[int] | None) -> 
     rows, next_batch_index = list[TrajectoryRow](), 0
     for index, group in enumerate(groups):
         for number, trajectory in enumerate(group.trajectories):
-            # The batch holds the trajectories that count, in this order.
+            # The batch holds the usable trajectories only, in this order.
             batch_index = next_batch_index if trajectory.is_usable else None
             if index in kept_indices:
                 rows.append(TrajectoryRow(index, group, number, trajectory, batch_index))
@@ -161,22 +162,22 @@ def _build_lists(
 
 
 def _get_row_N(column: pa.Array) -> NDArray[np.int64]:
-    """Return the row number of each entry of a list column."""
+    """Return, for each value of a list column, the index of its row."""
     return np.repeat(np.arange(len(column)), np.diff(column.offsets.to_numpy()))
 
 
-def _get_entries_N(column: pa.Array) -> NDArray[Any]:
+def _get_values_N(column: pa.Array) -> NDArray[Any]:
     return column.values.to_numpy(zero_copy_only=False)
 
 
 def _sum_rows(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Return the sum of each row's entries, float64 [R]; null for a null row.
+    """Return the sum of each row's values, float64 [R]; null for a null row.
 
-    mask_N: only entries where it is True are summed; None: all.
+    mask_N: only values where it is True are summed; None: all.
     """
     if column.null_count == len(column):
         return pa.nulls(len(column), pa.float64())
-    values_N = _get_entries_N(column).astype(np.float64)
+    values_N = _get_values_N(column).astype(np.float64)
     if mask_N is not None:
         values_N = np.where(mask_N, values_N, 0.0)
     sums_R = np.bincount(_get_row_N(column), weights=values_N, minlength=len(column))
@@ -206,10 +207,10 @@ def _build_scalars(
     trajectories = [row.trajectory for row in rows]
     outcomes = [t.outcome for t in trajectories]
     trained = _sum_rows(token_columns["trained"])
-    advantages = _sum_rows(token_columns["advantages"], _get_entries_N(token_columns["trained"]))
+    advantages = _sum_rows(token_columns["advantages"], _get_values_N(token_columns["trained"]))
     logprobs_R = _sum_rows(token_columns["rollout_logprobs"]).to_numpy(zero_copy_only=False)
     is_policy_N, row_N = (
-        _get_entries_N(token_columns["owner"]) == POLICY,
+        _get_values_N(token_columns["owner"]) == POLICY,
         _get_row_N(token_columns["owner"]),
     )
     oldest, newest = _find_versions(token_columns["versions"])
@@ -265,10 +266,10 @@ def _build_group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
 
 def _find_versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Return the oldest and newest weight version of each row; null if no token was sampled."""
-    versions_N, row_N = _get_entries_N(column), _get_row_N(column)
+    versions_N, row_N = _get_values_N(column), _get_row_N(column)
     known_N = versions_N >= 0
     versions_N, row_N = versions_N[known_N], row_N[known_N]
-    starts = np.flatnonzero(np.diff(row_N, prepend=-1))
+    starts = np.flatnonzero(np.diff(row_N, prepend=-1))  # where another row begins
     oldest_R, newest_R = np.zeros((2, len(column)), np.int32)
     null_R = np.ones(len(column), np.bool_)
     if len(starts):
@@ -445,7 +446,7 @@ def _build_tool_calls(turns: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
 def _build_structs(
     lengths: Sequence[int | None], kind: pa.StructType, /, **columns: Any
 ) -> pa.Array:
-    """Return one list of structs per row, from the concatenated columns of all entries.
+    """Return one list of structs per row, from the concatenated fields of all structs.
 
     lengths: length of each row's list; None gives null.
     """

@@ -59,7 +59,7 @@ FORMAT: dict[str, Any] = {
 class Recorder:
     """The writer of a run's record.
 
-    A failing disk ends the record with one warning, and never the run.
+    If the disk fails, the record ends with one warning and the run continues.
 
     Args:
         seed: Seed of the choice of groups, if not all are kept.
@@ -100,15 +100,15 @@ class Recorder:
         stage: str,
         groups: Sequence[Group],
         batch: Batch,
-        weights: Callable[[Batch], Tensor],
+        compute_weights: Callable[[Batch], Tensor],
         roles: Mapping[str, Any],
     ) -> None:
         """Record one step.
 
         Args:
-            step: As in metrics.jsonl.
+            step: The step's number in metrics.jsonl.
             batch: The step's batch with all its columns.
-            weights: Returns the weight of each token in the policy's loss, [T].
+            compute_weights: Returns the weight of each token in the policy's loss, [T].
             roles: The learners, as they are after the step.
         """
         if not self._is_enabled or step % self.config.every:
@@ -119,7 +119,7 @@ class Recorder:
             for name, role in roles.items()
             if isinstance(role, Fingerprinted)
         }
-        self._run(lambda: self._add_step(step, stage, groups, batch, weights, fingerprints))
+        self._run(lambda: self._add_step(step, stage, groups, batch, compute_weights, fingerprints))
 
     def flush(self) -> None:
         """Block until all added steps are on disk.
@@ -222,10 +222,10 @@ class Recorder:
             )
         size, digest = _write_atomically(path, lambda draft: _write_table(draft, table))
         self.files.append(RecordFile(path.name, size, digest, facts, *media_size_and_hash))
-        self._append(self.files[-1])
+        self._append_to_index(self.files[-1])
         self._prune()
 
-    def _append(self, file: RecordFile) -> None:
+    def _append_to_index(self, file: RecordFile) -> None:
         descriptor = open_unshared(self.directory / INDEX, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             os.write(descriptor, file.line().encode())

@@ -66,7 +66,7 @@ class Trace:
         self._attempts_left = MAX_ATTEMPTS
 
     def follow(self, span: Span) -> Callable[[], None] | None:
-        """Trace a span that begins, as a `Subscriber`."""
+        """Trace a span that begins. This is a `Subscriber` of the tracer."""
         if span.track != ATTEMPT_TRACK:
             return lambda: self._add_span(span)
         if not self._attempts_left:
@@ -107,7 +107,7 @@ class Trace:
             self._file = None
 
     def close(self) -> None:
-        """Close the array and the file, so that any JSON reader accepts it."""
+        """End the JSON array and close the file, so that any JSON reader accepts the file."""
         self.tracer.unsubscribe(self.follow)
         self.flush()
         if self._file is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 OTHER = "other"  # work outside all phases: packing, advantages, recording
-# The phase whose tokens/s count generated tokens; those of other phases count computed rows.
+# The phase whose tokens/s count generated tokens; in other phases they count computed rows.
 GENERATING_PHASE = "sample"
 
 
@@ -14,8 +14,9 @@ GENERATING_PHASE = "sample"
 class PhaseWork:
     """The work of one phase over all profiled steps.
 
-    rows: rows that passed through the model's embedding.
-    tokens: tokens requested of the model; 0 if they are not counted.
+    rows: token positions that passed through the model's embedding, with padding.
+    forwards: number of forward passes.
+    tokens: token positions that the model was asked to compute, without padding; 0 if unknown.
     flop: floating-point operations of matrix products.
     """
 

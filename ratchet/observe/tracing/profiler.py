@@ -86,7 +86,7 @@ class Profiler:
 
     Args:
         steps: Number of steps to profile.
-        first_step: The stage's next step.
+        first_step: The stage's next step, counted over the whole run from 0.
         steps_left: Number of steps that the stage has left.
         directory: Receives the trace and the table.
         show: Called with the table after the profiled steps.
@@ -109,6 +109,7 @@ class Profiler:
             directory,
             show,
         )
+        # A short stage gets fewer warm-up steps, but one if it has at least two steps.
         self.warm_up = min(WARM_UP, max(steps_left - steps, min(steps_left - 1, 1)))
         self.steps = min(steps, steps_left - self.warm_up)
         self.first_profiled_step = first_step + self.warm_up
@@ -143,9 +144,9 @@ class Profiler:
             self._warm_up_seconds.append(seconds - self._step_excluded_s)
 
     def follow(self, span: Span) -> Callable[[], None] | None:
-        """Mark a phase of a step as a range of the trace, as a `Subscriber`.
+        """Mark a phase of a step as a range of the trace. This is a `Subscriber` of the tracer.
 
-        Phases neither nest nor overlap.
+        Phases must neither nest nor overlap.
         """
         is_excluded = span.name in EXCLUDED_PHASES
         if self._torch_profile is None and not is_excluded:
@@ -171,7 +172,7 @@ class Profiler:
     def finish(self) -> None:
         """End the profile, even after fewer steps than requested, and write and show it.
 
-        Do nothing if none is running.
+        Do nothing if no profile is running.
         """
         if self._torch_profile is None:
             return

@@ -41,7 +41,7 @@ class GrantedIsolation:
     """The isolation that the launcher found on this machine.
 
     Attributes:
-        level: Isolation level.
+        level: Value of `ratchet.sandbox.base.Isolation`: 1 seccomp, 2 Landlock, 3 namespaces.
         library: Paths of the Python library.
         readable: Further paths that programs can read.
         program_uid: Uid of programs; 0: the uid of this process.
@@ -63,11 +63,13 @@ class Request:
     disk_mib: int
     processes: int
     threads: int
-    command: bool  # True if the program is a command (a JSON list of its words), not Python source
+    is_command: (
+        bool  # True if the program is a command (a JSON list of its words), not Python source
+    )
 
     @property
     def can_fork(self) -> bool:
-        return self.processes > 1 or self.command
+        return self.processes > 1 or self.is_command
 
 
 def become_program(
@@ -97,7 +99,7 @@ def become_program(
     except BaseException as error:
         os.write(status, f"{type(error).__name__}: {error}"[:500].encode())
         os._exit(125)
-    if request.command:
+    if request.is_command:
         run_command(json.loads(source))
     os.close(STATUS)
     run_source(source)
@@ -115,7 +117,7 @@ def restore_signals(request: Request) -> None:
     if request.can_fork:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    if request.command:
+    if request.is_command:
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
     else:

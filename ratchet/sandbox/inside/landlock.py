@@ -27,7 +27,7 @@ def get_abi_version() -> int:
         return 0
 
 
-def list_handled_rights(version: int) -> int:
+def get_handled_rights(version: int) -> int:
     return BASE_RIGHTS | sum(right for since, right in NEWER_RIGHTS if version >= since)
 
 
@@ -37,7 +37,7 @@ def restrict(readable: Iterable[str], writable: Iterable[str], *, executable: bo
     Network and signals are restricted as far as the kernel supports it.
     """
     version = get_abi_version()
-    handled = list_handled_rights(version)
+    handled = get_handled_rights(version)
     attributes = struct.pack("QQQ", handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = syscall("landlock_create_ruleset", CREATE_RULESET, attributes, size, 0)

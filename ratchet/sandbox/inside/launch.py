@@ -1,6 +1,6 @@
-"""The entry point of a sandbox's process.
+"""Find the strongest isolation that this machine grants, enter it, and start the zygote.
 
-It finds the strongest isolation that this machine grants, enters it, and starts the zygote.
+`main` is the entry point of a sandbox's process.
 
 Each level is first tried in full in a throwaway process. Some machines grant a namespace but refuse
 the calls that make it useful, and a sandbox must never be weaker than it reports. If entering the
@@ -47,12 +47,12 @@ def main(control: int, options: dict[str, Any]) -> None:
 
     Args:
         control: Descriptor of the control socket.
-        options: `boss`, the trainer's pid; `at_most`, the highest level to try; `readable`,
+        options: `trainer_pid`; `at_most`, the highest level to try; `readable`,
             paths that programs may read besides the library.
     """
     channel = socket.socket(fileno=control)
     try:
-        trainer = open_trainer(options["boss"])
+        trainer = open_trainer(options["trainer_pid"])
         prefer_for_oom_kill()
         os.umask(0o022)  # a fixed one, not the trainer's
         zygote.ignore_stop_signals()

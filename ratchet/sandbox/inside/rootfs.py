@@ -1,7 +1,4 @@
-"""Enter new namespaces, and build a root directory.
-
-It holds only Python and the system's libraries.
-"""
+"""Enter new namespaces, and build a root directory of Python and the system's libraries only."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import socket
 from . import syscalls
 from .syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
 
-SCRATCH_DIRECTORY = "/box"  # the scratch directory; /tmp points to it
+SCRATCH_DIRECTORY = "/box"  # /tmp is a link to it
 DEVICES = ("null", "zero", "random", "urandom")
 # Debian's awk is a link into /etc/alternatives, which holds only links.
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
@@ -24,7 +21,7 @@ NAMESPACE_FLAGS = (
 
 
 def enter() -> None:
-    """Enter new namespaces. The next process forked is the first one inside.
+    """Enter new namespaces. The next process that this one forks is the first one inside.
 
     Raises OSError if any step is refused: a partial sandbox is not accepted.
     """
@@ -51,7 +48,8 @@ def build(sources: list[str]) -> int | None:
     /proc.
     """
     try:
-        # Mount it before the tmpfs hides /proc: an unprivileged user needs a visible one for that.
+        # Mount it before the tmpfs hides /proc: an unprivileged user may mount a /proc only while
+        # another one is visible.
         proc = syscalls.open_detached_proc()
     except OSError:
         proc = None

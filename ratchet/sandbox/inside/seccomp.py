@@ -59,8 +59,8 @@ FORKING = parse_table("""
     fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setresuid=117 setresgid=119 setpriority=141
     tgkill=234 waitid=247 execveat=322
 """)
-# `ls -l` and `cp` read these attributes of every file. No file has any here, and only for ENOTSUP
-# do they print no error message.
+# `ls -l` and `cp` read these attributes of every file. No file has any here. The calls fail with
+# ENOTSUP, the one error for which these commands print no message.
 ATTRIBUTES = parse_table(
     "getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195 flistxattr=196"
 )
@@ -107,8 +107,8 @@ def load_argument(index: int) -> Instruction:
 def if_call(call: int, body: list[Instruction]) -> list[Instruction]:
     """Return the filter that runs `body` if the system call is `call`.
 
-    `body` must return. Its first instruction may overwrite the loaded number, which nothing after
-    it reads.
+    `body` must return. It may overwrite the loaded call number, because it returns before another
+    instruction reads that number.
     """
     return [(JUMP_EQUAL, 0, len(body), call), *body]
 

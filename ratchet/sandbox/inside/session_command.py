@@ -2,7 +2,8 @@
 
 The program unpacks the files, runs the command, and reports its result and the changed files. The
 sandbox gets this source with a call of `main` appended, so it imports only the standard library.
-stdin is a JSON request, stdout a JSON report. A directory is an entry of `files` without data.
+stdin is a JSON request, stdout a JSON report. The `files` of both map a path to its mode and data
+(base64); the data of a directory is null.
 """
 
 import base64
@@ -84,7 +85,7 @@ def run(request):
     readers = [
         threading.Thread(
             target=read_output,
-            args=(pipe.fileno(), text, request["most_output"], over_limit),
+            args=(pipe.fileno(), text, request["max_output_bytes"], over_limit),
             daemon=True,
         )
         for pipe, text in zip((process.stdout, process.stderr), texts, strict=True)
@@ -111,7 +112,7 @@ def run(request):
     return (
         code,
         reason,
-        [bytes(text[: request["most_output"]]) for text in texts],
+        [bytes(text[: request["max_output_bytes"]]) for text in texts],
         time.monotonic() - start,
     )
 
@@ -126,7 +127,7 @@ def main():
     home = os.getcwd()
     code, reason, texts, seconds = run(request)
     os.chdir(home)
-    files = pack(request["most_files"])
+    files = pack(request["max_files_bytes"])
     if files is None:
         reason = "output"
         texts[1] += b"\nthe working directory holds more than can be kept: this command is undone\n"
