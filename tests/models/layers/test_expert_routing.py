@@ -202,9 +202,14 @@ def test_paths_part_where_routes_do():
     shared = PrefixTree.from_sequences(compute_path_keys(tokens, routes), [7, 7])
     assert len(shared.token_index_U) == 8
     routes[7 + 5, 1, 0] = 3
-    assert len(PrefixTree.from_sequences(compute_path_keys(tokens, routes), [7, 7]).token_index_U) == 9
+    assert (
+        len(PrefixTree.from_sequences(compute_path_keys(tokens, routes), [7, 7]).token_index_U) == 9
+    )
     routes[7 + 1, 1, 0] = -1
-    assert len(PrefixTree.from_sequences(compute_path_keys(tokens, routes), [7, 7]).token_index_U) == 14
+    assert (
+        len(PrefixTree.from_sequences(compute_path_keys(tokens, routes), [7, 7]).token_index_U)
+        == 14
+    )
 
 
 def test_shared_beginnings_replay_as_sequences_alone_do():
