@@ -40,10 +40,12 @@ settings.load_profile("ratchet")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 Require = Callable[[str, str], None]
+LAST_PYTHON = {"gem": (3, 11)}  # of components without a release for later versions of Python
 
 
 def require(component: str, reason: str) -> None:
-    """Goes on where `component` is there; else fails in CI and skips elsewhere.
+    """Goes on where `component` is there; else fails in CI and skips elsewhere. Skips in CI too if
+    it has no release for this version of Python.
 
     `component` is an importable module ("vllm", "ray"), a program on the PATH ("bwrap"), or a path
     (with a slash).
@@ -51,6 +53,8 @@ def require(component: str, reason: str) -> None:
     if _present(component):
         return
     message = f"'{component}' is missing: {reason}"
+    if sys.version_info[:2] > LAST_PYTHON.get(component, sys.version_info):
+        pytest.skip(f"'{component}' has no release for this version of Python: {reason}")
     if os.environ.get("CI", "").lower() in ("1", "true"):
         pytest.fail(f"{message} (required where CI=true)", pytrace=False)
     pytest.skip(message)

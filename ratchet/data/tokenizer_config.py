@@ -36,7 +36,9 @@ class TokenizerConfig(Section):
         description="Variables of the chat template: {enable_thinking: false}. The template of the "
         "exported model has them as defaults.",
     )
-    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama", "mistral", "deepseek"] = Field(
+    tool_format: Literal[
+        "auto", "hermes", "qwen3_coder", "llama", "mistral", "deepseek", "kimi", "minimax", "glm"
+    ] = Field(
         default="auto",
         description="Format of the model's tool calls; auto: inferred from the template and the "
         "special tokens.",

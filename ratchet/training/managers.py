@@ -60,9 +60,9 @@ def make_manager_with_player(
     needs_reward: bool,
 ) -> RolloutManager:
     """Like `make_manager`, for an existing player."""
-    # Raise the ConfigError of an unknown tool-call format now, not in the first attempt.
+    # Refuse tool calls that would be counted as malformed now, not in the first attempt.
     if isinstance(setup.environment, HasTools):
-        _ = renderer.tool_format
+        renderer.check_tool_calls()
     return RolloutManager(
         player,
         setup.get_environment_factory(),

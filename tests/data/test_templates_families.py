@@ -69,7 +69,37 @@ FAMILIES = {
         "<EOS>",
         {},
     ),
+    "glm4.5": (
+        (
+            "[gMASK]",
+            "<sop>",
+            "<|endoftext|>",
+            *(f"<|{role}|>" for role in ("system", "user", "assistant", "observation")),
+            *("<think>", "</think>", "<tool_call>", "</tool_call>"),
+            *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ),
+        None,
+        "<|endoftext|>",
+        {},
+    ),
+    "minimax-m2": (
+        ("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>"),
+        "]~!b[",
+        "[e~[",
+        {},
+    ),
+    "kimi-k2": (
+        (
+            *(f"<|im_{name}|>" for name in ("system", "user", "assistant", "middle", "end")),
+            *(f"<|tool_{name}|>" for name in ("calls_section_begin", "calls_section_end")),
+            *(f"<|tool_call_{name}|>" for name in ("begin", "argument_begin", "end")),
+        ),
+        None,
+        "<|im_end|>",
+        {},
+    ),
 }
+OPENED = ("deepseek-r1", "minimax-m2")  # the prompt opens the reasoning
 
 
 @cache
@@ -314,7 +344,7 @@ def test_reasoning_that_the_prompt_opens_must_be_in_the_text():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_which_families_extend_their_history(family):
-    assert renderer(family).extends_history is (family not in ("qwen3", "deepseek-r1"))
+    assert renderer(family).extends_history is (family not in ("qwen3", "glm4.5", *OPENED))
 
 
 STOPS = {
@@ -345,10 +375,14 @@ def conversations(family: str) -> list[list[Message]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_supervised_row_is_the_prompt_then_the_answer_then_the_end_of_turn(family):
     model, tok = renderer(family), tokenizer(family)
-    said = "<think>\nhm\n\n</think>\n\n\n the  answer" if family == "deepseek-r1" else "the  answer"
+    said = {
+        "deepseek-r1": "<think>\nhm\n\n</think>\n\n\n the  answer",
+        "minimax-m2": "<think>\nhm\n</think>\n\nthe  answer",
+    }.get(family, "the  answer")
     written = {
-        "deepseek-r1": said.removeprefix("<think>\n"),
+        **dict.fromkeys(OPENED, said.removeprefix("<think>\n")),
         "qwen3": f"<think>\n\n</think>\n\n{said}",
+        "glm4.5": f"\n<think></think>\n{said}",
     }.get(family, said)
     written = {"mistral": f" {said}", "llama2": f" {said} "}.get(family, written)
     for messages in conversations(family):
@@ -366,7 +400,7 @@ def test_the_seam_holds_where_a_merge_would_cross_it(family):
     join the header's."""
     tok = tokenizer(family)
     assert len(tok.encode("\n\n")) == 1
-    said = Message("assistant", "<think>\n\nx</think>y" if family == "deepseek-r1" else "\nx")
+    said = Message("assistant", "<think>\n\nx</think>y" if family in OPENED else "\nx")
     tokens, trainable = renderer(family).supervised([USER, said], train="last")
     assert tokens[: trainable.index(True)] == renderer(family).prompt([USER])
 

@@ -36,9 +36,9 @@ def test_rows():
     assert batch.slice(1, 3)["name"] == ["B", "C"]
     assert batch.slice(1, 3)["place"].tolist() == [1, 2]
     assert batch.slice(2, 2).size == 0
-    picked = batch.select(torch.tensor([3, 0, 3]))
+    picked = batch.select_indices(torch.tensor([3, 0, 3]))
     assert (picked["name"], picked["place"].tolist()) == (["D", "A", "D"], [3, 0, 3])
-    assert batch.select([-1])["name"] == ["D"]
+    assert batch.select_indices([-1])["name"] == ["D"]
     assert batch.repeat_interleave(2)["name"] == list("AABBCCDD")
     assert batch.repeat_interleave(2)["place"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -51,10 +51,25 @@ def test_each_repetition_grows_a_log_of_its_own():
 
 def test_reorder_undoes_a_selection():
     order = [2, 0, 3, 1]
-    batch = letters().select(order)
+    batch = letters().select_indices(order)
     assert batch["name"] == ["C", "A", "D", "B"]
-    assert batch.reorder(order) is batch
+    assert batch.reorder_data(order) is batch
     assert (batch["name"], batch["place"].tolist()) == (list("ABCD"), [0, 1, 2, 3])
+
+
+def test_equal_parts_of_consecutive_rows():
+    batch = letters("ABCDEF")
+    assert batch.chunk(1, 3)["name"] == ["C", "D"]
+    assert batch.get_batch(2, 2)["place"].tolist() == [4, 5]
+    assert [part["name"] for part in batch.make_microbatch_iterator(3)] == [
+        list("ABC"),
+        list("DEF"),
+    ]
+    assert batch.get_dict()["name"] == list("ABCDEF")
+    batch["ids"] = torch.arange(12).reshape(6, 2)
+    batch.truncate_tensors(1, 1)
+    assert batch["ids"].tolist() == [[0], [2], [4], [6], [8], [10]]
+    assert batch["place"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_shards():
@@ -96,9 +111,12 @@ def test_samples_become_a_batch():
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda: letters().select([4]), "row 4 is not in a batch of 4"),
+        (lambda: letters().select_indices([4]), "row 4 is not in a batch of 4"),
         (lambda: letters().slice(3, 5), "rows 3 to 5 are not in a batch of 4"),
-        (lambda: letters().reorder([0, 0, 1, 2]), "must name each of the 4 rows once"),
+        (lambda: letters().reorder_data([0, 0, 1, 2]), "must name each of the 4 rows once"),
+        (lambda: letters().chunk(2, 2), "4 rows have no part 2 of 2 equal parts"),
+        (lambda: letters().make_microbatch_iterator(3), "4 rows can't be cut into micro-batches"),
+        (lambda: letters().truncate_tensors(0, 5), "column 'place' has 4 entries in dimension 0"),
         (lambda: letters().shard_by_batch_size(3), "can't be cut"),
         (lambda: letters().shard_by_batch_size(1, batch_size=3), "can't be cut"),
         (

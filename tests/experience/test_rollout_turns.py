@@ -247,10 +247,15 @@ def test_what_rows_and_returns_hold_is_agreed():
     methods = (
         "from_batches",
         "slice",
-        "select",
+        "select_indices",
         "repeat_interleave",
-        "reorder",
+        "reorder_data",
         "shard_by_batch_size",
+        "chunk",
+        "get_batch",
+        "get_dict",
+        "make_microbatch_iterator",
+        "truncate_tensors",
         "to",
         "size",
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any, Literal
 
 import numpy as np
@@ -31,9 +32,9 @@ from ratchet.data.chat.chat_templates import (
     load_template_source,
 )
 from ratchet.data.chat.tokenizer import After, Tokenizer
-from ratchet.data.chat.tool_calls import ToolFormat, find_tool_format
+from ratchet.data.chat.tool_calls import FORMATS, ToolFormat, find_tool_format
 from ratchet.data.processor import ExpandedMedium, Processor
-from ratchet.errors import DataError
+from ratchet.errors import ConfigError, DataError
 from ratchet.types import Message, Placed, StopReason
 
 Tools = Sequence[Mapping[str, Any]]
@@ -41,6 +42,24 @@ Tools = Sequence[Mapping[str, Any]]
 USER = Message("user", "u")
 # A turn with reasoning, and a turn without: a template that rewrites history changes one of them.
 PROBES = (Message("assistant", "<think>\nr\n</think>\n\na"), Message("assistant", "a"))
+PROBE_CALL = ("look_up", {"text": "a b", "count": 2})
+PROBE_TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Looks up a text.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string", "description": "The text."},
+                    "count": {"type": "integer", "description": "The number of results."},
+                },
+                "required": ["text", "count"],
+            },
+        },
+    },
+)
 
 
 class Renderer:
@@ -301,6 +320,32 @@ class Renderer:
     def tool_format(self) -> ToolFormat:
         """Return the model's format of tool calls. Raise ConfigError if it can't be inferred."""
         return find_tool_format(self._tool_format, self.template.source, self.tokenizer.special_ids)
+
+    def check_tool_calls(self) -> None:
+        """Check that a tool call which the chat template writes is read back as the same call.
+
+        Raise ConfigError if the format of tool calls can't be inferred, or if the template leaves
+        calls out or writes them in another format.
+        """
+        (call,) = self.tool_format.number_calls([PROBE_CALL], 0)
+        texts: list[str] = []
+        for answer in (Message("assistant", SENTINEL), Message("assistant", "", (call,))):
+            try:
+                conversation = self._conversation([USER, answer], PROBE_TOOLS)
+                texts.append(conversation.render_text(2, prompt=False))
+            except DataError as error:
+                raise ConfigError(f"the chat template can't write a tool call: {error}") from error
+        header, _, end_of_turn = texts[0].partition(SENTINEL)
+        # The prefix is one of characters, not of path components.
+        shared = commonprefix([header, texts[1]])  # noqa: RUF071
+        written = texts[1][len(shared) :].removesuffix(end_of_turn)
+        if list(self.tool_format.parse(written, PROBE_TOOLS).calls) != [PROBE_CALL]:
+            raise ConfigError(
+                f"tokenizer.tool_format={self.tool_format.name} does not read the tool calls that "
+                f"the chat template writes: {written!r:.200}. Set tokenizer.tool_format to the "
+                f"model's, one of {', '.join(FORMATS)}, or tokenizer.template to one that writes "
+                "such calls (chatml writes hermes)"
+            )
 
     def _text(self, tokens: Sequence[int], stop: StopReason | None, *, skip_special: bool) -> str:
         ids = list(tokens)

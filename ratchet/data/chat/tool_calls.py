@@ -7,23 +7,30 @@ Sources: the chat templates of the families, and the tool parsers of vLLM and SG
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ratchet.data.chat.tool_call_arguments import (
+    Call,
+    Tools,
+    convert_argument,
+    find_parameter_types,
+    is_too_deep,
+    parse_single_value,
+    parse_values,
+    read_call,
+    read_named_call,
+)
 from ratchet.data.chat.tool_calls_python import read_calls
+from ratchet.data.chat.tool_calls_tagged import read_glm, read_kimi, read_minimax
 from ratchet.errors import ConfigError
 from ratchet.types import ToolCall
 
-Call = tuple[str, dict[str, Any]]  # name, arguments
-Tools = Sequence[Mapping[str, Any]]
 # Returns the text without calls, and one entry per call: the call, or None if it is malformed.
 CallParser = Callable[[str, Tools], tuple[str, list[Call | None]]]
 
-# Maximum nesting of arguments. No tool needs more, and recursive code would fail on more.
-MAX_DEPTH = 32
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -48,7 +55,7 @@ class ToolFormat:
     Attributes:
         parser: Function that parses the calls in a text.
         marks: Strings that identify the family, in its chat template or its special tokens.
-        call_id: Template of a call's id, formatted with the call's number.
+        call_id: Template of a call's id, formatted with the call's number and the tool's `name`.
     """
 
     name: str
@@ -73,7 +80,7 @@ class ToolFormat:
     def number_calls(self, calls: Sequence[Call], first: int) -> tuple[ToolCall, ...]:
         """Return the calls with ids, numbered from `first` on."""
         return tuple(
-            ToolCall(self.call_id.format(first + i), name, arguments)
+            ToolCall(self.call_id.format(first + i, name=name), name, arguments)
             for i, (name, arguments) in enumerate(calls)
         )
 
@@ -115,84 +122,6 @@ def split_reasoning(text: str) -> tuple[str, str]:
     return "", text
 
 
-# --- JSON
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _parse_values(text: str, separators: str = " \t\r\n") -> list[Any] | None:
-    """Return the JSON values in `text`, with any characters of `separators` between them.
-
-    Return None if there is no value, any other text, or a value that is nested too deeply.
-    """
-    values: list[Any] = []
-    position = 0
-    try:
-        while True:
-            while position < len(text) and text[position] in separators:
-                position += 1
-            if position == len(text):
-                break
-            value, position = _DECODER.raw_decode(text, position)
-            values.append(value)
-        _require_encodable(values)
-    except (ValueError, RecursionError):
-        return None
-    return values if values and not _is_too_deep(values) else None
-
-
-def _require_encodable(values: object) -> None:
-    """Raise ValueError for infinite numbers (1e999), and for unpaired UTF-16 surrogates.
-
-    JSON can spell a lone surrogate, but no tokenizer can write it.
-    """
-    json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
-
-
-def _is_too_deep(value: object) -> bool:
-    level: list[object] = [value]
-    for _ in range(MAX_DEPTH + 1):
-        next_level: list[object] = []
-        for item in level:
-            next_level += (
-                item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-            )
-        level = next_level
-    return bool(level)
-
-
-def _read_call(value: object) -> Call | None:
-    """Return the call in a JSON object, or None. Its arguments may be an object, or JSON text."""
-    if not isinstance(value, dict):
-        return None
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = _parse_single_value(arguments)
-    return (
-        (name, arguments)
-        if isinstance(name, str) and name and isinstance(arguments, dict)
-        else None
-    )
-
-
-def _parse_single_value(text: str) -> Any:
-    """Return the one JSON value in `text`; None if there is not exactly one."""
-    values = _parse_values(text)
-    return values[0] if values is not None and len(values) == 1 else None
-
-
-def _read_named_call(name: str, arguments: str) -> Call | None:
-    return _read_call({"name": name.strip(), "arguments": arguments})
-
-
-# --- families
-
-
 def _read_hermes(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
     """Parse calls of Hermes, Qwen2.5 and Qwen3.
 
@@ -202,7 +131,7 @@ def _read_hermes(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
     calls: list[Call | None] = [None] if "</tool_call>" in content else []
     for block in blocks:
         body, _, after = block.partition("</tool_call>")  # a model may end its turn without closing
-        calls.append(_read_call(_parse_single_value(body)))
+        calls.append(read_call(parse_single_value(body)))
         content = content.rstrip() + after
     return content, calls
 
@@ -229,7 +158,7 @@ def _read_xml_call(body: str, tools: Tools) -> Call | None:
     name = name.strip()
     if not closed or not name or text_between.strip():
         return None
-    types = _find_parameter_types(tools, name)
+    types = find_parameter_types(tools, name)
     arguments: dict[str, Any] = {}
     for parameter in parameters:
         key, closed, body = parameter.partition(">")
@@ -237,33 +166,8 @@ def _read_xml_call(body: str, tools: Tools) -> Call | None:
         if not closed or not ended or text_between.strip() or not key.strip():
             return None
         value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key.strip()] = _convert_argument(value, types.get(key.strip(), "string"))
+        arguments[key.strip()] = convert_argument(value, types.get(key.strip(), "string"))
     return name, arguments
-
-
-def _find_parameter_types(tools: Tools, name: str) -> dict[str, Any]:
-    """Return the JSON type of each parameter of a tool."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {
-                key: schema.get("type")
-                for key, schema in properties.items()
-                if isinstance(schema, Mapping)
-            }
-    return {}
-
-
-def _convert_argument(value: str, json_type: object) -> Any:
-    """Return an argument: its text for a string parameter, else the JSON value in its text.
-
-    Text that is not one JSON value stays text, and the tool reports the mistake.
-    """
-    if json_type == "string":
-        return value
-    values = _parse_values(value)
-    return values[0] if values is not None and len(values) == 1 else value
 
 
 def _read_llama(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
@@ -280,15 +184,15 @@ def _read_llama(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
     content = text_before if tag else ""
     calls: list[Call | None]
     if body.startswith("{"):
-        values = _parse_values(body, " \t\r\n;,")
-        calls = [None] if values is None else [_read_call(value) for value in values]
+        values = parse_values(body, " \t\r\n;,")
+        calls = [None] if values is None else [read_call(value) for value in values]
         looks_like_call = '"name"' in body and ('"parameters"' in body or '"arguments"' in body)
     else:
         python_calls = read_calls(body)
         looks_like_call = re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body) is not None
         calls = (
             [None]
-            if python_calls is None or any(_is_too_deep(arguments) for _, arguments in python_calls)
+            if python_calls is None or any(is_too_deep(arguments) for _, arguments in python_calls)
             else [*python_calls]
         )
     return (content, calls) if tag or looks_like_call else (text, [])
@@ -306,16 +210,16 @@ def _read_mistral(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
         if block.lstrip()[:1] in ("[", "{") and not block.lstrip().startswith(
             ("[ARGS]", "[CALL_ID]")
         ):
-            value = _parse_single_value(block)
+            value = parse_single_value(block)
             items = value if isinstance(value, list) and value else [value]
-            calls += [_read_call(item) for item in items]
+            calls += [read_call(item) for item in items]
             continue
         name, _, arguments = (
             block.partition("[ARGS]") if "[ARGS]" in block else block.partition("{")
         )
         if "[ARGS]" not in block:
             arguments = "{" + arguments
-        calls.append(_read_named_call(name.partition("[CALL_ID]")[0], arguments))
+        calls.append(read_named_call(name.partition("[CALL_ID]")[0], arguments))
     return content, calls
 
 
@@ -342,9 +246,7 @@ def _read_deepseek_call(body: str) -> Call | None:
     head, _, tail = body.partition("<｜tool▁sep｜>")
     name, fence, block = tail.partition("```json")
     return (
-        _read_named_call(name, block.rpartition("```")[0])
-        if fence
-        else _read_named_call(head, tail)
+        read_named_call(name, block.rpartition("```")[0]) if fence else read_named_call(head, tail)
     )
 
 
@@ -368,20 +270,26 @@ def _read_dsml_call(block: str) -> Call | None:
         if match is None:
             return None
         key, is_text, argument = match.groups()
-        values = [argument] if is_text == "true" else _parse_values(argument)
+        values = [argument] if is_text == "true" else parse_values(argument)
         if values is None or len(values) != 1:
             return None
         arguments[key] = values[0]
     return name, arguments
 
 
-# Marks are searched in this order, because Qwen3-Coder's template also contains the mark of Hermes.
+# Marks are searched in this order, because the templates of GLM and Qwen3-Coder also contain the mark
+# of Hermes.
 FORMATS: Mapping[str, ToolFormat] = {
     tool_format.name: tool_format
     for tool_format in (
         ToolFormat("deepseek", _read_deepseek, ("<｜tool▁calls▁begin｜>", "<｜DSML｜")),
         # Mistral's templates require ids of 9 letters and digits.
         ToolFormat("mistral", _read_mistral, ("[TOOL_CALLS]",), call_id="call{:05d}"),
+        ToolFormat(
+            "kimi", read_kimi, ("<|tool_calls_section_begin|>",), call_id="functions.{name}:{0}"
+        ),
+        ToolFormat("minimax", read_minimax, ("<minimax:tool_call>",)),
+        ToolFormat("glm", read_glm, ("<arg_key>",)),
         ToolFormat("qwen3_coder", _read_xml, ("<function=",)),
         ToolFormat("hermes", _read_hermes, ("<tool_call>",)),
         ToolFormat(

@@ -8,7 +8,11 @@ hold their tokens, and an environment steps many conversations at once.
 """
 
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
-from ratchet.experience.nemo_rl.environment import EnvironmentInterface, EnvironmentReturn
+from ratchet.experience.nemo_rl.environment import (
+    ActorEnvironment,
+    EnvironmentInterface,
+    EnvironmentReturn,
+)
 from ratchet.experience.nemo_rl.generation import WithSampling
 from ratchet.experience.nemo_rl.specs import (
     DatumSpec,
@@ -21,6 +25,7 @@ from ratchet.experience.nemo_rl.specs import (
 from ratchet.experience.nemo_rl.tokens import TokenizerType, make_datum
 
 __all__ = [
+    "ActorEnvironment",
     "BatchedDataDict",
     "DatumSpec",
     "EnvironmentInterface",

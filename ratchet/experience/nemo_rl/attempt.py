@@ -10,6 +10,7 @@ import copy
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -35,6 +36,7 @@ class MessageLogDialogue:
 
     Attributes:
         step_function: Calls the batched environment with a log and its metadata.
+        judges_cut_answers: See `EnvironmentInterface`.
         log: The conversation, in the roles that the environment uses.
         metadata: The metadata after the latest reply.
         stop_strings: The stop strings after the latest reply.
@@ -43,8 +45,9 @@ class MessageLogDialogue:
 
     replayable = True
 
-    def __init__(self, step_function: StepFunction) -> None:
+    def __init__(self, step_function: StepFunction, *, judges_cut_answers: bool = False) -> None:
         self.step_function = step_function
+        self.judges_cut_answers = judges_cut_answers
         self.begin([], None, None)
 
     def begin(
@@ -69,6 +72,23 @@ class MessageLogDialogue:
         return task.messages
 
     async def step(self, message: Message) -> Step:
+        reply = await self._step(message)
+        parts = reply.parts or {}
+        return Step(
+            messages=(as_message(reply.observation),),
+            reward=reply.reward,
+            done=reply.terminated,
+            metrics={_name_metric(name): value for name, value in parts.items()},
+        )
+
+    async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
+        """Return the reward of an answer that was cut off, or None if it is not to be judged."""
+        if not self.judges_cut_answers or messages[-1].role != "assistant":
+            return None
+        return (await self._step(messages[-1])).reward
+
+    async def _step(self, message: Message) -> EnvironmentReply:
+        """Call the environment with one more answer, and keep what it returns."""
         self.log.append({"role": "assistant", "content": message.text})
         reply = await self.step_function(self.log, self.metadata)
         self.log.append(reply.observation)
@@ -76,14 +96,8 @@ class MessageLogDialogue:
             self.metadata = reply.metadata
         if reply.stop_strings is not None:
             self.stop_strings = tuple(reply.stop_strings)
-        parts = reply.parts or {}
-        self.parts.update(parts)
-        return Step(
-            messages=(as_message(reply.observation),),
-            reward=reply.reward,
-            done=reply.terminated,
-            metrics={_name_metric(name): value for name, value in parts.items()},
-        )
+        self.parts.update(reply.parts or {})
+        return reply
 
     async def close(self) -> None:
         return None
@@ -192,16 +206,34 @@ class RowBarrier(Generic[T]):
         requests_by_handle: dict[Any, list[_RowRequest]] = {}
         for request in waiting:
             requests_by_handle.setdefault(request.handle, []).append(request)
-        for handle, requests in requests_by_handle.items():
-            try:
-                results = handle([request.argument for request in requests])
-            except Exception as error:  # raised again in each row that waits for it
-                results = [error] * len(requests)
+        for requests, results in zip(
+            requests_by_handle.values(), _answer_concurrently(requests_by_handle), strict=True
+        ):
             for request, result in zip(requests, results, strict=True):
                 if isinstance(result, BaseException):
                     _set_exception(request.future, result)
                 else:
                     _set_result(request.future, result)
+
+
+def _answer_concurrently(
+    requests_by_handle: Mapping[Any, list[_RowRequest]],
+) -> list[Sequence[Any]]:
+    """Return the results of each handle. Several, one for each environment, run in threads."""
+    # A single call stays in this thread, whose gradient mode a generator may depend on.
+    if len(requests_by_handle) == 1:
+        return [_answer_all(*requests_by_handle.items())]
+    with ThreadPoolExecutor(max_workers=len(requests_by_handle)) as threads:
+        return list(threads.map(_answer_all, requests_by_handle.items()))
+
+
+def _answer_all(handle_and_requests: tuple[Any, list[_RowRequest]]) -> Sequence[Any]:
+    """Call a handle with its requests, and return a result or an exception for each."""
+    handle, requests = handle_and_requests
+    try:
+        return handle([request.argument for request in requests])
+    except Exception as error:  # raised again in each row that waits for it
+        return [error] * len(requests)
 
 
 def _set_result(future: asyncio.Future[Any], result: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -70,7 +70,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             raise DataError(f"rows {start} to {end} are not in a batch of {self.size}")
         return type(self)({name: column[start:end] for name, column in self.data.items()})
 
-    def select(self, indices: Rows) -> Self:
+    def select_indices(self, indices: Rows) -> Self:
         """Return a batch whose row i is row indices[i] of this one.
 
         A row may be selected several times; its items in list columns are then shared.
@@ -87,10 +87,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             {name: _repeat_rows(column, num_repeats) for name, column in self.data.items()}
         )
 
-    def reorder(self, places: Rows) -> Self:
+    def reorder_data(self, places: Rows) -> Self:
         """Move row i to place places[i] in this batch, and return the batch.
 
-        This undoes `select(places)`.
+        This undoes `select_indices(places)`.
         """
         targets = _normalise_indices(places, self.size)
         if sorted(targets) != list(range(self.size)):
@@ -126,7 +126,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         width = -(-chunk // shards)
         starts = range(0, self.size, chunk) if chunk else range(0)
         return [
-            self.select(
+            self.select_indices(
                 [
                     row
                     for start in starts
@@ -137,6 +137,46 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             )
             for shard in range(shards)
         ]
+
+    def chunk(self, rank: int, chunks: int) -> Self:
+        """Return part `rank` of the batch cut into `chunks` equal parts of consecutive rows."""
+        if chunks < 1 or self.size % chunks or not 0 <= rank < chunks:
+            raise DataError(f"{self.size} rows have no part {rank} of {chunks} equal parts")
+        rows = self.size // chunks
+        return self.slice(rank * rows, (rank + 1) * rows)
+
+    def get_batch(self, batch_idx: int, batch_size: int) -> Self:
+        """Return rows [batch_idx * batch_size, (batch_idx + 1) * batch_size)."""
+        return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
+        """Iterate over the batch in slices of `microbatch_size` consecutive rows."""
+        if microbatch_size < 1 or self.size % microbatch_size:
+            raise DataError(
+                f"{self.size} rows can't be cut into micro-batches of {microbatch_size}"
+            )
+        return (
+            self.slice(start, start + microbatch_size)
+            for start in range(0, self.size, microbatch_size)
+        )
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Keep the first `truncated_len` entries of dimension `dim` of every tensor column.
+
+        Columns without that dimension stay as they are.
+        """
+        for name, column in self.data.items():
+            if isinstance(column, Tensor) and column.ndim > dim:
+                if truncated_len > column.shape[dim]:
+                    raise DataError(
+                        f"column '{name}' has {column.shape[dim]} entries in dimension {dim}, "
+                        f"fewer than truncated_len={truncated_len}"
+                    )
+                self.data[name] = column.narrow(dim, 0, truncated_len)
+
+    def get_dict(self) -> dict[str, Any]:
+        """Return the columns as a plain dictionary, which is not a copy."""
+        return self.data
 
     def to(self, device: str | torch.device) -> Self:
         """Move the tensor columns of this batch to a device, and return the batch."""

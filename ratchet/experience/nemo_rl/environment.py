@@ -51,7 +51,18 @@ class EnvironmentInterface(ABC, Generic[Metadata]):
 
     The state of a conversation belongs in its metadata, not in the instance: each call gets copies,
     rows are grouped arbitrarily, and several threads may call `step` at once.
+
+    Attributes:
+        raw_observations: True appends the tokens of an observation's text alone, in which special
+            tokens count, as NeMo RL does: the environment writes the turn headers, or continues the
+            policy's turn. False (default): the chat template renders observations.
+        judges_cut_answers: True calls `step` also for an answer that the token budget cut off, and
+            counts its reward; the row ends there. False (default): the environment does not get
+            such an answer.
     """
+
+    raw_observations: bool = False
+    judges_cut_answers: bool = False
 
     @abstractmethod
     def step(
@@ -86,6 +97,39 @@ class EnvironmentReply:
     parts: dict[str, float] | None
     terminated: bool
     answer: str | None
+
+
+class ActorEnvironment(EnvironmentInterface[Any]):
+    """An environment in a Ray actor, called through the actor's handle.
+
+    NeMo RL's environments are such actors. A bare handle in `task_to_env` is wrapped with the
+    default options. Ray wraps an exception of the environment in a `RayTaskError`, which is raised
+    here.
+    """
+
+    def __init__(
+        self, actor: Any, *, raw_observations: bool = False, judges_cut_answers: bool = False
+    ) -> None:
+        self.actor = actor
+        self.raw_observations = raw_observations
+        self.judges_cut_answers = judges_cut_answers
+
+    def step(
+        self, message_log_batch: list[MessageLog], metadata: list[Any]
+    ) -> EnvironmentReturn[Any]:
+        return _wait_for(self.actor.step.remote(message_log_batch, metadata))
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, Any]]:
+        return _wait_for(self.actor.global_post_process_and_metrics.remote(batch))
+
+
+def _wait_for(reference: Any) -> Any:
+    """Return the value of a Ray object reference."""
+    import ray  # only callers that hold an actor need it
+
+    return ray.get(reference)
 
 
 def step_rows(
@@ -146,14 +190,27 @@ def join_replies(replies: Sequence[EnvironmentReply]) -> EnvironmentReturn[Any]:
 def get_environment(
     task_to_env: Mapping[str, EnvironmentInterface[Any]], task_name: str
 ) -> EnvironmentInterface[Any]:
-    """Return the environment of a task name, or raise DataError."""
+    """Return the environment of a task name, also if it is in a Ray actor, or raise DataError."""
     if task_name not in task_to_env:
         names = ", ".join(f"'{name}'" for name in task_to_env)
         raise DataError(
             f"task_name '{task_name}' has no environment: task_to_env has {names or 'none'}. Add "
             "it there"
         )
-    return task_to_env[task_name]
+    environment = task_to_env[task_name]
+    return ActorEnvironment(environment) if _is_ray_actor(environment) else environment
+
+
+def _is_ray_actor(environment: Any) -> bool:
+    return hasattr(environment, "_actor_id") and hasattr(environment.step, "remote")
+
+
+def has_option(environment: EnvironmentInterface[Any], name: str) -> bool:
+    """Return `raw_observations` or `judges_cut_answers` of an environment.
+
+    A class that has the methods of `EnvironmentInterface` alone need not have these.
+    """
+    return getattr(environment, name, False)
 
 
 def post_process(
@@ -169,15 +226,15 @@ def post_process(
     """
     rows_by_environment: dict[int, tuple[str, list[int]]] = {}
     for row, name in enumerate(batch["task_name"]):
-        rows_by_environment.setdefault(id(get_environment(task_to_env, name)), (name, []))[
-            1
-        ].append(row)
+        get_environment(task_to_env, name)
+        first_name_and_rows = rows_by_environment.setdefault(id(task_to_env[name]), (name, []))
+        first_name_and_rows[1].append(row)
     processed_batches: list[BatchedDataDict[Any]] = []
     metrics: dict[str, Any] = {}
     for name, rows in rows_by_environment.values():
-        environment = task_to_env[name]
+        environment = get_environment(task_to_env, name)
         processed, environment_metrics = environment.global_post_process_and_metrics(
-            batch.select(rows)
+            batch.select_indices(rows)
         )
         if processed.size != len(rows):
             method = f"{type(environment).__name__}.global_post_process_and_metrics"
@@ -190,7 +247,7 @@ def post_process(
     if not processed_batches:
         return batch, {}
     order = [row for _, rows in rows_by_environment.values() for row in rows]
-    return BatchedDataDict[Any].from_batches(processed_batches).reorder(order), metrics
+    return BatchedDataDict[Any].from_batches(processed_batches).reorder_data(order), metrics
 
 
 def _check_lengths(result: EnvironmentReturn[Any], n_rows: int, name: str) -> None:

@@ -10,28 +10,24 @@ B = rows of a batch, S = tokens of its longest prompt.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.errors import DataError
-from ratchet.experience.nemo_rl.attempt import RowBarrier, step_alone, step_each
+from ratchet.experience.nemo_rl.attempt import step_alone
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.environment import (
-    EnvironmentInterface,
     EnvironmentReply,
     EnvironmentReturn,
     get_environment,
     join_replies,
-    post_process,
     step_rows,
 )
 from ratchet.experience.nemo_rl.generation import (
@@ -42,15 +38,15 @@ from ratchet.experience.nemo_rl.generation import (
     get_sampling,
     get_weights_version,
     is_synchronous_batch_generator,
-    refuse_media,
     takes_batches,
 )
-from ratchet.experience.nemo_rl.metrics import measure_samples
+from ratchet.experience.nemo_rl.lockstep import play_in_lockstep
+from ratchet.experience.nemo_rl.played_batch import Environments, make_batch, split_rows
 from ratchet.experience.nemo_rl.row import RowPlayer, concatenate_tokens, make_answer_entry
 from ratchet.experience.nemo_rl.specs import DatumSpec, GenerationDatumSpec, MessageLog
 from ratchet.experience.nemo_rl.tokens import TokenizerType, get_log_renderer
 from ratchet.experience.seeds import derive_seed
-from ratchet.types import Completion, Placed, Sampling
+from ratchet.types import Completion, Sampling
 
 __all__ = [
     "TokenizerType",
@@ -64,7 +60,6 @@ __all__ = [
 ]
 
 NO_TURN_LIMIT = 999_999
-Environments = Mapping[str, EnvironmentInterface[Any]]
 T = TypeVar("T")
 
 
@@ -188,21 +183,30 @@ def calculate_rewards(
     """Return the environments' replies to the logs of `batch`.
 
     Each environment is called once for each of its task names, with the roles and contents of all
-    rows of that name. `rewards` are named parts if any reward has parts. A reward without parts is
-    then the part "reward".
+    rows of that name. The calls run concurrently, each in a thread. `rewards` are named parts if
+    any reward has parts. A reward without parts is then the part "reward".
 
     Raises:
         DataError: A task has no environment, or a return has the wrong shape. Exceptions of
-            environments are raised unchanged.
+            environments are raised unchanged; of several, that of the first task name in the batch.
     """
-    replies: dict[int, EnvironmentReply] = {}
-    for name in dict.fromkeys(batch["task_name"]):
-        rows = [row for row, task_name in enumerate(batch["task_name"]) if task_name == name]
+    rows_by_name: dict[str, list[int]] = {}
+    for row, name in enumerate(batch["task_name"]):
+        rows_by_name.setdefault(name, []).append(row)
+
+    def step(name: str) -> list[EnvironmentReply]:
         logs, metadata = (
-            [batch[column][row] for row in rows] for column in ("message_log", "extra_env_info")
+            [batch[column][row] for row in rows_by_name[name]]
+            for column in ("message_log", "extra_env_info")
         )
-        environment_replies = step_rows(get_environment(task_to_env, name), logs, metadata)
-        replies |= dict(zip(rows, environment_replies, strict=True))
+        return step_rows(environments[name], logs, metadata)
+
+    environments = {name: get_environment(task_to_env, name) for name in rows_by_name}
+    with ThreadPoolExecutor(max_workers=len(rows_by_name) or 1) as threads:
+        replies_by_name = dict(zip(rows_by_name, threads.map(step, rows_by_name), strict=True))
+    replies: dict[int, EnvironmentReply] = {}
+    for name, rows in rows_by_name.items():
+        replies |= dict(zip(rows, replies_by_name[name], strict=True))
     return join_replies([replies[row] for row in range(batch.size)])
 
 
@@ -220,7 +224,8 @@ def run_multi_turn_rollout(
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
     """Play every row until its environment ends it, or it reaches a limit of turns or tokens.
 
-    The rows run in lockstep: an environment is called once a turn, for all remaining rows.
+    The rows run in lockstep: an environment is called once a turn, for all remaining rows, and
+    several environments are called concurrently.
 
     Returns:
         A new batch and metrics. The batch has the input's rows with the whole `message_log`, the
@@ -229,12 +234,8 @@ def run_multi_turn_rollout(
         rewards. A failed row has the reward NaN and `loss_multiplier` 0. The metrics come from
         `measure_samples` and from the environments.
     """
-    player = RowPlayer(
-        policy_generation, get_log_renderer(tokenizer), max_seq_len, max_rollout_turns, greedy
-    )
-    return _run_blocking(
-        _play_in_lockstep(player, input_batch, task_to_env, _get_pad_id(tokenizer))
-    )
+    player = RowPlayer(policy_generation, tokenizer, max_seq_len, max_rollout_turns, greedy)
+    return _run_blocking(play_in_lockstep(player, input_batch, task_to_env, _get_pad_id(tokenizer)))
 
 
 def run_async_multi_turn_rollout(
@@ -248,11 +249,11 @@ def run_async_multi_turn_rollout(
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
     """Play rows like `run_multi_turn_rollout`, but each row calls its environment alone.
 
-    Each row has a thread of its own.
+    Each call runs in a thread of its own.
     """
 
     async def play() -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-        rows = _split_rows(input_batch)
+        rows = split_rows(input_batch)
         options = (
             policy_generation,
             tokenizer,
@@ -264,7 +265,7 @@ def run_async_multi_turn_rollout(
         results = await asyncio.gather(
             *(run_sample_multi_turn_rollout(i, row, *options) for i, row in enumerate(rows))
         )
-        return _make_batch(input_batch, results, task_to_env)
+        return make_batch(input_batch, results, task_to_env)
 
     return _run_blocking(play())
 
@@ -282,120 +283,24 @@ async def run_sample_multi_turn_rollout(
     """Play row `sample_idx` of a batch from the DatumSpec `initial_sample_state`.
 
     Returns:
-        The row's final state, whose `parts` are sums of the reward's named parts, and the metrics
-        of `measure_sample`.
+        The row's final state, with the sums of the reward's named parts and `idx` = `sample_idx`,
+        and the metrics of `measure_sample`.
     """
     environment = get_environment(task_to_env, initial_sample_state["task_name"])
-    player = RowPlayer(
-        policy_generation, get_log_renderer(tokenizer), max_seq_len, max_rollout_turns, greedy
-    )
+    player = RowPlayer(policy_generation, tokenizer, max_seq_len, max_rollout_turns, greedy)
     generator = policy_generation
     if takes_batches(policy_generation):
         generator = UnbatchedGenerator(policy_generation, pad_id=_get_pad_id(tokenizer))
     return await player.play(
-        sample_idx, initial_sample_state, generator, partial(step_alone, environment)
+        sample_idx,
+        initial_sample_state,
+        generator,
+        environment,
+        partial(step_alone, environment),
     )
 
 
 # --- helpers
-
-
-async def _play_in_lockstep(
-    player: RowPlayer,
-    input_batch: BatchedDataDict[DatumSpec],
-    task_to_env: Environments,
-    pad_id: int,
-) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Play all rows in lockstep."""
-    rows = _split_rows(input_batch)
-    barrier = RowBarrier[Any](len(rows))
-    names = dict.fromkeys(row["task_name"] for row in rows)
-    step_functions = {
-        name: partial(step_each, get_environment(task_to_env, name)) for name in names
-    }
-    complete_rows = partial(complete_batch, player.policy_generation, pad_id=pad_id)
-
-    async def play(i: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        generator = player.policy_generation
-        if is_synchronous_batch_generator(generator):
-            generator = _LockstepGenerator(barrier, i, complete_rows)
-        elif takes_batches(generator):
-            generator = UnbatchedGenerator(generator, pad_id=pad_id)
-        step_batch = step_functions[row["task_name"]]
-
-        def step_row(log: Any, metadata: Any) -> Any:
-            return barrier.submit(i, step_batch, (log, metadata))
-
-        try:
-            return await player.play(i, row, generator, step_row)
-        finally:
-            barrier.leave()
-
-    results = await asyncio.gather(*(play(i, row) for i, row in enumerate(rows)))
-    return _make_batch(input_batch, results, task_to_env)
-
-
-@dataclass(frozen=True)
-class _LockstepGenerator:
-    """The generator of one row. Its requests are batched with the requests of the other rows."""
-
-    barrier: RowBarrier[Any]
-    row: int
-    complete_rows: Any
-
-    async def generate(
-        self,
-        tokens: Sequence[int] | NDArray[np.int64],
-        sampling: Sampling,
-        media: Sequence[Placed] = (),
-    ) -> Completion:
-        refuse_media(media)
-        return await self.barrier.submit(self.row, self.complete_rows, (tokens, sampling))
-
-
-def _split_rows(batch: BatchedDataDict[DatumSpec]) -> list[dict[str, Any]]:
-    for column in ("message_log", "task_name"):
-        if column not in batch:
-            raise DataError(
-                f"the batch has no column '{column}': `collate` makes one of DatumSpecs"
-            )
-    return [{name: column[row] for name, column in batch.items()} for row in range(batch.size)]
-
-
-def _make_batch(
-    input_batch: BatchedDataDict[DatumSpec],
-    results: Sequence[tuple[dict[str, Any], dict[str, Any]]],
-    task_to_env: Environments,
-) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Return the played rows as a batch in order, and all metrics.
-
-    The environments post-process the batch.
-    """
-    states = [state for state, _ in results]
-    samples = [sample for _, sample in results]
-    batch = BatchedDataDict[DatumSpec](dict(input_batch))
-    for name in ("message_log", "extra_env_info", "stop_strings", "failed"):
-        batch[name] = [state[name] for state in states]
-    batch["total_reward"] = torch.tensor(
-        [sample["total_reward"] for sample in samples], dtype=torch.float32
-    )
-    batch["truncated"] = torch.tensor([sample["truncated"] for sample in samples], dtype=torch.bool)
-    failed = torch.tensor([sample["failed"] for sample in samples], dtype=torch.bool)
-    multiplier = batch.get("loss_multiplier", torch.ones(len(results)))
-    batch["loss_multiplier"] = torch.as_tensor(multiplier).masked_fill(failed, 0.0)
-    for part in dict.fromkeys(name for state in states for name in state["parts"]):
-        if part in batch:
-            raise DataError(
-                f"an environment's reward has a part '{part}', and the batch has a column of that "
-                "name. Rename one"
-            )
-        values = [
-            math.nan if sample["failed"] else state["parts"].get(part, 0.0)
-            for state, sample in results
-        ]
-        batch[part] = torch.tensor(values, dtype=torch.float32)
-    batch, environment_metrics = post_process(batch, task_to_env)
-    return batch, measure_samples(samples) | environment_metrics
 
 
 def _make_requests(

@@ -6,6 +6,7 @@ L = tokens of the row.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,11 @@ from torch import Tensor
 
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.attempt import MessageLogDialogue, StepFunction
+from ratchet.experience.nemo_rl.environment import EnvironmentInterface, has_option
 from ratchet.experience.nemo_rl.generation import get_sampling, get_weights_version
 from ratchet.experience.nemo_rl.metrics import measure_sample
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
-from ratchet.experience.nemo_rl.tokens import LogRenderer
+from ratchet.experience.nemo_rl.tokens import TokenizerType, get_log_renderer
 from ratchet.experience.rollout.episode import EpisodePlayer, PromptMemo
 from ratchet.experience.seeds import derive_seed
 from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
@@ -35,17 +37,27 @@ class RowPlayer:
     """
 
     policy_generation: Any
-    renderer: LogRenderer
+    tokenizer: TokenizerType
     max_seq_len: int
     max_rollout_turns: int
     greedy: bool
 
     async def play(
-        self, row: int, state: Mapping[str, Any], generator: Any, step_function: StepFunction
+        self,
+        row: int,
+        state: Mapping[str, Any],
+        generator: Any,
+        environment: EnvironmentInterface[Any],
+        step_function: StepFunction,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Play row `row` from the DatumSpec `state`, and return its final state and metrics.
 
-        The log of `state` is not changed.
+        `step_function` calls `environment`. The log of `state` is not changed. The final state has
+        a float32 tensor for each named part of the rewards: its sum over the turns, or NaN if the
+        row failed. `reward_parts` of the metrics are the names of these parts.
+
+        Raises:
+            DataError: A part has the name of another column.
         """
         log: MessageLog = state["message_log"]
         messages = tuple(as_message(entry) for entry in log)
@@ -53,10 +65,13 @@ class RowPlayer:
         memo = PromptMemo()
         memo.key = (list(messages), None)
         memo.tokens = concatenate_tokens(log).numpy()
-        dialogue = MessageLogDialogue(step_function)
+        dialogue = MessageLogDialogue(
+            step_function, judges_cut_answers=has_option(environment, "judges_cut_answers")
+        )
         dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
+        renderer = get_log_renderer(self.tokenizer, has_option(environment, "raw_observations"))
         player = EpisodePlayer(
-            generator, self.renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns
+            generator, renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns
         )
         task = Task(f"row/{row}", messages, tag=state["task_name"])
         (whole_trajectory,) = await player.play(
@@ -75,9 +90,17 @@ class RowPlayer:
             "total_reward": torch.tensor(metrics["total_reward"], dtype=torch.float32),
             "truncated": metrics["truncated"],
             "failed": _describe_failure(trajectory),
-            "parts": {} if metrics["failed"] else dict(dialogue.parts),
+            "idx": row,
         }
-        return final_state, metrics
+        for name, value in dialogue.parts.items():
+            if name in final_state:
+                raise DataError(
+                    f"an environment's reward has a part '{name}', and the batch has a column of "
+                    "that name. Rename one"
+                )
+            total = math.nan if metrics["failed"] else value
+            final_state[name] = torch.tensor(total, dtype=torch.float32)
+        return final_state, {**metrics, "reward_parts": tuple(dialogue.parts)}
 
     def _get_sampling(self, row: int) -> Sampling:
         """Return the sampling parameters of a row.
@@ -87,7 +110,7 @@ class RowPlayer:
         """
         sampling = get_sampling(
             self.policy_generation,
-            self.renderer.stop_ids,
+            get_log_renderer(self.tokenizer).stop_ids,
             max_new_tokens=self.max_seq_len,
             greedy=self.greedy,
         )

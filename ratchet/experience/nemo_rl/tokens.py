@@ -43,15 +43,30 @@ class LogRenderer(Renderer):
         return True
 
 
+class RawLogRenderer(LogRenderer):
+    """A log renderer that appends the text of observations without the chat template."""
+
+    def extend(
+        self, sampled: Sequence[int], messages: Sequence[Message], **context: Any
+    ) -> list[int]:
+        after = "special" if sampled and sampled[-1] in self._special_ids else "text"
+        text = "".join(message.text for message in messages)
+        return self.tokenizer.encode(text, allow_special=True, after=after)
+
+
 @lru_cache(maxsize=8)
-def get_log_renderer(tokenizer: TokenizerType) -> LogRenderer:
+def get_log_renderer(tokenizer: TokenizerType, raw_observations: bool = False) -> LogRenderer:
     """Return a renderer with the tokenizer's chat template; if it has none, concatenate messages.
+
+    Args:
+        raw_observations: True appends the text of observations without the chat template.
 
     Raises:
         ConfigError: The tokenizer is not a fast one.
     """
     converted = tokenizer if isinstance(tokenizer, Tokenizer) else _convert(tokenizer)
-    return LogRenderer(converted, None if converted.chat_template else "plain")
+    renderer = RawLogRenderer if raw_observations else LogRenderer
+    return renderer(converted, None if converted.chat_template else "plain")
 
 
 def _convert(tokenizer: HubTokenizer) -> Tokenizer:

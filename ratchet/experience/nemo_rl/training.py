@@ -17,7 +17,11 @@ from ratchet.errors import DataError
 from ratchet.experience.config import MessageLogConfig
 from ratchet.experience.nemo_rl.attempt import MessageLogDialogue, step_alone
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
-from ratchet.experience.nemo_rl.environment import EnvironmentInterface, post_process
+from ratchet.experience.nemo_rl.environment import (
+    EnvironmentInterface,
+    has_option,
+    post_process,
+)
 from ratchet.experience.nemo_rl.specs import DatumSpec, as_message
 from ratchet.protocols import Step
 from ratchet.types import Group, Message, Split, Task, Trajectory
@@ -43,7 +47,7 @@ class MessageLogEnvironment(Rows):
         self.path = config.data
         self.interface_name = type(self.interface).__name__
         self._rows: dict[Split, list[Task]] = {}
-        self.dialogue = MessageLogDialogue(partial(step_alone, self.interface))
+        self.dialogue = self._make_dialogue()
 
     def rows(self, split: Split) -> Sequence[Task]:
         if split not in self._rows:
@@ -58,7 +62,7 @@ class MessageLogEnvironment(Rows):
         )
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self.dialogue = MessageLogDialogue(partial(step_alone, self.interface))
+        self.dialogue = self._make_dialogue()
         self.dialogue.begin(
             task.meta["message_log"], task.meta["extra_env_info"], task.meta["stop_strings"]
         )
@@ -66,6 +70,15 @@ class MessageLogEnvironment(Rows):
 
     async def step(self, message: Message) -> Step:
         return await self.dialogue.step(message)
+
+    async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
+        return await self.dialogue.reward_cut_attempt(messages)
+
+    def _make_dialogue(self) -> MessageLogDialogue:
+        return MessageLogDialogue(
+            partial(step_alone, self.interface),
+            judges_cut_answers=has_option(self.interface, "judges_cut_answers"),
+        )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

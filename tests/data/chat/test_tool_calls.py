@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
-from ratchet.data.chat.tool_calls import FORMATS, MAX_DEPTH, find_tool_format, split_reasoning
+from ratchet.data.chat.tool_call_arguments import MAX_DEPTH
+from ratchet.data.chat.tool_calls import FORMATS, find_tool_format, split_reasoning
 from ratchet.errors import ConfigError
 from ratchet.types import Message, ToolCall
 
@@ -48,7 +49,27 @@ DSML = (
     'string="true">é\n</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 )
 
+GLM = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>é\n</arg_value>\n</tool_call>"
+)
+INVOKE = (
+    '<invoke name="add">\n<parameter name="a">2</parameter>\n<parameter name="b">é\n</parameter>\n'
+    "</invoke>\n"
+)
+KIMI = (
+    '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 2, "b": "é\\n"}'
+    "<|tool_call_end|>"
+)
+SECTION = "<|tool_calls_section_begin|>"
+# The families of which a template is at hand that writes calls.
+READ_BACK = ("qwen2.5", "qwen3", "llama3", "mistral", "glm4.5", "kimi-k2")
+
 READ = [
+    ("glm", f"Now.\n{GLM}\n{GLM}", "Now.", [ADD, ADD]),
+    ("glm", "<tool_call>f</tool_call>", "", [("f", {})]),
+    ("minimax", f"Now.\n<minimax:tool_call>\n{INVOKE}{INVOKE}</minimax:tool_call>", "Now.", [ADD, ADD]),
+    ("kimi", f"Now.{SECTION}{KIMI}{KIMI}<|tool_calls_section_end|>", "Now.", [ADD, ADD]),
     ("hermes", f"<tool_call>\n{JSON}\n</tool_call>", "", [ADD]),
     ("hermes", f"Let me.\n<tool_call>{JSON}</tool_call>\n<tool_call>\n{JSON}", "Let me.", [ADD, ADD]),
     ("hermes", f"<think>\n<tool_call>?\n</think>\n\n<tool_call>{JSON}</tool_call>", "<think>\n<tool_call>?\n</think>", [ADD]),
@@ -95,6 +116,12 @@ def test_what_is_no_call_stays_as_it_was(family, text):
 
 
 MALFORMED = [
+    ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n2\n</tool_call>", 1),
+    ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>", 1),
+    ("minimax", f"<minimax:tool_call>\n{INVOKE}2</minimax:tool_call>", 1),
+    ("minimax", "<minimax:tool_call>\n</minimax:tool_call>", 1),
+    ("kimi", f"{SECTION}<|tool_call_begin|>functions.add:0<|tool_call_end|>", 1),
+    ("kimi", f"{SECTION}<|tool_calls_section_end|>", 1),
     ("hermes", "<tool_call>add(2)</tool_call>", 1),
     ("hermes", f"{JSON}</tool_call>", 1),  # the opening was forgotten
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', 1),
@@ -152,6 +179,8 @@ MARKS = [
     "[ARGS]", "[CALL_ID]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     "```json", "```", '<｜DSML｜invoke name="', "</｜DSML｜invoke>", '<｜DSML｜parameter name="',
     '" string="false">', "</｜DSML｜parameter>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", '<invoke name="', "</invoke>", '<parameter name="',
+    SECTION, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     "<think>", "</think>", "[THINK]", "[/THINK]", JSON, LLAMA,
     "add(", "a=", '"', "'", "\\", "\\u", "{", "}", "[", "]", "(", ")",
     ",", ":", ";", "=", ">", "-", "1e5", "True", "None", '"name"', '"parameters"', "\x00", "\n", " ", "é", "\ud800",
@@ -200,6 +229,9 @@ def test_the_format_is_told_from_the_template_and_else_from_the_tokens():
         "llama3": "llama",
         "mistral": "mistral",
         "deepseek-r1": "deepseek",
+        "glm4.5": "glm",
+        "minimax-m2": "minimax",
+        "kimi-k2": "kimi",
     }
     assert {family: renderer(family).tool_format.name for family in told} == told
     assert find_tool_format("auto", "<tool_call>\n<function=name>", {}).name == "qwen3_coder"
@@ -217,11 +249,11 @@ def test_the_format_is_told_from_the_template_and_else_from_the_tokens():
 # --- through tokens
 
 
-@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama3", "mistral", "turns", "chatml"])
+@pytest.mark.parametrize("family", [*READ_BACK, "turns", "chatml"])
 def test_what_the_template_writes_as_a_call_is_read_back_and_goes_on(family):
     own = family in ("turns", "chatml")
     made = Renderer(byte_tokenizer(), family) if own else renderer(family)
-    call_id = "call00000" if family == "mistral" else "call_0"
+    call_id = {"mistral": "call00000", "kimi-k2": "functions.add:0"}.get(family, "call_0")
     user, called = (
         Message("user", "2 + 2?"),
         Message("assistant", "", (ToolCall(call_id, "add", {"a": 2, "b": "é"}),)),
@@ -232,6 +264,18 @@ def test_what_the_template_writes_as_a_call_is_read_back_and_goes_on(family):
     assert malformed == 0
     assert message.tool_calls == called.tool_calls
     assert message.text.strip() in ("", "<think>", "<think>\n\n</think>")
+
+
+def test_calls_that_would_be_malformed_are_refused_at_the_start():
+    for family in (*READ_BACK, "minimax-m2"):
+        renderer(family).check_tool_calls()
+    glm = renderer("glm4.5")
+    source = glm.template.source
+    with pytest.raises(ConfigError, match=r"tool_format=hermes does not read the tool calls that.*"
+                       r"<tool_call>look_up.*one of deepseek"):  # fmt: skip
+        Renderer(glm.tokenizer, source, tool_format="hermes").check_tool_calls()
+    with pytest.raises(ConfigError, match=r"can't write a tool call: .*does not write tool calls"):
+        Renderer(renderer("llama2").tokenizer, tool_format="hermes").check_tool_calls()
 
 
 def test_a_dialogue_with_tools_extends_what_was_sampled_token_by_token():

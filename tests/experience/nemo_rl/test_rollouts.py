@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,13 +30,16 @@ from ratchet.errors import DataError
 from ratchet.experience.nemo_rl import BatchedDataDict, WithSampling, collate, make_datum
 from ratchet.experience.nemo_rl.metrics import compute_percentile
 from ratchet.experience.nemo_rl.rollouts import (
+    calculate_rewards,
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
     run_sample_multi_turn_rollout,
 )
+from ratchet.experience.nemo_rl.tokens import get_log_renderer
 from ratchet.testing.fakes import FakeGenerator
-from ratchet.types import Sampling
+from ratchet.types import Message, Sampling
 
+EOS_TEXT = TOKENIZER.special_tokens["eos_token"]
 BOTH = [run_multi_turn_rollout, run_async_multi_turn_rollout]
 
 
@@ -205,9 +210,9 @@ def test_one_sample():
         3, state, FakeGenerator(by_seed), TOKENIZER, {"other": Counting(parts=True)}, 64
     )
     final, metrics = asyncio.run(play)
-    assert final["idx"] == 7
+    assert final["idx"] == 3
     assert final["total_reward"].item() == 1.0
-    assert final["parts"] == pytest.approx({"reward/low": 0.2, "reward/high": 0.8})
+    assert (final["reward/low"].item(), final["reward/high"].item()) == pytest.approx((0.2, 0.8))
     assert (
         metrics["turn_count"],
         metrics["terminated"],
@@ -239,6 +244,94 @@ def test_post_processing_changes_the_batch_and_never_its_rows():
         assert (metrics["count/rows"], metrics["other/rows"]) == ([0, 2], 1)
         with pytest.raises(DataError, match="got 2 rows and returned 0"):
             rollout(policy, start(), TOKENIZER, {"count": Losing(), "other": Counting()}, 64)
+
+
+class Meeting(Counting):
+    """Steps only while the other environments of the barrier step too."""
+
+    def __init__(self, barrier):
+        super().__init__()
+        self.barrier = barrier
+
+    def step(self, message_log_batch, metadata):
+        self.barrier.wait(timeout=60)
+        return super().step(message_log_batch, metadata)
+
+
+def test_environments_of_different_tasks_step_concurrently():
+    barrier = threading.Barrier(2)
+    environments = {"count": Meeting(barrier), "other": Meeting(barrier)}
+    batch = batch_of({"turns": 2}, {"turns": 2, "task": "other"}, {"turns": 2})
+    policy = FakeGenerator(lambda *_: [*ids("a"), EOS])
+    played, _ = run_multi_turn_rollout(policy, batch, TOKENIZER, environments, 64)
+    assert played["total_reward"].tolist() == [1.0, 1.0, 1.0]
+    assert calculate_rewards(batch, environments).rewards.tolist() == [0.5, 0.5, 0.5]
+    assert environments["count"].calls == [2, 2, 2]
+
+
+def test_raw_observations_continue_the_turn_with_their_own_tokens():
+    class Raw(Counting):
+        raw_observations = True
+
+    policy = FakeGenerator(lambda *_: [*ids("a"), EOS])
+    for rollout in BOTH:
+        start = batch_of({"turns": 2})
+        batch, _ = rollout(policy, start, TOKENIZER, {"count": Raw()}, 64)
+        (log,) = batch["message_log"]
+        prompt = log[0]["token_ids"].tolist()
+        assert log[2]["token_ids"].tolist() == ids("<1>")
+        assert policy.requests[-1][0] == [*prompt, *ids("a"), EOS, *ids("<1>")]
+    renderer = get_log_renderer(TOKENIZER, raw_observations=True)
+    assert renderer.extend(ids("a"), [Message("user", EOS_TEXT)]) == [EOS]
+
+
+def test_cut_answers_are_judged_where_the_environment_asks():
+    class Judging(Counting):
+        judges_cut_answers = True
+
+    answers = iter([[*ids("ab"), EOS], ids("abcd"), [*ids("ab"), EOS], ids("abcd")])
+    for rollout in BOTH:
+        policy = FakeGenerator(lambda *_: next(answers))
+        batch, metrics = rollout(
+            policy, batch_of({"turns": 9}), TOKENIZER, {"count": Judging()}, 12
+        )
+        (log,) = batch["message_log"]
+        assert batch["total_reward"].tolist() == [1.0]
+        assert batch["truncated"].tolist() == [True]
+        assert [entry["content"] for entry in log[1:]] == ["ab", "<1>", "abcd", "<2>"]
+        assert batch["extra_env_info"][0]["turn"] == 2
+        assert metrics["natural_termination_rate"] == 0
+
+
+@pytest.mark.slow
+def test_an_environment_may_be_a_ray_actor():
+    import ray
+
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}},
+    )
+    try:
+        actor = ray.remote(Counting).remote(parts=True)
+        batch, metrics = run_multi_turn_rollout(
+            FakeGenerator(by_seed), mixed(), TOKENIZER, {"count": actor, "other": actor}, 64, 4
+        )
+        expected, expected_metrics = run_multi_turn_rollout(
+            FakeGenerator(by_seed),
+            mixed(),
+            TOKENIZER,
+            dict.fromkeys(("count", "other"), Counting(parts=True)),
+            64,
+            4,
+        )
+        assert "the maze is on fire" in "".join(filter(None, batch["failed"]))
+        del batch["failed"], expected["failed"]
+        assert flat(batch) == flat(expected)
+        assert flat(metrics) == flat(expected_metrics)
+    finally:
+        ray.shutdown()
 
 
 def test_what_is_no_rows_fault_goes_up():
