@@ -98,7 +98,8 @@ def _get_gem_factory(name: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"environment.kind 'gem' can't import gem ({error}): {suggest_install('gem')} on "
-            "Python 3.11 (gem-llm has no release for later ones), or set path"
+            "Python 3.11 (gem-llm has no release for later ones), or set environment.path to a "
+            "class"
         ) from error
     finally:  # Importing gem configures the root logger, which only the program should do.
         root.handlers[:] = handlers
