@@ -145,7 +145,7 @@ def possible(rollouts: dict[str, Any], busy_s: float) -> float:
         return draw_seconds(derive_seed("possible", group, attempt), MEAN_S, SIGMA)
 
     scheduler = StalenessScheduler(
-        groups_per_step=BATCH, last_step=LONG, **{"max_staleness": 0, **rollouts}
+        groups_per_step=BATCH, end_step=LONG, **{"max_staleness": 0, **rollouts}
     )
     ends = compute_best_step_ends(
         scheduler, attempts=ATTEMPTS, slots=WORKERS * SLOTS, update_s=busy_s, seconds=seconds

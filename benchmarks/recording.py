@@ -75,8 +75,8 @@ def seconds(
         None if folder is None else Recorder(RecordConfig(), folder, seed=0, in_background=False)
     )
     start = run.first_step + 2
-    asyncio.run(train(replace(run, recorder=recorder, last_step=start)))
-    run = replace(run, recorder=recorder, first_step=start, last_step=start + steps)
+    asyncio.run(train(replace(run, recorder=recorder, end_step=start)))
+    run = replace(run, recorder=recorder, first_step=start, end_step=start + steps)
     started, worked = time.perf_counter(), time.process_time()
     asyncio.run(train(run))
     if recorder is not None:
@@ -117,7 +117,7 @@ def measuring(
         meter = make_meter(policy, config, 1, RunDirectory(folder), trace)
         count_flops = partial(wrap_with_flop_counter, counter=meter.flop_counter)
         run = build_run(config, 1, policy, wrap_roles=[count_flops], meter=meter)
-        run = replace(run, last_step=run.first_step + steps)
+        run = replace(run, end_step=run.first_step + steps)
         ratchet.training.run.iterate_attempt_samples = counted("attempts", spread)
         meter.begin, meter.measure = counted("meter", meter.begin), counted("meter", meter.measure)
         meter.flop_counter.add = counted("meter", meter.flop_counter.add)

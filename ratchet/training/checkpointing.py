@@ -105,7 +105,7 @@ class CheckpointSaver:
         source = await run.batcher.source.snapshot()
         mirror_snapshot = {} if self.mirror is None else self.mirror.take_snapshot()
         run_continues = (
-            run.stop.status is None and not run.progress.ended and steps_done < run.last_step
+            run.stop.status is None and not run.progress.ended and steps_done < run.end_step
         )
         if self.config.background and run_continues:
             write = self._copy(run, source)

@@ -410,7 +410,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
         examples=stage.examples,
         curriculum=stage.curriculum,
         seed=config.seed,
-        first_step=sum(earlier.n_steps for earlier in config.stages[:index]),
+        start_step=sum(earlier.n_steps for earlier in config.stages[:index]),
         parity=stage.parity,
         sentinels=stage.sentinels,
         algorithm=stage.algorithm,

@@ -137,9 +137,10 @@ class StageRun:
 
     Attributes:
         roles: The learners by role.
-        first_step: The first remaining step, in step numbers of the whole run.
-        last_step: The first step after the stage.
-        origin: The stage's first step, which a resumed run keeps; None: `first_step`.
+        start_step: The first step of the stage. Steps are numbered from 0 over the whole run.
+        end_step: The first step after the stage.
+        first_step: The first step that this object trains: `start_step`, or in a resumed run the
+            step of the checkpoint.
         observers: Functions called with every step's number and metrics.
         managers: Rollout managers, closed with the run.
         trainable: Number and share of the trained parameters, logged with the first step.
@@ -158,9 +159,9 @@ class StageRun:
     roles: Mapping[str, Learner]
     batcher: Batcher
     weight_sync: WeightSync
+    start_step: int
+    end_step: int
     first_step: int
-    last_step: int
-    origin: int | None = None
     state: AlgoState = field(default_factory=AlgoState)
     metrics: MetricsManager = field(default_factory=MetricsManager)
     observers: Sequence[Observer] = ()
@@ -193,13 +194,12 @@ class StageRun:
     _longest_step_s: float = 0.0  # seconds of the longest step, evaluation and saving included
 
     def __post_init__(self) -> None:
-        self.start_step = self.first_step if self.origin is None else self.origin
         self.done = self.first_step  # number of finished steps of the whole run
         self.metrics.declare("rollout", DISTRIBUTION_REDUCERS)
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the remaining steps, until a stop is requested."""
-        for step in range(self.first_step, self.last_step):
+        for step in range(self.first_step, self.end_step):
             # A library may have replaced the signal handlers; restore them before reading `stop`.
             reinstall_handlers()
             if self.stop.status is not None or self.progress.ended:
@@ -381,13 +381,13 @@ class StageRun:
         progress.best, progress.fruitless = early_stopping.update(
             metrics, progress.best, progress.fruitless
         )
-        if progress.fruitless >= early_stopping.n_evaluations and self.done < self.last_step:
+        if progress.fruitless >= early_stopping.n_evaluations and self.done < self.end_step:
             log.info(
                 "stage %s ends after step %d of %d: %s was no better in %d evaluations in a row "
                 "(evaluation.patience)",
                 self.name,
                 self.done,
-                self.last_step,
+                self.end_step,
                 choose_metric(early_stopping.metric, metrics),
                 progress.fruitless,
             )
@@ -468,7 +468,7 @@ class StageRun:
 
     @property
     def _is_last_step(self) -> bool:
-        return self.progress.ended or self.done == self.last_step
+        return self.progress.ended or self.done == self.end_step
 
     def _is_due(self, done: int, every: int) -> bool:
         return every > 0 and (done - self.start_step) % every == 0

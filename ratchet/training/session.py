@@ -321,7 +321,7 @@ class TrainingSession:
         progress_bar = show_progress(
             run.name,
             first_step=run.first_step,
-            last_step=run.last_step,
+            end_step=run.end_step,
             mode=self.config.logging.progress,
             console=self.console,
         )

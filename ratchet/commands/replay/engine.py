@@ -270,7 +270,7 @@ class Replay:
     async def _train_next(self, run: StageRun) -> ReplayedStep:
         """Compute the next step alone, with the parts of `run`, and return its results."""
         collector = StepCollector()
-        steps = {"first_step": self.last_step, "last_step": self.last_step + 1}
+        steps = {"first_step": self.last_step, "end_step": self.last_step + 1}
         await train(replace(run, recorder=collector, observers=(collector.observe,), **steps))
         return collector.replayed_step
 
@@ -307,7 +307,7 @@ class Replay:
         assert self.run is not None, "`advance_to` must be called first"
         assert self.policy is not None
         self._apply_recipe_changes()
-        if self.last_step == self._get_last_step(self.stage_index):
+        if self.last_step == self._get_end_step(self.stage_index):
             self.stage_index += 1
             self._require_local_learner(self.stage_index)
             self.run = self._make_stage_run(self.config, self.policy)
@@ -327,7 +327,7 @@ class Replay:
             return
         assert self.run is not None, "`advance_to` must be called first"
         earlier_run, self.config = self.run, config
-        if self.last_step < self._get_last_step(self.stage_index):
+        if self.last_step < self._get_end_step(self.stage_index):
             self.policy = self._build_policy(config)
             self.run = self._make_stage_run(config, self.policy, deepcopy(earlier_run.state))
             with TemporaryFolder("replay") as states:
@@ -335,8 +335,8 @@ class Replay:
                     learner.save(states / name)
                     self.run.roles[name].load(states / name)
 
-    def _get_last_step(self, index: int) -> int:
-        """Return the last step of stage `index`."""
+    def _get_end_step(self, index: int) -> int:
+        """Return the number of steps that the run has done by the end of stage `index`."""
         return sum(stage.n_steps for stage in self.config.stages[: index + 1])
 
     def _make_stage_run(
@@ -362,15 +362,16 @@ class Replay:
             groups_per_step=spec.batch_size,
             max_failed_share=1.0,
         )
-        first_step = spec.first_step or 0
+        start_step = spec.start_step or 0
         return StageRun(
             spec.name,
             algorithm,
             roles,
             batcher,
             NoWeightSync(),
-            first_step=first_step,
-            last_step=first_step + spec.steps,
+            start_step=start_step,
+            end_step=start_step + spec.steps,
+            first_step=start_step,
             state=state or AlgoState(),
         )
 
