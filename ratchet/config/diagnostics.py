@@ -254,7 +254,7 @@ def _write_path(place: Location, key: str) -> str:
 
 
 def _hint_at_peer_name(key: str, place: Location, tree: Node, model: type[Any]) -> str:
-    """Return the recipe's name of another library's key, if the kinds of a stage have it."""
+    """Return the recipe's name of another library's key, if a stage's kinds have that key."""
     stages: Any = tree.value.get(STAGES) if isinstance(tree.value, dict) else None
     count = len(stages.value) if stages is not None and isinstance(stages.value, list) else 0
     # A key at the top may be meant for any stage.

@@ -82,7 +82,7 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
 def resolve(slot: str, values: Mapping[str, Any]) -> Any:
     """Return the section of a `slot` ("algorithm", ...) from a recipe's mapping.
 
-    It has the attributes of the slot's base section (`BASES`).
+    The section has the attributes of the slot's base section (`BASES`).
 
     Raises ConfigError for an unknown or unusable kind, pydantic's ValidationError for wrong values.
     """
@@ -106,7 +106,7 @@ def read_kind(slot: str, values: Mapping[str, Any]) -> str:
 def section_class(slot: str, kind: str) -> type[Section]:
     """Return the class that validates a section of this kind.
 
-    It gets a field `kind` if it has none, so that a saved section names its kind, and the
+    The class gets a field `kind` if it has none, so that a saved section names its kind, and the
     attributes of the slot's base section that it lacks.
     """
     if ":" in kind:
@@ -182,9 +182,9 @@ def build(section: Section, /, *arguments: Any, **named: Any) -> Any:
 
 
 def get_reward_name(section: Section) -> str:
-    """Return the name of a reward in metrics: of its kind, or of the function that it names.
+    """Return the name of a reward in metrics: its section's `reward_name`, or else its kind.
 
-    The name of a path is the part after the colon.
+    An import path is shortened to the part after the colon.
     """
     name = getattr(section, "reward_name", None) or section.kind_name
     return str(name).rpartition(":")[2]

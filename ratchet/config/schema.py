@@ -168,7 +168,9 @@ class EvaluationConfig(Section):
         ge=0,
         description="Steps between evaluations; 0: only before and after the stage.",
     )
-    tasks: int = Field(default=512, ge=0, description="Held-out tasks; 0: no evaluation at all.")
+    tasks: int = Field(
+        default=512, ge=0, description="Number of held-out tasks; 0: no evaluation at all."
+    )
     samples: int = Field(
         default=0, ge=0, description="Number of sampled attempts per task, besides the greedy one."
     )
@@ -232,7 +234,7 @@ class CheckpointConfig(Section):
     keep_best: int = Field(
         default=0,
         ge=0,
-        description="Number of best checkpoints to keep, among those with the metric.",
+        description="Number of best checkpoints to keep, among those that have the metric.",
     )
     metric: str | None = Field(
         default=None,
@@ -448,7 +450,7 @@ class RunConfig(Section):
     import_dirs: tuple[str, ...] = Field(
         default=(),
         description="Further directories of modules that kinds may name (my_module:Thing); the "
-        "recipe's own is added where it has such a module.",
+        "recipe's own directory is added if it holds such a module.",
     )
     model: ModelConfig = ModelConfig()
     tokenizer: Annotated[AnySection, Slot("tokenizer")] = Field(

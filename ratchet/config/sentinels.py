@@ -28,9 +28,10 @@ class SentinelConfig(Section):
     )
     rule: Rule = Field(
         description="above, below: above or below the threshold. spike: more than threshold robust "
-        "deviations above the median of the previous window. grows, shrinks: the window's median "
-        "is above, below threshold times the first window's. rises: it is above the first window's "
-        "by threshold. reported: not 0; a step without the metric counts as 0. nonfinite: NaN or "
+        "standard deviations (1.4826 times the median deviation) above the median of the previous "
+        "window. grows, shrinks: the window's median is above, below threshold times the first "
+        "window's median. rises: the window's median is more than threshold above the first "
+        "window's. reported: not 0; a step without the metric counts as 0. nonfinite: NaN or "
         "infinite."
     )
     threshold: float = Field(default=0.0, description="Threshold of the rule.")

@@ -92,6 +92,8 @@ class Node:
 # Recipes use the core schema of YAML 1.2, and numbers may have underscores, as in Python. PyYAML
 # uses YAML 1.1, where 1e-3 is text, off and no are booleans, 010 is 8, and 12:30:00 is 45000.
 
+# Each row: a tag, the pattern of its texts, and the characters with which they begin (\0: the empty
+# text).
 SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),

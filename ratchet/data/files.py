@@ -117,7 +117,9 @@ def _copy_unpacked(content: gzip.GzipFile, unpacked: IO[bytes], packed: IO[bytes
 def find_files(locations: Sequence[str | Path]) -> list[str | Path]:
     """Return the files of paths, addresses, patterns (*.parquet) and directories.
 
-    The files of one pattern or directory are sorted by name. Raises DataError if it has none.
+    The files of one pattern or directory are sorted by name.
+
+    Raises DataError for a pattern or directory without files.
     """
     return [file for location in locations for file in _find_files_at(location)]
 

@@ -17,7 +17,7 @@ class RowOrder:
     A block is a number of rows that are read together. Each epoch shuffles the blocks, then the
     rows within each window of WINDOW consecutive blocks. A single block is shuffled fully. So the
     row at any position is computed directly, and a file of row groups is read one group at a time.
-    shuffle=False keeps the order of the rows.
+    shuffle=False keeps the order of the rows. Equal `seed` and `name` give equal orders.
 
     numpy's RandomState draws the orders, because its streams never change between versions.
     """

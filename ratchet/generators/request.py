@@ -120,7 +120,7 @@ class RequestValidator:
         if len(prompt) > self.max_context:
             raise DataError(
                 f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: "
-                "shorten or drop it"
+                "shorten or drop the prompt"
             )
         if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id becomes a huge one
             unknown_token = next(

@@ -33,7 +33,7 @@ class CheckpointSaver:
     `saved_step` is the step of the latest complete checkpoint.
 
     Args:
-        saved_step: The step at which the stage starts, or of the checkpoint that it goes on from.
+        saved_step: The step at which the stage starts, or from whose checkpoint it resumes.
         data: The files that the stage's tasks come from. A saved position is valid only in the same
             files, so their fingerprints are saved with it.
         recipe: The resolved recipe, saved so that later changes of it are reported.
@@ -194,7 +194,7 @@ class CheckpointSaver:
             raise DataError(
                 f"{', '.join(changed_paths)} changed since step {checkpoint.step}, so the "
                 "checkpoint's position in the data is invalid. Restore the files, allow the change "
-                "with --changed-data, or start a new run from its weights (--from)"
+                "with --changed-data, or start a new run from this run's weights (--from)"
             )
         if changed_paths:
             log.warning(
@@ -267,8 +267,8 @@ def refuse_lost_checkpoints(
     config = stage.checkpoint
     first_save = min(config.every or stage.n_steps, stage.n_steps)
     rows = read_jsonl(directory.metrics)
-    is_due = bool(rows) and rows[-1]["step"] > 2 * first_save and config.on_error != "warn"
-    if store.steps() or not (is_due or (rows and directory.summary.exists())):
+    must_exist = bool(rows) and rows[-1]["step"] > 2 * first_save and config.on_error != "warn"
+    if store.steps() or not (must_exist or (rows and directory.summary.exists())):
         return
     raise RunDirectoryError(
         f"{store.root} has no checkpoint, but {directory.metrics} has {rows[-1]['step']} steps: "

@@ -75,7 +75,7 @@ def make_pair_evaluator(
 ) -> PairEvaluator | None:
     """Return the evaluator that compares the two answers of each pair.
 
-    It is for environments without rewards. Returns None without held-out tasks.
+    Environments without rewards are evaluated so. Returns None without held-out tasks.
 
     Raises:
         ConfigError: The environment has no pairs.
@@ -137,7 +137,7 @@ def explain_no_answers(source: str, reason: str) -> str:
 
 
 def _without_selection(spec: StageSpec) -> StageSpec:
-    """Return the spec without the keys that select training tasks: held-out tasks are given."""
+    """Return the spec without the keys that select among training tasks."""
     return replace(spec, examples=None, curriculum=None)
 
 
@@ -186,8 +186,8 @@ def make_stage_evaluator(
         evaluators.append(make_loss_evaluator(policy, setup, algorithm, spec, roles))
     elif not evaluators:
         raise ConfigError(
-            f"nothing judges the held-out answers, and algorithm {algorithm.name} has no loss on "
-            "tasks alone. Set eval_rewards, or evaluation.tasks=0"
+            f"nothing judges the held-out answers, and algorithm {algorithm.name} has no loss that "
+            "needs no rewards. Set eval_rewards, or evaluation.tasks=0"
         )
     present = tuple(evaluator for evaluator in evaluators if evaluator is not None)
     return CombinedEvaluator(present) if len(present) > 1 else next(iter(present), None)

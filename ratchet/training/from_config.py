@@ -133,7 +133,11 @@ def _check_torchrun(config: RunConfig) -> None:
 
 
 def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[ResourceRequest]:
-    """Return the resources of the processes that train; none if this process trains."""
+    """Return the resources of the processes that train; [] if this process trains.
+
+    Raises:
+        ModelError: The processes can't divide the model.
+    """
     section = config.stages[0].learner
     if not isinstance(section, DistributedConfig):
         return []
@@ -161,7 +165,7 @@ def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
 
 
 def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> None:
-    """Check all stages now for errors that later stages would otherwise raise only at their start.
+    """Check all stages from `first_stage` on for errors that would else come when a stage starts.
 
     Raises:
         ConfigError: A teacher does not fit the policy, the model lacks the routers that a stage
@@ -287,14 +291,18 @@ def build_renderer(
 def get_chat_template(config: RunConfig) -> str | None:
     """Return the chat template that the recipe chooses; None for the tokenizer's own.
 
-    With `chat_template_kwargs`, the tokenizer's own is the chosen one with their values.
+    With `chat_template_kwargs` it is None too, because the tokenizer was then built with the chosen
+    template and those values.
     """
     tokenizer_config = get_tokenizer_config(config)
     return None if tokenizer_config.chat_template_kwargs else tokenizer_config.template
 
 
 def get_tokenizer_config(config: RunConfig) -> TokenizerConfig:
-    """Return the keys of all built-in tokenizers; other tokenizers bring their own template."""
+    """Return the recipe's tokenizer section, or the defaults if it is not a built-in one.
+
+    A tokenizer of the user's brings its own template.
+    """
     section = config.tokenizer
     return section if isinstance(section, TokenizerConfig) else TokenizerConfig()
 
@@ -306,7 +314,7 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         stage: The stage.
         environment: Its environment, if it has been built already.
     """
-    agent: Any = stage.agent  # the slot gives it the keys of the server
+    agent: Any = stage.agent  # `Any`: the schema adds the server's keys to the agent's section
     agent_server = (
         LOCAL_SERVER
         if agent is None
@@ -327,7 +335,7 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
 
 
 def build_eval_env_setup(environment: EnvironmentConfig) -> EnvSetup:
-    """Return an environment that is judged by its own reward."""
+    """Return the setup of an environment that is judged by its own reward."""
     return EnvSetup(build(environment), reward=build_reward(get_default_rewards(environment)))
 
 
@@ -339,8 +347,8 @@ def _build_other_env_setup(stage: StageConfig, section: EnvironmentConfig) -> En
 def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequence[Section]:
     """Return the rewards that judge held-out answers in `environment`, which is built already.
 
-    An `evaluation.environment` is judged by its own reward. One that has none, and whose steps give
-    none, is judged by `eval_rewards`, unless these are the own reward of the stage's environment.
+    An `evaluation.environment` is judged by its own reward, or by the rewards of its steps. If it
+    has neither, `eval_rewards` judge, unless they are only the default of the stage's environment.
     """
     section = stage.evaluation.environment
     if section is None:
@@ -448,7 +456,7 @@ def build_adapter(config: RunConfig, index: int, directory: Path) -> Adapter | N
         return None
     base = get_adapter_base_dir(config, index, directory)
     path = str(config.model.path)
-    # The adapter is read from other working directories than this one.
+    # The adapter's files name its base model, and are read from other working directories too.
     if base is None and Path(path).is_dir():
         base = Path(path)
     location = path if base is None else str(base.absolute())

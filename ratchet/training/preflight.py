@@ -117,7 +117,7 @@ def _is_local(config: RunConfig) -> bool:
 def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
     """Return the renderer of the recipe's tokenizer, and read the model's config.json.
 
-    The checkpoint of a run has neither before it is exported, so its renderer is None.
+    A run's checkpoint has neither before it is exported, so None is returned for it.
     """
     path = config.model.path
     processor = None
@@ -225,7 +225,7 @@ class _StageCheck:
         self, environment: Environment, task: Task, sections: Sequence[Section], key: str
     ) -> None:
         if self.stage.agent is not None:
-            return  # its rewards may read what only the agent's attempts have
+            return  # the rewards may read results that only an agent's attempt has
         local = [section for section in sections if not _calls_model(section)]
         reward = build_reward(local)
         if reward is None:

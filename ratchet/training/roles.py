@@ -334,7 +334,8 @@ def check_media_readers(
     Args:
         processor: The policy's processor; None if the policy reads no media.
         algorithm: Names the roles.
-        needs_media: True if every task has media.
+        needs_media: True if every task has media. Only then is a model refused that reads text
+            alone.
 
     Raises:
         ConfigError: A model does not read them.

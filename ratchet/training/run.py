@@ -1,4 +1,4 @@
-"""A stage's state, which `ratchet.training.loop.train` uses, and the work around each step.
+"""The state of a stage (`StageRun`) and the work around each step of the training loop.
 
 That work is metrics, evaluation, early stopping, sentinels and checkpoints.
 """
@@ -107,7 +107,8 @@ class Progress:
     silent_steps: int = 0  # steps without a gradient: all advantages were 0
     accuracy_before: float | None = None
     accuracy: float | None = None  # the latest
-    is_share: bool = True  # False if a reward of an evaluation was below 0 or above 1
+    # True if `accuracy` is a share: no reward of an evaluation was below 0 or above 1.
+    is_share: bool = True
     loss_before: float | None = None  # on held-out tasks
     loss: float | None = None  # on held-out tasks, the latest
     best: float | None = None  # best value of the early-stopping metric
@@ -144,7 +145,8 @@ class StageRun:
         observers: Functions called with every step's number and metrics.
         managers: Rollout managers, closed with the run.
         trainable: Number and share of the trained parameters, logged with the first step.
-        measure_environment: Returns the environment's own metrics of a step's new groups.
+        measure_environment: Returns the environment's own metrics of the groups of a step that were
+            not trained on before.
         evaluations_dir: The directory for results of evaluations, by step.
         save: Writes a checkpoint of this run after the given number of steps.
         verify_directory: Raises RunDirectoryError if the run may no longer write to its directory.
@@ -402,7 +404,12 @@ class StageRun:
             and self.stop.status is None
             and now + next_step_s > self.deadline
         ):
-            log.warning("no time for another step (checkpoint.limit_s); saving")
+            log.warning(
+                "no time for another step: it may take %.0f s, and checkpoint.limit_s leaves %.0f; "
+                "saving",
+                next_step_s,
+                self.deadline - now,
+            )
             self.stop.status = OUT_OF_TIME
         if (
             self.limit_s is not None

@@ -117,7 +117,7 @@ class EnvSetup:
         agent_server: Settings of the server that the agent calls.
         second_opinion: A reward for `ratchet.experience.checks.reward_hacking`. It judges attempts
             again, and nothing trains on it.
-        canaries: Tasks for the same check that must not earn a reward.
+        canaries: An environment for the same check, whose tasks must not earn a reward.
         evaluation: The setup for evaluation; None evaluates on this environment's held-out tasks.
     """
 

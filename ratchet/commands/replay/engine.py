@@ -215,8 +215,7 @@ class Replay:
     async def advance_to(self, step: int) -> StageRun:
         """Compute all steps before `step` and return the run in that state.
 
-        The replay continues from its present state, or from the nearest checkpoint if that is
-        later.
+        The replay continues from its present state, or from a checkpoint that is nearer.
         """
         earlier_checkpoints = [saved for saved in self.store.steps() if saved < step]
         nearest_checkpoint = max(earlier_checkpoints, default=0)
@@ -362,16 +361,16 @@ class Replay:
             groups_per_step=spec.batch_size,
             max_failed_share=1.0,
         )
-        start_step = spec.start_step or 0
+        start = spec.start_step or 0
         return StageRun(
             spec.name,
             algorithm,
             roles,
             batcher,
             NoWeightSync(),
-            start_step=start_step,
-            end_step=start_step + spec.steps,
-            first_step=start_step,
+            start_step=start,
+            first_step=start,
+            end_step=start + spec.steps,
             state=state or AlgoState(),
         )
 

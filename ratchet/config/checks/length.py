@@ -52,7 +52,7 @@ def _check_schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
         yield clash(
             f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not read with "
             "optimizer.schedule=constant: set optimizer.schedule=linear, cosine or wsd, or remove "
-            "it",
+            "optimizer.min_lr_ratio",
             "optimizer.min_lr_ratio",
         )
 
@@ -65,7 +65,7 @@ def _check_decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             yield clash(
                 f"optimizer.decay_steps={decay} is not read with "
                 f"optimizer.schedule={optimizer.schedule}: "
-                "set optimizer.schedule=wsd, or remove it",
+                "set optimizer.schedule=wsd, or remove optimizer.decay_steps",
                 "optimizer.decay_steps",
             )
         return

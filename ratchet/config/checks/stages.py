@@ -75,8 +75,8 @@ def _check_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
     if sampling.temperature == 0:
         yield clash(
             f"sampling.temperature=0 makes the {stage.algorithm.attempts} attempts of a group "
-            f"equal, so that algorithm {_kind(stage)} learns nothing: set it above 0 (evaluation "
-            "has a greedy attempt anyway)",
+            f"equal, so that algorithm {_kind(stage)} learns nothing: set "
+            "sampling.temperature above 0 (evaluation has a greedy attempt anyway)",
             "sampling.temperature",
         )
     for key, off_value in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
@@ -100,7 +100,7 @@ def _check_context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         if context is not None and tokens >= context:
             yield clash(
                 f"{key}={tokens} leaves no room for a prompt in the model's context of {context} "
-                "tokens: lower it, or raise model.overrides.max_positions",
+                f"tokens: lower {key}, or raise model.overrides.max_positions",
                 key,
             )
 
@@ -139,7 +139,7 @@ def _check_end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conf
         yield clash(
             "checkpoint.end_with=best needs a checkpoint after each evaluation, and "
             f"checkpoint.every={checkpoint.every} with evaluation.every={every} does not give "
-            "that: set both to the same",
+            "that: set both to the same number",
             "checkpoint.end_with",
             "checkpoint.every",
         )
@@ -148,7 +148,7 @@ def _check_end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conf
 def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Refuse rewards that judge nothing, because the algorithm generates no attempts.
 
-    They are fine as a default that a stage with rollouts shares, and if evaluation uses them.
+    They are allowed if a stage with rollouts has the same rewards, and if evaluation uses them.
     """
     is_default = stage.rewards == get_default_rewards(stage.environment)
     is_shared = any(
@@ -168,9 +168,9 @@ def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that `eval_rewards` are used.
+    """Check that an evaluation uses `eval_rewards`.
 
-    They are, by this stage's evaluation or by that of another stage with the same `eval_rewards`.
+    It may be the evaluation of another stage with the same `eval_rewards`.
     """
     eval_environment = stage.evaluation.environment
     evaluating_stages = [
@@ -310,7 +310,7 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """
     if stage.agent is None:
         return
-    agent: Any = stage.agent  # the slot gives it the keys of the server
+    agent: Any = stage.agent  # `Any`: the schema adds the server's keys to the agent's section
     if agent.host in ("0.0.0.0", "::") and agent.public_host is None:
         yield clash(
             f"agent.host={agent.host} is no address that an agent can call: set agent.public_host "
@@ -387,7 +387,7 @@ def _check_sentinels(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
         if getattr(stage.sentinels, key):
             yield clash(
                 f"sentinels.{key} probes rewarded attempts, and algorithm {_kind(stage)} generates "
-                "none: remove it",
+                f"none: remove sentinels.{key}",
                 f"sentinels.{key}",
             )
 

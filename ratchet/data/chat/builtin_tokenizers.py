@@ -65,6 +65,8 @@ def character_tokenizer(
     Args:
         multiple_of: The vocabulary is padded with reserved tokens to a multiple of this.
         controls: Additional special tokens, which may include `eos`.
+        eos: The special token that ends a turn.
+        template: The Jinja text of the chat template.
     """
     if not alphabet or len(set(alphabet)) < len(alphabet):
         raise ConfigError(
@@ -145,7 +147,7 @@ def _create_tokenizer(
 def apply_chat_template_kwargs(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:
     """Return the tokenizer with the recipe's variables as defaults of its chat template.
 
-    Raises DataError if the template does not read one of them.
+    Raises DataError for a variable that the template does not read.
     """
     if not config.chat_template_kwargs:
         return tokenizer

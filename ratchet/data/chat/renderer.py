@@ -259,9 +259,8 @@ class Renderer:
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
         """Return the completion as the message that renders to it.
 
-        The end of turn, other special tokens and an incomplete last character are left out. A lead
-        that the model itself must write is removed. The beginning of the answer that the prompt
-        already contained (a prefill) is added.
+        The end of turn, other special tokens and an incomplete last character are left out. The
+        generated lead is removed, and the prefill is added (see `TurnShape`).
         """
         text = self._text(tokens, stop, skip_special=True)
         return Message(

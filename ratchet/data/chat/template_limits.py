@@ -23,6 +23,7 @@ from jinja2.utils import _PassArg as PassArg
 from jinja2.visitor import NodeTransformer
 
 BUDGET_VARIABLE = "\0work"  # variable that holds a rendering's StepBudget; no template can write it
+# Names of the filters that `_StepCounter` inserts into templates to count steps.
 SPEND_STEPS, SPEND_READING = "ratchet.tick", "ratchet.weigh"
 
 BASE_STEPS = 500_000  # a long published template takes about 300 per message

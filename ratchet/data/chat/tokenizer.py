@@ -24,7 +24,7 @@ from ratchet.utils.terminal_text import shorten_text
 # What precedes a text that is encoded: nothing, a special token, or other text.
 After = Literal["start", "special", "text"]
 
-# Tokens that templates may name. The rest of tokenizer_config.json is kept as it is.
+# Keys of tokenizer_config.json that hold a special token. Templates may name these tokens.
 SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -279,20 +279,20 @@ class Tokenizer:
         special token. Text that continues other text must not get this space. A newline at the end
         of its context prevents it.
         """
-        probe = self._encoding(f"{GUARD}a")
+        probe = self._encode_plain(f"{GUARD}a")
         adds_space = len(probe.tokens) > 1 and probe.tokens[1][0] in "▁Ġ"
         contexts: dict[After, str] = {
             "start": "",
             "special": GUARD,
             "text": f"{GUARD}\n" if adds_space else GUARD,
         }
-        return {after: (text, self._encoding(text).ids) for after, text in contexts.items()}
+        return {after: (text, self._encode_plain(text).ids) for after, text in contexts.items()}
 
     def _encode_text(self, text: str, after: After) -> list[int]:
         if not text:
             return []
         context, context_ids = self._context_by_after[after]
-        encoding = self._encoding(context + text)
+        encoding = self._encode_plain(context + text)
         if encoding.ids[: len(context_ids)] != context_ids:  # the newline merged with the text
             return self._encode_text(text, "special")
         ids = encoding.ids[len(context_ids) :]
@@ -302,7 +302,7 @@ class Tokenizer:
             self._refuse((context + text)[start:end])
         return ids
 
-    def _encoding(self, text: str) -> tokenizers.Encoding:
+    def _encode_plain(self, text: str) -> tokenizers.Encoding:
         """Encode plain text. Raises DataError if the library can't encode it."""
         try:
             with convert_panics(text):

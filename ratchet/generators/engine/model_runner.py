@@ -114,7 +114,7 @@ class ModelRunner:
         """
         count = len(requests)
         self._active = None
-        # P = distinct prompts; prompt_N: the prompt of each request.
+        # P = distinct prompts; prompt_N: the index of each request's prompt among them.
         prompt_numbers: dict[tuple[str | None, PromptKey], int] = {}
         prompt_N = np.array(
             [prompt_numbers.setdefault(request.key, len(prompt_numbers)) for request in requests]

@@ -37,7 +37,8 @@ class GeneratorPool:
 
     Attributes that the weight sync uses:
         push_lock: is held during a push of weights.
-        catch_up: pushes the current version to only these receivers; None: there is no weight sync.
+        catch_up: pushes the current version to the given receivers only; None: there is no weight
+            sync.
         on_restart: is called after each restart.
     """
 

@@ -56,13 +56,14 @@ class PendingRequest:
 class WorkerQueue:
     """The requests of one generator worker, and the process that serves them."""
 
-    rank: int  # among the workers
+    rank: int  # index among the workers
     group: Workers | None = None  # the worker's process; None once it is lost
     is_current: bool = False  # has the pool's version of the weights, so it may serve
     lost_group: Workers | None = None  # the lost process, until it is closed
     waiting: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet sent
     sent: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet answered
-    cancelled_numbers: list[int] = field(default_factory=list)  # whose cancellation is not sent yet
+    # Numbers of cancelled requests that the worker has not been told to cancel.
+    cancelled_numbers: list[int] = field(default_factory=list)
     must_abort: bool = False  # the next exchange aborts the sent requests
     load: int = 0  # sum of `cost` over waiting and sent requests
     # Number of waiting and sent requests with each prompt.
