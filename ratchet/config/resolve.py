@@ -115,7 +115,7 @@ def section_class(slot: str, kind: str) -> type[Section]:
     elif kind in KINDS[slot]:
         target_class = import_object(KINDS[slot][kind])
     else:
-        raise ConfigError(_unknown_kind(slot, kind))
+        raise ConfigError(_explain_unknown_kind(slot, kind))
     missing = {
         name: spec
         for name, spec in SLOT_FIELDS.get(slot, {}).items()
@@ -190,7 +190,7 @@ def get_reward_name(section: Section) -> str:
     return str(name).rpartition(":")[2]
 
 
-def _unknown_kind(slot: str, kind: str) -> str:
+def _explain_unknown_kind(slot: str, kind: str) -> str:
     near = get_close_matches(kind, KINDS[slot], n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     example = f"; name a class of your own by its path, my_pkg.module:Class{_suggest_path(kind)}"

@@ -280,7 +280,7 @@ class CheckpointConfig(Section):
         return self
 
 
-def _default_section(slot: str, kind: str) -> Any:
+def _make_section_factory(slot: str, kind: str) -> Any:
     return lambda: resolve(slot, {"kind": kind})
 
 
@@ -294,12 +294,12 @@ def get_default_rewards(environment: EnvironmentConfig | None) -> tuple[Section,
     )
 
 
-def _default_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
+def _choose_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
     return get_default_rewards(fields.get("environment"))
 
 
-def _default_eval_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
-    return _default_rewards(fields) or fields.get("rewards", ())
+def _choose_eval_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
+    return _choose_rewards(fields) or fields.get("rewards", ())
 
 
 Rewards = Annotated[tuple[AnySection, ...], Slot("rewards", is_list=True)]
@@ -319,11 +319,11 @@ class StageConfig(Section):
         description="Environment with the tasks and demonstrations."
     )
     rewards: Rewards = Field(
-        default_factory=_default_rewards,
+        default_factory=_choose_rewards,
         description="Rewards that judge the attempts; default: the environment's own.",
     )
     eval_rewards: Rewards = Field(
-        default_factory=_default_eval_rewards,
+        default_factory=_choose_eval_rewards,
         description="Rewards used in evaluation; default: the environment's own, which training "
         "rewards do not change.",
     )
@@ -356,22 +356,22 @@ class StageConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     optimizer: Annotated[SerializeAsAny[OptimizerConfig], Slot("optimizer")] = Field(
-        default_factory=_default_section("optimizer", "adamw"),
+        default_factory=_make_section_factory("optimizer", "adamw"),
         description="Optimizer that turns a gradient into a step.",
     )
     lora: LoRAConfig | None = Field(
         default=None, description="Train a LoRA adapter of the policy; null: all its weights."
     )
     learner: Annotated[AnyLearner, Slot("learner")] = Field(
-        default_factory=_default_section("learner", "local"),
+        default_factory=_make_section_factory("learner", "local"),
         description="Backend that computes gradients: one process, DTensor (FSDP2) or Megatron.",
     )
     generator: Annotated[AnyGenerator, Slot("generator")] = Field(
-        default_factory=_default_section("generator", "engine"),
+        default_factory=_make_section_factory("generator", "engine"),
         description="Engine that samples: Ratchet's own, vLLM, transformers, or worker processes.",
     )
     weight_sync: Annotated[AnyWeightSync, Slot("weight_sync")] = Field(
-        default_factory=_default_section("weight_sync", "auto"),
+        default_factory=_make_section_factory("weight_sync", "auto"),
         description="How new weights reach the generator.",
     )
     parity: ParityConfig = ParityConfig()
@@ -404,7 +404,8 @@ class StageConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _passes_replace_the_default_steps(cls, values: Any) -> Any:
+    def _drop_default_steps(cls, values: Any) -> Any:
+        """Set `steps` to null in place of its default if `passes` is set."""
         if isinstance(values, dict) and values.get("passes") is not None and "steps" not in values:
             return {**values, "steps": None}
         return values
@@ -413,7 +414,8 @@ class StageConfig(Section):
 def _check_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
     if not stages:
         raise ValueError(
-            "is empty: add a stage, or remove it and write the keys of a single stage at the top"
+            "is empty: add a stage, or remove stages and write the keys of a single stage at the "
+            "top"
         )
     names = [stage.name for stage in stages]
     repeated = sorted({name for name in names if names.count(name) > 1})
@@ -454,12 +456,12 @@ class RunConfig(Section):
     )
     model: ModelConfig = ModelConfig()
     tokenizer: Annotated[AnySection, Slot("tokenizer")] = Field(
-        default_factory=_default_section("tokenizer", "auto"),
+        default_factory=_make_section_factory("tokenizer", "auto"),
         description="Tokenizer and chat template; auto: the model's own.",
     )
     media: MediaConfig = MediaConfig()
     cluster: Annotated[AnySection, Slot("cluster")] = Field(
-        default_factory=_default_section("cluster", "local"),
+        default_factory=_make_section_factory("cluster", "local"),
         description="Where ranks and workers run: this machine, Ray, or torchrun's processes.",
     )
     logging: LoggingConfig = LoggingConfig()

@@ -36,7 +36,7 @@ class AlgorithmSection(Section):
         return True
 
     @property
-    def attempts(self) -> int:
+    def n_attempts(self) -> int:
         """Return the number of attempts in a group."""
         return 1
 

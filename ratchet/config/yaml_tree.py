@@ -240,7 +240,7 @@ class _Reader:
             value: Any = self._read_section(node, origin)
         elif isinstance(node, yaml.SequenceNode):
             value = [
-                self.read(item, origin.below(_item_label(item, i)).path)
+                self.read(item, origin.below(_get_item_label(item, i)).path)
                 for i, item in enumerate(node.value)
             ]
         else:
@@ -300,7 +300,7 @@ def check_key_path(keys: Sequence[str]) -> None:
         _check_key(key, COMMAND_LINE)
 
 
-def _item_label(item: yaml.Node, index: int) -> str:
+def _get_item_label(item: yaml.Node, index: int) -> str:
     """Return an item's `name` if it has one, as stages do; otherwise its position."""
     if isinstance(item, yaml.MappingNode):
         for key, value in item.value:

@@ -65,8 +65,8 @@ class WeightStaging:
         self._open_views: Mapping[str, Tensor] | None = None
         self._is_adapter_only = False  # the push in progress has only adapter weights
         self.pieces: list[StagedPiece] = []
-        self.stable = False  # received memory keeps its content until the commit
-        self.lasting = False  # received memory keeps its content until the next commit
+        self.is_stable = False  # received memory keeps its content until the commit
+        self.is_lasting = False  # received memory keeps its content until the next commit
         self.is_head_tied = False
         self._adopted_parameters: list[nn.Parameter] = []
         self._threads = ThreadPool(torch.get_num_threads())
@@ -85,7 +85,7 @@ class WeightStaging:
         """
         return self._open_views if self._open_views is not None else dict(self.all_weights())
 
-    def _current_views(self) -> Mapping[str, Tensor]:
+    def _get_current_views(self) -> Mapping[str, Tensor]:
         return dict(self._adapter_weights() if self._is_adapter_only else self.all_weights())
 
     def all_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -121,9 +121,9 @@ class WeightStaging:
         )
         for matrix in () if self._is_adapter_only else self._quantised():
             matrix.begin_write()
-        self._open_views = self._current_views()
-        self.stable = bool(manifest.get("stable"))
-        self.lasting = bool(manifest.get("lasting"))
+        self._open_views = self._get_current_views()
+        self.is_stable = bool(manifest.get("stable"))
+        self.is_lasting = bool(manifest.get("lasting"))
         if weights is None:
             self.is_head_tied = False
             return
@@ -162,7 +162,9 @@ class WeightStaging:
         piece = StagedPiece(name, tuple(shard.offsets), shard.tensor.detach())
         if piece.select_target(view).data_ptr() != piece.tensor.data_ptr():
             tensor = (
-                piece.tensor if self.stable else piece.tensor.to(view.device, view.dtype, copy=True)
+                piece.tensor
+                if self.is_stable
+                else piece.tensor.to(view.device, view.dtype, copy=True)
             )
             self.pieces.append(StagedPiece(name, piece.offsets, tensor))
 
@@ -171,7 +173,7 @@ class WeightStaging:
         pairs = self._adopt()
         self._threads.each(_copy_piece, pairs, [source.nbytes for _, source in pairs])
         # The sender may reuse its memory after this call, so the copies must have ended.
-        if self.stable and any(target.is_cuda for target, _ in pairs):
+        if self.is_stable and any(target.is_cuda for target, _ in pairs):
             torch.cuda.synchronize()
         for matrix in self._quantised():
             matrix.end_write()
@@ -185,7 +187,7 @@ class WeightStaging:
         must not write to memory that other generators read.
         """
         parameters = list(self._parameters())
-        if not parameters or not (self._adopted_parameters or self.lasting):
+        if not parameters or not (self._adopted_parameters or self.is_lasting):
             return self._copy_pairs(self.pieces)
         opened_matrices = [
             matrix.write_buffer for matrix in self._quantised() if matrix.write_buffer is not None
@@ -207,7 +209,7 @@ class WeightStaging:
         for parameter in parameters:
             pieces = pieces_by_address.get(parameter.data_ptr(), [])
             adopted = None
-            if self.lasting:
+            if self.is_lasting:
                 adopted = _find_adoptable(parameter.data, self._copy_pairs(pieces))
             if adopted is not None:
                 parameter.data = adopted
@@ -216,7 +218,7 @@ class WeightStaging:
             if id(parameter) in previously_adopted:
                 parameter.data = parameter.data.clone()
             to_copy += pieces
-        self._open_views = self._current_views()
+        self._open_views = self._get_current_views()
         return self._copy_pairs(to_copy)
 
     def _copy_pairs(self, pieces: Iterable[StagedPiece]) -> list[tuple[Tensor, Tensor]]:

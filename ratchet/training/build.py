@@ -67,6 +67,7 @@ def make_run(
     Args:
         policy: The model to train, with its generator.
         setup: The environment and its rewards.
+        algorithm: The algorithm that trains the policy.
         spec: The settings of the stage.
         ledger: Records the outcome of each group; None keeps the source's own ledger.
         position: The position from which the stage goes on; None begins it.

@@ -33,6 +33,10 @@ class CheckpointSaver:
     `saved_step` is the step of the latest complete checkpoint.
 
     Args:
+        store: The run's checkpoints.
+        config: The section `checkpoint` of the stage.
+        summaries: Results of the finished stages, saved with each checkpoint.
+        command: The command line that began the run, saved with each checkpoint.
         saved_step: The step at which the stage starts, or from whose checkpoint it resumes.
         data: The files that the stage's tasks come from. A saved position is valid only in the same
             files, so their fingerprints are saved with it.
@@ -83,8 +87,9 @@ class CheckpointSaver:
         background.
 
         Raises:
-            CheckpointError: It can't be written, and `checkpoint.on_error` is not "warn". The error
-                of a background write is raised later, by `observe`, `settle` or the next `save`.
+            CheckpointError: The checkpoint can't be written, and `checkpoint.on_error` is not
+                "warn". The error of a background write is raised later, by `observe`, `settle` or
+                the next `save`.
         """
         self.settle()
         if run.verify_directory is not None:
@@ -130,6 +135,7 @@ class CheckpointSaver:
         meta: Mapping[str, Any],
         mirror_snapshot: Mapping[str, FileSnapshot],
     ) -> None:
+        """Write a checkpoint by `write`, and upload the run's files as of `mirror_snapshot`."""
         self.store.save(steps_done, write, meta)
         if self.mirror is not None:
             self.mirror.push(mirror_snapshot, in_background=self.config.background)

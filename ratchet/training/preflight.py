@@ -224,6 +224,10 @@ class _StageCheck:
     def _judge(
         self, environment: Environment, task: Task, sections: Sequence[Section], key: str
     ) -> None:
+        """Judge the task's demonstration, or a made-up answer, by the rewards that call no model.
+
+        key: The recipe's key of these rewards, for messages.
+        """
         if self.stage.agent is not None:
             return  # the rewards may read results that only an agent's attempt has
         local = [section for section in sections if not _calls_model(section)]

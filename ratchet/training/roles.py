@@ -419,6 +419,10 @@ def check_routers(
 def _check_same_tokens(
     name: str, path: str, tokenizer: Tokenizer, policy_tokenizer: Tokenizer, size: int
 ) -> None:
+    """Raise ConfigError unless a role's tokenizer fits the policy's, and its model's vocabulary.
+
+    size: The vocabulary size of the model at `path`.
+    """
     if not tokenizer.has_same_tokens(policy_tokenizer):
         raise ConfigError(
             f"{name}: the model in {path} has another tokenizer than the policy, so their tokens "
@@ -451,6 +455,17 @@ def _make_teacher(
     positions: int,
     tokenizer: Tokenizer,
 ) -> Teacher:
+    """Return the teacher around the learner of a model at `path`.
+
+    Args:
+        learner: The frozen learner of the teacher's model.
+        name: The role's name.
+        path: The teacher's model directory.
+        role: The role.
+        vocab: The vocabulary size of the teacher's model.
+        positions: The maximum row length of the teacher's model, in tokens.
+        tokenizer: The policy's tokenizer.
+    """
     if role.aligned:
         return AlignedTeacher(learner, tokenizer, load_tokenizer(path), max_positions=positions)
     can_read_media = reads_media(find_model(path))

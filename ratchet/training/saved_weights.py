@@ -193,6 +193,7 @@ def load_recipe(run: Path, checkpoint: Checkpoint) -> RunConfig:
 
 
 def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
+    """Load the state of a local learner from `saved`, and write its model directory to `target`."""
     needs_head = SCALAR_COLUMNS & build(stage.algorithm).required_outputs("policy")
     head = ScalarHead(policy.model.hidden_size) if needs_head else None
     learner = build(LocalConfig(), policy.model, head=head)

@@ -96,6 +96,9 @@ class TrainingSession:
     """The part of a run in one process: from the newest checkpoint to the run's end or a stop.
 
     Args:
+        config: The frozen recipe.
+        directory: The run directory, locked by the caller.
+        store: The run's checkpoints.
         command: The command line that began this process.
         profile: Number of steps to profile; None profiles none.
         changed_data: True to resume even if data files have changed.

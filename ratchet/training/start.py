@@ -118,7 +118,7 @@ def _open_new_run(
         notes: Receives a note of a run that was cleared.
 
     Raises:
-        RunDirectoryError: It holds another run, or other files.
+        RunDirectoryError: The place holds another run, or other files.
     """
     directory, store, mirror = open_run(place)
     path = directory.path

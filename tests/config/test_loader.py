@@ -69,14 +69,14 @@ def test_quickstart_resolves(write):
     )
     assert (config.model.preset, config.model.backend) == ("tiny", "auto")
     assert (config.logging.tensorboard, config.logging.progress) == ("auto", "auto")
-    assert (sft.name, sft.source, sft.algorithm.attempts, sft.steps, sft.batch_size) == (
+    assert (sft.name, sft.source, sft.algorithm.n_attempts, sft.steps, sft.batch_size) == (
         "sft",
         "rows",
         1,
         90,
         128,
     )
-    assert (grpo.name, grpo.source, grpo.algorithm.attempts, grpo.steps, grpo.batch_size) == (
+    assert (grpo.name, grpo.source, grpo.algorithm.n_attempts, grpo.steps, grpo.batch_size) == (
         "grpo",
         "rollouts",
         8,

@@ -37,7 +37,7 @@ def _check_has_attempts(stage: StageConfig, config: RunConfig) -> Iterator[Confl
         if value:
             yield clash(
                 f"rollouts.{key}={_abbreviate(value)} has no effect, because algorithm "
-                f"{stage.algorithm.kind_name} generates no attempts: remove it",
+                f"{stage.algorithm.kind_name} generates no attempts: remove rollouts.{key}",
                 f"rollouts.{key}",
             )
 
@@ -133,10 +133,11 @@ def _check_adaptive(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
 
 def _check_dynamic_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     rollouts = stage.rollouts
-    if rollouts.dynamic_sampling and stage.source == "rollouts" and stage.algorithm.attempts < 2:
+    if rollouts.dynamic_sampling and stage.source == "rollouts" and stage.algorithm.n_attempts < 2:
         yield clash(
             "rollouts.dynamic_sampling compares the attempts of a group, and "
-            "algorithm.group_size=1: raise it, or remove rollouts.dynamic_sampling",
+            "algorithm.group_size=1: raise algorithm.group_size, or remove "
+            "rollouts.dynamic_sampling",
             "rollouts.dynamic_sampling",
             "algorithm.group_size",
         )

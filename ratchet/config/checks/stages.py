@@ -46,7 +46,7 @@ def _check_same_generator(config: RunConfig) -> Iterator[Conflict]:
             yield Conflict(
                 (("stages", index, "generator"),),
                 f"stages {first.name} and {stage.name} differ in generator, and one generator "
-                "serves the whole run: set it at the top",
+                "serves the whole run: set generator at the top",
             )
 
 
@@ -55,7 +55,7 @@ def _check_same_generator(config: RunConfig) -> Iterator[Conflict]:
 
 def _check_minibatches(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     maximum, noun = stage.batch_size, "groups"
-    attempts, minibatches = stage.algorithm.attempts, stage.algorithm.n_minibatches
+    attempts, minibatches = stage.algorithm.n_attempts, stage.algorithm.n_minibatches
     if stage.algorithm.splits_groups:
         maximum, noun = stage.batch_size * attempts, f"groups of {attempts} attempts"
     if maximum < minibatches:
@@ -74,8 +74,8 @@ def _check_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
     sampling = stage.sampling
     if sampling.temperature == 0:
         yield clash(
-            f"sampling.temperature=0 makes the {stage.algorithm.attempts} attempts of a group "
-            f"equal, so that algorithm {_kind(stage)} learns nothing: set "
+            f"sampling.temperature=0 makes the {stage.algorithm.n_attempts} attempts of a group "
+            f"equal, so that algorithm {_get_kind(stage)} learns nothing: set "
             "sampling.temperature above 0 (evaluation has a greedy attempt anyway)",
             "sampling.temperature",
         )
@@ -84,7 +84,7 @@ def _check_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
         if value != off_value and not stage.algorithm.corrects_rollouts:
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, which needs a rollout "
-                f"correction in algorithm {_kind(stage)}: set sampling.{key}={off_value:g}, or "
+                f"correction in algorithm {_get_kind(stage)}: set sampling.{key}={off_value:g}, or "
                 "algorithm.correction if the algorithm has that key",
                 f"sampling.{key}",
             )
@@ -105,7 +105,7 @@ def _check_context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             )
 
 
-def _kind_or_value(value: object) -> object:
+def _get_kind_or_value(value: object) -> object:
     return value.kind_name if isinstance(value, Section) else value
 
 
@@ -115,7 +115,7 @@ def _check_evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
         value = getattr(evaluation, key)
         if value and not evaluation.tasks:
             yield clash(
-                f"evaluation.{key}={_kind_or_value(value)} with evaluation.tasks=0 evaluates "
+                f"evaluation.{key}={_get_kind_or_value(value)} with evaluation.tasks=0 evaluates "
                 f"nothing: set evaluation.tasks, or remove evaluation.{key}",
                 f"evaluation.{key}",
                 "evaluation.tasks",
@@ -161,8 +161,8 @@ def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         and not (is_default or is_shared or is_evaluated)
     ):
         yield clash(
-            f"rewards judge attempts, and algorithm {_kind(stage)} generates none: remove rewards, "
-            "or set eval_rewards if they are meant for evaluation",
+            f"rewards judge attempts, and algorithm {_get_kind(stage)} generates none: remove "
+            "rewards, or set eval_rewards if they are meant for evaluation",
             "rewards",
         )
 
@@ -192,7 +192,7 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
     if eval_environment is not None:
         key, reason, fix = (
             "evaluation.environment",
-            f"evaluation.environment={_kind_or_value(eval_environment)} is judged by its own "
+            f"evaluation.environment={_get_kind_or_value(eval_environment)} is judged by its own "
             "reward",
             "remove evaluation.environment",
         )
@@ -267,7 +267,7 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             if _may_have_rows(section_class("played", kind), stage.source)
         ]
         yield clash(
-            f"algorithm {_kind(stage)} learns from {stage.source}, which environment "
+            f"algorithm {_get_kind(stage)} learns from {stage.source}, which environment "
             f"{stage.environment.kind_name} doesn't have: set environment.kind to "
             f"{' or '.join(suitable_kinds)}",
             "environment.kind",
@@ -275,7 +275,7 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
     if stage.algorithm.uses_mismatched_pairs and stage.batch_size == 1:
         yield clash(
-            f"batch_size={stage.batch_size} leaves algorithm {_kind(stage)} no other prompt to "
+            f"batch_size={stage.batch_size} leaves algorithm {_get_kind(stage)} no other prompt to "
             "compare an answer with: set batch_size=2 or more",
             "batch_size",
         )
@@ -323,7 +323,7 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     )
     if not is_shared and not stage.evaluation.tasks:
         yield clash(
-            f"agent {kind} plays attempts, and algorithm {_kind(stage)} generates none: remove "
+            f"agent {kind} plays attempts, and algorithm {_get_kind(stage)} generates none: remove "
             "agent",
             "agent.kind",
         )
@@ -386,13 +386,13 @@ def _check_sentinels(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
     for key in ("second_opinion", "canaries"):
         if getattr(stage.sentinels, key):
             yield clash(
-                f"sentinels.{key} probes rewarded attempts, and algorithm {_kind(stage)} generates "
-                f"none: remove sentinels.{key}",
+                f"sentinels.{key} probes rewarded attempts, and algorithm {_get_kind(stage)} "
+                f"generates none: remove sentinels.{key}",
                 f"sentinels.{key}",
             )
 
 
-def _kind(stage: StageConfig) -> str:
+def _get_kind(stage: StageConfig) -> str:
     return stage.algorithm.kind_name
 
 

@@ -92,9 +92,9 @@ def byte_tokenizer() -> Tokenizer:
 def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Return a byte-level BPE tokenizer trained on `texts`, which can encode every text.
 
-    Equal arguments give equal tokenizers. It has fewer than `vocab_size` tokens if the texts have
-    too few pairs to merge. Raises ConfigError if `vocab_size` is less than the number of bytes and
-    special tokens.
+    Equal arguments give equal tokenizers. The tokenizer has fewer than `vocab_size` tokens if the
+    texts have too few pairs to merge. Raises ConfigError if `vocab_size` is less than the number of
+    bytes and special tokens.
     """
     if vocab_size < len(SPECIAL_TOKENS) + N_BYTES:
         raise ConfigError(

@@ -378,14 +378,14 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[
             and name not in ("center", "ljust", "rjust")
             else 1
         )
-        largest = max(map(_magnitude, values), default=0)
+        largest = max(map(_get_magnitude, values), default=0)
         if n_insertions * largest > MAX_CHARS or (
             not isinstance(value, TEXT_TYPES) and largest > MAX_WIDTH
         ):
             _refuse(f"{name}() makes more than {MAX_CHARS:,} characters or items")
 
 
-def _magnitude(value: Any) -> int:
+def _get_magnitude(value: Any) -> int:
     """Return the absolute value of an integer, or the length of a text."""
     if isinstance(value, int):
         return abs(value)

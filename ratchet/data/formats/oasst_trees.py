@@ -52,7 +52,7 @@ class ConversationTrees:
                     values["message_id"],
                 )
                 children.setdefault(parent, []).append(reply)
-        paths = (_best_path(root, children, is_assistant) for root in roots)
+        paths = (_find_best_path(root, children, is_assistant) for root in roots)
         self.paths = [path for path in paths if path]
         if not self.paths:
             raise DataError(
@@ -78,7 +78,7 @@ class ConversationTrees:
         return self.table.where(self.paths[index][0])
 
 
-def _best_path(
+def _find_best_path(
     root: tuple[int, str],
     children: Mapping[str, list[tuple[float, int, str]]],
     is_assistant: Sequence[bool],

@@ -209,7 +209,7 @@ class RequestSlots:
     def upload_active(
         self, requests: Sequence[GenerationRequest], first_slot: int = 0
     ) -> ActiveSlots:
-        """Upload the state of requests for a step. They are in the slots from `first_slot` on."""
+        """Upload the state of the requests in the slots from `first_slot` on, for a step."""
         end = first_slot + len(requests)
         padding = -len(requests) % self.row_multiple
         slot_indices = torch.arange(first_slot, end, device=self.device)
