@@ -1,8 +1,8 @@
 """Find the data, models and modules that a recipe names, also beside the recipe's file.
 
 Relative paths are relative to the current directory. A path that does not exist there is looked up
-in the directory of the file that names it, and so are the file of `file.py:name` and a module that
-can't be imported.
+in the directory of the file that names it. The file of `file.py:name` and a module that can't be
+imported are looked up there too.
 """
 
 from __future__ import annotations

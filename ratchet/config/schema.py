@@ -55,20 +55,24 @@ class ModelConfig(Section):
     """The model to train: a preset with random weights, or one from a directory or the HF Hub."""
 
     preset: str | None = Field(
-        default=None, description="Shape of a model that starts from random weights."
+        default=None,
+        description="Shape of a model that starts from random weights; null: the model of path.",
     )
     path: str | None = Field(
         default=None,
-        description="Directory, address (s3://bucket/model) or hub id of a model to start from.",
+        description="Model to start from: a directory, an address (s3://bucket/model), a hub id, a "
+        "run or RUN@STEP; null: the preset.",
     )
-    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit on the hub; null: the default branch."
+    )
     backend: Literal["auto", "ratchet", "transformers"] = Field(
         default="auto",
         description="Implementation of the model: ratchet (the built-in decoder), transformers, or "
         "auto: the built-in decoder for the families that it supports.",
     )
     overrides: dict[str, Any] = Field(
-        default_factory=dict, description="Fields of the preset's shape to change."
+        default_factory=dict, description="Fields of the preset's shape to change: {n_layers: 4}."
     )
     train_encoders: bool = Field(
         default=False,
@@ -432,7 +436,9 @@ class RunConfig(Section):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
     device: Device = Field(
-        default="auto", description="auto: cuda if there is a CUDA device, else cpu."
+        default="auto",
+        description="Device of the models: cpu, cuda or cuda:N; auto: cuda if there is a CUDA "
+        "device, else cpu.",
     )
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",

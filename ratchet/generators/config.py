@@ -162,8 +162,8 @@ class VLLMConfig(GeneratorSection):
     )
     enforce_eager: bool = Field(
         False,
-        description="True: vLLM neither compiles nor captures CUDA graphs. It starts sooner, but "
-        "generates slower on an accelerator.",
+        description="true: vLLM does not compile the model or capture CUDA graphs. It starts "
+        "sooner, but generates slower on an accelerator.",
     )
     keep_kv: bool = Field(
         False,

@@ -75,7 +75,7 @@ def make_pair_evaluator(
 ) -> PairEvaluator | None:
     """Return the evaluator that compares the two answers of each pair.
 
-    Environments without rewards are evaluated so. Returns None without held-out tasks.
+    Stages without rewards are evaluated in this way. Returns None without held-out tasks.
 
     Raises:
         ConfigError: The environment has no pairs.
@@ -186,8 +186,9 @@ def make_stage_evaluator(
         evaluators.append(make_loss_evaluator(policy, setup, algorithm, spec, roles))
     elif not evaluators:
         raise ConfigError(
-            f"nothing judges the held-out answers, and algorithm {algorithm.name} has no loss that "
-            "needs no rewards. Set eval_rewards, or evaluation.tasks=0"
+            "nothing judges the held-out answers, and the loss of algorithm "
+            f"{algorithm.name} can't be measured on held-out tasks. Set eval_rewards, or "
+            "evaluation.tasks=0"
         )
     present = tuple(evaluator for evaluator in evaluators if evaluator is not None)
     return CombinedEvaluator(present) if len(present) > 1 else next(iter(present), None)

@@ -61,7 +61,19 @@ class StepRecorder(Protocol):
         batch: Batch,
         weights: Callable[[Batch], Tensor],
         roles: Mapping[str, Learner],
-    ) -> None: ...
+    ) -> None:
+        """Record a step.
+
+        Args:
+            step: Number of finished steps of the run, this one included.
+            stage: Name of the stage.
+            groups: The groups that the step trained on.
+            batch: The batch of these groups, with its columns.
+            weights: Returns the loss weight of each token of a batch.
+            roles: The trained learners by role.
+        """
+        ...
+
     def flush(self) -> None: ...
 
 
@@ -405,10 +417,10 @@ class StageRun:
             and now + next_step_s > self.deadline
         ):
             log.warning(
-                "no time for another step: it may take %.0f s, and checkpoint.limit_s leaves %.0f; "
-                "saving",
+                "no time for another step: it may take %.0f s, and checkpoint.limit_s leaves "
+                "%.0f s; saving",
                 next_step_s,
-                self.deadline - now,
+                max(self.deadline - now, 0.0),
             )
             self.stop.status = OUT_OF_TIME
         if (

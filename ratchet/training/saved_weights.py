@@ -73,8 +73,8 @@ class SavedWeights:
 def find_saved(place: str | Path) -> SavedWeights | None:
     """Return the saved weights that a path or an address names.
 
-    Return None if it names no run. Also return None for every address without a step, because
-    loading a model from an address finds a run's finished model by itself.
+    Return None if `place` names no run. Also return None for an address without a step: it is taken
+    for the address of a model directory, which is checked when the model is loaded.
 
     Raises:
         RunDirectoryError: The place names a step, but its directory holds no run; or it names a run

@@ -1,7 +1,7 @@
 """Chat templates: built-in ones, and Jinja templates of Hugging Face tokenizers.
 
-Templates are rendered as by transformers' `apply_chat_template`: in sandboxed Jinja with trimmed blocks,
-`raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls, and
+Templates are rendered as by transformers' `apply_chat_template`: in sandboxed Jinja with trimmed
+blocks, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls, and
 `{% generation %}` blocks. A template reads messages as dictionaries in OpenAI's format.
 """
 

@@ -28,7 +28,9 @@ KNOWN_KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", 
 
 
 def read_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """Return the messages of a conversation. Raise DataError for lost or misread content.
+    """Return the messages of a conversation.
+
+    Raise DataError for content that would be lost or misread.
 
     Args:
         where: The file, the row and the column, for errors.

@@ -2,7 +2,7 @@
 
 A comment before each preset lists the columns of the published dataset. After "Columns checked
 against" it names the card, file or code that shows them. `ratchet.data.presets.datasets` has the
-presets for training, of which gsm8k and aime_* are also benchmarks.
+presets for training; gsm8k and aime_* there are also benchmarks.
 """
 
 from __future__ import annotations

@@ -58,6 +58,6 @@ def measure_stable_rows(decoder: Decoder) -> int:
 def _has_stable_rows(
     product: Product, inputs: Tensor, matrix: Tensor, reference: Tensor, multiple: int
 ) -> bool:
-    """True if products of different multiples of rows have the bits of `reference`, of all rows."""
+    """True if products of fewer rows, in multiples of `multiple`, have the bits of `reference`."""
     row_counts = range(multiple, min(9 * multiple, REFERENCE_ROWS), multiple)
     return all(torch.equal(product(inputs[:n], matrix), reference[:n]) for n in row_counts)

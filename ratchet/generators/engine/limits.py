@@ -12,7 +12,7 @@ class SchedulerLimits:
     """The limits of a scheduler: running requests, KV cache, and tokens of a forward."""
 
     max_running: int  # maximum number of running requests, each of which has a slot
-    kv_bytes: int  # maximum size of the KV cache
+    kv_bytes: int  # maximum size of the KV cache, in bytes
     # Maximum number of prompt tokens of one forward. A longer prompt has a forward of its own.
     prefill_tokens: int
     row_multiple: int  # see `engine.batch_invariance`
