@@ -52,7 +52,7 @@ StageName = Annotated[
 
 
 class ModelConfig(Section):
-    """The model to train: a preset with random weights, or one from a directory or the HF Hub."""
+    """The model to train: a preset with random weights, or a model from a directory or the Hub."""
 
     preset: str | None = Field(
         default=None,
@@ -60,11 +60,11 @@ class ModelConfig(Section):
     )
     path: str | None = Field(
         default=None,
-        description="Model to start from: a directory, an address (s3://bucket/model), a hub id, a "
+        description="Model to start from: a directory, an address (s3://bucket/model), a Hub id, a "
         "run or RUN@STEP; null: the preset.",
     )
     revision: str | None = Field(
-        default=None, description="Branch, tag or commit on the hub; null: the default branch."
+        default=None, description="Branch, tag or commit on the Hub; null: the default branch."
     )
     backend: Literal["auto", "ratchet", "transformers"] = Field(
         default="auto",

@@ -382,18 +382,18 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Reci
 
 def _suggest_file(path: Path) -> str:
     """Return the end of the message that a recipe is missing: a similar name, if there is one."""
-    folder = path.parent
-    if not folder.is_dir():
-        return f": there is no folder {folder}"
+    directory = path.parent
+    if not directory.is_dir():
+        return f": there is no directory {directory}"
     try:
         recipes = sorted(
-            p.name for p in islice(folder.iterdir(), 1000) if p.suffix in (".yaml", ".yml")
+            p.name for p in islice(directory.iterdir(), 1000) if p.suffix in (".yaml", ".yml")
         )
-    except OSError:  # no permission to list the folder
+    except OSError:  # no permission to list the directory
         return ""
     file_name = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
     near = difflib.get_close_matches(file_name, recipes, n=1)
-    return f": did you mean {folder / near[0]}?" if near else ""
+    return f": did you mean {directory / near[0]}?" if near else ""
 
 
 def write_flow(value: Any) -> str:

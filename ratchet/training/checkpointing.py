@@ -261,8 +261,8 @@ def refuse_lost_checkpoints(
 
     Without checkpoints the run would restart at step 0, and replace its metrics and ledger. They
     count as deleted if the run has finished, or if the metrics reach beyond two checkpoint
-    intervals, because background writes may be one checkpoint behind. A run whose recipe tolerates
-    failed checkpoints may have none.
+    intervals, because background writes may be one checkpoint behind. If the recipe tolerates
+    failed checkpoints, an unfinished run may have none.
 
     Also raise it if `checkpoints` is no directory, as the first save would fail.
     """

@@ -195,10 +195,11 @@ def make_stage_evaluator(
 
 
 def has_held_out_loss(algorithm: Algorithm, setup: EnvSetup, spec: StageSpec) -> bool:
-    """True if the algorithm's loss is a useful measure on held-out tasks.
+    """True if the algorithm's loss is measured on held-out tasks.
 
-    That is so for a loss on given text, and for distillation. It is not so for a policy gradient,
-    whose loss depends on the rewards of other attempts.
+    Rows: if the tasks have text to learn from. Labelled answers and steps: if no reward judges
+    answers. Rollouts: for distillation without a loss on routers; the loss of a policy gradient
+    depends on the rewards of other attempts. Pairs: never, because their accuracy is measured.
 
     Raises:
         ConfigError: The tasks have no text to compute it on, and no reward judges answers.

@@ -198,7 +198,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
 
 
 def build_policy(config: RunConfig) -> Policy:
-    """Return the model that the recipe describes, from a directory, the hub or a preset.
+    """Return the model that the recipe describes, from a directory, the Hub or a preset.
 
     A preset has random weights. Weights are float32, because bfloat16 would round small updates
     away. The call also sets two things for this process: the recipe's kernels, and the date that

@@ -85,7 +85,7 @@ class PreflightReport:
 def run_preflight(config: RunConfig, *, scan: bool = True) -> PreflightReport:
     """Open the recipe's model directory, tokenizer, tools and rewards, and a row of each data set.
 
-    Nothing is trained, no weights are loaded, and nothing is downloaded. A model on the hub or at
+    Nothing is trained, no weights are loaded, and nothing is downloaded. A model on the Hub or at
     an address is not opened, and rewards that call a service or load a model are not called.
 
     scan: Read all rows of data sets whose section has scan=true. A run passes False, because it

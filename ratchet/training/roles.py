@@ -287,8 +287,8 @@ def check_roles(
 ) -> None:
     """Check the models that roles load from a path, without loading their weights.
 
-    A model must exist. It must have the policy's tokens and take rows of `longest` tokens, unless
-    its role is aligned: such a role has a tokenizer of its own.
+    A model must exist. It must have the policy's tokens and take rows of `longest` tokens (0: the
+    length is not checked), unless its role is aligned: such a role has a tokenizer of its own.
 
     Raises:
         ConfigError: A model does not fit.

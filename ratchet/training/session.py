@@ -156,8 +156,8 @@ class TrainingSession:
         signal_handlers = handle_stop_signals(stop.request, forwarded=stop.forwarded)
         with log_file, signal_handlers, serve_status(self.directory):
             log.info("%s", self.command)
-            for folder in sweep():
-                log.info("removed %s, which a killed process has left", folder)
+            for directory in sweep():
+                log.info("removed %s, which a killed process has left", directory)
             for note in [*self.notes, *(() if self.mirror is None else self.mirror.notes)]:
                 self._say(note)
             try:

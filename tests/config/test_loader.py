@@ -381,7 +381,7 @@ def test_a_missing_file_names_one_nearby(write, tmp_path):
     path = write(QUICKSTART, "quickstart.yaml")
     assert refusal(tmp_path / "quikstart.yaml").endswith(f"quikstart.yaml: did you mean {path}?")
     assert refusal(tmp_path / "quickstart").endswith(f"did you mean {path}?")
-    assert "there is no folder" in refusal(tmp_path / "absent" / "x.yaml")
+    assert "there is no directory" in refusal(tmp_path / "absent" / "x.yaml")
     write("extends: quickstrt.yaml\n", "variant.yaml")
     assert (
         f"variant.yaml:1: extends: there is no recipe {tmp_path / 'quickstrt.yaml'}: did you mean "

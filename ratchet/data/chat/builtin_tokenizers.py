@@ -141,7 +141,7 @@ def _create_tokenizer(
     return Tokenizer(backend, config=config, chat_template=template)
 
 
-# --- factories of the config sections; `model` is the model's directory or hub id
+# --- factories of the config sections; `model` is the model's directory or Hub id
 
 
 def apply_chat_template_kwargs(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:

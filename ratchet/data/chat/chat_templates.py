@@ -80,7 +80,7 @@ def load_template_source(choice: str | None, tokenizer: Tokenizer) -> str:
 
     Args:
         choice: A built-in name, the path of a .jinja file, Jinja text, or None for the template of
-            the tokenizer.
+            the tokenizer. A built-in template begins with BOS if the tokenizer adds BOS to texts.
     """
     if choice is None:
         if tokenizer.chat_template is None:

@@ -29,7 +29,7 @@ class HubTable:
             from datasets.exceptions import DatasetsError
         except ImportError as error:
             raise MissingDependency(
-                "datasets", extra="data", needed_for=f"reading {hub} from the hub"
+                "datasets", extra="data", needed_for=f"reading {hub} from the Hub"
             ) from error
         self.name = f"{hub} ({', '.join(filter(None, (subset, split)))})"
         try:

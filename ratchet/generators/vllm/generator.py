@@ -412,9 +412,9 @@ def _remove_start_files(start_directory: Path, *, only_weights: bool) -> None:
 
 
 def _make_folder(config: VLLMConfig, size: int) -> TemporaryFolder:
-    """Create the folder for pushes of `size` bytes, in shared memory if two pushes fit there."""
+    """Create the directory for pushes of `size` bytes, in shared memory if two pushes fit there."""
     parent = config.handover_dir
     if parent is None and SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > 2 * size:
         parent = str(SHARED_MEMORY)
-    # The name holds the process group, so that code that kills the group can remove the folder.
+    # The name holds the process group, so that code that kills the group can remove the directory.
     return TemporaryFolder(f"vllm-{os.getpgid(0)}", parent)
