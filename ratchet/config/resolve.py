@@ -141,12 +141,12 @@ def section_class(slot: str, kind: str) -> type[Section]:
 def _add_base_attributes(
     section: type[Section], base: type[Section], unknown: Mapping[str, Any]
 ) -> None:
-    """Give a user's section class the attributes of its slot's base that it does not have itself.
+    """Give a user's section class the attributes of its slot's base that the class lacks.
 
-    Its own keys and attributes stay, which a second base class would hide.
+    The class's own keys and attributes stay. A second base class would hide some of them.
 
     Args:
-        section: The class, which nothing else uses.
+        section: The class, which nothing else uses yet.
         base: The base section of the slot.
         unknown: Values that take precedence over the base's.
     """

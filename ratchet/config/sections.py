@@ -248,10 +248,10 @@ class WeightSyncSection(Section):
         return False
 
 
-# The attributes of a user's section that does not derive from a base section, by registry slot.
-# Only values that differ from those of the base are listed: nothing is known of the training data
-# of such an algorithm or environment ("part", "played" and "problems" are slots of environments
-# too), and such an advantage estimator has no exemptions.
+# By registry slot: attributes that a user's section gets if it does not derive from the slot's base
+# section, where they differ from the base's. The training data of such an algorithm or environment
+# are unknown ("part", "played" and "problems" are slots of environments too), and such an advantage
+# estimator has no exemptions.
 UNKNOWN: Mapping[str, Mapping[str, Any]] = {
     "algorithm": {"source": None},
     **{slot: {"data_kinds": ALL_SOURCES} for slot in ("environment", "part", "played", "problems")},

@@ -54,7 +54,7 @@ class EngineConfig(GeneratorSection):
         None,
         description="Format to which the layers' matrices are quantised when a weight sync "
         "delivers them; only for engines in worker processes (generator.kind=workers), which have "
-        "a copy of the weights.",
+        "a copy of the weights. null: none.",
     )
 
     @property
@@ -185,7 +185,7 @@ class VLLMConfig(GeneratorSection):
     quantise: Literal["float8"] | None = Field(
         None,
         description="Format to which vLLM quantises the layers' matrices when a weight sync "
-        "delivers them; for accelerators that multiply matrices in this format.",
+        "delivers them; for accelerators that multiply matrices in this format. null: none.",
     )
     handover_dir: str | None = Field(
         None,

@@ -79,9 +79,10 @@ class WeightStaging:
 
     @property
     def views(self) -> Mapping[str, Tensor]:
-        """Return views of all weights by name.
+        """Return views of the weights by name.
 
-        Between pushes they are rebuilt for every call, so that no stale tensor is kept alive.
+        During a push of adapter weights only these are included. Between pushes the views are
+        rebuilt for every call, so that no stale tensor is kept alive.
         """
         return self._open_views if self._open_views is not None else dict(self.all_weights())
 
@@ -104,8 +105,8 @@ class WeightStaging:
         manifest:
             "weights": {name: {"shape", "dtype"}} of all weights that will be sent; if absent,
             missing weights are not detected.
-            "stable": true if received memory may be copied as late as the commit.
-            "lasting": true if received memory may be adopted instead of copied.
+            "stable": true if received memory may be copied as late as the commit; default: false.
+            "lasting": true if received memory may be adopted instead of copied; default: false.
 
         A learner that ties the head to the embedding does not send the head. Raises ModelError if
         the names or shapes of the announced weights are not those of the model.

@@ -87,7 +87,7 @@ def make_run(
         optimizer=spec.optimizer,
         steps=spec.steps,
         ranks=policy.ranks,
-        spec=spec.algorithm,
+        algorithm_section=spec.algorithm,
         adapter=spec.adapter,
     )
     metrics = MetricsManager()

@@ -87,17 +87,17 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     if generator_resources:
         _check_torchrun(config)
     executor.plan([*learner_resources, *generator_resources])
-    origin = _get_model_source(config, policy.model)
+    model_source = _get_model_source(config, policy.model)
     if trainer_resources:
         ranks = executor.group(LEARNER)
         ranks.build_now(
             "ratchet.learners.distributed.worker:LearnerRank",
-            {"learner": learner.model_dump(mode="json"), "origin": origin},
+            {"learner": learner.model_dump(mode="json"), "origin": model_source},
         )
         policy = replace(policy, ranks=ranks)
     if isinstance(generator, GeneratorWorkersConfig):
         assert isinstance(policy.generator, GeneratorPool), "the section builds one"
-        start_generators(policy.generator, generator, executor, origin, policy.tokenizer)
+        start_generators(policy.generator, generator, executor, model_source, policy.tokenizer)
     return policy
 
 

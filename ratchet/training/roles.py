@@ -44,7 +44,7 @@ def make_roles(
     optimizer: OptimizerConfig,
     steps: int,
     ranks: Workers | None = None,
-    spec: Section | None = None,
+    algorithm_section: Section | None = None,
     adapter: Adapter | None = None,
 ) -> dict[str, Learner]:
     """Return the learner "policy", which trains `model`, and one for each role of the algorithm.
@@ -68,7 +68,7 @@ def make_roles(
         optimizer: The optimizer's section.
         steps: Number of batches in the stage.
         ranks: The learners' worker processes; None trains in this process.
-        spec: The algorithm's section, from which worker processes build it again.
+        algorithm_section: The algorithm's section, from which worker processes build it again.
         adapter: The LoRA adapter that the policy trains instead of its weights.
 
     Raises:
@@ -88,7 +88,9 @@ def make_roles(
         "adapter": adapter,
     }
     if ranks is not None:
-        return _make_remote_roles(ranks, model, tokenizer, algorithm, spec, **arguments)
+        return _make_remote_roles(
+            ranks, model, tokenizer, algorithm, algorithm_section, **arguments
+        )
     return _make_local_roles(model, tokenizer, algorithm, **arguments)
 
 
@@ -188,7 +190,7 @@ def _make_remote_roles(
     model: PolicyModel,
     tokenizer: Tokenizer,
     algorithm: Algorithm,
-    spec: Section | None,
+    algorithm_section: Section | None,
     *,
     section: LearnerSection,
     optimizer: OptimizerConfig,
@@ -198,7 +200,7 @@ def _make_remote_roles(
     assert isinstance(section, DistributedConfig), (
         "only distributed learners run in other processes"
     )
-    if spec is None:
+    if algorithm_section is None:
         raise ConfigError(
             f"algorithm {algorithm.name} was made in Python, but learner.kind={section.kind_name} "
             "builds its losses again in other processes. Set StageSpec.algorithm to its section"
@@ -226,7 +228,7 @@ def _make_remote_roles(
             replays_routes=algorithm.replays_routes and name == "policy",
             adapter=adapter if role.path is None else None,
         )
-    ranks.call_now("begin", specs, spec.model_dump(mode="json"))
+    ranks.call_now("begin", specs, algorithm_section.model_dump(mode="json"))
     roles: dict[str, Learner] = {}
     for name in specs:
         role = algorithm.roles.get(name, Role())

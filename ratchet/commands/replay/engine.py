@@ -352,7 +352,7 @@ class Replay:
             section=spec.learner,
             optimizer=spec.optimizer,
             steps=spec.steps,
-            spec=spec.algorithm,
+            algorithm_section=spec.algorithm,
             adapter=build_adapter(config, self.stage_index, self.directory.path),
         )
         # Failed attempts must not stop a replay, because they did not stop the run.
