@@ -106,8 +106,8 @@ def read_kind(slot: str, values: Mapping[str, Any]) -> str:
 def section_class(slot: str, kind: str) -> type[Section]:
     """Return the class that validates a section of this kind.
 
-    The class gets a field `kind` if it has none, so that a saved section names its kind, and the
-    attributes of the slot's base section that it lacks.
+    If the class has no field `kind`, it gets one, so that a saved section names its kind. It also
+    gets the attributes of the slot's base section that it lacks.
     """
     if ":" in kind:
         target_class = _section_from_path(slot, kind)

@@ -392,7 +392,7 @@ class StageConfig(Section):
         return self.algorithm.source
 
     @property
-    def played_by_workers(self) -> bool:
+    def is_played_by_workers(self) -> bool:
         """True if the stage's groups are played in the generator's rollout workers."""
         return self.generator.plays_groups and self.source in ("rollouts", None)
 
@@ -475,7 +475,7 @@ class RunConfig(Section):
     stages: Annotated[tuple[StageConfig, ...], AfterValidator(_check_names)]
 
     @property
-    def compiles(self) -> bool:
+    def can_use_compiled_kernels(self) -> bool:
         """True if every learner can compute with compiled kernels."""
         return all(stage.learner.supports_cpu_kernels for stage in self.stages)
 
@@ -487,7 +487,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_kernels(self) -> RunConfig:
-        if self.kernels == "compiled" and not self.compiles:
+        if self.kernels == "compiled" and not self.can_use_compiled_kernels:
             raise ValueError(
                 "kernels=compiled, but a distributed learner computes with PyTorch's operations: "
                 "set kernels: auto or torch"

@@ -29,10 +29,10 @@ class SentinelConfig(Section):
     rule: Rule = Field(
         description="above, below: above or below the threshold. spike: more than threshold robust "
         "standard deviations (1.4826 times the median deviation) above the median of the previous "
-        "window. grows, shrinks: the window's median is above, below threshold times the first "
-        "window's median. rises: the window's median is more than threshold above the first "
-        "window's. reported: not 0; a step without the metric counts as 0. nonfinite: NaN or "
-        "infinite."
+        "window. grows: the window's median is more than threshold times the first window's "
+        "median. shrinks: it is less than that. rises: the window's median exceeds the first "
+        "window's by more than threshold. reported: not 0; a step without the metric counts as 0. "
+        "nonfinite: NaN or infinite."
     )
     threshold: float = Field(default=0.0, description="Threshold of the rule.")
     window: int = Field(default=32, ge=1, description="Number of values of the metric in a window.")

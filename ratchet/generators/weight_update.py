@@ -184,8 +184,8 @@ class WeightStaging:
         """Make parameters refer to received memory where this is possible.
 
         Returns (target, source) of all other pieces, which must be copied. A parameter that adopted
-        memory at the last push but can't now is first moved to private memory, because the copy
-        must not write to memory that other generators read.
+        memory at the last push, and can't adopt memory now, is first moved to private memory: the
+        copy must not write to memory that other generators read.
         """
         parameters = list(self._parameters())
         if not parameters or not (self._adopted_parameters or self.is_lasting):

@@ -180,7 +180,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
         needs_media = stage.environment.needs_media
         check_media_readers(policy.renderer.processor, algorithm, needs_media=needs_media)
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
-        if stage.played_by_workers and policy.renderer.processor is not None:
+        if stage.is_played_by_workers and policy.renderer.processor is not None:
             raise ConfigError(
                 "generator.worker_runs=groups needs the model's media processor, which workers "
                 "don't have. Set generator.worker_runs=completions"
@@ -430,7 +430,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
 
 def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> WorkerRolloutSpec | None:
     """Return what workers need to play the stage's groups, or None if they do not."""
-    if not stage.played_by_workers:
+    if not stage.is_played_by_workers:
         return None
     tokenizer_config = get_tokenizer_config(config)
     return WorkerRolloutSpec(

@@ -338,7 +338,7 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _check_worker_runs(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Refuse the keys that groups played in rollout workers do not support."""
-    if not stage.played_by_workers:
+    if not stage.is_played_by_workers:
         return
     rollouts = stage.rollouts
     keys = {
