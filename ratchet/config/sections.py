@@ -183,8 +183,8 @@ class GeneratorSection(Section):
 
     Attributes:
         can_offload: True if the generator can be offloaded from its accelerator (colocation).
-        copies_weights: True if the generator has its own copy of the weights, so that the model
-            that it is built with only provides the first ones.
+        copies_weights: True if the generator has its own copy of the weights. The model that it is
+            built with then provides only the first weights.
         reports_kept_mass: True if it reports the probability mass that top-p, top-k and min-p keep.
         least_temperature: The lowest positive temperature that it accepts.
     """
