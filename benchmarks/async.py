@@ -158,7 +158,7 @@ def simulate_best_share(rollouts: dict[str, Any], busy_s: float) -> float:
         return draw_seconds(derive_seed("possible", group, attempt), MEAN_S, SIGMA)
 
     scheduler = StalenessScheduler(
-        groups_per_step=BATCH, last_step=SIMULATED_STEPS, **{"max_staleness": 0, **rollouts}
+        groups_per_step=BATCH, end_step=SIMULATED_STEPS, **{"max_staleness": 0, **rollouts}
     )
     ends = compute_best_step_ends(
         scheduler, attempts=ATTEMPTS, slots=WORKERS * SLOTS, update_s=busy_s, seconds=seconds

@@ -82,8 +82,8 @@ def measure_steps(
         None if folder is None else Recorder(RecordConfig(), folder, seed=0, in_background=False)
     )
     start = run.first_step + 2
-    asyncio.run(train(replace(run, recorder=recorder, last_step=start)))
-    run = replace(run, recorder=recorder, first_step=start, last_step=start + steps)
+    asyncio.run(train(replace(run, recorder=recorder, end_step=start)))
+    run = replace(run, recorder=recorder, first_step=start, end_step=start + steps)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     asyncio.run(train(run))
     if recorder is not None:
@@ -124,7 +124,7 @@ def measure_shares(
         meter = make_meter(policy, config, 1, RunDirectory(folder), trace)
         count_flops = partial(wrap_with_flop_counter, counter=meter.flop_counter)
         run = build_run(config, 1, policy, wrap_roles=[count_flops], meter=meter)
-        run = replace(run, last_step=run.first_step + steps)
+        run = replace(run, end_step=run.first_step + steps)
         ratchet.training.run.iterate_attempt_samples = time_calls("attempts", add_samples)
         meter.begin, meter.measure = (
             time_calls("meter", meter.begin),

@@ -82,7 +82,7 @@ async def main() -> None:
         build_stage_spec(config, 1),
         learner=LocalConfig(workers=options.workers),
         evaluation=stage.evaluation.model_copy(update={"every": options.every}),
-        first_step=0,
+        start_step=0,
     )
     async with AsyncExitStack() as exit_stack:
         executor = build_executor(config)

@@ -34,7 +34,7 @@ def main() -> None:
     config = load_config(common.QUICKSTART, ["device=cpu"])
     policy = build_policy(config)
     run = build_run(config, 0, policy)
-    run.evaluator, run.last_step = None, min(run.last_step, options.steps)
+    run.evaluator, run.end_step = None, min(run.end_step, options.steps)
     asyncio.run(rt.train(run))
     policy.model.save(options.directory)
     policy.tokenizer.save(options.directory)

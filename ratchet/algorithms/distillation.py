@@ -38,7 +38,7 @@ def build(config: DistillationConfig) -> Algorithm:
         roles=roles,
         minibatches=config.minibatches,
         epochs=config.epochs,
-        group_size=config.attempts,
+        group_size=config.n_attempts,
         temperature=config.tau,
         reads_reward=config.reads_reward,
         exempt=DISTILLATION_EXEMPTIONS,

@@ -105,7 +105,7 @@ def _describe_rows_per_rank(stage: StageConfig) -> str:
     learner: Any = stage.learner
     if not learner.is_distributed:
         return ""
-    rows = -(-stage.batch_size // stage.algorithm.n_minibatches) * stage.algorithm.attempts
+    rows = -(-stage.batch_size // stage.algorithm.n_minibatches) * stage.algorithm.n_attempts
     ranks = prod(getattr(learner, key) for key in learner.data_parallel_keys)
     summary = (
         f"{_format_count(rows, 'row')} for {_format_count(ranks, 'data rank')}, "
@@ -165,7 +165,7 @@ def _describe_batch(stage: StageConfig) -> str:
     }
     if stage.source in nouns:
         return f"{_format_count(stage.batch_size, nouns[stage.source])} a step"
-    attempts = stage.algorithm.attempts
+    attempts = stage.algorithm.n_attempts
     trajectories = stage.batch_size * attempts
     new_tokens = trajectories * stage.sampling.max_new_tokens
     factors = f"{_format_count(stage.batch_size, 'prompt')} x {_format_count(attempts, 'attempt')}"
@@ -188,7 +188,7 @@ def _describe_updates(stage: StageConfig) -> str:
     algorithm = stage.algorithm
     minibatches, epochs = algorithm.n_minibatches, algorithm.n_epochs
     count, noun = (
-        (stage.batch_size * algorithm.attempts, "attempt")
+        (stage.batch_size * algorithm.n_attempts, "attempt")
         if algorithm.splits_groups
         else (stage.batch_size, "group")
     )

@@ -21,7 +21,7 @@ class Section(BaseModel):
         builds: The "module:callable" that `ratchet.training.build` calls with a section chosen by
             `kind:`. It is text, so that only the backend that a run uses is imported. A section
             without it is built by the class or function that its kind names.
-        calls_model: True if its use calls a service or loads a model.
+        calls_model: True if the object that the section builds calls a service or loads a model.
     """
 
     model_config = ConfigDict(
@@ -47,7 +47,7 @@ class Section(BaseModel):
     def changed(self) -> frozenset[str]:
         """Return the keys whose value is not the default.
 
-        The keys that a user wrote are not known, because a saved recipe names every key.
+        Which keys a user wrote is not known, because a saved recipe names every key.
         """
         fields = type(self).model_fields
         return frozenset(
@@ -87,13 +87,13 @@ def _list_files(value: object) -> list[Path]:
 def _refuse_non_numbers(annotation: Any, value: Any, item_label: str = "") -> None:
     """Raise for text or a boolean in a field that takes numbers only."""
     if isinstance(value, list | tuple):
-        items = _item_annotations(annotation)
+        items = _list_item_annotations(annotation)
         for index, item in enumerate(value if items else ()):
             _refuse_non_numbers(items[min(index, len(items) - 1)], item, f"item {index} ")
         return
     if not isinstance(value, bool | str):
         return
-    accepted = _leaf_types(annotation)
+    accepted = _list_leaf_types(annotation)
     if accepted and accepted <= {int, float, type(None)}:
         expected = "a number" if float in accepted else "a whole number"
         raise PydanticCustomError(
@@ -104,12 +104,12 @@ def _refuse_non_numbers(annotation: Any, value: Any, item_label: str = "") -> No
 def _refuse_huge(annotation: Any, value: Any, item_label: str = "") -> None:
     """Raise for a whole number above `LARGEST_WHOLE`, which would make a loop or array endless."""
     if isinstance(value, list | tuple):
-        items = _item_annotations(annotation)
+        items = _list_item_annotations(annotation)
         for index, item in enumerate(value if items else ()):
             _refuse_huge(items[min(index, len(items) - 1)], item, f"item {index} ")
     elif (
         isinstance(value, int | float)
-        and int in _leaf_types(annotation)
+        and int in _list_leaf_types(annotation)
         and abs(value) > LARGEST_WHOLE
     ):
         raise PydanticCustomError(
@@ -117,14 +117,14 @@ def _refuse_huge(annotation: Any, value: Any, item_label: str = "") -> None:
         )
 
 
-def _item_annotations(annotation: Any) -> list[Any]:
+def _list_item_annotations(annotation: Any) -> list[Any]:
     """Return the annotations of a tuple's or list's items, also within a union."""
     if get_origin(annotation) in (tuple, list):
         return [item for item in get_args(annotation) if item is not Ellipsis]
-    return [item for part in get_args(annotation) for item in _item_annotations(part)]
+    return [item for part in get_args(annotation) for item in _list_item_annotations(part)]
 
 
-def _leaf_types(annotation: Any) -> set[Any]:
+def _list_leaf_types(annotation: Any) -> set[Any]:
     """Return the types that an annotation accepts, through unions and Annotated.
 
     A Literal accepts the types of its values.
@@ -133,7 +133,7 @@ def _leaf_types(annotation: Any) -> set[Any]:
     if origin is Literal:
         return {type(value) for value in get_args(annotation)}
     if origin is Annotated:
-        return _leaf_types(get_args(annotation)[0])
+        return _list_leaf_types(get_args(annotation)[0])
     if origin is None or origin in (tuple, list, dict):
         return {origin or annotation}
-    return set().union(*(_leaf_types(part) for part in get_args(annotation)))
+    return set().union(*(_list_leaf_types(part) for part in get_args(annotation)))

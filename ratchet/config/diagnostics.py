@@ -78,7 +78,7 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Re
         if detail["type"] != "default_factory_not_called":
             details_by_place.setdefault(_locate_error(tree, detail), []).append(detail)
     places = [
-        (*_origin_at(tree, place), place, details) for place, details in details_by_place.items()
+        (*_find_origin(tree, place), place, details) for place, details in details_by_place.items()
     ]
     places.sort(key=lambda item: _place_in_files(item[0]))
     for index, (origin, missing, place, details) in enumerate(places):
@@ -90,7 +90,7 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Re
         )
 
 
-def _origin_at(tree: Node, place: Location) -> tuple[ValueOrigin, list[str]]:
+def _find_origin(tree: Node, place: Location) -> tuple[ValueOrigin, list[str]]:
     node, missing = locate(tree, place)
     origin = node.origin
     for key in missing:
@@ -107,13 +107,13 @@ def _write_message(
     model: type[Any],
 ) -> str:
     """Return the message of one problem. `missing`: the keys of `place` that the recipe lacks."""
-    first, *alternatives = dict.fromkeys(_expectation(detail) for detail in details)
+    first, *alternatives = dict.fromkeys(_describe_expectation(detail) for detail in details)
     expected = " or ".join([first, *(text.removeprefix("must be ") for text in alternatives)])
     value = locate(tree, place)[0].value
     if details[0]["type"] == "extra_forbidden":
-        return _unknown_key_message(str(place[-1]), place[:-1], tree, model)
+        return _write_unknown_key_message(str(place[-1]), place[:-1], tree, model)
     if details[0]["type"] == "missing":
-        return _missing_message(place, tree, model)
+        return _write_missing_message(place, tree, model)
     if missing or details[0]["type"] in SELF_CONTAINED or isinstance(value, dict | list):
         return expected
     return f"{_format_value(origin.path, value)} {expected}"
@@ -185,7 +185,7 @@ EXPECTATIONS = {
 }
 
 
-def _expectation(detail: Mapping[str, Any]) -> str:
+def _describe_expectation(detail: Mapping[str, Any]) -> str:
     """Return one of pydantic's errors in our words: what the value must be."""
     context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in detail.get("ctx", {}).items()}
     template = EXPECTATIONS.get(detail["type"])
@@ -197,7 +197,7 @@ def _expectation(detail: Mapping[str, Any]) -> str:
     return text
 
 
-def _missing_message(place: Location, tree: Node, model: type[Any]) -> str:
+def _write_missing_message(place: Location, tree: Node, model: type[Any]) -> str:
     owner = model_at(model, place[:-1], tree)
     if owner is None or place[-1] not in owner.model_fields:
         return "is missing"
@@ -229,7 +229,7 @@ RENAMED_KEYS: Mapping[str, str] = {
 }
 
 
-def _unknown_key_message(key: str, place: Location, tree: Node, model: type[Any]) -> str:
+def _write_unknown_key_message(key: str, place: Location, tree: Node, model: type[Any]) -> str:
     """Return the message about an unknown key.
 
     The message has one hint, the first of these that applies: the new name of a renamed key; the
@@ -254,7 +254,7 @@ def _write_path(place: Location, key: str) -> str:
 
 
 def _hint_at_peer_name(key: str, place: Location, tree: Node, model: type[Any]) -> str:
-    """Return the recipe's name of another library's key, if the kinds of a stage have it."""
+    """Return the recipe's name of another library's key, if a stage's kinds have that key."""
     stages: Any = tree.value.get(STAGES) if isinstance(tree.value, dict) else None
     count = len(stages.value) if stages is not None and isinstance(stages.value, list) else 0
     # A key at the top may be meant for any stage.

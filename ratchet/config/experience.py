@@ -89,7 +89,7 @@ class ReplayConfig(Section):
     def _check_capacity(self) -> ReplayConfig:
         if self.capacity < self.groups:
             raise ValueError(
-                f"capacity={self.capacity} holds fewer than groups={self.groups}: raise it"
+                f"capacity={self.capacity} holds fewer than groups={self.groups}: raise capacity"
             )
         return self
 
@@ -278,7 +278,7 @@ class CurriculumConfig(Section):
             if unread:
                 raise ValueError(
                     f"{unread[0]} has no effect without {required_key}: set {required_key}, or "
-                    "remove it"
+                    f"remove {unread[0]}"
                 )
         return self
 

@@ -171,8 +171,8 @@ def apply_layer(base: Node, layer: Node, problems: list[RecipeProblem]) -> Node:
     """Return the recipe `base` with `layer` merged over it.
 
     A `stages` section in `layer` changes stages by name (`stages.grpo.steps`), and a `stages` list
-    replaces them. If `layer` sets a stage key at the top that the stages of `base` set themselves,
-    the key would have no effect, so it is added to `problems`.
+    replaces them. A stage key at the top of `layer` would have no effect on stages of `base` that
+    set the key themselves. Such a key is added to `problems`.
     """
     stages = layer.get(STAGES)
     if stages is None or stages.is_section:

@@ -35,6 +35,7 @@ def _shorten_stage(stage: StageConfig, max_steps: int) -> tuple[StageConfig, str
     shortened_stage = stage.model_copy(update={"steps": steps, "passes": None})
     updates = {
         "optimizer": _clip_optimizer(stage.optimizer, shortened_stage.optimizer_steps),
+        # At least one step trains the policy.
         "algorithm": stage.algorithm.limit_critic_warmup(steps - 1),
         "evaluation": _clip(stage.evaluation, "every", steps),
         "checkpoint": _clip(stage.checkpoint, "every", steps),

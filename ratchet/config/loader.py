@@ -4,7 +4,7 @@ A stage's key at the top level is the default of all stages. A recipe without `s
 stage. `extends: other.yaml` (relative to the file) starts from another recipe, without its `name`.
 Overrides (`a.b.c=value`, with the value in YAML) are applied last. They address a stage by name or
 position, as in `stages.grpo.steps`. Data, models and modules that are not in the current directory
-are looked up in that of the file (`ratchet.config.recipe_dir`).
+are looked up in the directory of the file (`ratchet.config.recipe_dir`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def load_config(
         path: The recipe.
         overrides: Keys to set, as key=value.
         model_path: The model to start from, in place of the recipe's preset or path.
-        model_option: The option of the command line that gave `model_path`. Overrides that say
-            otherwise which model are then an error.
+        model_option: The option of the command line that gave `model_path`, such as "--from".
+            Overrides that choose a model too are then an error; "" allows them.
 
-    Raises ConfigError, which lists all problems of the recipe.
+    Raises:
+        ConfigError: The recipe has problems. The error lists all of them.
     """
     problems: list[RecipeProblem] = []
     budget = Budget()
@@ -69,7 +70,7 @@ def load_config(
         if model_option and twice:
             raise ConfigError(
                 f"command line: model.{twice[0]}: {model_option} says which model to start from, "
-                "and its shape: remove one of the two"
+                f"and its shape: remove {model_option}, or the override of model.{twice[0]}"
             )
     if model_path is not None:
         root.value["model"] = _with_model_path(root.get("model"), model_path)
@@ -189,6 +190,7 @@ def _parse_overrides(texts: Sequence[str], problems: list[RecipeProblem], budget
 
 
 def _strip_lines(node: Node) -> Node:
+    """Return the node without line numbers, because an override is not in a file."""
     value: Any = node.value
     if isinstance(value, dict):
         value = {key: _strip_lines(child) for key, child in value.items()}

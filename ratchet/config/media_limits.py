@@ -1,4 +1,4 @@
-"""The configuration of images, audio clips and videos: size limits, and the folder of files."""
+"""The configuration of images, audio clips and videos: size limits, and the directory of files."""
 
 from __future__ import annotations
 

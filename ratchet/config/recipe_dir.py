@@ -1,8 +1,8 @@
-"""Find what a recipe names in the recipe's own directory: data, models, and modules.
+"""Find the data, models and modules that a recipe names, also beside the recipe's file.
 
 Relative paths are relative to the current directory. A path that does not exist there is looked up
-in the directory of the file that names it, and so are the file of `file.py:name` and a module that
-can't be imported.
+in the directory of the file that names it. The file of `file.py:name` and a module that can't be
+imported are looked up there too.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ IMPORT_PATH = re.compile(r"([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
 
 
 def find_beside(root: Node, keys: Collection[str]) -> Node:
-    """Return a file's tree with the paths that exist only in the file's own directory replaced.
+    """Return a file's tree, with each path that exists only beside the file replaced.
 
     Args:
         root: The tree.
-        keys: The keys of a recipe. A file with all of them is the recipe that a run saved, whose
-            paths have been looked up before: beside it lies the model that the run trained.
+        keys: The keys of a recipe. A file with all of them was saved by a run, whose paths were
+            replaced before. Its tree is returned unchanged, because beside it lie files of the run
+            with common names, such as `model`.
     """
     directory = Path(root.origin.file).parent
     if set(keys) <= set(root.value) or directory == Path():

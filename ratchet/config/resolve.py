@@ -82,7 +82,7 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
 def resolve(slot: str, values: Mapping[str, Any]) -> Any:
     """Return the section of a `slot` ("algorithm", ...) from a recipe's mapping.
 
-    It has the attributes of the slot's base section (`BASES`).
+    The section has the attributes of the slot's base section (`BASES`).
 
     Raises ConfigError for an unknown or unusable kind, pydantic's ValidationError for wrong values.
     """
@@ -106,8 +106,8 @@ def read_kind(slot: str, values: Mapping[str, Any]) -> str:
 def section_class(slot: str, kind: str) -> type[Section]:
     """Return the class that validates a section of this kind.
 
-    It gets a field `kind` if it has none, so that a saved section names its kind, and the
-    attributes of the slot's base section that it lacks.
+    If the class has no field `kind`, it gets one, so that a saved section names its kind. It also
+    gets the attributes of the slot's base section that it lacks.
     """
     if ":" in kind:
         target_class = _section_from_path(slot, kind)
@@ -115,7 +115,7 @@ def section_class(slot: str, kind: str) -> type[Section]:
     elif kind in KINDS[slot]:
         target_class = import_object(KINDS[slot][kind])
     else:
-        raise ConfigError(_unknown_kind(slot, kind))
+        raise ConfigError(_explain_unknown_kind(slot, kind))
     missing = {
         name: spec
         for name, spec in SLOT_FIELDS.get(slot, {}).items()
@@ -141,12 +141,12 @@ def section_class(slot: str, kind: str) -> type[Section]:
 def _add_base_attributes(
     section: type[Section], base: type[Section], unknown: Mapping[str, Any]
 ) -> None:
-    """Give a user's section class the attributes of its slot's base that it does not have itself.
+    """Give a user's section class the attributes of its slot's base that the class lacks.
 
-    Its own keys and attributes stay, which a second base class would hide.
+    The class's own keys and attributes stay. A second base class would hide some of them.
 
     Args:
-        section: The class, which nothing else uses.
+        section: The class, which nothing else uses yet.
         base: The base section of the slot.
         unknown: Values that take precedence over the base's.
     """
@@ -182,15 +182,15 @@ def build(section: Section, /, *arguments: Any, **named: Any) -> Any:
 
 
 def get_reward_name(section: Section) -> str:
-    """Return the name of a reward in metrics: of its kind, or of the function that it names.
+    """Return the name of a reward in metrics: its section's `reward_name`, or else its kind.
 
-    The name of a path is the part after the colon.
+    An import path is shortened to the part after the colon.
     """
     name = getattr(section, "reward_name", None) or section.kind_name
     return str(name).rpartition(":")[2]
 
 
-def _unknown_kind(slot: str, kind: str) -> str:
+def _explain_unknown_kind(slot: str, kind: str) -> str:
     near = get_close_matches(kind, KINDS[slot], n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     example = f"; name a class of your own by its path, my_pkg.module:Class{_suggest_path(kind)}"

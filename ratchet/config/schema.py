@@ -52,23 +52,27 @@ StageName = Annotated[
 
 
 class ModelConfig(Section):
-    """The model to train: a preset with random weights, or one from a directory or the HF Hub."""
+    """The model to train: a preset with random weights, or a model from a directory or the Hub."""
 
     preset: str | None = Field(
-        default=None, description="Shape of a model that starts from random weights."
+        default=None,
+        description="Shape of a model that starts from random weights; null: the model of path.",
     )
     path: str | None = Field(
         default=None,
-        description="Directory, address (s3://bucket/model) or hub id of a model to start from.",
+        description="Model to start from: a directory, an address (s3://bucket/model), a Hub id, a "
+        "run or RUN@STEP; null: the preset.",
     )
-    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit on the Hub; null: the default branch."
+    )
     backend: Literal["auto", "ratchet", "transformers"] = Field(
         default="auto",
         description="Implementation of the model: ratchet (the built-in decoder), transformers, or "
         "auto: the built-in decoder for the families that it supports.",
     )
     overrides: dict[str, Any] = Field(
-        default_factory=dict, description="Fields of the preset's shape to change."
+        default_factory=dict, description="Fields of the preset's shape to change: {n_layers: 4}."
     )
     train_encoders: bool = Field(
         default=False,
@@ -168,7 +172,9 @@ class EvaluationConfig(Section):
         ge=0,
         description="Steps between evaluations; 0: only before and after the stage.",
     )
-    tasks: int = Field(default=512, ge=0, description="Held-out tasks; 0: no evaluation at all.")
+    tasks: int = Field(
+        default=512, ge=0, description="Number of held-out tasks; 0: no evaluation at all."
+    )
     samples: int = Field(
         default=0, ge=0, description="Number of sampled attempts per task, besides the greedy one."
     )
@@ -232,7 +238,7 @@ class CheckpointConfig(Section):
     keep_best: int = Field(
         default=0,
         ge=0,
-        description="Number of best checkpoints to keep, among those with the metric.",
+        description="Number of best checkpoints to keep, among those that have the metric.",
     )
     metric: str | None = Field(
         default=None,
@@ -278,7 +284,7 @@ class CheckpointConfig(Section):
         return self
 
 
-def _default_section(slot: str, kind: str) -> Any:
+def _make_section_factory(slot: str, kind: str) -> Any:
     return lambda: resolve(slot, {"kind": kind})
 
 
@@ -292,12 +298,12 @@ def get_default_rewards(environment: EnvironmentConfig | None) -> tuple[Section,
     )
 
 
-def _default_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
+def _choose_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
     return get_default_rewards(fields.get("environment"))
 
 
-def _default_eval_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
-    return _default_rewards(fields) or fields.get("rewards", ())
+def _choose_eval_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
+    return _choose_rewards(fields) or fields.get("rewards", ())
 
 
 Rewards = Annotated[tuple[AnySection, ...], Slot("rewards", is_list=True)]
@@ -317,11 +323,11 @@ class StageConfig(Section):
         description="Environment with the tasks and demonstrations."
     )
     rewards: Rewards = Field(
-        default_factory=_default_rewards,
+        default_factory=_choose_rewards,
         description="Rewards that judge the attempts; default: the environment's own.",
     )
     eval_rewards: Rewards = Field(
-        default_factory=_default_eval_rewards,
+        default_factory=_choose_eval_rewards,
         description="Rewards used in evaluation; default: the environment's own, which training "
         "rewards do not change.",
     )
@@ -354,22 +360,22 @@ class StageConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     optimizer: Annotated[SerializeAsAny[OptimizerConfig], Slot("optimizer")] = Field(
-        default_factory=_default_section("optimizer", "adamw"),
+        default_factory=_make_section_factory("optimizer", "adamw"),
         description="Optimizer that turns a gradient into a step.",
     )
     lora: LoRAConfig | None = Field(
         default=None, description="Train a LoRA adapter of the policy; null: all its weights."
     )
     learner: Annotated[AnyLearner, Slot("learner")] = Field(
-        default_factory=_default_section("learner", "local"),
+        default_factory=_make_section_factory("learner", "local"),
         description="Backend that computes gradients: one process, DTensor (FSDP2) or Megatron.",
     )
     generator: Annotated[AnyGenerator, Slot("generator")] = Field(
-        default_factory=_default_section("generator", "engine"),
+        default_factory=_make_section_factory("generator", "engine"),
         description="Engine that samples: Ratchet's own, vLLM, transformers, or worker processes.",
     )
     weight_sync: Annotated[AnyWeightSync, Slot("weight_sync")] = Field(
-        default_factory=_default_section("weight_sync", "auto"),
+        default_factory=_make_section_factory("weight_sync", "auto"),
         description="How new weights reach the generator.",
     )
     parity: ParityConfig = ParityConfig()
@@ -386,7 +392,7 @@ class StageConfig(Section):
         return self.algorithm.source
 
     @property
-    def played_by_workers(self) -> bool:
+    def is_played_by_workers(self) -> bool:
         """True if the stage's groups are played in the generator's rollout workers."""
         return self.generator.plays_groups and self.source in ("rollouts", None)
 
@@ -402,7 +408,8 @@ class StageConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _passes_replace_the_default_steps(cls, values: Any) -> Any:
+    def _drop_default_steps(cls, values: Any) -> Any:
+        """Set `steps` to null in place of its default if `passes` is set."""
         if isinstance(values, dict) and values.get("passes") is not None and "steps" not in values:
             return {**values, "steps": None}
         return values
@@ -411,7 +418,8 @@ class StageConfig(Section):
 def _check_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
     if not stages:
         raise ValueError(
-            "is empty: add a stage, or remove it and write the keys of a single stage at the top"
+            "is empty: add a stage, or remove stages and write the keys of a single stage at the "
+            "top"
         )
     names = [stage.name for stage in stages]
     repeated = sorted({name for name in names if names.count(name) > 1})
@@ -428,7 +436,9 @@ class RunConfig(Section):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
     device: Device = Field(
-        default="auto", description="auto: cuda if there is a CUDA device, else cpu."
+        default="auto",
+        description="Device of the models: cpu, cuda or cuda:N; auto: cuda if there is a CUDA "
+        "device, else cpu.",
     )
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
@@ -448,16 +458,16 @@ class RunConfig(Section):
     import_dirs: tuple[str, ...] = Field(
         default=(),
         description="Further directories of modules that kinds may name (my_module:Thing); the "
-        "recipe's own is added where it has such a module.",
+        "recipe's own directory is added if it holds such a module.",
     )
     model: ModelConfig = ModelConfig()
     tokenizer: Annotated[AnySection, Slot("tokenizer")] = Field(
-        default_factory=_default_section("tokenizer", "auto"),
+        default_factory=_make_section_factory("tokenizer", "auto"),
         description="Tokenizer and chat template; auto: the model's own.",
     )
     media: MediaConfig = MediaConfig()
     cluster: Annotated[AnySection, Slot("cluster")] = Field(
-        default_factory=_default_section("cluster", "local"),
+        default_factory=_make_section_factory("cluster", "local"),
         description="Where ranks and workers run: this machine, Ray, or torchrun's processes.",
     )
     logging: LoggingConfig = LoggingConfig()
@@ -465,7 +475,7 @@ class RunConfig(Section):
     stages: Annotated[tuple[StageConfig, ...], AfterValidator(_check_names)]
 
     @property
-    def compiles(self) -> bool:
+    def can_use_compiled_kernels(self) -> bool:
         """True if every learner can compute with compiled kernels."""
         return all(stage.learner.supports_cpu_kernels for stage in self.stages)
 
@@ -477,7 +487,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_kernels(self) -> RunConfig:
-        if self.kernels == "compiled" and not self.compiles:
+        if self.kernels == "compiled" and not self.can_use_compiled_kernels:
             raise ValueError(
                 "kernels=compiled, but a distributed learner computes with PyTorch's operations: "
                 "set kernels: auto or torch"

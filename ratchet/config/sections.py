@@ -36,7 +36,7 @@ class AlgorithmSection(Section):
         return True
 
     @property
-    def attempts(self) -> int:
+    def n_attempts(self) -> int:
         """Return the number of attempts in a group."""
         return 1
 
@@ -183,8 +183,8 @@ class GeneratorSection(Section):
 
     Attributes:
         can_offload: True if the generator can be offloaded from its accelerator (colocation).
-        copies_weights: True if the generator has its own copy of the weights, so that the model
-            that it is built with only provides the first ones.
+        copies_weights: True if the generator has its own copy of the weights. The model that it is
+            built with then provides only the first weights.
         reports_kept_mass: True if it reports the probability mass that top-p, top-k and min-p keep.
         least_temperature: The lowest positive temperature that it accepts.
     """
@@ -248,10 +248,10 @@ class WeightSyncSection(Section):
         return False
 
 
-# The attributes of a user's section that does not derive from a base section, by registry slot.
-# Only values that differ from those of the base are listed: nothing is known of the training data
-# of such an algorithm or environment ("part", "played" and "problems" are slots of environments
-# too), and such an advantage estimator has no exemptions.
+# By registry slot: attributes that a user's section gets if it does not derive from the slot's base
+# section, where they differ from the base's. The training data of such an algorithm or environment
+# are unknown ("part", "played" and "problems" are slots of environments too), and such an advantage
+# estimator has no exemptions.
 UNKNOWN: Mapping[str, Mapping[str, Any]] = {
     "algorithm": {"source": None},
     **{slot: {"data_kinds": ALL_SOURCES} for slot in ("environment", "part", "played", "problems")},

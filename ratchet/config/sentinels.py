@@ -28,10 +28,11 @@ class SentinelConfig(Section):
     )
     rule: Rule = Field(
         description="above, below: above or below the threshold. spike: more than threshold robust "
-        "deviations above the median of the previous window. grows, shrinks: the window's median "
-        "is above, below threshold times the first window's. rises: it is above the first window's "
-        "by threshold. reported: not 0; a step without the metric counts as 0. nonfinite: NaN or "
-        "infinite."
+        "standard deviations (1.4826 times the median deviation) above the median of the previous "
+        "window. grows: the window's median is more than threshold times the first window's "
+        "median. shrinks: it is less than that. rises: the window's median exceeds the first "
+        "window's by more than threshold. reported: not 0; a step without the metric counts as 0. "
+        "nonfinite: NaN or infinite."
     )
     threshold: float = Field(default=0.0, description="Threshold of the rule.")
     window: int = Field(default=32, ge=1, description="Number of values of the metric in a window.")
@@ -45,7 +46,7 @@ class SentinelConfig(Section):
     )
 
 
-def _sentinel_field(alarm_text: str, **sentinel: Any) -> Any:
+def _make_sentinel_field(alarm_text: str, **sentinel: Any) -> Any:
     return Field(default=SentinelConfig(**sentinel), description=alarm_text)
 
 
@@ -56,70 +57,70 @@ class SentinelsConfig(Section):
     message. A key that a recipe sets for a built-in sentinel replaces that key only.
     """
 
-    loss_spike: SentinelConfig = _sentinel_field(
+    loss_spike: SentinelConfig = _make_sentinel_field(
         "one batch pushes the weights far: look at its rows for outliers, lower optimizer.lr or "
         "max_grad_norm",
         metric="policy/loss", rule="spike", threshold=20.0,
     )  # fmt: skip
-    nonfinite_step: SentinelConfig = _sentinel_field(
+    nonfinite_step: SentinelConfig = _make_sentinel_field(
         "a gradient was not finite, and that step was skipped: look at its rows; several in a row "
         "end the run",
         metric="policy/skipped_nonfinite", rule="above",
     )  # fmt: skip
-    entropy_collapse: SentinelConfig = _sentinel_field(
+    entropy_collapse: SentinelConfig = _make_sentinel_field(
         "the policy hardly explores any more: raise algorithm.entropy_coef, kl.coef or clip_high, "
         "or lower optimizer.lr",
         metric="policy/entropy/entropy", rule="shrinks", threshold=0.02, window=16,
     )  # fmt: skip
-    kl_blowup: SentinelConfig = _sentinel_field(
+    kl_blowup: SentinelConfig = _make_sentinel_field(
         "the policy is far from its reference: raise kl.coef, or lower optimizer.lr",
         metric="*/kl/kl", rule="above", threshold=1.0, patience=3,
     )  # fmt: skip
-    policy_jump: SentinelConfig = _sentinel_field(
+    policy_jump: SentinelConfig = _make_sentinel_field(
         "a single batch changes the policy a lot: lower optimizer.lr, epochs or max_staleness",
         metric="policy/policy_gradient/old_kl", rule="above", threshold=0.5, patience=3,
     )  # fmt: skip
-    equal_rewards: SentinelConfig = _sentinel_field(
+    equal_rewards: SentinelConfig = _make_sentinel_field(
         "equal rewards teach nothing: look at a few answers (is their format what the reward "
         "reads? are the tasks too easy, or too hard?)",
         metric="rollout/reward_std*", rule="below", threshold=1e-12, patience=10,
     )  # fmt: skip
-    broken_rewards: SentinelConfig = _sentinel_field(
+    broken_rewards: SentinelConfig = _make_sentinel_field(
         "an attempt's reward is NaN or infinite", metric="rollout/reward*", rule="nonfinite"
     )
-    failed_rewards: SentinelConfig = _sentinel_field(
+    failed_rewards: SentinelConfig = _make_sentinel_field(
         "attempts could not be judged, and do not count: a reward raised, returned a number that "
         "is not finite, or one outside its declared bounds",
         metric="rollout/failed/reward", rule="reported",
     )  # fmt: skip
-    cut_off: SentinelConfig = _sentinel_field(
+    cut_off: SentinelConfig = _make_sentinel_field(
         "nearly every attempt breaks off at a limit: raise sampling.max_new_tokens, or look "
         "whether answers ever end",
         metric="rollout/truncated_share", rule="above", threshold=0.95, patience=10,
     )  # fmt: skip
-    length_growth: SentinelConfig = _sentinel_field(
+    length_growth: SentinelConfig = _make_sentinel_field(
         "answers become much longer: do they earn more, or only grow?",
         metric="rollout/length_mean", rule="grows", threshold=4.0, window=16,
     )  # fmt: skip
-    length_collapse: SentinelConfig = _sentinel_field(
+    length_collapse: SentinelConfig = _make_sentinel_field(
         "answers become much shorter: has the policy found one that always earns something?",
         metric="rollout/length_mean", rule="shrinks", threshold=0.2, window=16, action="off",
     )  # fmt: skip
-    repetition: SentinelConfig = _sentinel_field(
+    repetition: SentinelConfig = _make_sentinel_field(
         "attempts repeat themselves: does a reward pay for length, or is the policy "
         "breaking down?",
         metric="rollout/repetition", rule="above", threshold=0.5, patience=3,
     )  # fmt: skip
-    disagreement: SentinelConfig = _sentinel_field(
+    disagreement: SentinelConfig = _make_sentinel_field(
         "the rewards and the second opinion disagree, so one of them is fooled: look at the "
         "attempts that they judge differently",
         metric="second_opinion/disagreement", rule="above", threshold=0.2,
     )  # fmt: skip
-    canary: SentinelConfig = _sentinel_field(
+    canary: SentinelConfig = _make_sentinel_field(
         "tasks without a solution earn rewards, so the reward does not require solving them",
         metric="canary/reward", rule="above", threshold=0.1,
     )  # fmt: skip
-    canary_rise: SentinelConfig = _sentinel_field(
+    canary_rise: SentinelConfig = _make_sentinel_field(
         "tasks without a solution earn more than at first: the policy is learning to hack the "
         "reward",
         metric="canary/reward", rule="rises", threshold=0.05, window=4,

@@ -92,6 +92,8 @@ class Node:
 # Recipes use the core schema of YAML 1.2, and numbers may have underscores, as in Python. PyYAML
 # uses YAML 1.1, where 1e-3 is text, off and no are booleans, 010 is 8, and 12:30:00 is 45000.
 
+# Each row: a tag, the pattern of its texts, and the characters with which they begin (\0: the empty
+# text).
 SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -238,7 +240,7 @@ class _Reader:
             value: Any = self._read_section(node, origin)
         elif isinstance(node, yaml.SequenceNode):
             value = [
-                self.read(item, origin.below(_item_label(item, i)).path)
+                self.read(item, origin.below(_get_item_label(item, i)).path)
                 for i, item in enumerate(node.value)
             ]
         else:
@@ -298,7 +300,7 @@ def check_key_path(keys: Sequence[str]) -> None:
         _check_key(key, COMMAND_LINE)
 
 
-def _item_label(item: yaml.Node, index: int) -> str:
+def _get_item_label(item: yaml.Node, index: int) -> str:
     """Return an item's `name` if it has one, as stages do; otherwise its position."""
     if isinstance(item, yaml.MappingNode):
         for key, value in item.value:
@@ -380,18 +382,18 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Reci
 
 def _suggest_file(path: Path) -> str:
     """Return the end of the message that a recipe is missing: a similar name, if there is one."""
-    folder = path.parent
-    if not folder.is_dir():
-        return f": there is no folder {folder}"
+    directory = path.parent
+    if not directory.is_dir():
+        return f": there is no directory {directory}"
     try:
         recipes = sorted(
-            p.name for p in islice(folder.iterdir(), 1000) if p.suffix in (".yaml", ".yml")
+            p.name for p in islice(directory.iterdir(), 1000) if p.suffix in (".yaml", ".yml")
         )
-    except OSError:  # no permission to list the folder
+    except OSError:  # no permission to list the directory
         return ""
     file_name = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
     near = difflib.get_close_matches(file_name, recipes, n=1)
-    return f": did you mean {folder / near[0]}?" if near else ""
+    return f": did you mean {directory / near[0]}?" if near else ""
 
 
 def write_flow(value: Any) -> str:

@@ -5,7 +5,7 @@ other types, such as arrays, stay as they are, for a serializer that supports or
 
 JSON has fewer types than Python. Tuples, dictionaries with other keys than strings, and the classes
 in CODED_TYPES are wrapped with their type, so that they arrive unchanged. Decoding runs no stored
-code, and creates only these.
+code, and creates objects of these types only.
 """
 
 from __future__ import annotations

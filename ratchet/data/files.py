@@ -58,13 +58,13 @@ def convert_read_errors(path: str | Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{path}: can't be read: No such file or directory") from error
     except OSError as error:
-        failed_folder = (
+        failed_directory = (
             error.filename
             if isinstance(error.filename, str) and error.filename != str(path)
             else None
         )
-        # `failed_folder` lies below `path`.
-        where = f"{path}: {failed_folder}" if failed_folder else path
+        # `failed_directory` lies below `path`.
+        where = f"{path}: {failed_directory}" if failed_directory else path
         raise DataError(f"{where}: can't be read: {error.strerror or error}") from error
     except OverflowError as error:  # from a wrong offset in the file
         raise DataError(f"{path}: can't be read: {error}") from error
@@ -117,7 +117,9 @@ def _copy_unpacked(content: gzip.GzipFile, unpacked: IO[bytes], packed: IO[bytes
 def find_files(locations: Sequence[str | Path]) -> list[str | Path]:
     """Return the files of paths, addresses, patterns (*.parquet) and directories.
 
-    The files of one pattern or directory are sorted by name. Raises DataError if it has none.
+    The files of one pattern or directory are sorted by name.
+
+    Raises DataError for a pattern or directory without files.
     """
     return [file for location in locations for file in _find_files_at(location)]
 
@@ -154,14 +156,14 @@ def _find_files_at(location: str | Path) -> list[str | Path]:
     return files
 
 
-def _list_files_below(folder: Path) -> list[Path]:
-    """Return the files below a folder. Raises OSError for a folder that can't be listed."""
+def _list_files_below(directory: Path) -> list[Path]:
+    """Return the files below a directory. Raises OSError for a directory that can't be listed."""
 
     def refuse(error: OSError) -> None:
         raise error
 
     locations = (
-        Path(root, name) for root, _, names in os.walk(folder, onerror=refuse) for name in names
+        Path(root, name) for root, _, names in os.walk(directory, onerror=refuse) for name in names
     )
     return [path for path in sorted(locations) if path.is_file()]
 
@@ -169,7 +171,7 @@ def _list_files_below(folder: Path) -> list[Path]:
 def _list_matches(pattern: Path) -> list[Path]:
     """Return the files that match a pattern.
 
-    Raises OSError if a folder that can hold matches can't be listed.
+    Raises OSError if a directory that can hold matches can't be listed.
     """
     parts = pattern.parts
     n_fixed_parts = next(i for i, part in enumerate(parts) if any(sign in part for sign in "*?["))
@@ -179,11 +181,11 @@ def _list_matches(pattern: Path) -> list[Path]:
     return [path for path in sorted(base.glob(str(Path(*parts[n_fixed_parts:])))) if path.is_file()]
 
 
-def _require_listable(folder: str | Path, parts: Sequence[str]) -> None:
-    """Raise OSError for a folder that can't be listed, because `glob` would skip it silently."""
-    with os.scandir(folder) as entries:
-        folders = [entry for entry in entries if entry.is_dir(follow_symlinks=parts[0] != "**")]
-    for entry in folders:
+def _require_listable(directory: str | Path, parts: Sequence[str]) -> None:
+    """Raise OSError for a directory that can't be listed, because `glob` would skip it silently."""
+    with os.scandir(directory) as entries:
+        directories = [entry for entry in entries if entry.is_dir(follow_symlinks=parts[0] != "**")]
+    for entry in directories:
         if parts[0] == "**":
             _require_listable(entry.path, parts)
         elif parts[1:] and fnmatch(entry.name, parts[0]):

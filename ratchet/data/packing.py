@@ -56,9 +56,9 @@ def pack(groups: Sequence[Group]) -> Batch:
     return Batch(
         tokens_T=token_column(lambda t: t.tokens, np.int64),
         positions_T=torch.from_numpy(np.arange(turn_columns.n_tokens) - np.repeat(starts, lengths)),
-        turn_T=torch.from_numpy(turn_columns.turn_indices()),
-        turn_rewards_T=torch.from_numpy(turn_columns.turn_rewards()),
-        state_T=torch.from_numpy(turn_columns.state_numbers()),
+        turn_T=torch.from_numpy(turn_columns.make_turn_indices()),
+        turn_rewards_T=torch.from_numpy(turn_columns.make_turn_rewards()),
+        state_T=torch.from_numpy(turn_columns.make_state_numbers()),
         trainable_T=trainable_T & train_S.repeat_interleave(lengths_S),
         predicted_T=trainable_T & ~baseline_S.repeat_interleave(lengths_S),
         rollout_logprobs_T=token_column(lambda t: t.rollout_logprobs, np.float32),
@@ -81,8 +81,8 @@ def pack(groups: Sequence[Group]) -> Batch:
         group_ids=tuple(group.id for group, _ in kept_groups),
         tags=tags,
         media_S=tuple(t.media for t in trajectories) if any(t.media for t in trajectories) else (),
-        token_columns=_route_column(trajectories),
-        sequence_columns=_reward_part_columns(trajectories),
+        token_columns=_make_route_column(trajectories),
+        sequence_columns=_make_reward_part_columns(trajectories),
     )
 
 
@@ -115,7 +115,7 @@ class _TurnColumns:
     starts: Sequence[int]  # index of each row's first token
     n_tokens: int  # T
 
-    def turn_indices(self) -> np.ndarray:
+    def make_turn_indices(self) -> np.ndarray:
         """Return the index of the turn of each token [T], -1 elsewhere."""
         index_T = np.full(self.n_tokens, -1, dtype=np.int32)
         for start, (_, trajectory) in zip(self.starts, self.rows, strict=True):
@@ -123,7 +123,7 @@ class _TurnColumns:
                 index_T[start + turn.start : start + turn.end] = number
         return index_T
 
-    def turn_rewards(self) -> np.ndarray:
+    def make_turn_rewards(self) -> np.ndarray:
         """Return the reward of each turn at its last token [T], NaN elsewhere."""
         rewards_T = np.full(self.n_tokens, np.nan)
         for start, (_, trajectory) in zip(self.starts, self.rows, strict=True):
@@ -132,7 +132,7 @@ class _TurnColumns:
                     rewards_T[start + turn.end - 1] = turn.reward
         return rewards_T
 
-    def state_numbers(self) -> np.ndarray:
+    def make_state_numbers(self) -> np.ndarray:
         """Return a number for the (group, state key) pair of each token [T], -1 elsewhere."""
         state_numbers: dict[tuple[int, str], int] = {}
         state_T = np.full(self.n_tokens, -1, dtype=np.int64)
@@ -152,7 +152,7 @@ def _get_kept_mass(trajectory: Trajectory) -> np.ndarray:
     )
 
 
-def _route_column(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+def _make_route_column(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """Return the column of routes [T, ...]; {} if no trajectory has routes.
 
     Trajectories without routes have -1.
@@ -167,7 +167,7 @@ def _route_column(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     return {ROUTES: torch.from_numpy(np.concatenate(parts))}
 
 
-def _reward_part_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+def _make_reward_part_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """Return each part of the rewards as a column "reward/<name>" [S]: NaN in rows without it."""
     names = dict.fromkeys(name for t in trajectories for name in t.reward_parts)
     return {

@@ -54,7 +54,8 @@ class Processor:
     Args:
         inner: A processor of transformers, or one with the same interface.
         fingerprint: Hash of everything that decides the processor's output.
-        media: Limits and places of the media that parts may refer to, and the size of the cache.
+        media: Limits of the media, the directory that their paths are relative to, and the size of
+            the cache. None takes the defaults.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Processor:
         """
         kind = part.type
         if kind == "text" or kind not in self.kind_by_placeholder.values():
-            kinds = " and ".join(self.kind_by_placeholder.values())
+            kinds = " and ".join(self.kind_by_placeholder.values()) or "no media"
             raise DataError(
                 f"{where} has a part of the type '{kind}', and the model reads {kinds}: remove the "
                 "part"

@@ -37,7 +37,9 @@ class KeepConfig(Section):
     one_of: tuple[Scalar, ...] = Field((), description="Values that pass; empty: all.")
     none_of: tuple[Scalar, ...] = Field((), description="Values that do not pass.")
     contains: str = Field(
-        "", description="Text that the text or the list of the column contains; empty: any passes."
+        "",
+        description="Text that the column's text must contain, or item that its list must contain; "
+        "empty: any passes.",
     )
     min_chars: int | None = Field(
         None,
@@ -64,7 +66,7 @@ class KeepConfig(Section):
     def keeps(self, values: Mapping[str, Any], where: str) -> bool:
         """True if the row is kept.
 
-        Raises DataError if it lacks the column, or a number to compare.
+        Raises DataError if the row lacks the column, or a number to compare.
         """
         value = find_value(values, self.column, where)
         if value is None:

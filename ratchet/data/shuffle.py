@@ -17,7 +17,7 @@ class RowOrder:
     A block is a number of rows that are read together. Each epoch shuffles the blocks, then the
     rows within each window of WINDOW consecutive blocks. A single block is shuffled fully. So the
     row at any position is computed directly, and a file of row groups is read one group at a time.
-    shuffle=False keeps the order of the rows.
+    shuffle=False keeps the order of the rows. Equal `seed` and `name` give equal orders.
 
     numpy's RandomState draws the orders, because its streams never change between versions.
     """
@@ -43,7 +43,7 @@ class RowOrder:
             return offset
         if epoch != self._epoch:
             self._epoch = epoch
-            self._block_order = self._permutation(len(self.block_sizes), "blocks", epoch)
+            self._block_order = self._draw_permutation(len(self.block_sizes), "blocks", epoch)
             self._block_ends = np.cumsum(self.block_sizes[self._block_order])
         window = int(np.searchsorted(self._block_ends, offset, side="right")) // WINDOW
         if (epoch, window) != self._window:
@@ -61,9 +61,9 @@ class RowOrder:
                 )
             ]
         )
-        return rows[self._permutation(len(rows), "rows", epoch, window)]
+        return rows[self._draw_permutation(len(rows), "rows", epoch, window)]
 
-    def _permutation(self, n: int, *names: object) -> NDArray[np.int64]:
+    def _draw_permutation(self, n: int, *names: object) -> NDArray[np.int64]:
         key = blake2b(
             "/".join(map(str, (self.name, self.seed, *names))).encode(), digest_size=32
         ).digest()

@@ -95,7 +95,7 @@ def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> It
 
 
 class _IndexedFile:
-    """A file with an index: `starts` are the byte offsets of rows, `line_numbers` their lines."""
+    """A file with an index of its rows: their byte offsets (`starts`) and their line numbers."""
 
     unit = "line"
 
@@ -104,10 +104,10 @@ class _IndexedFile:
 
         self.path = path
         with open_binary(path) as file, convert_read_errors(path):
-            starts = np.fromiter(self._find_row_starts(file), dtype=np.dtype((np.int64, 2)))
-        if not len(starts):
+            rows = np.fromiter(self._find_row_starts(file), dtype=np.dtype((np.int64, 2)))
+        if not len(rows):
             raise DataError(f"{path}: the file holds no rows")
-        self.line_numbers, self.starts = starts[:, 0], starts[:, 1]
+        self.line_numbers, self.starts = rows[:, 0], rows[:, 1]
 
     @property
     def block_sizes(self) -> Sequence[int]:

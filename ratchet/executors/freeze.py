@@ -144,7 +144,7 @@ def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
     if kernels == "auto":
         kernels = (
             "compiled"
-            if device == "cpu" and config.compiles and has_compiled_kernels()
+            if device == "cpu" and config.can_use_compiled_kernels and has_compiled_kernels()
             else "torch"
         )
     cluster = config.cluster

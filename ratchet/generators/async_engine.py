@@ -34,8 +34,12 @@ class AsyncEngine:
     policies, and no learner can score it exactly.
 
     Args:
+        core: runs the requests.
         weights, parameters, quantised: see `WeightStaging`.
         tokenizer: needed only for requests with stop strings.
+        max_context: maximum number of tokens of prompt and completion together.
+        keep_kv: True to keep the KV cache of running requests when weights are committed.
+        records_routes: True if the core can record the experts that computed each token.
         policy: the model that the core reads, if it can have an adapter.
         adapters: returns the names of further adapters that requests may select.
         reads_media: True if the model reads media.

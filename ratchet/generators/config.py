@@ -18,12 +18,15 @@ class EngineConfig(GeneratorSection):
 
     kind: Literal["engine"] = "engine"
     max_running: int = Field(
-        1024, ge=1, description="Requests that are generated at the same time; the others wait."
+        1024,
+        ge=1,
+        description="Maximum number of requests that are generated at the same time; the others "
+        "wait.",
     )
     max_context: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="Tokens of prompt and completion together; null: as many as the model has "
-        "positions.",
+        description="Maximum number of tokens of prompt and completion together; null: as many as "
+        "the model has positions.",
     )
     kv_cache_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
@@ -33,7 +36,8 @@ class EngineConfig(GeneratorSection):
     prefill_tokens: int = Field(
         2048,
         ge=1,
-        description="Prompt tokens of one forward; a longer prompt has a forward of its own.",
+        description="Maximum number of prompt tokens in one forward; a longer prompt has a forward "
+        "of its own.",
     )
     row_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
@@ -43,14 +47,14 @@ class EngineConfig(GeneratorSection):
     )
     keep_kv: bool = Field(
         False,
-        description="When new weights arrive, running requests keep the KV cache of the old "
-        "weights, instead of computing it anew.",
+        description="When new weights arrive, running requests keep the keys and values that the "
+        "old weights computed; false: they are computed anew.",
     )
     quantise: Literal["nf4", "float8"] | None = Field(
         None,
         description="Format to which the layers' matrices are quantised when a weight sync "
         "delivers them; only for engines in worker processes (generator.kind=workers), which have "
-        "a copy of the weights.",
+        "a copy of the weights. null: none.",
     )
 
     @property
@@ -75,17 +79,18 @@ class HFConfig(GeneratorSection):
     max_running: int = Field(
         64,
         ge=1,
-        description="Requests of one padded batch; the next batch starts when this one has ended.",
+        description="Maximum number of requests in a padded batch; the next batch starts when all "
+        "of them have ended.",
     )
     max_context: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="Tokens of prompt and completion together; null: as many as the model has "
-        "positions.",
+        description="Maximum number of tokens of prompt and completion together; null: as many as "
+        "the model has positions.",
     )
     keep_kv: bool = Field(
         False,
-        description="When new weights arrive, running requests keep the KV cache of the old "
-        "weights, instead of computing it anew.",
+        description="When new weights arrive, running requests keep the keys and values that the "
+        "old weights computed; false: they are computed anew.",
     )
 
     @property
@@ -102,7 +107,7 @@ CPU_BLOCK = 32
 class VLLMConfig(GeneratorSection):
     """The vLLM generator, which has its own copy of the weights.
 
-    The weight sync loads the learner's weights into vLLM: its workers verify checksums first.
+    The weight sync loads the learner's weights into vLLM's workers, which verify checksums first.
     """
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGenerator"
@@ -123,40 +128,47 @@ class VLLMConfig(GeneratorSection):
         "The learner's weights keep their dtype.",
     )
     max_running: int = Field(
-        256, ge=1, description="Requests that are generated at the same time; the others wait."
+        256,
+        ge=1,
+        description="Maximum number of requests that are generated at the same time; the others "
+        "wait.",
     )
     max_context: Annotated[int, Field(ge=1)] | None = Field(
         None,
-        description="Tokens of prompt and completion together; null: as many as the model has "
-        "positions.",
+        description="Maximum number of tokens of prompt and completion together; null: as many as "
+        "the model has positions.",
     )
-    kv_cache_gib: float = Field(4.0, gt=0, description="KV cache of each worker, in GiB.")
+    kv_cache_gib: float = Field(
+        4.0, gt=0, description="Size of the KV cache of each worker, in GiB."
+    )
     block_size: int = Field(
         32,
         ge=16,
         multiple_of=16,
-        description="Tokens of a block of the KV cache; prompts with equal prefixes share whole "
-        "blocks.",
+        description="Number of tokens in a block of the KV cache; prompts with equal prefixes "
+        "share whole blocks.",
     )
-    tensor_parallel: int = Field(1, ge=1, description="Workers that share every layer.")
+    tensor_parallel: int = Field(
+        1, ge=1, description="Number of workers among which every layer is divided."
+    )
     pipeline_parallel: int = Field(
         1,
         ge=1,
-        description="Number of pipeline stages: workers, or groups of workers, that each "
-        "have a share of the layers.",
+        description="Number of pipeline stages. Each stage has tensor_parallel workers, which hold "
+        "some of the layers.",
     )
     data_parallel: int = Field(
-        1, ge=1, description="Whole copies of the model, which share the requests."
+        1, ge=1, description="Number of copies of the model, among which requests are divided."
     )
     enforce_eager: bool = Field(
         False,
-        description="True: vLLM neither compiles nor captures CUDA graphs. It starts sooner, but "
-        "generates slower on an accelerator.",
+        description="true: vLLM does not compile the model or capture CUDA graphs. It starts "
+        "sooner, but generates slower on an accelerator.",
     )
     keep_kv: bool = Field(
         False,
-        description="When new weights arrive, running requests keep the KV cache of the old "
-        "weights, instead of computing it anew.",
+        description="When new weights arrive, running requests keep the keys and values that the "
+        "old weights computed; false: they are computed anew.",
     )
     lora_rank: int = Field(
         0,
@@ -173,7 +185,7 @@ class VLLMConfig(GeneratorSection):
     quantise: Literal["float8"] | None = Field(
         None,
         description="Format to which vLLM quantises the layers' matrices when a weight sync "
-        "delivers them; for accelerators that multiply matrices in this format.",
+        "delivers them; for accelerators that multiply matrices in this format. null: none.",
     )
     handover_dir: str | None = Field(
         None,
@@ -241,12 +253,12 @@ class VLLMConfig(GeneratorSection):
         if n_heads % ranks or (n_kv_heads % ranks and ranks % n_kv_heads):
             return (
                 f"tensor_parallel={ranks} doesn't divide the model's {n_heads} attention and "
-                f"{n_kv_heads} KV heads: lower it"
+                f"{n_kv_heads} KV heads: lower tensor_parallel"
             )
         if n_layers < self.pipeline_parallel:
             return (
                 f"pipeline_parallel={self.pipeline_parallel} is more than the model's "
-                f"{n_layers} layers: lower it"
+                f"{n_layers} layers: lower pipeline_parallel"
             )
         if on_cpu and self.pipeline_parallel > 1:
             return (

@@ -35,7 +35,7 @@ def explain_nonfinite(
     """Return the error of each request whose logits aren't finite.
 
     Args:
-        broken: the index of each such request's first token with non-finite logits.
+        broken: by request, the index of its first token whose logits aren't finite.
         all_fail: True if no running request has finite logits.
         weights: (name, tensor) of the model's weights.
         version: version of these weights.

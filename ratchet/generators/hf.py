@@ -73,7 +73,7 @@ class HFGenerator(AsyncEngine):
         weights = (
             model.canonical_weights
             if isinstance(model, PolicyModel)
-            else partial(_named_weights, transformers_model)
+            else partial(_list_named_weights, transformers_model)
         )
         media_policy: Any = model if isinstance(model, PolicyModel) and model.reads_media else None
         super().__init__(
@@ -100,7 +100,7 @@ def _get_transformers_model(policy: PolicyModel) -> Any:
     return transformers_policy.model
 
 
-def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _list_named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 

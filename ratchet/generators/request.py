@@ -70,13 +70,15 @@ class GenerationRequest:
         log_kept = (
             np.zeros(len(tokens), dtype=np.float32) if log_kept_mass is None else log_kept_mass
         )
-        return Completion(tokens, logprobs, log_kept, self._versions(len(tokens)), stop, routes)
+        return Completion(
+            tokens, logprobs, log_kept, self._expand_versions(len(tokens)), stop, routes
+        )
 
     def without_tokens(self, stop: StopReason) -> Completion:
         """Return an empty completion."""
         return self.complete(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), None, stop)
 
-    def _versions(self, count: int) -> NDArray[np.int32]:
+    def _expand_versions(self, count: int) -> NDArray[np.int32]:
         versions = np.empty(count, dtype=np.int32)
         for start, version in self.version_starts:
             versions[start:] = version
@@ -120,7 +122,7 @@ class RequestValidator:
         if len(prompt) > self.max_context:
             raise DataError(
                 f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: "
-                "shorten or drop it"
+                "shorten or drop the prompt"
             )
         if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id becomes a huge one
             unknown_token = next(

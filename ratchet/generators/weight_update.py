@@ -65,8 +65,8 @@ class WeightStaging:
         self._open_views: Mapping[str, Tensor] | None = None
         self._is_adapter_only = False  # the push in progress has only adapter weights
         self.pieces: list[StagedPiece] = []
-        self.stable = False  # received memory keeps its content until the commit
-        self.lasting = False  # received memory keeps its content until the next commit
+        self.is_stable = False  # received memory keeps its content until the commit
+        self.is_lasting = False  # received memory keeps its content until the next commit
         self.is_head_tied = False
         self._adopted_parameters: list[nn.Parameter] = []
         self._threads = ThreadPool(torch.get_num_threads())
@@ -79,13 +79,14 @@ class WeightStaging:
 
     @property
     def views(self) -> Mapping[str, Tensor]:
-        """Return views of all weights by name.
+        """Return views of the weights by name.
 
-        Between pushes they are rebuilt for every call, so that no stale tensor is kept alive.
+        During a push of adapter weights only these are included. Between pushes the views are
+        rebuilt for every call, so that no stale tensor is kept alive.
         """
         return self._open_views if self._open_views is not None else dict(self.all_weights())
 
-    def _current_views(self) -> Mapping[str, Tensor]:
+    def _get_current_views(self) -> Mapping[str, Tensor]:
         return dict(self._adapter_weights() if self._is_adapter_only else self.all_weights())
 
     def all_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -104,8 +105,8 @@ class WeightStaging:
         manifest:
             "weights": {name: {"shape", "dtype"}} of all weights that will be sent; if absent,
             missing weights are not detected.
-            "stable": true if received memory may be copied as late as the commit.
-            "lasting": true if received memory may be adopted instead of copied.
+            "stable": true if received memory may be copied as late as the commit; default: false.
+            "lasting": true if received memory may be adopted instead of copied; default: false.
 
         A learner that ties the head to the embedding does not send the head. Raises ModelError if
         the names or shapes of the announced weights are not those of the model.
@@ -121,9 +122,9 @@ class WeightStaging:
         )
         for matrix in () if self._is_adapter_only else self._quantised():
             matrix.begin_write()
-        self._open_views = self._current_views()
-        self.stable = bool(manifest.get("stable"))
-        self.lasting = bool(manifest.get("lasting"))
+        self._open_views = self._get_current_views()
+        self.is_stable = bool(manifest.get("stable"))
+        self.is_lasting = bool(manifest.get("lasting"))
         if weights is None:
             self.is_head_tied = False
             return
@@ -162,7 +163,9 @@ class WeightStaging:
         piece = StagedPiece(name, tuple(shard.offsets), shard.tensor.detach())
         if piece.select_target(view).data_ptr() != piece.tensor.data_ptr():
             tensor = (
-                piece.tensor if self.stable else piece.tensor.to(view.device, view.dtype, copy=True)
+                piece.tensor
+                if self.is_stable
+                else piece.tensor.to(view.device, view.dtype, copy=True)
             )
             self.pieces.append(StagedPiece(name, piece.offsets, tensor))
 
@@ -171,7 +174,7 @@ class WeightStaging:
         pairs = self._adopt()
         self._threads.each(_copy_piece, pairs, [source.nbytes for _, source in pairs])
         # The sender may reuse its memory after this call, so the copies must have ended.
-        if self.stable and any(target.is_cuda for target, _ in pairs):
+        if self.is_stable and any(target.is_cuda for target, _ in pairs):
             torch.cuda.synchronize()
         for matrix in self._quantised():
             matrix.end_write()
@@ -181,11 +184,11 @@ class WeightStaging:
         """Make parameters refer to received memory where this is possible.
 
         Returns (target, source) of all other pieces, which must be copied. A parameter that adopted
-        memory at the last push but can't now is first moved to private memory, because the copy
-        must not write to memory that other generators read.
+        memory at the last push, and can't adopt memory now, is first moved to private memory: the
+        copy must not write to memory that other generators read.
         """
         parameters = list(self._parameters())
-        if not parameters or not (self._adopted_parameters or self.lasting):
+        if not parameters or not (self._adopted_parameters or self.is_lasting):
             return self._copy_pairs(self.pieces)
         opened_matrices = [
             matrix.write_buffer for matrix in self._quantised() if matrix.write_buffer is not None
@@ -207,7 +210,7 @@ class WeightStaging:
         for parameter in parameters:
             pieces = pieces_by_address.get(parameter.data_ptr(), [])
             adopted = None
-            if self.lasting:
+            if self.is_lasting:
                 adopted = _find_adoptable(parameter.data, self._copy_pairs(pieces))
             if adopted is not None:
                 parameter.data = adopted
@@ -216,7 +219,7 @@ class WeightStaging:
             if id(parameter) in previously_adopted:
                 parameter.data = parameter.data.clone()
             to_copy += pieces
-        self._open_views = self._current_views()
+        self._open_views = self._get_current_views()
         return self._copy_pairs(to_copy)
 
     def _copy_pairs(self, pieces: Iterable[StagedPiece]) -> list[tuple[Tensor, Tensor]]:

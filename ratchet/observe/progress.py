@@ -60,12 +60,13 @@ def format_duration(seconds: float) -> str:
 class ProgressState:
     """The state of a stage that the progress line shows.
 
-    Steps are counted over the whole run. This stage does the steps `after_step` + 1 to `last_step`.
+    Steps are counted over the whole run: `after_step` are done when the stage begins or resumes,
+    and `end_step` when it ends.
     """
 
     stage: str
     after_step: int
-    last_step: int
+    end_step: int
     clock: Callable[[], float] = time.monotonic
     step: int = 0
     headline: str = ""
@@ -101,7 +102,7 @@ class ProgressState:
         """
         steps_done = self.step - self.after_step
         return (
-            (self.clock() - self._started) / steps_done * (self.last_step - self.step)
+            (self.clock() - self._started) / steps_done * (self.end_step - self.step)
             if steps_done
             else None
         )
@@ -119,7 +120,7 @@ class ProgressState:
         speed = f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else ""
         eta = (
             f"ETA {format_duration(self.eta_s)}"
-            if self.eta_s is not None and self.step < self.last_step
+            if self.eta_s is not None and self.step < self.end_step
             else ""
         )
         return "  ".join(filter(None, (speed, eta)))
@@ -136,10 +137,10 @@ class PlainView:
         self.console, self.every = console, every
 
     def show(self, state: ProgressState) -> None:
-        if state.step % self.every and state.step != state.last_step:
+        if state.step % self.every and state.step != state.end_step:
             return
         texts = (
-            f"{state.stage} {state.step}/{state.last_step}",
+            f"{state.stage} {state.step}/{state.end_step}",
             state.format_headline(with_sparkline=False),
         )
         texts += (state.format_side_metrics(), state.format_pace())
@@ -153,7 +154,7 @@ class LiveView:
         self.progress = progress
         self.supports_blocks = (progress.console.encoding or "").lower().startswith("utf")
         self.task = progress.add_task(
-            state.stage, total=state.last_step, completed=state.step, headline="", side="", pace=""
+            state.stage, total=state.end_step, completed=state.step, headline="", side="", pace=""
         )
 
     def show(self, state: ProgressState) -> None:
@@ -169,7 +170,7 @@ def show_progress(
     stage: str,
     *,
     after_step: int,
-    last_step: int,
+    end_step: int,
     mode: Mode = "auto",
     every: int = 10,
     console: Console | None = None,
@@ -178,13 +179,13 @@ def show_progress(
     """Yield an observer that shows each step's progress.
 
     Args:
-        after_step: Number of steps done before: in earlier stages, or before a resume.
-        last_step: The stage's last step, counted over the whole run.
+        after_step: Number of steps of the run that are done when the stage begins or resumes.
+        end_step: Number of steps of the run that are done when the stage ends.
         mode: "auto" is live on a terminal, else plain.
         every: Number of steps between two plain lines.
     """
     console = console or make_console()
-    state = ProgressState(stage, after_step, last_step, clock)
+    state = ProgressState(stage, after_step, end_step, clock)
     if mode == "off":
         yield state.observe
     elif mode == "live" or (mode == "auto" and console.is_terminal):

@@ -110,7 +110,7 @@ def compute_best_step_ends(
     waiting, tie_breakers = deque[tuple[ScheduledGroup, int]](), itertools.count()
     # Heap of ends: (time, tie-breaker, group of the request; None for an update).
     pending_ends: list[tuple[float, int, ScheduledGroup | None]] = []
-    while len(step_ends) < scheduler.last_step:
+    while len(step_ends) < scheduler.end_step:
         step = len(step_ends)
         # While a step trains, its groups still take up room that the next step may not use.
         while n_free_slots and (

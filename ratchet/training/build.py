@@ -67,15 +67,16 @@ def make_run(
     Args:
         policy: The model to train, with its generator.
         setup: The environment and its rewards.
+        algorithm: The algorithm that trains the policy.
         spec: The settings of the stage.
         ledger: Records the outcome of each group; None keeps the source's own ledger.
         position: The position from which the stage goes on; None begins it.
         wrap_roles: Wrap the learners that the training loop calls, in this order.
         run_fields: Further fields of `StageRun`, such as observers.
     """
-    origin = policy.generator.version if spec.first_step is None else spec.first_step
-    last_step = origin + spec.steps
-    position = position or StagePosition(origin)
+    start_step = policy.generator.version if spec.start_step is None else spec.start_step
+    end_step = start_step + spec.steps
+    position = position or StagePosition(start_step)
     spec = replace(spec, sampling=policy.with_stop_ids(spec.sampling))
     check_routers(policy.model, policy.generator, algorithm, spec.learner)
     roles = make_roles(
@@ -86,7 +87,7 @@ def make_run(
         optimizer=spec.optimizer,
         steps=spec.steps,
         ranks=policy.ranks,
-        spec=spec.algorithm,
+        algorithm_section=spec.algorithm,
         adapter=spec.adapter,
     )
     metrics = MetricsManager()
@@ -98,7 +99,7 @@ def make_run(
     rollout_policy = _wrap_generator(policy, spec.rollouts)
     manager = _make_group_player(policy, rollout_policy, setup, algorithm, spec, max_context)
     batcher = _make_batcher(
-        policy, rollout_policy, setup, algorithm, spec, manager, ledger, last_step=last_step
+        policy, rollout_policy, setup, algorithm, spec, manager, ledger, end_step=end_step
     )
     pair = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
     evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles)
@@ -115,9 +116,9 @@ def make_run(
         metrics=metrics,
         parity=ParityGate(pair, spec.parity),
         probes=probes,
+        start_step=start_step,
+        end_step=end_step,
         first_step=position.step,
-        last_step=last_step,
-        origin=origin,
         progress=position.progress,
         state=position.state,
         managers=managers,
@@ -180,7 +181,7 @@ def _make_batcher(
     manager: GroupPlayer,
     ledger: PromptLedger | None,
     *,
-    last_step: int,
+    end_step: int,
 ) -> Batcher:
     """Return the batcher of the stage's groups, with the wrappers that the recipe names."""
     source = SOURCES[algorithm.source](policy, setup, algorithm, spec, manager)
@@ -189,7 +190,7 @@ def _make_batcher(
     if isinstance(source, RolloutSource):
         is_informative = partial(has_learning_signal, by_parts=algorithm.reads_parts)
         stage_source = _wrap_source(
-            source, rollout_policy, setup, spec, is_informative, last_step=last_step
+            source, rollout_policy, setup, spec, is_informative, end_step=end_step
         )
     return Batcher(
         stage_source,
@@ -205,7 +206,7 @@ def _wrap_source(
     spec: StageSpec,
     is_informative: Callable[[Group], bool],
     *,
-    last_step: int,
+    end_step: int,
 ) -> Source:
     """Wrap the rollouts in tail batching, prefetching and a replay buffer, as the recipe says.
 
@@ -215,7 +216,7 @@ def _wrap_source(
         setup: The environment.
         spec: The settings of the stage.
         is_informative: Returns True for groups with a learning signal.
-        last_step: The first step after the stage.
+        end_step: The first step after the stage.
     """
     settings = spec.rollouts
     source = rollouts
@@ -224,12 +225,12 @@ def _wrap_source(
             rollouts,
             rollout_policy.generator,
             extra_groups=settings.tail_batching,
-            last_step=last_step,
+            end_step=end_step,
         )
     if isinstance(rollout_policy.generator, ResumableGenerator):
         source = PrefetchingSource(
             rollouts,
-            _make_scheduler(settings, spec.batch_size, last_step),
+            _make_scheduler(settings, spec.batch_size, end_step),
             rollout_policy.generator,
             pause_during_update=rollout_policy.ranks is None
             and getattr(rollout_policy.generator, "shares_weights", False),
@@ -259,7 +260,7 @@ def _wrap_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
 
 
 def _make_scheduler(
-    settings: RolloutsConfig, groups_per_step: int, last_step: int
+    settings: RolloutsConfig, groups_per_step: int, end_step: int
 ) -> StalenessScheduler:
     adaptive = settings.adaptive
     concurrency = None
@@ -273,7 +274,7 @@ def _make_scheduler(
     return StalenessScheduler(
         groups_per_step=groups_per_step,
         max_staleness=settings.max_staleness,
-        last_step=last_step,
+        end_step=end_step,
         order=settings.order,
         concurrency=concurrency,
     )

@@ -33,7 +33,11 @@ class CheckpointSaver:
     `saved_step` is the step of the latest complete checkpoint.
 
     Args:
-        saved_step: The step at which the stage starts, or of the checkpoint that it goes on from.
+        store: The run's checkpoints.
+        config: The section `checkpoint` of the stage.
+        summaries: Results of the finished stages, saved with each checkpoint.
+        command: The command line that began the run, saved with each checkpoint.
+        saved_step: The step at which the stage starts, or from whose checkpoint it resumes.
         data: The files that the stage's tasks come from. A saved position is valid only in the same
             files, so their fingerprints are saved with it.
         recipe: The resolved recipe, saved so that later changes of it are reported.
@@ -83,8 +87,9 @@ class CheckpointSaver:
         background.
 
         Raises:
-            CheckpointError: It can't be written, and `checkpoint.on_error` is not "warn". The error
-                of a background write is raised later, by `observe`, `settle` or the next `save`.
+            CheckpointError: The checkpoint can't be written, and `checkpoint.on_error` is not
+                "warn". The error of a background write is raised later, by `observe`, `settle` or
+                the next `save`.
         """
         self.settle()
         if run.verify_directory is not None:
@@ -105,7 +110,7 @@ class CheckpointSaver:
         source = await run.batcher.source.snapshot()
         mirror_snapshot = {} if self.mirror is None else self.mirror.take_snapshot()
         run_continues = (
-            run.stop.status is None and not run.progress.ended and steps_done < run.last_step
+            run.stop.status is None and not run.progress.ended and steps_done < run.end_step
         )
         if self.config.background and run_continues:
             write = self._copy(run, source)
@@ -130,6 +135,7 @@ class CheckpointSaver:
         meta: Mapping[str, Any],
         mirror_snapshot: Mapping[str, FileSnapshot],
     ) -> None:
+        """Write a checkpoint by `write`, and upload the run's files as of `mirror_snapshot`."""
         self.store.save(steps_done, write, meta)
         if self.mirror is not None:
             self.mirror.push(mirror_snapshot, in_background=self.config.background)
@@ -194,7 +200,7 @@ class CheckpointSaver:
             raise DataError(
                 f"{', '.join(changed_paths)} changed since step {checkpoint.step}, so the "
                 "checkpoint's position in the data is invalid. Restore the files, allow the change "
-                "with --changed-data, or start a new run from its weights (--from)"
+                "with --changed-data, or start a new run from this run's weights (--from)"
             )
         if changed_paths:
             log.warning(
@@ -255,8 +261,8 @@ def refuse_lost_checkpoints(
 
     Without checkpoints the run would restart at step 0, and replace its metrics and ledger. They
     count as deleted if the run has finished, or if the metrics reach beyond two checkpoint
-    intervals, because background writes may be one checkpoint behind. A run whose recipe tolerates
-    failed checkpoints may have none.
+    intervals, because background writes may be one checkpoint behind. If the recipe tolerates
+    failed checkpoints, an unfinished run may have none.
 
     Also raise it if `checkpoints` is no directory, as the first save would fail.
     """
@@ -267,8 +273,8 @@ def refuse_lost_checkpoints(
     config = stage.checkpoint
     first_save = min(config.every or stage.n_steps, stage.n_steps)
     rows = read_jsonl(directory.metrics)
-    is_due = bool(rows) and rows[-1]["step"] > 2 * first_save and config.on_error != "warn"
-    if store.steps() or not (is_due or (rows and directory.summary.exists())):
+    must_exist = bool(rows) and rows[-1]["step"] > 2 * first_save and config.on_error != "warn"
+    if store.steps() or not (must_exist or (rows and directory.summary.exists())):
         return
     raise RunDirectoryError(
         f"{store.root} has no checkpoint, but {directory.metrics} has {rows[-1]['step']} steps: "

@@ -47,6 +47,7 @@ class AcceleratorLock:
     def __init__(self, sides: Mapping[str, Sequence[object]]) -> None:
         self._sides: dict[str, list[Placeable]] = {}
         for side, members in sides.items():
+            alternative = ", or generator.kind=vllm" if side == GENERATOR else ""
             self._sides[side] = [member for member in members if isinstance(member, Placeable)]
             if len(self._sides[side]) < len(members):
                 immovable = next(
@@ -54,8 +55,8 @@ class AcceleratorLock:
                 )
                 raise ConfigError(
                     "cluster.colocated=true lets learner and generator share the accelerator in "
-                    f"turns, and {immovable} can't be offloaded from it. Set it to false, or "
-                    "generator.kind=vllm"
+                    f"turns, and {immovable} can't be offloaded from it. Set "
+                    f"cluster.colocated=false{alternative}"
                 )
         self._holder: str | None = None
         self._active = 0

@@ -75,7 +75,7 @@ def make_pair_evaluator(
 ) -> PairEvaluator | None:
     """Return the evaluator that compares the two answers of each pair.
 
-    It is for environments without rewards. Returns None without held-out tasks.
+    Stages without rewards are evaluated in this way. Returns None without held-out tasks.
 
     Raises:
         ConfigError: The environment has no pairs.
@@ -137,7 +137,7 @@ def explain_no_answers(source: str, reason: str) -> str:
 
 
 def _without_selection(spec: StageSpec) -> StageSpec:
-    """Return the spec without the keys that select training tasks: held-out tasks are given."""
+    """Return the spec without the keys that select among training tasks."""
     return replace(spec, examples=None, curriculum=None)
 
 
@@ -186,18 +186,20 @@ def make_stage_evaluator(
         evaluators.append(make_loss_evaluator(policy, setup, algorithm, spec, roles))
     elif not evaluators:
         raise ConfigError(
-            f"nothing judges the held-out answers, and algorithm {algorithm.name} has no loss on "
-            "tasks alone. Set eval_rewards, or evaluation.tasks=0"
+            "nothing judges the held-out answers, and the loss of algorithm "
+            f"{algorithm.name} can't be measured on held-out tasks. Set eval_rewards, or "
+            "evaluation.tasks=0"
         )
     present = tuple(evaluator for evaluator in evaluators if evaluator is not None)
     return CombinedEvaluator(present) if len(present) > 1 else next(iter(present), None)
 
 
 def has_held_out_loss(algorithm: Algorithm, setup: EnvSetup, spec: StageSpec) -> bool:
-    """True if the algorithm's loss is a useful measure on held-out tasks.
+    """True if the algorithm's loss is measured on held-out tasks.
 
-    That is so for a loss on given text, and for distillation. It is not so for a policy gradient,
-    whose loss depends on the rewards of other attempts.
+    Rows: if the tasks have text to learn from. Labelled answers and steps: if no reward judges
+    answers. Rollouts: for distillation without a loss on routers; the loss of a policy gradient
+    depends on the rewards of other attempts. Pairs: never, because their accuracy is measured.
 
     Raises:
         ConfigError: The tasks have no text to compute it on, and no reward judges answers.

@@ -87,17 +87,17 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     if generator_resources:
         _check_torchrun(config)
     executor.plan([*learner_resources, *generator_resources])
-    origin = _get_model_source(config, policy.model)
+    model_source = _get_model_source(config, policy.model)
     if trainer_resources:
         ranks = executor.group(LEARNER)
         ranks.build_now(
             "ratchet.learners.distributed.worker:LearnerRank",
-            {"learner": learner.model_dump(mode="json"), "origin": origin},
+            {"learner": learner.model_dump(mode="json"), "origin": model_source},
         )
         policy = replace(policy, ranks=ranks)
     if isinstance(generator, GeneratorWorkersConfig):
         assert isinstance(policy.generator, GeneratorPool), "the section builds one"
-        start_generators(policy.generator, generator, executor, origin, policy.tokenizer)
+        start_generators(policy.generator, generator, executor, model_source, policy.tokenizer)
     return policy
 
 
@@ -133,7 +133,11 @@ def _check_torchrun(config: RunConfig) -> None:
 
 
 def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[ResourceRequest]:
-    """Return the resources of the processes that train; none if this process trains."""
+    """Return the resources of the processes that train; [] if this process trains.
+
+    Raises:
+        ModelError: The processes can't divide the model.
+    """
     section = config.stages[0].learner
     if not isinstance(section, DistributedConfig):
         return []
@@ -161,7 +165,7 @@ def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
 
 
 def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> None:
-    """Check all stages now for errors that later stages would otherwise raise only at their start.
+    """Check all stages from `first_stage` on for errors that would else come when a stage starts.
 
     Raises:
         ConfigError: A teacher does not fit the policy, the model lacks the routers that a stage
@@ -176,7 +180,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
         needs_media = stage.environment.needs_media
         check_media_readers(policy.renderer.processor, algorithm, needs_media=needs_media)
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
-        if stage.played_by_workers and policy.renderer.processor is not None:
+        if stage.is_played_by_workers and policy.renderer.processor is not None:
             raise ConfigError(
                 "generator.worker_runs=groups needs the model's media processor, which workers "
                 "don't have. Set generator.worker_runs=completions"
@@ -194,7 +198,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
 
 
 def build_policy(config: RunConfig) -> Policy:
-    """Return the model that the recipe describes, from a directory, the hub or a preset.
+    """Return the model that the recipe describes, from a directory, the Hub or a preset.
 
     A preset has random weights. Weights are float32, because bfloat16 would round small updates
     away. The call also sets two things for this process: the recipe's kernels, and the date that
@@ -287,14 +291,18 @@ def build_renderer(
 def get_chat_template(config: RunConfig) -> str | None:
     """Return the chat template that the recipe chooses; None for the tokenizer's own.
 
-    With `chat_template_kwargs`, the tokenizer's own is the chosen one with their values.
+    With `chat_template_kwargs` it is None too, because the tokenizer was then built with the chosen
+    template and those values.
     """
     tokenizer_config = get_tokenizer_config(config)
     return None if tokenizer_config.chat_template_kwargs else tokenizer_config.template
 
 
 def get_tokenizer_config(config: RunConfig) -> TokenizerConfig:
-    """Return the keys of all built-in tokenizers; other tokenizers bring their own template."""
+    """Return the recipe's tokenizer section, or the defaults if it is not a built-in one.
+
+    A tokenizer of the user's brings its own template.
+    """
     section = config.tokenizer
     return section if isinstance(section, TokenizerConfig) else TokenizerConfig()
 
@@ -306,7 +314,7 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         stage: The stage.
         environment: Its environment, if it has been built already.
     """
-    agent: Any = stage.agent  # the slot gives it the keys of the server
+    agent: Any = stage.agent  # `Any`: the schema adds the server's keys to the agent's section
     agent_server = (
         LOCAL_SERVER
         if agent is None
@@ -327,7 +335,7 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
 
 
 def build_eval_env_setup(environment: EnvironmentConfig) -> EnvSetup:
-    """Return an environment that is judged by its own reward."""
+    """Return the setup of an environment that is judged by its own reward."""
     return EnvSetup(build(environment), reward=build_reward(get_default_rewards(environment)))
 
 
@@ -339,8 +347,8 @@ def _build_other_env_setup(stage: StageConfig, section: EnvironmentConfig) -> En
 def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequence[Section]:
     """Return the rewards that judge held-out answers in `environment`, which is built already.
 
-    An `evaluation.environment` is judged by its own reward. One that has none, and whose steps give
-    none, is judged by `eval_rewards`, unless these are the own reward of the stage's environment.
+    An `evaluation.environment` is judged by its own reward, or by the rewards of its steps. If it
+    has neither, `eval_rewards` judge, unless they are only the default of the stage's environment.
     """
     section = stage.evaluation.environment
     if section is None:
@@ -410,7 +418,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
         examples=stage.examples,
         curriculum=stage.curriculum,
         seed=config.seed,
-        first_step=sum(earlier.n_steps for earlier in config.stages[:index]),
+        start_step=sum(earlier.n_steps for earlier in config.stages[:index]),
         parity=stage.parity,
         sentinels=stage.sentinels,
         algorithm=stage.algorithm,
@@ -422,7 +430,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
 
 def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> WorkerRolloutSpec | None:
     """Return what workers need to play the stage's groups, or None if they do not."""
-    if not stage.played_by_workers:
+    if not stage.is_played_by_workers:
         return None
     tokenizer_config = get_tokenizer_config(config)
     return WorkerRolloutSpec(
@@ -448,7 +456,7 @@ def build_adapter(config: RunConfig, index: int, directory: Path) -> Adapter | N
         return None
     base = get_adapter_base_dir(config, index, directory)
     path = str(config.model.path)
-    # The adapter is read from other working directories than this one.
+    # The adapter's files name its base model, and are read from other working directories too.
     if base is None and Path(path).is_dir():
         base = Path(path)
     location = path if base is None else str(base.absolute())

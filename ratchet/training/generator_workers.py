@@ -26,7 +26,7 @@ from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 
 GENERATOR = "generator"  # the name of the workers that generate
 
-
+# Import paths of the functions that make a worker, by the value of `generator.worker_runs`.
 WORKER_FACTORIES = {
     "completions": "ratchet.training.generator_workers:make_rank",
     "groups": "ratchet.training.rollout_workers:make_rank",

@@ -1,6 +1,6 @@
 """Measure each step: FLOP/s and MFU (model FLOP utilization), idle time, system load.
 
-It also logs what a user should know of a stage before and after it.
+Log a stage's cautions before it starts, and warn afterwards if most of its steps trained nothing.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ log = logging.getLogger("ratchet.train")
 # Size of the square matrices that measure the CPU peak; a product takes 5 ms on one core.
 MATRIX_SIDE = 512
 ROUND_S = 0.01  # seconds per round of the peak measurement
-REPEAT_SHARE = 0.01  # of the time, which repeated measurements of the peak may take
+REPEAT_SHARE = 0.01  # largest share of the time that repeated measurements of the peak take
 
 
 @dataclass
 class PeakRate:
     """The highest FLOP/s that all devices of a stage are known to reach together.
 
-    The rate of a data sheet stays. A measured one is too low if other programs kept the machine
-    busy meanwhile, and the MFU would then exceed 100 %. So every higher rate replaces it: of a
-    later measurement, or of a step.
+    A data sheet's rate never changes. A measured rate is too low if other programs were using the
+    machine, and the MFU would then exceed 100 %. So it is replaced by each higher rate that a later
+    measurement or a training step reaches.
 
     Attributes:
-        flop_s: The rate.
-        is_measured: True if the rate is not a data sheet's.
+        flop_s: The rate in FLOP/s.
+        is_measured: True if the rate was measured; False if it is a data sheet's.
         remeasure: Measures the rate once more; None if it is not repeated.
     """
 
@@ -76,7 +76,7 @@ class StageMeter:
     """The meter of a stage's steps.
 
     Args:
-        flop_counter: Counts FLOP.
+        flop_counter: Counts the learners' FLOP; `measure` adds those of sampling.
         peak: Peak FLOP/s of all devices together. Steps may raise it.
         system: Measures CPU, memory and accelerators; None measures none.
         trace: Receives the steps; None writes no trace.
@@ -140,10 +140,14 @@ def make_meter(
     directory: RunDirectory,
     trace: Trace | None,
 ) -> StageMeter:
-    """Return the meter of stage `index`. `build_run` counts the FLOP of the stage's learners."""
+    """Return the meter of stage `index`.
+
+    Its FLOP counter must be passed to `wrap_with_flop_counter`, which wraps the stage's learners.
+    """
     stage = config.stages[index]
     flop_counter = FlopCounter(
         _get_costs_by_role(policy, build(stage.algorithm)),
+        # See `FlopCounter`: an adapter needs no gradients of the frozen weights.
         passes_per_update=3.0 if stage.lora is None else 2.0,
     )
     system = SystemMeter(directory.path, nvml=load_nvml()) if config.logging.system else None

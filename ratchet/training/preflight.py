@@ -85,8 +85,8 @@ class PreflightReport:
 def run_preflight(config: RunConfig, *, scan: bool = True) -> PreflightReport:
     """Open the recipe's model directory, tokenizer, tools and rewards, and a row of each data set.
 
-    Nothing is trained, no weights are loaded, and nothing is downloaded: a model on the hub or at
-    an address is left alone, and so are rewards that call a service or load a model.
+    Nothing is trained, no weights are loaded, and nothing is downloaded. A model on the Hub or at
+    an address is not opened, and rewards that call a service or load a model are not called.
 
     scan: Read all rows of data sets whose section has scan=true. A run passes False, because it
       scans them anyway.
@@ -117,7 +117,7 @@ def _is_local(config: RunConfig) -> bool:
 def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
     """Return the renderer of the recipe's tokenizer, and read the model's config.json.
 
-    The checkpoint of a run has neither before it is exported, so its renderer is None.
+    A run's checkpoint has neither before it is exported, so None is returned for it.
     """
     path = config.model.path
     processor = None
@@ -224,8 +224,12 @@ class _StageCheck:
     def _judge(
         self, environment: Environment, task: Task, sections: Sequence[Section], key: str
     ) -> None:
+        """Judge the task's demonstration, or a made-up answer, by the rewards that call no model.
+
+        key: The recipe's key of these rewards, for messages.
+        """
         if self.stage.agent is not None:
-            return  # its rewards may read what only the agent's attempts have
+            return  # the rewards may read results that only an agent's attempt has
         local = [section for section in sections if not _calls_model(section)]
         reward = build_reward(local)
         if reward is None:

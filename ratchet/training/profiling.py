@@ -72,7 +72,7 @@ class StageProfiling:
     def finishing(self) -> Iterator[None]:
         """Follow the phases in the block and then finish the profile.
 
-        It is abandoned if the block raises.
+        The profile is abandoned if the block raises.
         """
         TRACER.subscribe(self.profiler.follow, phases_only=True)
         try:

@@ -44,7 +44,7 @@ def make_roles(
     optimizer: OptimizerConfig,
     steps: int,
     ranks: Workers | None = None,
-    spec: Section | None = None,
+    algorithm_section: Section | None = None,
     adapter: Adapter | None = None,
 ) -> dict[str, Learner]:
     """Return the learner "policy", which trains `model`, and one for each role of the algorithm.
@@ -68,7 +68,7 @@ def make_roles(
         optimizer: The optimizer's section.
         steps: Number of batches in the stage.
         ranks: The learners' worker processes; None trains in this process.
-        spec: The algorithm's section, from which worker processes build it again.
+        algorithm_section: The algorithm's section, from which worker processes build it again.
         adapter: The LoRA adapter that the policy trains instead of its weights.
 
     Raises:
@@ -88,7 +88,9 @@ def make_roles(
         "adapter": adapter,
     }
     if ranks is not None:
-        return _make_remote_roles(ranks, model, tokenizer, algorithm, spec, **arguments)
+        return _make_remote_roles(
+            ranks, model, tokenizer, algorithm, algorithm_section, **arguments
+        )
     return _make_local_roles(model, tokenizer, algorithm, **arguments)
 
 
@@ -188,7 +190,7 @@ def _make_remote_roles(
     model: PolicyModel,
     tokenizer: Tokenizer,
     algorithm: Algorithm,
-    spec: Section | None,
+    algorithm_section: Section | None,
     *,
     section: LearnerSection,
     optimizer: OptimizerConfig,
@@ -198,7 +200,7 @@ def _make_remote_roles(
     assert isinstance(section, DistributedConfig), (
         "only distributed learners run in other processes"
     )
-    if spec is None:
+    if algorithm_section is None:
         raise ConfigError(
             f"algorithm {algorithm.name} was made in Python, but learner.kind={section.kind_name} "
             "builds its losses again in other processes. Set StageSpec.algorithm to its section"
@@ -226,7 +228,7 @@ def _make_remote_roles(
             replays_routes=algorithm.replays_routes and name == "policy",
             adapter=adapter if role.path is None else None,
         )
-    ranks.call_now("begin", specs, spec.model_dump(mode="json"))
+    ranks.call_now("begin", specs, algorithm_section.model_dump(mode="json"))
     roles: dict[str, Learner] = {}
     for name in specs:
         role = algorithm.roles.get(name, Role())
@@ -287,8 +289,8 @@ def check_roles(
 ) -> None:
     """Check the models that roles load from a path, without loading their weights.
 
-    A model must exist. It must have the policy's tokens and take rows of `longest` tokens, unless
-    its role is aligned: such a role has a tokenizer of its own.
+    A model must exist. It must have the policy's tokens and take rows of `longest` tokens (0: the
+    length is not checked), unless its role is aligned: such a role has a tokenizer of its own.
 
     Raises:
         ConfigError: A model does not fit.
@@ -334,7 +336,8 @@ def check_media_readers(
     Args:
         processor: The policy's processor; None if the policy reads no media.
         algorithm: Names the roles.
-        needs_media: True if every task has media.
+        needs_media: True if every task has media. Only then is a model refused that reads text
+            alone.
 
     Raises:
         ConfigError: A model does not read them.
@@ -418,6 +421,10 @@ def check_routers(
 def _check_same_tokens(
     name: str, path: str, tokenizer: Tokenizer, policy_tokenizer: Tokenizer, size: int
 ) -> None:
+    """Raise ConfigError unless a role's tokenizer fits the policy's, and its model's vocabulary.
+
+    size: The vocabulary size of the model at `path`.
+    """
     if not tokenizer.has_same_tokens(policy_tokenizer):
         raise ConfigError(
             f"{name}: the model in {path} has another tokenizer than the policy, so their tokens "
@@ -450,6 +457,17 @@ def _make_teacher(
     positions: int,
     tokenizer: Tokenizer,
 ) -> Teacher:
+    """Return the teacher around the learner of a model at `path`.
+
+    Args:
+        learner: The frozen learner of the teacher's model.
+        name: The role's name.
+        path: The teacher's model directory.
+        role: The role.
+        vocab: The vocabulary size of the teacher's model.
+        positions: The maximum row length of the teacher's model, in tokens.
+        tokenizer: The policy's tokenizer.
+    """
     if role.aligned:
         return AlignedTeacher(learner, tokenizer, load_tokenizer(path), max_positions=positions)
     can_read_media = reads_media(find_model(path))

@@ -52,7 +52,10 @@ class GroupRank(GeneratorRank):
     async def play(
         self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, attempts: int, greedy: bool
     ) -> PackedGroups:
-        """Play one group of `attempts` attempts for each (group id, task)."""
+        """Play one group of `attempts` attempts for each (group id, task) of `jobs`.
+
+        With `greedy`, each group gets a greedy attempt besides.
+        """
         assert self.manager is not None, "`begin` was not called"
         return PackedGroups.pack(
             await self.manager.groups(jobs, sampling, attempts=attempts, greedy=greedy)

@@ -1,4 +1,4 @@
-"""A stage's state, which `ratchet.training.loop.train` uses, and the work around each step.
+"""The state of a stage (`StageRun`) and the work around each step of the training loop.
 
 That work is metrics, evaluation, early stopping, sentinels and checkpoints.
 """
@@ -61,7 +61,19 @@ class StepRecorder(Protocol):
         batch: Batch,
         weights: Callable[[Batch], Tensor],
         roles: Mapping[str, Learner],
-    ) -> None: ...
+    ) -> None:
+        """Record a step.
+
+        Args:
+            step: Number of finished steps of the run, this one included.
+            stage: Name of the stage.
+            groups: The groups that the step trained on.
+            batch: The batch of these groups, with its columns.
+            weights: Returns the loss weight of each token of a batch.
+            roles: The trained learners by role.
+        """
+        ...
+
     def flush(self) -> None: ...
 
 
@@ -107,7 +119,8 @@ class Progress:
     silent_steps: int = 0  # steps without a gradient: all advantages were 0
     accuracy_before: float | None = None
     accuracy: float | None = None  # the latest
-    is_share: bool = True  # False if a reward of an evaluation was below 0 or above 1
+    # True if `accuracy` is a share: no reward of an evaluation was below 0 or above 1.
+    is_share: bool = True
     loss_before: float | None = None  # on held-out tasks
     loss: float | None = None  # on held-out tasks, the latest
     best: float | None = None  # best value of the early-stopping metric
@@ -137,13 +150,15 @@ class StageRun:
 
     Attributes:
         roles: The learners by role.
-        first_step: The first remaining step, in step numbers of the whole run.
-        last_step: The first step after the stage.
-        origin: The stage's first step, which a resumed run keeps; None: `first_step`.
+        start_step: The first step of the stage. Steps are numbered from 0 over the whole run.
+        end_step: The first step after the stage.
+        first_step: The first step that this object trains: `start_step`, or in a resumed run the
+            step of the checkpoint.
         observers: Functions called with every step's number and metrics.
         managers: Rollout managers, closed with the run.
         trainable: Number and share of the trained parameters, logged with the first step.
-        measure_environment: Returns the environment's own metrics of a step's new groups.
+        measure_environment: Returns the environment's own metrics of the groups of a step that were
+            not trained on before.
         evaluations_dir: The directory for results of evaluations, by step.
         save: Writes a checkpoint of this run after the given number of steps.
         verify_directory: Raises RunDirectoryError if the run may no longer write to its directory.
@@ -158,9 +173,9 @@ class StageRun:
     roles: Mapping[str, Learner]
     batcher: Batcher
     weight_sync: WeightSync
+    start_step: int
+    end_step: int
     first_step: int
-    last_step: int
-    origin: int | None = None
     state: AlgoState = field(default_factory=AlgoState)
     metrics: MetricsManager = field(default_factory=MetricsManager)
     observers: Sequence[Observer] = ()
@@ -193,13 +208,12 @@ class StageRun:
     _longest_step_s: float = 0.0  # seconds of the longest step, evaluation and saving included
 
     def __post_init__(self) -> None:
-        self.start_step = self.first_step if self.origin is None else self.origin
         self.done = self.first_step  # number of finished steps of the whole run
         self.metrics.declare("rollout", DISTRIBUTION_REDUCERS)
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the remaining steps, until a stop is requested."""
-        for step in range(self.first_step, self.last_step):
+        for step in range(self.first_step, self.end_step):
             # A library may have replaced the signal handlers; restore them before reading `stop`.
             reinstall_handlers()
             if self.stop.status is not None or self.progress.ended:
@@ -381,13 +395,13 @@ class StageRun:
         progress.best, progress.fruitless = early_stopping.update(
             metrics, progress.best, progress.fruitless
         )
-        if progress.fruitless >= early_stopping.n_evaluations and self.done < self.last_step:
+        if progress.fruitless >= early_stopping.n_evaluations and self.done < self.end_step:
             log.info(
                 "stage %s ends after step %d of %d: %s was no better in %d evaluations in a row "
                 "(evaluation.patience)",
                 self.name,
                 self.done,
-                self.last_step,
+                self.end_step,
                 choose_metric(early_stopping.metric, metrics),
                 progress.fruitless,
             )
@@ -402,7 +416,12 @@ class StageRun:
             and self.stop.status is None
             and now + next_step_s > self.deadline
         ):
-            log.warning("no time for another step (checkpoint.limit_s); saving")
+            log.warning(
+                "no time for another step: it may take %.0f s, and checkpoint.limit_s leaves "
+                "%.0f s; saving",
+                next_step_s,
+                max(self.deadline - now, 0.0),
+            )
             self.stop.status = OUT_OF_TIME
         if (
             self.limit_s is not None
@@ -468,7 +487,7 @@ class StageRun:
 
     @property
     def _is_last_step(self) -> bool:
-        return self.progress.ended or self.done == self.last_step
+        return self.progress.ended or self.done == self.end_step
 
     def _is_due(self, done: int, every: int) -> bool:
         return every > 0 and (done - self.start_step) % every == 0

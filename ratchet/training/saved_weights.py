@@ -61,10 +61,10 @@ class SavedWeights:
         return RunDirectory(self.run).checkpoints / f"step-{self.step:08d}"
 
     def load(self) -> Checkpoint:
-        """Return the checkpoint, after its files were verified.
+        """Verify the checkpoint's files, and return it.
 
         Raises:
-            CheckpointError: It is missing or damaged.
+            CheckpointError: The checkpoint is missing or damaged.
         """
         assert self.step is not None, "a finished model is no checkpoint"
         return CheckpointStore(RunDirectory(self.run).checkpoints).load(self.step)
@@ -73,7 +73,8 @@ class SavedWeights:
 def find_saved(place: str | Path) -> SavedWeights | None:
     """Return the saved weights that a path or an address names.
 
-    Return None if it names no run, and for every address without a step (the caller looks there).
+    Return None if `place` names no run. Also return None for an address without a step: it is taken
+    for the address of a model directory, which is checked when the model is loaded.
 
     Raises:
         RunDirectoryError: The place names a step, but its directory holds no run; or it names a run
@@ -89,8 +90,8 @@ def find_saved(place: str | Path) -> SavedWeights | None:
         if step is None:
             return None
         raise RunNotFound(
-            f"{text} holds no run (no config.yaml), so no step {step} of it. Leave out the step of "
-            "a model directory"
+            f"{text} holds no run (no config.yaml), so it has no step {step}. Leave out the step "
+            "if it is a model directory"
         )
     if step is None and not (path / MODEL).is_dir():
         steps = CheckpointStore(directory.checkpoints).steps()
@@ -105,9 +106,10 @@ def find_saved(place: str | Path) -> SavedWeights | None:
 
 
 def replace_saved_model(config: RunConfig) -> RunConfig:
-    """Return the recipe with a model of the same shape in place of a run that `model.path` names.
+    """Replace a run that `model.path` names by a model directory of the same shape.
 
-    This model is the run's finished one, or for a checkpoint the one that the run began with.
+    That is the run's finished model. If a checkpoint is named, it is the model that the run started
+    from, because a checkpoint is no model directory before it is exported.
 
     Raises:
         RunDirectoryError: The run has no finished model, and no step is named.
@@ -153,7 +155,7 @@ def export_checkpoint(saved: SavedWeights, target: Path) -> RunConfig:
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
-        ConfigError: It is one of Megatron's, which this process can't read.
+        ConfigError: Megatron wrote the checkpoint, and only Megatron can read it.
     """
     checkpoint = saved.load()
     config = load_recipe(saved.run, checkpoint)
@@ -191,6 +193,7 @@ def load_recipe(run: Path, checkpoint: Checkpoint) -> RunConfig:
 
 
 def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
+    """Load the state of a local learner from `saved`, and write its model directory to `target`."""
     needs_head = SCALAR_COLUMNS & build(stage.algorithm).required_outputs("policy")
     head = ScalarHead(policy.model.hidden_size) if needs_head else None
     learner = build(LocalConfig(), policy.model, head=head)
@@ -250,9 +253,9 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
 
 
 def copy_start(saved: SavedWeights, config: RunConfig, run: Path, *, with_optimizer: bool) -> None:
-    """Copy a checkpoint's weights into a new run's directory, as the model that it starts from.
+    """Copy a checkpoint's weights into a new run's directory, as its start model.
 
-    The optimizer's state may be copied too. The copy is complete or absent.
+    The copy is complete or absent.
 
     Args:
         saved: The checkpoint.
@@ -287,17 +290,19 @@ def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
     if old.lora is not None or new.lora is not None:
         raise ConfigError(
             "--with-optimizer can't take over the state of an adapter: the new run starts from "
-            "the merged weights. Leave it out"
+            "the merged weights. Leave out --with-optimizer"
         )
     if (old.optimizer.ema_decay is None) != (new.optimizer.ema_decay is None):
+        decay = old.optimizer.ema_decay
+        fix = "Remove optimizer.ema_decay" if decay is None else f"Set optimizer.ema_decay={decay}"
         raise ConfigError(
-            "--with-optimizer takes over the running average too: set optimizer.ema_decay in both "
-            "runs, or in none"
+            "--with-optimizer takes over the running average too, and the earlier run "
+            f"{'has none' if decay is None else 'has one'}. {fix}, or leave out --with-optimizer"
         )
 
 
 def localize_model(config: RunConfig, run: Path) -> RunConfig:
-    """Return the recipe with the copy of the model that the run starts from, if it has one."""
+    """Return the recipe with the run's own copy of its start model, if `copy_start` made one."""
     start = run / START
     if not start.is_dir():
         return config
@@ -306,7 +311,7 @@ def localize_model(config: RunConfig, run: Path) -> RunConfig:
 
 
 def load_start_state(run: StageRun, directory: Path) -> None:
-    """Load the optimizer's state that a run starts from, if it has one, into its first stage."""
+    """Load the optimizer's state that `copy_start` copied, if any, into the first stage."""
     state = directory / START / OPTIMIZER
     if state.is_dir():
         run.roles["policy"].load(state)

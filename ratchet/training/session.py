@@ -79,7 +79,7 @@ NOT_MIRRORED = 74  # exit status: the run is finished, but its upload is incompl
 class _StopAfterStep(StopRequest):
     """A stop request made by a signal: the loop finishes its step and saves.
 
-    `forwarded` is passed to `handle_stop_signals`.
+    If `forwarded`, a second signal does not stop the process at once (see `handle_stop_signals`).
     """
 
     def __init__(self, *, forwarded: bool) -> None:
@@ -93,16 +93,19 @@ class _StopAfterStep(StopRequest):
 
 
 class TrainingSession:
-    """The part of a run in one process: from the newest checkpoint to its end or a stop request.
+    """The part of a run in one process: from the newest checkpoint to the run's end or a stop.
 
     Args:
+        config: The frozen recipe.
+        directory: The run directory, locked by the caller.
+        store: The run's checkpoints.
         command: The command line that began this process.
         profile: Number of steps to profile; None profiles none.
         changed_data: True to resume even if data files have changed.
         changed_recipe: True if the recipe was changed for this resumption, so that a stage that
             ended early may continue.
         try_s: Seconds of training after which each stage ends early; None sets no limit.
-        lengths: How the stages of `passes` got their numbers of steps; None if no stage has any.
+        lengths: How stages that set `passes` got their numbers of steps; None if no stage sets it.
         mirror: Uploads the run to a remote address; None keeps it local.
         notes: Sentences for the beginning of run.log and the console.
     """
@@ -143,7 +146,7 @@ class TrainingSession:
         self.started_at = time.monotonic()
         self._profiled_stage = 0  # index of the stage that is profiled
         self._show_step: Observer | None = None  # shows a step in the progress bar
-        self.measures = frozenset[str]()  # metrics of the latest stage's evaluator
+        self.measured = frozenset[str]()  # quantities that the latest stage's evaluator measures
 
     async def run(self) -> int:
         """Run to the end or to a stop request, and return the exit status."""
@@ -153,8 +156,8 @@ class TrainingSession:
         signal_handlers = handle_stop_signals(stop.request, forwarded=stop.forwarded)
         with log_file, signal_handlers, serve_status(self.directory):
             log.info("%s", self.command)
-            for folder in sweep():
-                log.info("removed %s, which a killed process has left", folder)
+            for directory in sweep():
+                log.info("removed %s, which a killed process has left", directory)
             for note in [*self.notes, *(() if self.mirror is None else self.mirror.notes)]:
                 self._say(note)
             try:
@@ -245,7 +248,7 @@ class TrainingSession:
                 outcome = (
                     reason
                     if self.store.steps()
-                    else "Stopped before the first step, so it begins anew"
+                    else "Stopped before the first step, so the run begins anew"
                 )
                 self._show(f"{outcome}. Continue with: ratchet train --resume {self.place}")
                 return stop.status
@@ -260,6 +263,7 @@ class TrainingSession:
         return self.directory.path if self.mirror is None else self.mirror.address
 
     def _open_sinks(self, keep_through: int) -> Sinks:
+        """Open the metric sinks, which drop the steps after `keep_through`; -1 for a new run."""
         sinks: list[Sink] = [JsonlSink(self.directory.metrics, keep_through=keep_through)]
         setting, directory = self.config.logging.tensorboard, self.directory.tensorboard
         if board := open_tensorboard(setting, directory, keep_through=keep_through):
@@ -306,8 +310,8 @@ class TrainingSession:
             index, policy, range(position.step, start + stage.n_steps), position.progress
         )
         run = self._build_run(index, policy, stop, saver, position, profiling)
-        previous_measures = self.measures
-        self.measures = frozenset() if run.evaluator is None else run.evaluator.measured_quantities
+        measured_before = self.measured
+        self.measured = frozenset() if run.evaluator is None else run.evaluator.measured_quantities
         if checkpoint is not None:
             await self._restore(checkpoint, run, saver)
         else:
@@ -315,13 +319,13 @@ class TrainingSession:
             if not index:
                 load_start_state(run, self.directory.path)
             keep_base(self.config, index, self.directory.path, policy, run)
-            is_same_measure = bool(self.measures) and self.measures <= previous_measures
+            is_same_measure = bool(self.measured) and self.measured <= measured_before
             await self._measure_start(index, run, is_same_measure=is_same_measure)
         self._note_provenance(run.first_step, saver.data)
         progress_bar = show_progress(
             run.name,
             after_step=run.first_step,
-            last_step=run.last_step,
+            end_step=run.end_step,
             mode=self.config.logging.progress,
             console=self.console,
         )
@@ -456,7 +460,7 @@ class TrainingSession:
             run.keep_accuracy(previous.accuracy_after, is_share=previous.is_share)
             return
         flushed = await run.measure_start()
-        # The metrics file gets a line for step 0. The first step of a later stage has one already.
+        # A later stage starts after a step that has its line of metrics already.
         if index == 0:
             self.sinks.write(0, flushed)
 

@@ -96,7 +96,7 @@ def _make_rollouts(
         if length >= max_context:
             raise RowTooLong(
                 f"{task.where}: the prompt has {length} tokens, but the model holds {max_context}: "
-                "shorten or drop it"
+                "shorten or drop the prompt"
             )
 
     return RolloutSource(

@@ -117,7 +117,7 @@ class EnvSetup:
         agent_server: Settings of the server that the agent calls.
         second_opinion: A reward for `ratchet.experience.checks.reward_hacking`. It judges attempts
             again, and nothing trains on it.
-        canaries: Tasks for the same check that must not earn a reward.
+        canaries: An environment for the same check, whose tasks must not earn a reward.
         evaluation: The setup for evaluation; None evaluates on this environment's held-out tasks.
     """
 
@@ -176,7 +176,8 @@ class StageSpec:
         batch_size: Groups (prompts or rows) per step.
         examples: Number of distinct training tasks; None for no limit.
         curriculum: The order of tasks; None draws them in random order.
-        first_step: The number of the first step; None continues from the generator's version.
+        start_step: The number of the stage's first step; None continues from the generator's
+            version.
         algorithm: The section of the algorithm, for learners in other processes.
         weight_sync: The section of the weight sync; None chooses one that fits learner and
             generator.
@@ -200,7 +201,7 @@ class StageSpec:
     examples: int | None = None
     curriculum: CurriculumConfig | None = None
     seed: int = 0
-    first_step: int | None = None
+    start_step: int | None = None
     algorithm: AlgorithmSection | None = None
     weight_sync: Section | None = None
     directory: Path = Path("runs")

@@ -53,15 +53,15 @@ def start_run(
             recipe's, or else the first free runs/NAME.
         command: The command line, which is stored with the run.
         profile: The number of steps to profile; None profiles none.
-        try_s: Seconds of training after which each stage ends.
+        try_s: Seconds of training after which each stage ends; None sets no limit.
         try_steps: Steps to which each stage is cut short; None leaves them as they are.
         start_from: The run whose weights the model starts with, or RUN@STEP; None starts from the
             recipe's model.
         with_optimizer: Start from the state of that run's optimizer too.
 
     Returns:
-        The exit status: 0, 128 + the signal that stopped the run, NOT_MIRRORED, or a status of
-            `ratchet.training.run`.
+        The exit status: 0, 128 + the signal that stopped the run, `NOT_MIRRORED`, or `OUT_OF_TIME`
+            or `PAUSED` of `ratchet.training.run`.
     """
     notes: list[str] = []
     torchrun_rank = TorchrunRank.from_environment()
@@ -73,7 +73,7 @@ def start_run(
     if try_steps is not None:
         unfrozen, clip_notes = shorten(unfrozen, try_steps)
         notes += clip_notes
-    # Before the run directory exists, so that a start that fails leaves none.
+    # Check before the run directory exists, so that a failed start leaves none.
     report = run_preflight(unfrozen, scan=False)
     report.raise_problems()
     notes += report.warnings
@@ -118,7 +118,7 @@ def _open_new_run(
         notes: Receives a note of a run that was cleared.
 
     Raises:
-        RunDirectoryError: It holds another run, or other files.
+        RunDirectoryError: The place holds another run, or other files.
     """
     directory, store, mirror = open_run(place)
     path = directory.path
@@ -146,7 +146,7 @@ def _load_recipe(
 ) -> tuple[RunConfig, SavedWeights | None]:
     """Return the recipe, and the run whose weights it starts from; None for any other model.
 
-    `model.path` of a run becomes the path of its model or checkpoint.
+    If `model.path` names a run, it becomes the path of that run's model or checkpoint.
     """
     if start_from is None:
         config = load_config(recipe, overrides)
@@ -169,12 +169,12 @@ def resume_run(
 ) -> int:
     """Continue the run in a directory or at an address from its newest complete checkpoint.
 
-    A finished run only writes its results again, unless it gets more steps.
+    A finished run only writes its results again, unless `overrides` give it more steps.
 
     Args:
         place: The directory or address.
         overrides: Keys to change from here on, as key=value.
-        command: The command line.
+        command: The command line, for the log.
         profile: The number of steps to profile; None profiles none.
         changed_data: Resume even if data files have changed.
     """

@@ -69,14 +69,14 @@ def test_quickstart_resolves(write):
     )
     assert (config.model.preset, config.model.backend) == ("tiny", "auto")
     assert (config.logging.tensorboard, config.logging.progress) == ("auto", "auto")
-    assert (sft.name, sft.source, sft.algorithm.attempts, sft.steps, sft.batch_size) == (
+    assert (sft.name, sft.source, sft.algorithm.n_attempts, sft.steps, sft.batch_size) == (
         "sft",
         "rows",
         1,
         90,
         128,
     )
-    assert (grpo.name, grpo.source, grpo.algorithm.attempts, grpo.steps, grpo.batch_size) == (
+    assert (grpo.name, grpo.source, grpo.algorithm.n_attempts, grpo.steps, grpo.batch_size) == (
         "grpo",
         "rollouts",
         8,
@@ -381,7 +381,7 @@ def test_a_missing_file_names_one_nearby(write, tmp_path):
     path = write(QUICKSTART, "quickstart.yaml")
     assert refusal(tmp_path / "quikstart.yaml").endswith(f"quikstart.yaml: did you mean {path}?")
     assert refusal(tmp_path / "quickstart").endswith(f"did you mean {path}?")
-    assert "there is no folder" in refusal(tmp_path / "absent" / "x.yaml")
+    assert "there is no directory" in refusal(tmp_path / "absent" / "x.yaml")
     write("extends: quickstrt.yaml\n", "variant.yaml")
     assert (
         f"variant.yaml:1: extends: there is no recipe {tmp_path / 'quickstrt.yaml'}: did you mean "

@@ -7,7 +7,7 @@ import pytest
 from config.test_knobs import place_of
 from pydantic import ValidationError
 
-from ratchet.config.base import _leaf_types
+from ratchet.config.base import _list_leaf_types
 from ratchet.config.key_paths import leaf_keys
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
@@ -41,7 +41,9 @@ def numeric():
     """(section, field) of every key that holds a number alone, or a list of them."""
     places = {place_of(key) for key in leaf_keys(RunConfig)}
     fields = [(section, name, section.model_fields[name].annotation) for section, name in places]
-    return [(section, name) for section, name, kinds in fields if _leaf_types(kinds) & {int, float}]
+    return [
+        (section, name) for section, name, kinds in fields if _list_leaf_types(kinds) & {int, float}
+    ]
 
 
 def is_refused(section, name, value):
@@ -59,7 +61,7 @@ def test_no_section_takes_what_is_no_number():
     taken = [
         f"{section.__name__}.{name}={value!r:.20}"
         for section, name in numeric()
-        if _leaf_types(section.model_fields[name].annotation) <= NUMBERS
+        if _list_leaf_types(section.model_fields[name].annotation) <= NUMBERS
         for value in NO_NUMBERS
         if not is_refused(section, name, value)
     ]
@@ -71,7 +73,7 @@ def test_no_whole_number_is_taken_that_no_run_could_hold():
     wholes = [
         (s, n)
         for s, n in numeric()
-        if int in _leaf_types(s.model_fields[n].annotation) and n != "seed"
+        if int in _list_leaf_types(s.model_fields[n].annotation) and n != "seed"
     ]
     assert len(wholes) > 120
     taken = [

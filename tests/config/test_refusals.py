@@ -362,7 +362,7 @@ CLASHES = [
     ),
     (
         {"stages": "[{name: a}, {name: b, generator: {kind: hf}}]"},
-        "stages a and b differ in generator, and one generator serves the whole run: set it at the top",
+        "stages a and b differ in generator, and one generator serves the whole run: set generator at the top",
     ),
 ]
 

@@ -87,9 +87,9 @@ async def run(
         if targets is None
         else ConcurrencyController(groups_per_step=BATCH, max_groups=most, **targets)
     )
-    bounds = {"groups_per_step": BATCH, "max_staleness": max_staleness, "last_step": steps}
+    bounds = {"groups_per_step": BATCH, "max_staleness": max_staleness, "end_step": steps}
     if tails:
-        ahead = TailBatching(source, asked, extra_groups=tails, last_step=steps)
+        ahead = TailBatching(source, asked, extra_groups=tails, end_step=steps)
     elif redundant_groups:
         ahead = source
     else:
@@ -162,7 +162,7 @@ def ends_undisturbed(steps, update_s, slots, *, max_staleness=4, sigma=1.0):
     """Of the same requests, where nothing else takes time and a group begins only when a slot is
     free."""
     scheduler = StalenessScheduler(
-        groups_per_step=BATCH, max_staleness=max_staleness, last_step=steps, order="ready"
+        groups_per_step=BATCH, max_staleness=max_staleness, end_step=steps, order="ready"
     )
 
     def seconds(group, attempt):
@@ -200,7 +200,7 @@ def test_undisturbed_by_hand():
     of step 0, and step 1 needs it, at 11 s. While that waits, the third group may not begin: two
     steps' groups are under way until step 0 has trained, at 4 s. Then it takes the slot that is
     free, from 4 s to 6 s, both requests one after the other."""
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1, last_step=3, order="ready")
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1, end_step=3, order="ready")
     long = {(1, 1): 10.0}
     ends = compute_best_step_ends(
         scheduler, attempts=2, slots=2, update_s=3.0, seconds=lambda *which: long.get(which, 1.0)

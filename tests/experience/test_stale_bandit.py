@@ -99,7 +99,7 @@ def trained(seed, *, max_staleness, correction):
         stream, "bandit", manager, sampling=Sampling(), seed=seed, group_size=ATTEMPTS
     )
     scheduler = StalenessScheduler(
-        groups_per_step=BATCH, max_staleness=max_staleness, last_step=STEPS
+        groups_per_step=BATCH, max_staleness=max_staleness, end_step=STEPS
     )
     ahead = PrefetchingSource(source, scheduler, asked, pause_during_update=False, replayable=True)
     section = {
@@ -117,8 +117,9 @@ def trained(seed, *, max_staleness, correction):
         roles={"policy": SlowLearner(learner, 1.0)},
         batcher=Batcher(ahead, groups_per_step=BATCH),
         weight_sync=Copies(learner, generator),
+        start_step=0,
         first_step=0,
-        last_step=STEPS,
+        end_step=STEPS,
         observers=(
             lambda step, metrics: staleness.append(metrics.get("rollout/staleness_mean", 0.0)),
         ),

@@ -65,7 +65,7 @@ def start(executor):
 
 
 def pid(router, rank):
-    return router.queues[rank].group.members[0].pid
+    return router.queues[rank].process.members[0].pid
 
 
 def linked(router, learner, recipe, directory):

@@ -79,7 +79,7 @@ def roles_of(model, algorithm, group=None, **options):
         optimizer=OPTIMIZER,
         steps=9,
         ranks=group,
-        spec=spec,
+        algorithm_section=spec,
     )
 
 

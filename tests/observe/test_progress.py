@@ -32,7 +32,7 @@ def run(
     """A stage of steps 101 to 125, two seconds each."""
     screen, text = console(terminal=terminal, encoding=encoding)
     now = [50.0]
-    options = {"after_step": 100, "last_step": 125, "mode": mode, "every": every, "console": screen}
+    options = {"after_step": 100, "end_step": 125, "mode": mode, "every": every, "console": screen}
     with show_progress(stage, **options, clock=lambda: now[0]) as observe:  # pyright: ignore[reportArgumentType]
         for step in range(101, 101 + steps):
             now[0] += 2.0
@@ -79,7 +79,7 @@ def test_a_terminal_without_unicode_gets_no_blocks() -> None:
 def test_a_number_that_is_missing_or_null() -> None:
     screen, text = console(terminal=False)
     with show_progress(
-        "sft", after_step=0, last_step=2, mode="plain", every=1, console=screen, clock=lambda: 0.0
+        "sft", after_step=0, end_step=2, mode="plain", every=1, console=screen, clock=lambda: 0.0
     ) as observe:
         observe(1, {"policy/loss": None, "policy/loss/nan": 1.0})
         observe(2, {"policy/loss": 2.5})
@@ -89,7 +89,7 @@ def test_a_number_that_is_missing_or_null() -> None:
 def test_a_reward_takes_the_place_of_the_loss() -> None:
     screen, text = console(terminal=False)
     with show_progress(
-        "x", after_step=0, last_step=2, mode="plain", every=1, console=screen, clock=lambda: 0.0
+        "x", after_step=0, end_step=2, mode="plain", every=1, console=screen, clock=lambda: 0.0
     ) as observe:
         observe(1, {"policy/loss": 1.0})
         observe(2, {"policy/loss": 1.0, "rollout/reward": 0.25})
@@ -99,7 +99,7 @@ def test_a_reward_takes_the_place_of_the_loss() -> None:
 def test_kl_and_entropy_stand_beside_the_reward() -> None:
     screen, text = console(terminal=False)
     with show_progress(
-        "x", after_step=0, last_step=3, mode="plain", every=1, console=screen, clock=lambda: 0.0
+        "x", after_step=0, end_step=3, mode="plain", every=1, console=screen, clock=lambda: 0.0
     ) as observe:
         observe(
             1,

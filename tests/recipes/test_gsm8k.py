@@ -56,4 +56,4 @@ def test_two_steps_on_the_real_data(repository, shared_data, model, tmp_path):
 def test_it_validates_as_it_stands(repository):
     config = load_config(repository / "recipes/grpo_gsm8k.yaml")
     assert config.model.path == "Qwen/Qwen3-0.6B"
-    assert config.stages[0].algorithm.attempts == 16
+    assert config.stages[0].algorithm.n_attempts == 16

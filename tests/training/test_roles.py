@@ -71,7 +71,7 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided():
         "section": DTensorConfig(),
         "optimizer": MuonConfig(),
         "ranks": object(),
-        "spec": spec,
+        "algorithm_section": spec,
     }
     with pytest.raises(
         ConfigError, match=r"MuonConfig computes with whole matrices.*Set optimizer.kind=adamw"

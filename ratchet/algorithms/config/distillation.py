@@ -97,5 +97,5 @@ class DivergenceOnPolicyConfig(DistillationConfig):
     group_size: int = Field(default=1, ge=1, description="Attempts at each prompt.")
 
     @property
-    def attempts(self) -> int:
+    def n_attempts(self) -> int:
         return self.group_size

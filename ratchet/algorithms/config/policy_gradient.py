@@ -192,7 +192,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         )
 
     @property
-    def attempts(self) -> int:
+    def n_attempts(self) -> int:
         return self.group_size
 
     @property

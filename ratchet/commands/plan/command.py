@@ -222,7 +222,8 @@ def measure_workload(
     """Return the work of one step of stage `index`."""
     stage = config.stages[index]
     max_prompt_tokens, max_sequence_tokens = measure_lengths(config, index, algorithm, shape)
-    n_rows = stage.batch_size * stage.algorithm.attempts * (2 if algorithm.source == "pairs" else 1)
+    rows_per_attempt = 2 if algorithm.source == "pairs" else 1
+    n_rows = stage.batch_size * stage.algorithm.n_attempts * rows_per_attempt
     max_running = stage.generator.request_limit or 2**30
     n_eval_attempts = (
         stage.evaluation.tasks * max(1, stage.evaluation.samples)

@@ -215,8 +215,7 @@ class Replay:
     async def advance_to(self, step: int) -> StageRun:
         """Compute all steps before `step` and return the run in that state.
 
-        The replay continues from its present state, or from the nearest checkpoint if that is
-        later.
+        The replay continues from its present state, or from a checkpoint that is nearer.
         """
         earlier_checkpoints = [saved for saved in self.store.steps() if saved < step]
         nearest_checkpoint = max(earlier_checkpoints, default=0)
@@ -270,7 +269,7 @@ class Replay:
     async def _train_next(self, run: StageRun) -> ReplayedStep:
         """Compute only the next step, with the algorithm and roles of `run`; return its results."""
         collector = StepCollector()
-        steps = {"first_step": self.last_step, "last_step": self.last_step + 1}
+        steps = {"first_step": self.last_step, "end_step": self.last_step + 1}
         await train(replace(run, recorder=collector, observers=(collector.observe,), **steps))
         return collector.replayed_step
 
@@ -307,7 +306,7 @@ class Replay:
         assert self.run is not None, "`advance_to` must be called first"
         assert self.policy is not None
         self._apply_recipe_changes()
-        if self.last_step == self._get_last_step(self.stage_index):
+        if self.last_step == self._get_end_step(self.stage_index):
             self.stage_index += 1
             self._require_local_learner(self.stage_index)
             self.run = self._make_stage_run(self.config, self.policy)
@@ -327,7 +326,7 @@ class Replay:
             return
         assert self.run is not None, "`advance_to` must be called first"
         earlier_run, self.config = self.run, config
-        if self.last_step < self._get_last_step(self.stage_index):
+        if self.last_step < self._get_end_step(self.stage_index):
             self.policy = self._build_policy(config)
             self.run = self._make_stage_run(config, self.policy, deepcopy(earlier_run.state))
             with TemporaryFolder("replay") as states:
@@ -335,8 +334,8 @@ class Replay:
                     learner.save(states / name)
                     self.run.roles[name].load(states / name)
 
-    def _get_last_step(self, index: int) -> int:
-        """Return the last step of stage `index`."""
+    def _get_end_step(self, index: int) -> int:
+        """Return the number of steps that the run has done by the end of stage `index`."""
         return sum(stage.n_steps for stage in self.config.stages[: index + 1])
 
     def _make_stage_run(
@@ -353,7 +352,7 @@ class Replay:
             section=spec.learner,
             optimizer=spec.optimizer,
             steps=spec.steps,
-            spec=spec.algorithm,
+            algorithm_section=spec.algorithm,
             adapter=build_adapter(config, self.stage_index, self.directory.path),
         )
         # Failed attempts did not stop the run, so they must not stop its replay.
@@ -362,15 +361,16 @@ class Replay:
             groups_per_step=spec.batch_size,
             max_failed_share=1.0,
         )
-        first_step = spec.first_step or 0
+        start = spec.start_step or 0
         return StageRun(
             spec.name,
             algorithm,
             roles,
             batcher,
             NoWeightSync(),
-            first_step=first_step,
-            last_step=first_step + spec.steps,
+            start_step=start,
+            first_step=start,
+            end_step=start + spec.steps,
             state=state or AlgoState(),
         )
 

@@ -37,7 +37,7 @@ def _check_has_attempts(stage: StageConfig, config: RunConfig) -> Iterator[Confl
         if value:
             yield clash(
                 f"rollouts.{key}={_abbreviate(value)} has no effect, because algorithm "
-                f"{stage.algorithm.kind_name} generates no attempts: remove it",
+                f"{stage.algorithm.kind_name} generates no attempts: remove rollouts.{key}",
                 f"rollouts.{key}",
             )
 
@@ -52,16 +52,16 @@ def _check_prefetching(stage: StageConfig, config: RunConfig) -> Iterator[Confli
         key = "max_staleness" if rollouts.max_staleness else "dynamic_sampling"
         yield clash(
             f"rollouts.{key} trains on every group that was started, so rollouts.redundant_groups "
-            "saves no time: remove it; to avoid waiting for the slowest groups, set "
-            "rollouts.max_staleness and rollouts.order=ready",
+            "saves no time: remove rollouts.redundant_groups; to avoid waiting for the slowest "
+            "groups, set rollouts.max_staleness and rollouts.order=ready",
             "rollouts.redundant_groups",
             f"rollouts.{key}",
         )
     if rollouts.order == "ready" and not rollouts.max_staleness:
         yield clash(
             "rollouts.order=ready chooses among the groups of several steps, but with "
-            "rollouts.max_staleness=0 only the groups of one step are in flight: set it to 1 or "
-            "more",
+            "rollouts.max_staleness=0 only the groups of one step are in flight: set "
+            "rollouts.max_staleness to 1 or more",
             "rollouts.order",
             "rollouts.max_staleness",
         )
@@ -101,7 +101,7 @@ def _check_adaptive(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
     if not rollouts.max_staleness:
         yield clash(
             "rollouts.adaptive controls how many groups of later steps are in flight, and "
-            "rollouts.max_staleness=0 allows none: set it to 1 or more",
+            "rollouts.max_staleness=0 allows none: set rollouts.max_staleness to 1 or more",
             "rollouts.adaptive",
             "rollouts.max_staleness",
         )
@@ -133,10 +133,11 @@ def _check_adaptive(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
 
 def _check_dynamic_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     rollouts = stage.rollouts
-    if rollouts.dynamic_sampling and stage.source == "rollouts" and stage.algorithm.attempts < 2:
+    if rollouts.dynamic_sampling and stage.source == "rollouts" and stage.algorithm.n_attempts < 2:
         yield clash(
             "rollouts.dynamic_sampling compares the attempts of a group, and "
-            "algorithm.group_size=1: raise it, or remove rollouts.dynamic_sampling",
+            "algorithm.group_size=1: raise algorithm.group_size, or remove "
+            "rollouts.dynamic_sampling",
             "rollouts.dynamic_sampling",
             "algorithm.group_size",
         )
@@ -154,7 +155,7 @@ def _check_dynamic_sampling(stage: StageConfig, config: RunConfig) -> Iterator[C
     if rollouts.max_replaced != RolloutsConfig().max_replaced and not rollouts.dynamic_sampling:
         yield clash(
             "rollouts.max_replaced has no effect without rollouts.dynamic_sampling: set "
-            "rollouts.dynamic_sampling=true, or remove it",
+            "rollouts.dynamic_sampling=true, or remove rollouts.max_replaced",
             "rollouts.max_replaced",
         )
 

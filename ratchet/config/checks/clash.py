@@ -12,8 +12,8 @@ class Conflict:
     """A conflict between keys of a recipe, which becomes an error for the user.
 
     Attributes:
-        keys: The keys that can fix it, the likeliest first. The error names the line of the first
-            one that the recipe sets.
+        keys: The keys whose change can fix the conflict, the likeliest first. The error names the
+            line of the first key that the recipe sets.
         message: The text of the error, with the smallest fix.
     """
 

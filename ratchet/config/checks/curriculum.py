@@ -51,10 +51,11 @@ def _check_replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "rollouts.replay.max_age",
             "rollouts.max_staleness",
         )
-    if replay.priority == "spread" and (algorithm.attempts < 2 or not algorithm.reads_reward):
+    if replay.priority == "spread" and (algorithm.n_attempts < 2 or not algorithm.reads_reward):
         yield clash(
             "rollouts.replay.priority=spread compares the rewards of a group, and algorithm "
-            f"{algorithm.kind_name} has none to compare: set it to uniform",
+            f"{algorithm.kind_name} has none to compare: set "
+            "rollouts.replay.priority=uniform",
             "rollouts.replay.priority",
             "algorithm.group_size",
         )

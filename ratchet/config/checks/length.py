@@ -44,7 +44,7 @@ def _check_schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
             f"optimizer.warmup_steps={optimizer.warmup_steps} is more than the stage's "
             f"{stage.optimizer_steps} optimizer steps (steps={stage.n_steps} x "
             f"minibatches={stage.algorithm.n_minibatches} x epochs={stage.algorithm.n_epochs}): "
-            "lower it",
+            "lower optimizer.warmup_steps",
             "optimizer.warmup_steps",
             "steps",
         )
@@ -52,7 +52,7 @@ def _check_schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
         yield clash(
             f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not read with "
             "optimizer.schedule=constant: set optimizer.schedule=linear, cosine or wsd, or remove "
-            "it",
+            "optimizer.min_lr_ratio",
             "optimizer.min_lr_ratio",
         )
 
@@ -65,7 +65,7 @@ def _check_decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             yield clash(
                 f"optimizer.decay_steps={decay} is not read with "
                 f"optimizer.schedule={optimizer.schedule}: "
-                "set optimizer.schedule=wsd, or remove it",
+                "set optimizer.schedule=wsd, or remove optimizer.decay_steps",
                 "optimizer.decay_steps",
             )
         return
@@ -103,7 +103,7 @@ def _check_critic_warmup(stage: StageConfig, config: RunConfig) -> Iterator[Conf
     if stage.steps is not None and warmup >= stage.n_steps:
         yield clash(
             f"algorithm.critic.warmup_steps={warmup} leaves the policy none of the stage's "
-            f"{stage.n_steps} steps: lower it, or raise steps",
+            f"{stage.n_steps} steps: lower algorithm.critic.warmup_steps, or raise steps",
             "algorithm.critic.warmup_steps",
             "steps",
         )
@@ -117,7 +117,7 @@ def _check_curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
         yield clash(
             f"curriculum.full_by_step={curriculum.full_by_step} is more than the stage's "
             f"steps={stage.n_steps}, so the hardest tasks would never "
-            "be drawn: lower it",
+            "be drawn: lower curriculum.full_by_step",
             "curriculum.full_by_step",
             "steps",
         )

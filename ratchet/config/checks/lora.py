@@ -46,8 +46,8 @@ def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if learner.pipeline_ranks > 1 and not learner.supports_pipeline_lora:
         yield clash(
             f"learner.pipeline_parallel={learner.pipeline_ranks} can't train adapters in its "
-            "pipeline stages: set it to 1, and learner.dp_shard or tensor_parallel to the number "
-            "of ranks; or set learner.kind=megatron, or remove lora",
+            "pipeline stages: set learner.pipeline_parallel=1, and learner.dp_shard or "
+            "tensor_parallel to the number of ranks; or set learner.kind=megatron, or remove lora",
             "learner.pipeline_parallel",
             "lora",
         )

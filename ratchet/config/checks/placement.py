@@ -53,7 +53,8 @@ def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
         if stage.optimizer.ema_decay is not None:
             yield clash(
                 "optimizer.ema_decay needs a moving average of the weights, and the optimizer of "
-                f"learner.kind={learner} keeps none: remove it, or set learner.kind=dtensor",
+                f"learner.kind={learner} keeps none: remove optimizer.ema_decay, or set "
+                "learner.kind=dtensor",
                 "optimizer.ema_decay",
                 "learner.kind",
             )
@@ -63,8 +64,8 @@ def _check_background_checkpoint(stage: StageConfig, config: RunConfig) -> Itera
     if stage.checkpoint.background and stage.learner.kind_name != "local":
         yield clash(
             "checkpoint.background copies the weights of this process, and with "
-            f"learner.kind={stage.learner.kind_name} they are in others: remove it, or set "
-            "learner.kind=local",
+            f"learner.kind={stage.learner.kind_name} they are in others: remove "
+            "checkpoint.background, or set learner.kind=local",
             "checkpoint.background",
             "learner.kind",
         )
@@ -89,16 +90,16 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
     if not stage.generator.can_offload:
         yield clash(
             "cluster.colocated lets learner and generator take turns on accelerators, and "
-            f"generator.kind={stage.generator.kind_name} never frees its own: set it to vllm, or "
-            "remove cluster.colocated",
+            f"generator.kind={stage.generator.kind_name} never frees its own: set "
+            "generator.kind=vllm, or remove cluster.colocated",
             "cluster.colocated",
             "generator.kind",
         )
     if not stage.learner.can_offload:
         yield clash(
             "cluster.colocated lets learner and generator take turns on accelerators, and "
-            f"learner.kind={stage.learner.kind_name} never frees its own: set it to dtensor, or "
-            "remove cluster.colocated",
+            f"learner.kind={stage.learner.kind_name} never frees its own: set "
+            "learner.kind=dtensor, or remove cluster.colocated",
             "cluster.colocated",
             "learner.kind",
         )

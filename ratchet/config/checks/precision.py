@@ -31,7 +31,8 @@ def _check_lora_base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
     quantisation, learner = stage.lora.base, stage.learner.kind_name
     if reason := _explain_missing(quantisation):
         yield clash(
-            f"lora.base={quantisation} {reason}, lora.base=float8, or remove it", "lora.base"
+            f"lora.base={quantisation} {reason}, set lora.base=float8, or remove lora.base",
+            "lora.base",
         )
     if stage.learner.is_distributed:
         yield clash(
@@ -57,15 +58,15 @@ def _check_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
         return
     if reason := _explain_missing(quantisation):
         yield clash(
-            f"generator.quantise={quantisation} {reason}, or generator.quantise=float8",
+            f"generator.quantise={quantisation} {reason}, or set generator.quantise=float8",
             "generator.quantise",
         )
     if generator is stage.generator and not generator.copies_weights:
         yield clash(
             f"generator.quantise={quantisation} needs a generator with its own copy of the "
             "weights, and this one reads the learner's: "
-            "set generator={kind: workers, worker: {kind: engine, quantise: %s}}, or remove it"
-            % quantisation,
+            "set generator={kind: workers, worker: {kind: engine, quantise: %s}}, or remove "
+            "generator.quantise" % quantisation,
             "generator.quantise",
         )
     if generator.copies_weights and _lacks_cuda(config):

@@ -11,7 +11,7 @@ MAX_TRAJECTORIES = 10**7  # in memory at once; each takes at least about 1 KiB
 
 
 def _check_batch_size(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    group_size, evaluation = stage.algorithm.attempts, stage.evaluation
+    group_size, evaluation = stage.algorithm.n_attempts, stage.evaluation
     trajectories = stage.batch_size * group_size
     attempts = evaluation.tasks * (evaluation.greedy + evaluation.samples)
     if trajectories > MAX_TRAJECTORIES:

@@ -46,7 +46,7 @@ def _check_same_generator(config: RunConfig) -> Iterator[Conflict]:
             yield Conflict(
                 (("stages", index, "generator"),),
                 f"stages {first.name} and {stage.name} differ in generator, and one generator "
-                "serves the whole run: set it at the top",
+                "serves the whole run: set generator at the top",
             )
 
 
@@ -55,7 +55,7 @@ def _check_same_generator(config: RunConfig) -> Iterator[Conflict]:
 
 def _check_minibatches(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     maximum, noun = stage.batch_size, "groups"
-    attempts, minibatches = stage.algorithm.attempts, stage.algorithm.n_minibatches
+    attempts, minibatches = stage.algorithm.n_attempts, stage.algorithm.n_minibatches
     if stage.algorithm.splits_groups:
         maximum, noun = stage.batch_size * attempts, f"groups of {attempts} attempts"
     if maximum < minibatches:
@@ -74,9 +74,9 @@ def _check_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
     sampling = stage.sampling
     if sampling.temperature == 0:
         yield clash(
-            f"sampling.temperature=0 makes the {stage.algorithm.attempts} attempts of a group "
-            f"equal, so that algorithm {_kind(stage)} learns nothing: set it above 0 (evaluation "
-            "has a greedy attempt anyway)",
+            f"sampling.temperature=0 makes the {stage.algorithm.n_attempts} attempts of a group "
+            f"equal, so that algorithm {_get_kind(stage)} learns nothing: set "
+            "sampling.temperature above 0 (evaluation has a greedy attempt anyway)",
             "sampling.temperature",
         )
     for key, off_value in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
@@ -84,7 +84,7 @@ def _check_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
         if value != off_value and not stage.algorithm.corrects_rollouts:
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, which needs a rollout "
-                f"correction in algorithm {_kind(stage)}: set sampling.{key}={off_value:g}, or "
+                f"correction in algorithm {_get_kind(stage)}: set sampling.{key}={off_value:g}, or "
                 "algorithm.correction if the algorithm has that key",
                 f"sampling.{key}",
             )
@@ -100,12 +100,12 @@ def _check_context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         if context is not None and tokens >= context:
             yield clash(
                 f"{key}={tokens} leaves no room for a prompt in the model's context of {context} "
-                "tokens: lower it, or raise model.overrides.max_positions",
+                f"tokens: lower {key}, or raise model.overrides.max_positions",
                 key,
             )
 
 
-def _kind_or_value(value: object) -> object:
+def _get_kind_or_value(value: object) -> object:
     return value.kind_name if isinstance(value, Section) else value
 
 
@@ -115,7 +115,7 @@ def _check_evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
         value = getattr(evaluation, key)
         if value and not evaluation.tasks:
             yield clash(
-                f"evaluation.{key}={_kind_or_value(value)} with evaluation.tasks=0 evaluates "
+                f"evaluation.{key}={_get_kind_or_value(value)} with evaluation.tasks=0 evaluates "
                 f"nothing: set evaluation.tasks, or remove evaluation.{key}",
                 f"evaluation.{key}",
                 "evaluation.tasks",
@@ -139,7 +139,7 @@ def _check_end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conf
         yield clash(
             "checkpoint.end_with=best needs a checkpoint after each evaluation, and "
             f"checkpoint.every={checkpoint.every} with evaluation.every={every} does not give "
-            "that: set both to the same",
+            "that: set both to the same number",
             "checkpoint.end_with",
             "checkpoint.every",
         )
@@ -148,7 +148,7 @@ def _check_end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conf
 def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Refuse rewards that judge nothing, because the algorithm generates no attempts.
 
-    They are fine as a default that a stage with rollouts shares, and if evaluation uses them.
+    They are allowed if a stage with rollouts has the same rewards, and if evaluation uses them.
     """
     is_default = stage.rewards == get_default_rewards(stage.environment)
     is_shared = any(
@@ -161,16 +161,16 @@ def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         and not (is_default or is_shared or is_evaluated)
     ):
         yield clash(
-            f"rewards judge attempts, and algorithm {_kind(stage)} generates none: remove rewards, "
-            "or set eval_rewards if they are meant for evaluation",
+            f"rewards judge attempts, and algorithm {_get_kind(stage)} generates none: remove "
+            "rewards, or set eval_rewards if they are meant for evaluation",
             "rewards",
         )
 
 
 def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that `eval_rewards` are used.
+    """Check that an evaluation uses `eval_rewards`.
 
-    They are, by this stage's evaluation or by that of another stage with the same `eval_rewards`.
+    It may be the evaluation of another stage with the same `eval_rewards`.
     """
     eval_environment = stage.evaluation.environment
     evaluating_stages = [
@@ -192,7 +192,7 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
     if eval_environment is not None:
         key, reason, fix = (
             "evaluation.environment",
-            f"evaluation.environment={_kind_or_value(eval_environment)} is judged by its own "
+            f"evaluation.environment={_get_kind_or_value(eval_environment)} is judged by its own "
             "reward",
             "remove evaluation.environment",
         )
@@ -267,7 +267,7 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             if _may_have_rows(section_class("played", kind), stage.source)
         ]
         yield clash(
-            f"algorithm {_kind(stage)} learns from {stage.source}, which environment "
+            f"algorithm {_get_kind(stage)} learns from {stage.source}, which environment "
             f"{stage.environment.kind_name} doesn't have: set environment.kind to "
             f"{' or '.join(suitable_kinds)}",
             "environment.kind",
@@ -275,7 +275,7 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
     if stage.algorithm.uses_mismatched_pairs and stage.batch_size == 1:
         yield clash(
-            f"batch_size={stage.batch_size} leaves algorithm {_kind(stage)} no other prompt to "
+            f"batch_size={stage.batch_size} leaves algorithm {_get_kind(stage)} no other prompt to "
             "compare an answer with: set batch_size=2 or more",
             "batch_size",
         )
@@ -310,7 +310,7 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """
     if stage.agent is None:
         return
-    agent: Any = stage.agent  # the slot gives it the keys of the server
+    agent: Any = stage.agent  # `Any`: the schema adds the server's keys to the agent's section
     if agent.host in ("0.0.0.0", "::") and agent.public_host is None:
         yield clash(
             f"agent.host={agent.host} is no address that an agent can call: set agent.public_host "
@@ -323,7 +323,7 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     )
     if not is_shared and not stage.evaluation.tasks:
         yield clash(
-            f"agent {kind} plays attempts, and algorithm {_kind(stage)} generates none: remove "
+            f"agent {kind} plays attempts, and algorithm {_get_kind(stage)} generates none: remove "
             "agent",
             "agent.kind",
         )
@@ -338,7 +338,7 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _check_worker_runs(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Refuse the keys that groups played in rollout workers do not support."""
-    if not stage.played_by_workers:
+    if not stage.is_played_by_workers:
         return
     rollouts = stage.rollouts
     keys = {
@@ -386,13 +386,13 @@ def _check_sentinels(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
     for key in ("second_opinion", "canaries"):
         if getattr(stage.sentinels, key):
             yield clash(
-                f"sentinels.{key} probes rewarded attempts, and algorithm {_kind(stage)} generates "
-                "none: remove it",
+                f"sentinels.{key} probes rewarded attempts, and algorithm {_get_kind(stage)} "
+                f"generates none: remove sentinels.{key}",
                 f"sentinels.{key}",
             )
 
 
-def _kind(stage: StageConfig) -> str:
+def _get_kind(stage: StageConfig) -> str:
     return stage.algorithm.kind_name
 
 

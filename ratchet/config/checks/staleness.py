@@ -14,7 +14,7 @@ def cautions(stage: StageConfig) -> Iterator[str]:
 
 def _check_stale_attempts(stage: StageConfig) -> Iterator[str]:
     """Warn about training on attempts of older weights without a correction."""
-    setting = _stale_setting(stage)
+    setting = _find_stale_setting(stage)
     fix = stage.algorithm.suggest_correction()
     if stage.source == "rollouts" and setting and fix is not None:
         yield (
@@ -23,7 +23,7 @@ def _check_stale_attempts(stage: StageConfig) -> Iterator[str]:
         )
 
 
-def _stale_setting(stage: StageConfig) -> str:
+def _find_stale_setting(stage: StageConfig) -> str:
     """Return the setting that allows training on attempts of older weights, or ""."""
     rollouts = stage.rollouts
     if rollouts.max_staleness:

@@ -326,10 +326,10 @@ class DecoderConfig:
             "use_sliding_window": False,
             "bos_token_id": self.bos_id,
             "eos_token_id": _unwrap_single(self.eos_ids),
-            **self._experts_hf(),
+            **self._write_experts(),
         }
 
-    def _experts_hf(self) -> dict[str, Any]:
+    def _write_experts(self) -> dict[str, Any]:
         moe = FAMILIES[self.family].moe
         if moe is None:
             return {}
@@ -389,14 +389,14 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
         return f"hidden_act '{hf['hidden_act']}' is not silu"
     if hf.get("quantization_config") is not None:
         return "its weights are quantized (quantization_config)"
-    if sliding := _sliding_reason(hf, FAMILIES[model_type]):
+    if sliding := _explain_sliding_window(hf, FAMILIES[model_type]):
         return sliding
-    if moe and (experts := _experts_reason(hf, moe)):
+    if moe and (experts := _explain_experts(hf, moe)):
         return experts
-    return _rope_reason(hf)
+    return _explain_rope(hf)
 
 
-def _sliding_reason(hf: Mapping[str, Any], family: ModelFamily) -> str | None:
+def _explain_sliding_window(hf: Mapping[str, Any], family: ModelFamily) -> str | None:
     kinds = set(hf.get("layer_types") or ()) - {"full_attention"}
     if kinds:
         return f"layer_types has {', '.join(sorted(kinds))}"
@@ -415,7 +415,7 @@ def _sliding_reason(hf: Mapping[str, Any], family: ModelFamily) -> str | None:
     return None
 
 
-def _experts_reason(hf: Mapping[str, Any], moe: MoEFormat) -> str | None:
+def _explain_experts(hf: Mapping[str, Any], moe: MoEFormat) -> str | None:
     counts = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
     if len(counts) > 1:
         return f"{' and '.join(EXPERT_KEYS)} disagree"
@@ -448,7 +448,7 @@ def _read_experts(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     }
 
 
-def _rope_reason(hf: Mapping[str, Any]) -> str | None:
+def _explain_rope(hf: Mapping[str, Any]) -> str | None:
     rope = read_rope_section(hf)
     if any(isinstance(value, Mapping) for value in rope.values()):
         return "its rotary embedding differs between layers (nested rope_parameters)"

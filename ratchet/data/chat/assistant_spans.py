@@ -160,8 +160,8 @@ class RenderedConversation:
     def split_prompt(self, n: int) -> tuple[list[Piece], list[int]]:
         """Return the pieces of the prompt for message n, and the rewritten assistant messages.
 
-        The second list holds the indices of messages that the prompt shows in another form than
-        they were written, for example without their reasoning.
+        The second list holds the indices of messages that the prompt shows in a changed form, for
+        example without their reasoning.
         """
         text = self.render_text(n, prompt=True)
         pieces: list[Piece] = []

@@ -65,6 +65,8 @@ def character_tokenizer(
     Args:
         multiple_of: The vocabulary is padded with reserved tokens to a multiple of this.
         controls: Additional special tokens, which may include `eos`.
+        eos: The special token that ends a turn.
+        template: The Jinja text of the chat template.
     """
     if not alphabet or len(set(alphabet)) < len(alphabet):
         raise ConfigError(
@@ -90,9 +92,9 @@ def byte_tokenizer() -> Tokenizer:
 def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Return a byte-level BPE tokenizer trained on `texts`, which can encode every text.
 
-    Equal arguments give equal tokenizers. It has fewer than `vocab_size` tokens if the texts have
-    too few pairs to merge. Raises ConfigError if `vocab_size` is less than the number of bytes and
-    special tokens.
+    Equal arguments give equal tokenizers. The tokenizer has fewer than `vocab_size` tokens if the
+    texts have too few pairs to merge. Raises ConfigError if `vocab_size` is less than the number of
+    bytes and special tokens.
     """
     if vocab_size < len(SPECIAL_TOKENS) + N_BYTES:
         raise ConfigError(
@@ -139,13 +141,13 @@ def _create_tokenizer(
     return Tokenizer(backend, config=config, chat_template=template)
 
 
-# --- factories of the config sections; `model` is the model's directory or hub id
+# --- factories of the config sections; `model` is the model's directory or Hub id
 
 
 def apply_chat_template_kwargs(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:
     """Return the tokenizer with the recipe's variables as defaults of its chat template.
 
-    Raises DataError if the template does not read one of them.
+    Raises DataError for a variable that the template does not read.
     """
     if not config.chat_template_kwargs:
         return tokenizer

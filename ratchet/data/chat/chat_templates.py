@@ -1,7 +1,7 @@
 """Chat templates: built-in ones, and Jinja templates of Hugging Face tokenizers.
 
-They are rendered as by transformers' `apply_chat_template`: in sandboxed Jinja with trimmed blocks,
-`raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls, and
+Templates are rendered as by transformers' `apply_chat_template`: in sandboxed Jinja with trimmed
+blocks, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls, and
 `{% generation %}` blocks. A template reads messages as dictionaries in OpenAI's format.
 """
 
@@ -27,7 +27,7 @@ from ratchet.utils.terminal_text import shorten_text
 
 ROLES: tuple[str, ...] = get_args(Role)
 
-MAX_INDENT = 100
+MAX_INDENT = 100  # spaces by which `tojson` may indent
 MAX_TEMPLATE_BYTES = 128 << 10  # size of a template; the longest published ones have about 20 KiB
 
 # The content of a probe message: text that no template contains, splits, strips or escapes.
@@ -80,7 +80,7 @@ def load_template_source(choice: str | None, tokenizer: Tokenizer) -> str:
 
     Args:
         choice: A built-in name, the path of a .jinja file, Jinja text, or None for the template of
-            the tokenizer.
+            the tokenizer. A built-in template begins with BOS if the tokenizer adds BOS to texts.
     """
     if choice is None:
         if tokenizer.chat_template is None:
@@ -341,7 +341,8 @@ class ChatTemplate:
     def _choose_dialect(self, messages: Sequence[Message]) -> Dialect:
         """Return the dialect for these messages.
 
-        It is the first that works if any has tool calls, else the default.
+        If a message has tool calls, it is the first dialect in which the template writes them;
+        otherwise it is the default.
         """
         return (
             self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]

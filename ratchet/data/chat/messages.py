@@ -1,6 +1,6 @@
 """Read conversations in OpenAI's format with tool calls, or in ShareGPT's format.
 
-A message of ShareGPT's is {"from": "human", "value": ...}.
+A message in ShareGPT's format is {"from": "human", "value": ...}.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ KNOWN_KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", 
 
 
 def read_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """Return the messages of a conversation. Raise DataError for what would be lost or misread.
+    """Return the messages of a conversation.
+
+    Raise DataError for content that would be lost or misread.
 
     Args:
         where: The file, the row and the column, for errors.

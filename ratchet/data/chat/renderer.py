@@ -100,7 +100,7 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the tokens of a conversation and of the header of the assistant's next turn."""
-        conversation = self._conversation(messages, tools)
+        conversation = self._make_conversation(messages, tools)
         pieces, _ = conversation.split_prompt(len(messages))
         return [
             token for token, _ in self._expand_placeholders(conversation.tokenize(pieces), messages)
@@ -127,7 +127,7 @@ class Renderer:
                 "a supervised conversation ends with a message of the assistant: drop what follows "
                 "the assistant's last answer"
             )
-        conversation = self._conversation(messages, tools)
+        conversation = self._make_conversation(messages, tools)
         pieces, rewritten = conversation.split_prompt(last)
         if train == "all" and rewritten:
             # Raises an error with the reason if the turn itself can't be rendered.
@@ -163,10 +163,13 @@ class Renderer:
         off), the messages, and the header of the next turn.
 
         Args:
+            sampled: The tokens of the completion.
+            messages: The messages that follow the completion.
             history: The messages before the completion, for templates whose headers depend on them.
+            tools: Descriptions of the tools that the conversation offers.
         """
         earlier = [*(history or (USER,)), Message("assistant", SENTINEL)]
-        conversation = self._conversation([*earlier, *messages], tools)
+        conversation = self._make_conversation([*earlier, *messages], tools)
         _, separator, continuation = conversation.render_text(
             len(earlier) + len(messages), prompt=True
         ).partition(SENTINEL)
@@ -212,13 +215,13 @@ class Renderer:
             history: The messages before the turn.
             reply: The message that was parsed from `sampled`.
         """
-        conversation, n = self._conversation([*history, reply, *messages], tools), len(history)
+        conversation, n = self._make_conversation([*history, reply, *messages], tools), len(history)
         rendered, prompt = (
             conversation.render_text(n + 1 + len(messages), prompt=True),
             conversation.render_text(n, prompt=True),
         )
         if rendered.startswith(
-            prompt + self._text(sampled, None, skip_special=False) + self._shape.end
+            prompt + self._decode_text(sampled, None, skip_special=False) + self._shape.end
         ):
             return True
         try:
@@ -278,11 +281,10 @@ class Renderer:
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
         """Return the completion as the message that renders to it.
 
-        The end of turn, other special tokens and an incomplete last character are left out. A lead
-        that the model itself must write is removed. The beginning of the answer that the prompt
-        already contained (a prefill) is added.
+        The end of turn, other special tokens and an incomplete last character are left out. The
+        generated lead is removed, and the prefill is added (see `TurnShape`).
         """
-        text = self._text(tokens, stop, skip_special=True)
+        text = self._decode_text(tokens, stop, skip_special=True)
         return Message(
             "assistant", self._shape.prefill + text.removeprefix(self._shape.generated_lead)
         )
@@ -303,7 +305,7 @@ class Renderer:
         Raise ConfigError if the format of tool calls can't be inferred. Setting
         `tokenizer.tool_format` avoids this.
         """
-        whole = self._text(tokens, stop, skip_special=False)
+        whole = self._decode_text(tokens, stop, skip_special=False)
         parsed = self.tool_format.parse(
             self._shape.prefill + whole.removeprefix(self._shape.generated_lead), tools
         )
@@ -347,7 +349,9 @@ class Renderer:
                 "such calls (chatml writes hermes)"
             )
 
-    def _text(self, tokens: Sequence[int], stop: StopReason | None, *, skip_special: bool) -> str:
+    def _decode_text(
+        self, tokens: Sequence[int], stop: StopReason | None, *, skip_special: bool
+    ) -> str:
         ids = list(tokens)
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -364,14 +368,14 @@ class Renderer:
     def extends_history(self) -> bool:
         """True if a longer conversation keeps every earlier turn as it was written.
 
-        One sequence of tokens can then hold the whole conversation. It is False if the template
+        One sequence of tokens can then hold the whole conversation. False if the template
         drops or changes turns once the user answers, for example earlier reasoning.
         """
         return not any(self.rewritten_turns([USER, turn, USER]) for turn in PROBES)
 
     def rewritten_turns(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the indices of assistant messages that the template does not show as written."""
-        return self._conversation(messages, tools).split_prompt(len(messages))[1]
+        return self._make_conversation(messages, tools).split_prompt(len(messages))[1]
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -381,7 +385,7 @@ class Renderer:
     def _shape(self) -> TurnShape:
         return find_turn_shape(self.template, self.tokenizer)
 
-    def _conversation(
+    def _make_conversation(
         self, messages: Sequence[Message], tools: Tools | None
     ) -> RenderedConversation:
         return RenderedConversation(self.template, self.tokenizer, self._shape, messages, tools)

@@ -21,9 +21,9 @@ DEFAULT_LINE = re.compile(r"\{%- if (\w+) is not defined %\}\{%- set \1 = .* %\}
 
 
 def set_defaults(source: str, variables: Mapping[str, Any]) -> str:
-    """Return the template with defaults of its variables, in place of those that it had.
+    """Return the template with defaults of its variables, which replace earlier defaults.
 
-    Raises DataError if the template does not read one of them.
+    Raises DataError for a variable that the template does not read.
 
     Args:
         source: Jinja text.

@@ -23,6 +23,7 @@ from jinja2.utils import _PassArg as PassArg
 from jinja2.visitor import NodeTransformer
 
 BUDGET_VARIABLE = "\0work"  # variable that holds a rendering's StepBudget; no template can write it
+# Names of the filters that `_StepCounter` inserts into templates to count steps.
 SPEND_STEPS, SPEND_READING = "ratchet.tick", "ratchet.weigh"
 
 BASE_STEPS = 500_000  # a long published template takes about 300 per message
@@ -377,14 +378,14 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[
             and name not in ("center", "ljust", "rjust")
             else 1
         )
-        largest = max(map(_magnitude, values), default=0)
+        largest = max(map(_get_magnitude, values), default=0)
         if n_insertions * largest > MAX_CHARS or (
             not isinstance(value, TEXT_TYPES) and largest > MAX_WIDTH
         ):
             _refuse(f"{name}() makes more than {MAX_CHARS:,} characters or items")
 
 
-def _magnitude(value: Any) -> int:
+def _get_magnitude(value: Any) -> int:
     """Return the absolute value of an integer, or the length of a text."""
     if isinstance(value, int):
         return abs(value)

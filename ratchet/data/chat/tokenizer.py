@@ -24,7 +24,7 @@ from ratchet.utils.terminal_text import shorten_text
 # What precedes a text that is encoded: nothing, a special token, or other text.
 After = Literal["start", "special", "text"]
 
-# Tokens that templates may name. The rest of tokenizer_config.json is kept as it is.
+# Keys of tokenizer_config.json that hold a special token. Templates may name these tokens.
 SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -100,7 +100,7 @@ class Tokenizer:
         self.config = dict(config or {})
         self.chat_template = chat_template
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-        names = ((name, _token_text(self.config.get(name))) for name in SPECIAL_NAMES)
+        names = ((name, _get_token_text(self.config.get(name))) for name in SPECIAL_NAMES)
         self.special_tokens: dict[str, str] = {
             name: text for name, text in names if text is not None
         }
@@ -108,8 +108,11 @@ class Tokenizer:
             if backend.token_to_id(token) is not None:
                 # Some files name a special token without marking it as special.
                 backend.add_special_tokens([token])
-        self.bos_id, self.pad_id = self._special_id("bos_token"), self._special_id("pad_token")
-        eos_id = self._special_id("eos_token")
+        self.bos_id, self.pad_id = (
+            self._get_special_id("bos_token"),
+            self._get_special_id("pad_token"),
+        )
+        eos_id = self._get_special_id("eos_token")
         self.eos_ids: tuple[int, ...] = tuple(
             dict.fromkeys([eos_id, *eos_ids] if eos_id is not None else eos_ids)
         )
@@ -125,7 +128,7 @@ class Tokenizer:
         }
         return {name: value for name, value in self.__dict__.items() if name not in cached}
 
-    def _special_id(self, name: str) -> int | None:
+    def _get_special_id(self, name: str) -> int | None:
         return self.token_id(self.special_tokens[name]) if name in self.special_tokens else None
 
     def _check_eos(self, eos_id: int | None) -> None:
@@ -279,20 +282,20 @@ class Tokenizer:
         special token. Text that continues other text must not get this space. A newline at the end
         of its context prevents it.
         """
-        probe = self._encoding(f"{GUARD}a")
+        probe = self._encode_plain(f"{GUARD}a")
         adds_space = len(probe.tokens) > 1 and probe.tokens[1][0] in "▁Ġ"
         contexts: dict[After, str] = {
             "start": "",
             "special": GUARD,
             "text": f"{GUARD}\n" if adds_space else GUARD,
         }
-        return {after: (text, self._encoding(text).ids) for after, text in contexts.items()}
+        return {after: (text, self._encode_plain(text).ids) for after, text in contexts.items()}
 
     def _encode_text(self, text: str, after: After) -> list[int]:
         if not text:
             return []
         context, context_ids = self._context_by_after[after]
-        encoding = self._encoding(context + text)
+        encoding = self._encode_plain(context + text)
         if encoding.ids[: len(context_ids)] != context_ids:  # the newline merged with the text
             return self._encode_text(text, "special")
         ids = encoding.ids[len(context_ids) :]
@@ -302,7 +305,7 @@ class Tokenizer:
             self._refuse((context + text)[start:end])
         return ids
 
-    def _encoding(self, text: str) -> tokenizers.Encoding:
+    def _encode_plain(self, text: str) -> tokenizers.Encoding:
         """Encode plain text. Raises DataError if the library can't encode it."""
         try:
             with convert_panics(text):
@@ -339,18 +342,18 @@ class Tokenizer:
         ]
         special_tokens.sort(key=lambda item: -len(item[0].content))
         return re.compile(
-            "|".join(_token_pattern(token) for token, _ in special_tokens)
+            "|".join(_make_token_pattern(token) for token, _ in special_tokens)
         ), special_tokens
 
 
-def _token_pattern(token: tokenizers.AddedToken) -> str:
+def _make_token_pattern(token: tokenizers.AddedToken) -> str:
     body = f"({re.escape(token.content)})"
     if token.single_word:
         body = rf"(?<!\w){body}(?!\w)"
     return body + (f"{WHITE_SPACE.pattern}*" if token.rstrip else "")
 
 
-def _token_text(value: Any) -> str | None:
+def _get_token_text(value: Any) -> str | None:
     """Return the text of a special token in tokenizer_config.json, where it may be an object."""
     return value["content"] if isinstance(value, Mapping) else value
 

@@ -140,7 +140,7 @@ def _read_eos_ids(directory: Path) -> list[int]:
             if not all(type(token_id) is int for token_id in ids):
                 raise ModelError(
                     f"{directory / name}: eos_token_id={shorten_text(repr(value), 80)} must be a "
-                    "number, or a list of them"
+                    "number, or a list of numbers"
                 )
             return ids
     return []

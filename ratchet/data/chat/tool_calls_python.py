@@ -3,8 +3,8 @@
 Calls are `[name(key="value"), other.name(n=1)]`, or `name.call(key="value")` for built-in tools.
 
 The module does not use `ast`. Arguments may be named as keywords of Python are (`from="EUR"`) and
-strings may hold line breaks, which Python's parser refuses. It also prints warnings about what a
-model may write, runs out of memory or overflows the stack.
+strings may hold line breaks; Python's parser refuses both. On other texts that a model may write,
+it prints warnings, runs out of memory or overflows the stack.
 """
 
 from __future__ import annotations

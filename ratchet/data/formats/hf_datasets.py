@@ -14,7 +14,9 @@ class HubTable:
 
     Args:
         hub: Id of the dataset on the Hub, or a directory with the same files.
-        subset: The dataset's "configuration" on the Hub.
+        split: Name of the split.
+        subset: The dataset's "configuration" on the Hub; None: the default one.
+        revision: Branch, tag or commit on the Hub; None: the default branch.
 
     Raises DataError if the dataset, subset or split does not exist or can't be reached.
     """
@@ -27,7 +29,7 @@ class HubTable:
             from datasets.exceptions import DatasetsError
         except ImportError as error:
             raise MissingDependency(
-                "datasets", extra="data", needed_for=f"reading {hub} from the hub"
+                "datasets", extra="data", needed_for=f"reading {hub} from the Hub"
             ) from error
         self.name = f"{hub} ({', '.join(filter(None, (subset, split)))})"
         try:

@@ -93,6 +93,7 @@ def fetch(
         reference: A path, a `data:` URL, an address of an object store or, if `limits.urls` allows
             it, an http(s) address.
         where: File and row (or task), for errors.
+        limits: Limits of the file's size, and of fetching.
         root: Directory or store that paths are relative to and may not leave; None: paths are used
             unchanged.
     """
@@ -256,12 +257,13 @@ def decode_video(
 def decode_audio(
     source: bytes, *, where: str, limits: MediaLimits, rate_hz: int | None = None
 ) -> Audio:
-    """Decode a clip to one channel (the mean), resampled to `rate_hz` if given.
+    """Decode a clip to one channel, the mean of all channels.
 
     The package soundfile reads WAV, FLAC, Ogg, MP3 and others.
 
     Args:
         where: Row and file, for errors.
+        rate_hz: Sampling rate of the result; None keeps the clip's own rate.
 
     Raises DataError if the bytes are not audio, are cut off, or exceed the limits, and
     MissingDependency without soundfile.
@@ -346,7 +348,7 @@ def _open_image(source: bytes, where: str, limits: MediaLimits) -> Iterator[Imag
             f"{where}: {_get_first_line(error)}: make it smaller, or drop the row"
         ) from error
     except DECODE_ERRORS as error:
-        raise _damaged_image_error(where, error) from error
+        raise _make_damage_error(where, error) from error
     with image:
         width, height = image.size
         if max(width, height) > limits.max_side:
@@ -371,10 +373,10 @@ def _open_image(source: bytes, where: str, limits: MediaLimits) -> Iterator[Imag
         try:
             yield image
         except (PIL.Image.DecompressionBombError, *DECODE_ERRORS) as error:
-            raise _damaged_image_error(where, error) from error
+            raise _make_damage_error(where, error) from error
 
 
-def _damaged_image_error(where: str, error: Exception) -> DataError:
+def _make_damage_error(where: str, error: Exception) -> DataError:
     return DataError(
         f"{where}: the image is damaged or cut off ({_get_first_line(error)}): copy it "
         "again, or drop the row"

@@ -28,8 +28,9 @@ class ConversationTrees:
 
     def __init__(self, table: Table) -> None:
         self.table = table
+        # By the id of a message: its replies, each as (rank, row index, message id).
         children: dict[str, list[tuple[float, int, str]]] = {}
-        roots: list[tuple[int, str]] = []
+        roots: list[tuple[int, str]] = []  # (row index, message id) of each tree's first message
         is_assistant: list[bool] = []
         for index in range(len(table)):
             values = table.row(index).values
@@ -51,7 +52,7 @@ class ConversationTrees:
                     values["message_id"],
                 )
                 children.setdefault(parent, []).append(reply)
-        paths = (_best_path(root, children, is_assistant) for root in roots)
+        paths = (_find_best_path(root, children, is_assistant) for root in roots)
         self.paths = [path for path in paths if path]
         if not self.paths:
             raise DataError(
@@ -77,7 +78,7 @@ class ConversationTrees:
         return self.table.where(self.paths[index][0])
 
 
-def _best_path(
+def _find_best_path(
     root: tuple[int, str],
     children: Mapping[str, list[tuple[float, int, str]]],
     is_assistant: Sequence[bool],

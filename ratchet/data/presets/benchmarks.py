@@ -2,7 +2,7 @@
 
 A comment before each preset lists the columns of the published dataset. After "Columns checked
 against" it names the card, file or code that shows them. `ratchet.data.presets.datasets` has the
-presets for training, of which gsm8k and aime_* are also benchmarks.
+presets for training; gsm8k and aime_* there are also benchmarks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BENCHMARKS: Mapping[str, Preset] = {
     ),
     # Question, Correct Answer, Incorrect Answer 1 to 3, High-level domain, Record ID and many more;
     # configurations gpqa_diamond (198 rows), gpqa_main, gpqa_extended, each with one split, train;
-    # also published as the file gpqa_diamond.csv; the hub asks for consent. Columns checked
+    # also published as the file gpqa_diamond.csv; the Hub asks for consent. Columns checked
     # against: the loaders of lm-evaluation-harness (tasks/gpqa), NeMo RL and inspect_evals.
     "gpqa": Preset(
         "Idavidrein/gpqa",
@@ -124,7 +124,7 @@ BENCHMARKS: Mapping[str, Preset] = {
     # question_title, question_content, platform, question_id, contest_id, contest_date,
     # starter_code, difficulty, public_test_cases, private_test_cases (JSON; in the lite set packed
     # by pickle, zlib and base64), metadata (JSON with func_name); split test, files test.jsonl to
-    # test6.jsonl. The hub's loading script is no longer run by `datasets`, so give the file:
+    # test6.jsonl. The Hub's loading script is no longer run by `datasets`, so give the file:
     # test=hf://datasets/livecodebench/code_generation_lite/test6.jsonl. Columns checked against:
     # LiveCodeBench's own lcb_runner/benchmarks/code_generation.py, the features on the card of a
     # copy.

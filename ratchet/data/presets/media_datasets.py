@@ -50,7 +50,7 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         description="objects that a phrase refers to, Yu et al. (2016), arXiv:1608.00272",
     ),
     # Columns: image (a path, or several), question ("<image>\n..."), chosen, rejected; since 1.2
-    # also answer_gt, image_wh. The hub has zip files and a meta.json, which gives the image
+    # also answer_gt, image_wh. The Hub has zip files and a meta.json, which gives the image
     # directory of each annotation file as `root`: give one annotation file as train, and its image
     # directory as media_root. Columns checked against: the features on its card, NeMo RL's mmpr
     # loader.

@@ -45,7 +45,7 @@ class StalenessScheduler:
     Args:
         groups_per_step: Number of groups that a step trains on.
         max_staleness: The bound k.
-        last_step: The first step after the stage.
+        end_step: The first step after the stage.
         order: "issued" takes the oldest groups and waits for them. "ready" takes the groups that
             were ready first, if all others can still meet the bound. Long groups are not dropped,
             only trained on later.
@@ -57,13 +57,13 @@ class StalenessScheduler:
         *,
         groups_per_step: int,
         max_staleness: float,
-        last_step: int,
+        end_step: int,
         order: Order = "issued",
         concurrency: ConcurrencyController | None = None,
     ) -> None:
         self.groups_per_step = groups_per_step
         self.max_staleness = math.ceil(max_staleness)
-        self.last_step = last_step
+        self.end_step = end_step
         self.order = order
         self.max_in_flight = get_max_in_flight(groups_per_step, max_staleness)
         self.concurrency = concurrency
@@ -80,7 +80,7 @@ class StalenessScheduler:
         )
         return max(
             0,
-            min(max_unfinished, (self.last_step - step) * self.groups_per_step)
+            min(max_unfinished, (self.end_step - step) * self.groups_per_step)
             - len(self.unfinished),
         )
 

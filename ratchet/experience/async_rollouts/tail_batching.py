@@ -120,7 +120,7 @@ class TailBatching:
         source: The source of rollouts.
         generator: The generator that the source's attempts call.
         extra_groups: Number of groups that a step starts beyond those it trains on.
-        last_step: The first step after the stage.
+        end_step: The first step after the stage.
     """
 
     def __init__(
@@ -129,18 +129,18 @@ class TailBatching:
         generator: AbortableGenerator,
         *,
         extra_groups: int,
-        last_step: int,
+        end_step: int,
     ) -> None:
         self.source = source
         self.generator = generator
         self.extra_groups = extra_groups
-        self.last_step = last_step
+        self.end_step = end_step
         self._deferred: list[Job] = []  # oldest first
         self._metrics: dict[str, float] = {}  # of the latest draw
 
     async def draw(self, n: int, version: int) -> list[Group]:
         # Number of new groups that the stage's remaining steps can still train on.
-        max_new = (self.last_step - version) * n - len(self._deferred)
+        max_new = (self.end_step - version) * n - len(self._deferred)
         self._metrics = {"deferred": 0.0, "wasted_tokens": 0.0}
         # With too few new groups for a whole step, the last step plays the deferred groups too.
         if len(self._deferred) >= n or max_new < n:

@@ -34,11 +34,9 @@ def measure_stable_rows(decoder: Decoder) -> int:
     weight = decoder.head_weight
     if weight.device.type != "cpu":
         return 1
+    # The last two axes are those of one expert's matrix if the matrices of experts are stacked.
     shapes = {
-        (
-            min(parameter.shape[-2], MAX_COLUMNS),
-            parameter.shape[-1],
-        )  # one expert's matrix if they are stacked
+        (min(parameter.shape[-2], MAX_COLUMNS), parameter.shape[-1])
         for name, parameter in decoder.named_parameters()
         if parameter.dim() >= 2 and (parameter is weight or "embed" not in name)
     }
@@ -60,5 +58,6 @@ def measure_stable_rows(decoder: Decoder) -> int:
 def _has_stable_rows(
     product: Product, inputs: Tensor, matrix: Tensor, reference: Tensor, multiple: int
 ) -> bool:
+    """True if products of fewer rows, in multiples of `multiple`, have the bits of `reference`."""
     row_counts = range(multiple, min(9 * multiple, REFERENCE_ROWS), multiple)
     return all(torch.equal(product(inputs[:n], matrix), reference[:n]) for n in row_counts)

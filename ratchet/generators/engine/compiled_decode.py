@@ -14,8 +14,8 @@ from ratchet.kernels import cpu
 from ratchet.models.decoder import Decoder, DecoderLayer, GatedMLP
 from ratchet.models.parallel.sharding import NoTPComm
 
-# Maximum number of entries of all matrices. For larger models and few rows PyTorch is faster,
-# because all its threads share each matrix product.
+# Maximum number of matrix entries, summed over all matrices. For larger models and few rows PyTorch
+# is faster, because all its threads share each matrix product.
 MAX_ENTRIES = 2**24
 Layers = list[list[Tensor | None]]  # by layer, in the order of the struct `Layer` in decoding.c
 

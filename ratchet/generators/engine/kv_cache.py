@@ -39,8 +39,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.config = config
-        # Up to here the number of slots is rounded up to a power of two. A larger request gets the
-        # number that it needs.
+        # Up to this number, the slots are rounded up to a power of two. If more are needed,
+        # exactly as many are made.
         self.max_rounded_slots = max_rounded_slots
         self.dtype = dtype
         self.device = device

@@ -11,7 +11,8 @@ GIB = 2**30  # bytes
 class SchedulerLimits:
     """The limits of a scheduler: running requests, KV cache, and tokens of a forward."""
 
-    max_running: int  # requests with a slot
-    kv_bytes: int  # size of the KV cache
-    prefill_tokens: int  # tokens of one forward, unless a single prompt is longer
+    max_running: int  # maximum number of running requests, each of which has a slot
+    kv_bytes: int  # maximum size of the KV cache, in bytes
+    # Maximum number of prompt tokens of one forward. A longer prompt has a forward of its own.
+    prefill_tokens: int
     row_multiple: int  # see `engine.batch_invariance`

@@ -114,7 +114,7 @@ class ModelRunner:
         """
         count = len(requests)
         self._active = None
-        # P = distinct prompts; prompt_N: the prompt of each request.
+        # P = distinct prompts; prompt_N: the index of each request's prompt among them.
         prompt_numbers: dict[tuple[str | None, PromptKey], int] = {}
         prompt_N = np.array(
             [prompt_numbers.setdefault(request.key, len(prompt_numbers)) for request in requests]
@@ -170,9 +170,12 @@ class ModelRunner:
         """Return hidden states of sequences laid end to end: [T, d], followed by padding rows.
 
         Args:
+            tokens_T: the tokens of all sequences, int64.
+            lengths: number of tokens of each sequence.
             adapters: the adapter of each sequence.
             cache_targets: arrays (sources, slots, positions). Keys and values of token
                 `sources[i]` go to `positions[i]` of slot `slots[i]`.
+            recorder: records the experts of each token; None records none.
         """
         multiple = self.limits.row_multiple
         padding = (0, -len(tokens_T) % multiple)

@@ -153,61 +153,63 @@ class RequestSlots:
             used_part.index_copy_(0, target, used_part.index_select(0, source))
 
     def read_completions(
-        self, rows: list[int]
+        self, slots: list[int]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32] | None]]:
         """Return (tokens, logprobs, log of the kept mass) of each slot's completion.
 
         The log of the kept mass is None for a slot without filters.
         """
-        rows_n = torch.tensor(rows, device=self.device)
-        longest = int(self.lengths[rows].max())
+        slots_n = torch.tensor(slots, device=self.device)
+        longest = int(self.lengths[slots].max())
         histories = [
             self.tokens_RC,
             self.logprobs_RC,
-            *([self.log_kept_RC] if self.settings["filtered"][rows].any() else []),
+            *([self.log_kept_RC] if self.settings["filtered"][slots].any() else []),
         ]
         tokens, logprobs, *log_kept_if_filtered = (
-            history[:, :longest].index_select(0, rows_n).cpu().numpy() for history in histories
+            history[:, :longest].index_select(0, slots_n).cpu().numpy() for history in histories
         )
         results = []
-        for i, row in enumerate(rows):
-            completion = slice(self.prompt_lengths[row], self.lengths[row])
+        for i, slot in enumerate(slots):
+            completion = slice(self.prompt_lengths[slot], self.lengths[slot])
             log_kept = None
-            if self.settings["filtered"][row]:
+            if self.settings["filtered"][slot]:
                 log_kept = log_kept_if_filtered[0][i, completion].copy()
             results.append((tokens[i, completion].copy(), logprobs[i, completion].copy(), log_kept))
         return results
 
-    def find_nonfinite(self, rows: list[int]) -> list[int]:
-        """Return those of the slots `rows` whose newest logprob isn't finite."""
-        newest = self.lengths[rows] - 1
+    def find_nonfinite(self, slots: list[int]) -> list[int]:
+        """Return the slots among `slots` whose newest logprob isn't finite."""
+        newest = self.lengths[slots] - 1
         # NumPy indexes in a tenth of PyTorch's time.
         if self.device.type == "cpu":
-            logprobs = self.logprobs_RC.numpy()[rows, newest]
+            logprobs = self.logprobs_RC.numpy()[slots, newest]
         else:
             logprobs = (
-                self.logprobs_RC[torch.tensor(rows, device=self.device), self._upload(newest)]
+                self.logprobs_RC[torch.tensor(slots, device=self.device), self._upload(newest)]
                 .cpu()
                 .numpy()
             )
-        is_finite_row = np.isfinite(logprobs)
-        if is_finite_row.all():
+        is_finite_slot = np.isfinite(logprobs)
+        if is_finite_slot.all():
             return []
-        return [row for row, is_finite in zip(rows, is_finite_row, strict=True) if not is_finite]
+        return [
+            slot for slot, is_finite in zip(slots, is_finite_slot, strict=True) if not is_finite
+        ]
 
-    def read_routes(self, row: int) -> NDArray[np.int16]:
+    def read_routes(self, slot: int) -> NDArray[np.int16]:
         """Return the expert choices of prompt and completion; the last token's are UNKNOWN.
 
         The last token was sampled but has not yet been an input of the model.
         """
-        routes = self.routes_RCLK[row, : self.lengths[row]].cpu().numpy().copy()
+        routes = self.routes_RCLK[slot, : self.lengths[slot]].cpu().numpy().copy()
         routes[-1] = UNKNOWN
         return routes
 
     def upload_active(
         self, requests: Sequence[GenerationRequest], first_slot: int = 0
     ) -> ActiveSlots:
-        """Upload the state of requests for a step. They are in the slots from `first_slot` on."""
+        """Upload the state of the requests in the slots from `first_slot` on, for a step."""
         end = first_slot + len(requests)
         padding = -len(requests) % self.row_multiple
         slot_indices = torch.arange(first_slot, end, device=self.device)

@@ -21,7 +21,8 @@ class StopStrings:
 
     Only the end of the completion is decoded: a window of tokens whose text is at least twice as
     long as the longest stop string. A tokenizer may decode the start of a window differently (it
-    may drop a space or see half a character). The extra length keeps that from affecting a match.
+    may drop a space or see half a character). The extra length keeps such a difference from
+    affecting a match.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: TextDecoder) -> None:

@@ -110,7 +110,7 @@ class VLLMGenerator(AsyncEngine):
         self._shapes = shapes
         super().__init__(
             core,
-            tuple,
+            tuple,  # vLLM holds the weights, so `WeightStaging` gets none
             tuple,
             tokenizer,
             vocab_size=vocab_size,
@@ -151,8 +151,8 @@ class VLLMGenerator(AsyncEngine):
         if 0 < sampling.temperature < (least_temperature := self.config.least_temperature):
             raise ConfigError(
                 f"sampling.temperature={sampling.temperature:g}, but vLLM would use "
-                f"{least_temperature:g} instead: set it to 0 (greedy), or to {least_temperature:g} "
-                "or more"
+                f"{least_temperature:g} instead: set sampling.temperature to 0 (greedy), or to "
+                f"{least_temperature:g} or more"
             )
         if self._broken_reason:
             raise ModelError(
@@ -320,8 +320,8 @@ def warn_of_version(installed: str) -> None:
     """Log a warning if the installed vLLM is not of the release that Ratchet is tested with."""
     if not f"{installed}.".startswith(f"{VERSION}."):
         log.warning(
-            "vLLM %s is installed, and Ratchet is tested with vLLM %s, of whose engine core it "
-            "reads parts that may have moved: %s",
+            "vLLM %s is installed, but Ratchet is tested with vLLM %s, and it uses internals of "
+            "vLLM's engine that change between releases: %s",
             installed,
             VERSION,
             suggest_install("vllm"),
@@ -412,9 +412,9 @@ def _remove_start_files(start_directory: Path, *, only_weights: bool) -> None:
 
 
 def _make_folder(config: VLLMConfig, size: int) -> TemporaryFolder:
-    """Create the folder for pushes of `size` bytes, in shared memory if two pushes fit there."""
+    """Create the directory for pushes of `size` bytes, in shared memory if two pushes fit there."""
     parent = config.handover_dir
     if parent is None and SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > 2 * size:
         parent = str(SHARED_MEMORY)
-    # The name holds the process group, so that code that kills the group can remove the folder.
+    # The name holds the process group, so that code that kills the group can remove the directory.
     return TemporaryFolder(f"vllm-{os.getpgid(0)}", parent)

@@ -75,16 +75,16 @@ class AdapterSender:
                 f"a pushed adapter must have all its weights, and '{incomplete_names[0]}' is "
                 "missing or incomplete"
             )
-        return self._save(
-            self.adapter, sorted({name.split(".")[-3] for name in self._tensors}), self._tensors
-        )
+        # peft's names end with MODULE.lora_A.weight or MODULE.lora_B.weight.
+        target_modules = sorted({name.split(".")[-3] for name in self._tensors})
+        return self._save(self.adapter, target_modules, self._tensors)
 
     def write_stored(self, stored: StoredAdapter) -> tuple[Path, str]:
         """Write an adapter that was read from a directory.
 
-        Return (directory, checksum of the weights' file).
-
         Later pushes do not remove these files.
+
+        Return (directory, checksum of the weights' file).
         """
         return self._save(stored.adapter, stored.names, stored.weights)
 

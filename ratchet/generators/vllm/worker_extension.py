@@ -1,6 +1,6 @@
 """An extension of vLLM's workers that checks a weight push and loads the weights into vLLM.
 
-It loads them with vLLM's `reload_weights`. vLLM adds the class to its worker's bases
+Loading is done by vLLM's `reload_weights`. vLLM adds the class to its worker's bases
 (`worker_extension_cls`) and calls the methods in every process that holds weights.
 """
 

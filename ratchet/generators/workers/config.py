@@ -23,7 +23,9 @@ class GeneratorWorkersConfig(GeneratorSection):
         default_factory=lambda: resolve("generating", {"kind": "engine"}),
         description="The generator that each worker holds.",
     )
-    workers: int = Field(2, ge=1, le=1024, description="Processes, each with the whole model.")
+    workers: int = Field(
+        2, ge=1, le=1024, description="Number of processes, each with the whole model."
+    )
     worker_runs: Literal["completions", "groups"] = Field(
         "completions",
         description="Work of each worker. completions: requests of the driver; groups: whole "
@@ -38,7 +40,8 @@ class GeneratorWorkersConfig(GeneratorSection):
     max_restarts: int = Field(
         3,
         ge=1,
-        description="Restarts of all workers together in a run; the next loss ends the run.",
+        description="Maximum number of restarts in a run, of all workers together; the next loss "
+        "ends the run.",
     )
 
     @model_validator(mode="after")

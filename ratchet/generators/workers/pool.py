@@ -37,7 +37,8 @@ class GeneratorPool:
 
     Attributes that the weight sync uses:
         push_lock: is held during a push of weights.
-        catch_up: pushes the current version to only these receivers; None: there is no weight sync.
+        catch_up: pushes the current version to the given receivers only; None: there is no weight
+            sync.
         on_restart: is called after each restart.
     """
 
@@ -84,13 +85,15 @@ class GeneratorPool:
         """
         self._start_worker = start_worker
         with ThreadPoolExecutor(len(self.queues)) as threads:
-            for queue, group in zip(
+            for queue, process in zip(
                 self.queues, threads.map(start_worker, range(len(self.queues))), strict=True
             ):
-                queue.group = group
+                queue.process = process
                 queue.is_current = True
-        self.records_routes = all(group.call_now("records_routes")[0] for group in self._groups)
-        self.hosts = {str(group.call_now("host")[0]) for group in self._groups}
+        self.records_routes = all(
+            process.call_now("records_routes")[0] for process in self._processes
+        )
+        self.hosts = {str(process.call_now("host")[0]) for process in self._processes}
 
     @property
     def receivers(self) -> PoolReceivers:
@@ -98,8 +101,8 @@ class GeneratorPool:
         return PoolReceivers(self, self.queues)
 
     @property
-    def _groups(self) -> list[Workers]:
-        return [queue.group for queue in self.queues if queue.group is not None]
+    def _processes(self) -> list[Workers]:
+        return [queue.process for queue in self.queues if queue.process is not None]
 
     async def rebuild(self) -> bool:
         """Start a new process for each lost worker. Return True if a worker was lost.
@@ -107,24 +110,24 @@ class GeneratorPool:
         The process starts with the run's first weights, and serves requests after a push. Raise the
         error that ended the pool, if there is one.
         """
-        lost_queues = [queue for queue in self.queues if queue.group is None]
+        lost_queues = [queue for queue in self.queues if queue.process is None]
         await asyncio.gather(*(self._replace(queue) for queue in lost_queues))
         if self.final_error is not None:
             raise self.final_error
         return bool(lost_queues)
 
     async def _replace(self, queue: WorkerQueue) -> None:
-        lost_group = queue.lost_group
-        queue.lost_group = None
-        if lost_group is not None:
-            await asyncio.to_thread(lost_group.close)
+        lost_process = queue.lost_process
+        queue.lost_process = None
+        if lost_process is not None:
+            await asyncio.to_thread(lost_process.close)
         while self.final_error is None:
             try:
-                group = await asyncio.to_thread(self._start_process, queue)
+                process = await asyncio.to_thread(self._start_process, queue)
                 if self._paused:
-                    await group.call("pause")
+                    await process.call("pause")
             except WorkerError as error:
-                queue.group = None
+                queue.process = None
                 self._count_loss(error)
                 continue
             return
@@ -135,8 +138,8 @@ class GeneratorPool:
         Otherwise `close` would not find the process.
         """
         assert self._start_worker is not None, "`start` was not called"
-        queue.group = self._start_worker(queue.rank)
-        return queue.group
+        queue.process = self._start_worker(queue.rank)
+        return queue.process
 
     def _count_loss(self, error: Exception, redrawn_requests: int = 0) -> None:
         """Count the loss of a worker, and end the pool if it exceeds the allowed restarts.
@@ -172,9 +175,9 @@ class GeneratorPool:
         ]
         return [*queued, *self._unassigned.values()]
 
-    def mark_lost(self, queue: WorkerQueue, group: Workers, error: Exception) -> None:
+    def mark_lost(self, queue: WorkerQueue, process: Workers, error: Exception) -> None:
         """Mark a worker as lost; later reports of the same loss are ignored."""
-        if queue.group is not group or self._closed:
+        if queue.process is not process or self._closed:
             return
         unanswered = queue.mark_lost()
         for request in unanswered:
@@ -206,7 +209,9 @@ class GeneratorPool:
 
     @property
     def _stale_queues(self) -> list[WorkerQueue]:
-        return [queue for queue in self.queues if queue.group is not None and not queue.is_current]
+        return [
+            queue for queue in self.queues if queue.process is not None and not queue.is_current
+        ]
 
     async def _update_weights(self, queues: Sequence[WorkerQueue]) -> None:
         if not self._was_pushed:  # all workers still have the weights that they started with
@@ -221,7 +226,7 @@ class GeneratorPool:
             await self.catch_up(PoolReceivers(self, queues))
         except WeightSyncError:
             # If no worker was lost during the push, the weight sync itself failed.
-            if all(queue.group is not None for queue in queues):
+            if all(queue.process is not None for queue in queues):
                 raise
 
     def mark_current(self, queues: Sequence[WorkerQueue], version: int | None = None) -> None:
@@ -297,23 +302,23 @@ class GeneratorPool:
 
     async def _pump(self, queue: WorkerQueue) -> None:
         """Exchange requests and completions with a worker while its queue is busy."""
-        group = queue.group
-        assert group is not None, "requests go to serving workers only"
+        process = queue.process
+        assert process is not None, "requests go to serving workers only"
         # Let concurrent callers join the first batch, so that equal prompts are computed once.
         await asyncio.sleep(0)
-        while queue.busy and queue.group is group:
+        while queue.busy and queue.process is process:
             requests, cancelled, abort = queue.take_batch()
             try:
-                (results,) = await group.call(
+                (results,) = await process.call(
                     "exchange", requests, cancelled, EXCHANGE_WAIT_S, abort
                 )
             # Any error means that the sent requests get no answer.
             except Exception as error:
-                self.mark_lost(queue, group, error)
+                self.mark_lost(queue, process, error)
                 return
             for number, answer in (*results.unpack(), *results.errors.items()):
                 if isinstance(answer, Exception) and not _is_request_error(answer):
-                    self.mark_lost(queue, group, answer)
+                    self.mark_lost(queue, process, answer)
                     return
                 if (request := queue.pop_sent(number)) is not None:
                     request.deliver(answer)
@@ -351,7 +356,11 @@ class GeneratorPool:
         replaced when a request needs it.
         """
         results = await asyncio.gather(
-            *(self.call_worker(queue, method) for queue in self.queues if queue.group is not None),
+            *(
+                self.call_worker(queue, method)
+                for queue in self.queues
+                if queue.process is not None
+            ),
             return_exceptions=True,
         )
         for result in results:
@@ -370,16 +379,16 @@ class GeneratorPool:
         Args:
             timeout_s: Time limit of the call; None: the workers' default.
         """
-        if (group := queue.group) is None:
+        if (process := queue.process) is None:
             raise self.final_error or WorkerError(f"generator rank {queue.rank} was lost")
         try:
-            (answer,) = await (group if timeout_s is None else group.within(timeout_s)).call(
+            (answer,) = await (process if timeout_s is None else process.within(timeout_s)).call(
                 method, *arguments
             )
         except WorkerRaised:
             raise
         except WorkerError as error:
-            self.mark_lost(queue, group, error)
+            self.mark_lost(queue, process, error)
             raise
         return answer
 
@@ -405,8 +414,8 @@ class GeneratorPool:
     def give_up(self, error: Exception) -> None:
         """Mark all workers as lost, so that every caller fails at once instead of waiting."""
         for queue in self.queues:
-            if queue.group is not None:
-                self.mark_lost(queue, queue.group, error)
+            if queue.process is not None:
+                self.mark_lost(queue, queue.process, error)
 
     @property
     def size(self) -> int:
@@ -435,8 +444,8 @@ class GeneratorPool:
 
     def weights(self) -> Iterator[Shard]:
         """Yield the first worker's weights; nothing if its generator does not expose them."""
-        for group in self._groups[:1]:
-            yield from group.call_now("weights")[0]
+        for process in self._processes[:1]:
+            yield from process.call_now("weights")[0]
 
     async def close(self) -> None:
         """End the workers. Callers that still wait for a completion are cancelled."""
@@ -446,7 +455,7 @@ class GeneratorPool:
                 task.cancel()
         for request in self._list_outstanding():
             request.future.cancel()
-        await asyncio.gather(*(asyncio.to_thread(group.close) for group in self._groups))
+        await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes))
 
 
 class PoolReceivers:

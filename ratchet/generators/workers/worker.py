@@ -124,6 +124,7 @@ class GeneratorRank:
 
         Args:
             receiver_index: index among the receivers of the weight sync.
+            method: name of the method, which may be a coroutine.
         """
         if receiver_index not in self._receivers:
             self._receivers[receiver_index] = self._make_receiver(self.generator, receiver_index)

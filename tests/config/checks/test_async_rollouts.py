@@ -15,15 +15,15 @@ environment: {kind: sorting}
 algorithm: {kind: grpo}
 """
 WRONG = {
-    "rollouts={max_staleness: 1, redundant_groups: 2}": "rollouts.max_staleness trains on every group that was started, so rollouts.redundant_groups saves no time: remove it",
+    "rollouts={max_staleness: 1, redundant_groups: 2}": "rollouts.max_staleness trains on every group that was started, so rollouts.redundant_groups saves no time: remove rollouts.redundant_groups",
     "rollouts={dynamic_sampling: true, redundant_groups: 2}": "rollouts.dynamic_sampling trains on every group that was started",
-    "rollouts={order: ready}": "with rollouts.max_staleness=0 only the groups of one step are in flight: set it to 1 or more",
+    "rollouts={order: ready}": "with rollouts.max_staleness=0 only the groups of one step are in flight: set rollouts.max_staleness to 1 or more",
     "rollouts={max_replaced: 2}": "rollouts.max_replaced has no effect without rollouts.dynamic_sampling: set rollouts.dynamic_sampling=true",
     "rollouts={max_staleness: 1} algorithm={kind: sft}": "rollouts.max_staleness=1 has no effect, because algorithm sft generates no attempts",
     "rollouts={dynamic_sampling: true} algorithm={kind: on_policy_distillation, teacher: x, "
     "group_size: 2}": "compares "
     "rewards, and algorithm on_policy_distillation reads none: remove it",
-    "rollouts={dynamic_sampling: true} algorithm={kind: remax}": "algorithm.group_size=1: raise it, or remove rollouts.dynamic_sampling",
+    "rollouts={dynamic_sampling: true} algorithm={kind: remax}": "algorithm.group_size=1: raise algorithm.group_size, or remove rollouts.dynamic_sampling",
     "rollouts={max_staleness: 1} cluster={kind: local, colocated: true} learner={kind: dtensor} "
     "generator={kind: vllm}": "take turns, so no attempts are generated during an update: set rollouts.max_staleness=0",
     "rollouts={tail_batching: 2, max_staleness: 1}": "rollouts.tail_batching trains on slow groups in steps of their own, and rollouts.max_staleness already avoids waiting for them, with rollouts.order=ready: remove one of the two",
@@ -31,7 +31,7 @@ WRONG = {
     "rollouts={tail_batching: 2, redundant_groups: 1}": "rollouts.redundant_groups starts more groups too",
     "rollouts={tail_batching: 2, redundant_attempts: 1}": "rollouts.redundant_attempts drops long attempts",
     "rollouts={tail_batching: 2} algorithm={kind: sft}": "rollouts.tail_batching=2 has no effect, because algorithm sft generates no attempts",
-    "rollouts.adaptive={staleness: 1}": "rollouts.max_staleness=0 allows none: set it to 1 or more",
+    "rollouts.adaptive={staleness: 1}": "rollouts.max_staleness=0 allows none: set rollouts.max_staleness to 1 or more",
     "rollouts={max_staleness: 1, adaptive: {}}": "neither staleness nor mismatch is set: set one of them",
     "rollouts={max_staleness: 2, adaptive: {staleness: 2}}": "rollouts.adaptive.staleness=2 is never exceeded under rollouts.max_staleness=2: lower the first, or raise the second",
     "rollouts={max_staleness: 2, adaptive: {mismatch: 0.1}}": "measured by the rollout correction, which is off",

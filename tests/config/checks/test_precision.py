@@ -19,10 +19,10 @@ WITHOUT_PACKAGES = {
     "'ratchet[quantised]', or set "
     "optimizer.kind=adamw",
     "lora={base: nf4}": "bitsandbytes, which is not installed: pip install 'ratchet[quantised]', "
-    "lora.base=float8, or remove",
+    "set lora.base=float8, or remove",
     "generator={kind: workers, worker: {kind: engine, quantise: nf4}}": "bitsandbytes, which is not "
     "installed: pip install "
-    "'ratchet[quantised]', or generator.quantise=float8",
+    "'ratchet[quantised]', or set generator.quantise=float8",
 }
 WRONG = {
     "lora={base: float8} learner={kind: dtensor}": "lora.base=float8 quantises whole matrices, and "

@@ -44,7 +44,7 @@ def test_every_group_is_trained_on_once_and_in_time(
     groups_per_step, max_staleness, order, durations, steps
 ):
     scheduler = StalenessScheduler(
-        groups_per_step=groups_per_step, max_staleness=max_staleness, last_step=steps, order=order
+        groups_per_step=groups_per_step, max_staleness=max_staleness, end_step=steps, order=order
     )
     taken = play(scheduler, durations, steps)
     assert all(len(chosen) == groups_per_step for chosen in taken)
@@ -64,7 +64,7 @@ def test_every_group_is_trained_on_once_and_in_time(
 def test_without_staleness_a_step_takes_what_it_began():
     for order in ("issued", "ready"):
         taken = play(
-            StalenessScheduler(groups_per_step=3, max_staleness=0, last_step=4, order=order),
+            StalenessScheduler(groups_per_step=3, max_staleness=0, end_step=4, order=order),
             [5, 0, 9],
             4,
         )
@@ -74,7 +74,7 @@ def test_without_staleness_a_step_takes_what_it_began():
 
 
 def test_the_ready_go_first_and_the_slow_are_waited_for_when_they_are_due():
-    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=2, last_step=10, order="ready")
+    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=2, end_step=10, order="ready")
     slow, *others = [
         scheduler.begin(0, f"g/{i}", TASK) for i in range(scheduler.count_startable(0))
     ]
@@ -89,7 +89,7 @@ def test_the_ready_go_first_and_the_slow_are_waited_for_when_they_are_due():
 
 @pytest.mark.parametrize("order", ["issued", "ready"])
 def test_what_is_dropped_makes_room(order):
-    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=0, last_step=3, order=order)
+    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=0, end_step=3, order=order)
     first, second = (scheduler.begin(0, f"g/{i}", TASK) for i in range(2))
     assert scheduler.count_startable(0) == 0
     scheduler.drop(first)

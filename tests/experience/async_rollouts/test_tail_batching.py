@@ -65,7 +65,7 @@ class Counts:
         ]
 
 
-def made(lengths, *, extra_groups, last_step, path=None, attempts=1):
+def made(lengths, *, extra_groups, end_step, path=None, attempts=1):
     generator = Ticking()
     asked = AbortableGenerator(generator)
     manager = RolloutManager(Counts(asked, lengths), FakeEnvironment, None, needs_reward=False)
@@ -78,7 +78,7 @@ def made(lengths, *, extra_groups, last_step, path=None, attempts=1):
         group_size=attempts,
     )
     source.ledger = PromptLedger(path)
-    return TailBatching(source, asked, extra_groups=extra_groups, last_step=last_step), generator
+    return TailBatching(source, asked, extra_groups=extra_groups, end_step=end_step), generator
 
 
 async def trained(source, generator, n, steps):
@@ -110,7 +110,7 @@ def test_by_hand(tmp_path):
     takes the 5 s that the longer one takes. Then two prompts are left to begin, and no more, so the
     last step has nobody to defer."""
     path = tmp_path / "ledger.jsonl"
-    source, generator = made([1, 5, 2, 3, 1, 4, 6, 2], extra_groups=1, last_step=4, path=path)
+    source, generator = made([1, 5, 2, 3, 1, 4, 6, 2], extra_groups=1, end_step=4, path=path)
     assert simulate(trained(source, generator, 2, range(4))) == [
         ([0, 2], 2.0, measured(1, 2, 1)),
         ([3, 4], 3.0, measured(1, 3, 2)),
@@ -128,7 +128,7 @@ def test_by_hand(tmp_path):
 
 
 def test_the_last_step_fills_what_was_deferred_with_new_ones():
-    source, generator = made([1, 5, 2, 3], extra_groups=1, last_step=2)
+    source, generator = made([1, 5, 2, 3], extra_groups=1, end_step=2)
     found = simulate(trained(source, generator, 2, range(2)))
     assert [numbers for numbers, _, _ in found] == [[0, 2], [1, 3]]
     assert found[1][2] == measured(0, 0, 0)
@@ -136,22 +136,22 @@ def test_the_last_step_fills_what_was_deferred_with_new_ones():
 
 def test_groups_that_are_ready_together_beyond_a_step_are_deferred_too():
     """What was drawn for them is wasted whole."""
-    source, generator = made([2], extra_groups=2, last_step=9, attempts=2)
+    source, generator = made([2], extra_groups=2, end_step=9, attempts=2)
     (found,) = simulate(trained(source, generator, 2, range(1)))
     assert found == ([0, 1], 3.0, measured(2, 2 * (2 + 3), 2))
 
 
 def test_a_resumed_run_goes_on_with_those_that_were_deferred(tmp_path):
     lengths = [1, 5, 2, 3, 1, 4, 6, 2]
-    whole, generator = made(lengths, extra_groups=1, last_step=4)
+    whole, generator = made(lengths, extra_groups=1, end_step=4)
     wanted = simulate(trained(whole, generator, 2, range(4)))
 
     async def killed_and_resumed(path):
-        first, generator = made(lengths, extra_groups=1, last_step=4, path=path)
+        first, generator = made(lengths, extra_groups=1, end_step=4, path=path)
         found = await trained(first, generator, 2, range(1))
         state = json.loads(json.dumps(await first.snapshot()))
         await trained(first, generator, 2, range(1, 2))  # which nobody saved
-        second, generator = made(lengths, extra_groups=1, last_step=4, path=path)
+        second, generator = made(lengths, extra_groups=1, end_step=4, path=path)
         await second.restore(state)
         await generator.commit(1)
         return [*found, *await trained(second, generator, 2, range(1, 4))]
@@ -175,7 +175,7 @@ def test_a_resumed_run_goes_on_with_those_that_were_deferred(tmp_path):
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20),
 )
 def test_each_prompt_is_trained_on_once_and_none_is_left(n, extra_groups, steps, lengths):
-    source, generator = made(lengths, extra_groups=extra_groups, last_step=steps)
+    source, generator = made(lengths, extra_groups=extra_groups, end_step=steps)
     found = simulate(trained(source, generator, n, range(steps)))
     assert sorted(number for numbers, _, _ in found for number in numbers) == list(range(n * steps))
     assert found[-1][2]["waiting"] == 0
@@ -186,7 +186,7 @@ def test_each_prompt_is_trained_on_once_and_none_is_left(n, extra_groups, steps,
 
 def test_it_conforms_to_the_source_protocol():
     """In a stage of two steps: in a longer one, who comes again may be deferred again."""
-    simulate(check_source(made([1, 5, 2, 3, 1], extra_groups=1, last_step=2)[0]))
+    simulate(check_source(made([1, 5, 2, 3, 1], extra_groups=1, end_step=2)[0]))
 
 
 # --- what attempts ask
