@@ -333,7 +333,7 @@ class Renderer:
         texts: list[str] = []
         for answer in (Message("assistant", SENTINEL), Message("assistant", "", (call,))):
             try:
-                conversation = self._conversation([USER, answer], PROBE_TOOLS)
+                conversation = self._make_conversation([USER, answer], PROBE_TOOLS)
                 texts.append(conversation.render_text(2, prompt=False))
             except DataError as error:
                 raise ConfigError(f"the chat template can't write a tool call: {error}") from error
