@@ -250,7 +250,7 @@ def serve(
     ] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum for every request.")] = 1024,
 ) -> None:
-    """Serve a trained model behind the OpenAI chat API; it is called `policy`."""
+    """Serve a trained model behind the APIs of OpenAI and Anthropic; it is called `policy`."""
     from ratchet.commands.serve import serve as serve_model
     from ratchet.runs.resolve import fetch_run_model
     from ratchet.types import Sampling
