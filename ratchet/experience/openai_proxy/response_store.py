@@ -16,7 +16,10 @@ from ratchet.experience.openai_proxy.wire import WireRequest
 from ratchet.types import Message
 
 MAX_RESPONSES = 1024
-MAX_STORED_BYTES = 2**26  # of JSON text: the conversation and the body of each response
+# Bytes of JSON text: the conversation and the body of each response.
+MAX_SERVED_BYTES = 2**26
+# An agent goes on from its latest responses, and many attempts run at once.
+MAX_ATTEMPT_BYTES = 2**22
 
 
 class _Conversation(WireRequest):
@@ -56,13 +59,11 @@ class ResponseStore:
     """The latest responses of an attempt or of a served model. Older ones are dropped.
 
     Args:
+        max_bytes: Maximum number of bytes of all responses. The latest one may exceed it.
         max_responses: Maximum number of responses.
-        max_bytes: Maximum number of bytes of all of them.
     """
 
-    def __init__(
-        self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_STORED_BYTES
-    ) -> None:
+    def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
         self.max_responses = max_responses
         self.max_bytes = max_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -72,7 +73,9 @@ class ResponseStore:
         """Keep a response under a new id, and drop the oldest ones that exceed the limits."""
         self._responses[name] = response
         self._n_bytes += response.n_bytes
-        while len(self._responses) > self.max_responses or self._n_bytes > self.max_bytes:
+        while len(self._responses) > 1 and (
+            len(self._responses) > self.max_responses or self._n_bytes > self.max_bytes
+        ):
             _, dropped = self._responses.popitem(last=False)
             self._n_bytes -= dropped.n_bytes
 

@@ -82,6 +82,10 @@ class _ReasoningItem(_Item):
     summary: str = ""
     encrypted_content: None = None
 
+    @property
+    def text(self) -> str:
+        return self.content or self.summary
+
     @field_validator("content", "summary", mode="before")
     @classmethod
     def _join_text_parts(cls, content: Any) -> Any:
@@ -91,6 +95,9 @@ class _ReasoningItem(_Item):
 Item = Annotated[
     _MessageItem | _CallItem | _OutputItem | _ReasoningItem, Field(discriminator="type")
 ]
+
+
+_TurnItem = _MessageItem | _CallItem | _ReasoningItem
 
 
 class _FunctionTool(EchoedModel):
@@ -188,19 +195,20 @@ class ResponsesRequest(SamplingFields):
     def list_messages(self) -> list[ChatMessage]:
         """Return the messages of `input`."""
         messages: list[ChatMessage] = []
-        turn = _AssistantTurn()
+        turn: list[_TurnItem] = []
         for item in self.input:
+            if turn and not _continues(turn, item):
+                messages.append(_join_turn(turn))
+                turn = []
             if isinstance(item, _OutputItem):
-                message = ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+                messages.append(
+                    ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+                )
             elif isinstance(item, _MessageItem) and item.role != "assistant":
-                message = ChatMessage(role=item.role, content=item.content)
-            else:
-                if turn.ends_before(item):
-                    messages.extend(turn.take())
-                turn.add(item)
-                continue
-            messages.extend([*turn.take(), message])
-        return [*messages, *turn.take()]
+                messages.append(ChatMessage(role=item.role, content=item.content))
+            elif not isinstance(item, _ReasoningItem) or item.text:
+                turn.append(item)
+        return [*messages, _join_turn(turn)] if turn else messages
 
     def to_chat(self, conversation: Sequence[ChatMessage]) -> ChatRequest:
         """Return the request for a chat completion.
@@ -227,31 +235,25 @@ class ResponsesRequest(SamplingFields):
         )
 
 
-class _AssistantTurn:
-    """The items of the assistant that make up one message."""
+def _continues(turn: Sequence[_TurnItem], item: _Item) -> bool:
+    """True if an item belongs to the message of the assistant's items before it."""
+    if isinstance(item, _CallItem):
+        return True
+    is_assistant = isinstance(item, _ReasoningItem) or (
+        isinstance(item, _MessageItem) and item.role == "assistant"
+    )
+    return is_assistant and isinstance(turn[-1], _ReasoningItem)
 
-    def __init__(self) -> None:
-        self.reasoning, self.text, self.calls = "", "", list[ChatCall]()
-        self.has_text = False
 
-    def ends_before(self, item: _MessageItem | _CallItem | _ReasoningItem) -> bool:
-        """True if an item begins another message: it can't follow what this one has."""
-        if isinstance(item, _CallItem):
-            return False
-        return bool(self.calls) or self.has_text
-
-    def add(self, item: _MessageItem | _CallItem | _ReasoningItem) -> None:
-        if isinstance(item, _CallItem):
-            self.calls.append(ChatCall.from_values(item.call_id, item.name, item.arguments))
-        elif isinstance(item, _ReasoningItem):
-            self.reasoning += item.content or item.summary
-        else:
-            self.text, self.has_text = item.content, True
-
-    def take(self) -> list[ChatMessage]:
-        """Return the message, if there are items, and begin another."""
-        text = write_thinking(self.reasoning) + self.text
-        is_empty = not (text or self.calls or self.has_text)
-        message = ChatMessage(role="assistant", content=text, tool_calls=self.calls or None)
-        self.__init__()
-        return [] if is_empty else [message]
+def _join_turn(turn: Sequence[_TurnItem]) -> ChatMessage:
+    """Return the message of the assistant that consists of these items."""
+    reasoning = "".join(item.text for item in turn if isinstance(item, _ReasoningItem))
+    text = "".join(item.content for item in turn if isinstance(item, _MessageItem))
+    calls = [
+        ChatCall.from_values(item.call_id, item.name, item.arguments)
+        for item in turn
+        if isinstance(item, _CallItem)
+    ]
+    return ChatMessage(
+        role="assistant", content=write_thinking(reasoning) + text, tool_calls=calls or None
+    )

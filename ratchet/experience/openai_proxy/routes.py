@@ -30,7 +30,7 @@ from ratchet.experience.openai_proxy.replies import (
     score_completion,
     stream_reply,
 )
-from ratchet.experience.openai_proxy.response_store import MAX_RESPONSES, StoredResponse
+from ratchet.experience.openai_proxy.response_store import StoredResponse
 from ratchet.experience.openai_proxy.responses import ResponsesRequest
 from ratchet.experience.openai_proxy.responses_format import ResponsesFormat
 from ratchet.experience.openai_proxy.schema import ChatMessage, ChatRequest
@@ -181,7 +181,7 @@ def _find_response(handler: RequestHandler, name: str, *, status: int) -> Stored
         raise ApiError(
             status,
             f"there is no response '{name:.80}': it was made with another key or with store=false, "
-            f"or it has been dropped ({MAX_RESPONSES} are kept). Send all items as input",
+            "or it has been dropped, as only the latest are kept. Send all items as input",
             param="previous_response_id",
             code="previous_response_not_found",
         )

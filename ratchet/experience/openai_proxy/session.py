@@ -28,7 +28,7 @@ from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.openai_proxy.answers import TokenScores, cut_at_stop_string
 from ratchet.experience.openai_proxy.rendering import count_max_chars, run_in_thread
-from ratchet.experience.openai_proxy.response_store import ResponseStore
+from ratchet.experience.openai_proxy.response_store import MAX_ATTEMPT_BYTES, ResponseStore
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.strands import (
     AgentAnswer,
@@ -101,7 +101,7 @@ class AgentSession:
         self.max_context = max_context
         self.max_turns = max_turns
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.responses = ResponseStore()
+        self.responses = ResponseStore(MAX_ATTEMPT_BYTES)
         self.exhausted_budget = ""
         self.reached_turn_limit = False
         self.strands: list[AgentStrand] = []  # the one with the latest answer is last

@@ -58,7 +58,7 @@ def test_every_api_of_an_attempt_records_the_same_tokens(
         "tool_choice.type: Input should be 'auto' or 'none'; sampling can't be forced to make a "
         "call",
         "there is no response 'resp_x': it was made with another key or with store=false, or it "
-        "has been dropped (1024 are kept). Send all items as input",
+        "has been dropped, as only the latest are kept. Send all items as input",
     ]
 
 

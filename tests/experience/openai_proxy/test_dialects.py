@@ -22,6 +22,8 @@ from experience.openai_proxy.dialects import (
 )
 from experience.openai_proxy.talk import CALLS, RENDERER, TOOLS, Scripted, only, said, serving
 
+from ratchet.experience.openai_proxy.config import AgentServerSettings
+from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.types import Owner, Trajectory
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
@@ -311,6 +313,19 @@ def test_fields_without_effect_are_counted(path: str) -> None:
             return (await raw.get("/metrics")).text
 
     assert 'ratchet_ignored_fields_total{field="inference_geo"} 1' in asyncio.run(scene())
+
+
+def test_an_agent_that_cannot_be_changed_may_send_what_the_recipe_ignores() -> None:
+    settings = AgentServerSettings(ignored=("thinking", "reasoning", "temperature"))
+
+    async def scene() -> None:
+        async with raw_client(Scripted(["a"]), proxy=Proxy(settings=settings)) as (_, raw):
+            fields: dict[str, Any] = {"temperature": 0.2, "thinking": {"type": "adaptive"}}
+            await ask(raw, "/v1/messages", {**HI["/v1/messages"], **fields})
+            fields = {"temperature": 0.2, "reasoning": {"effort": "high"}}
+            await ask(raw, "/v1/responses", {**HI["/v1/responses"], **fields})
+
+    asyncio.run(scene())
 
 
 @pytest.mark.fault("S15")

@@ -24,19 +24,19 @@ def make_response(text: str) -> StoredResponse:
 
 
 def test_the_oldest_responses_are_dropped() -> None:
-    store = ResponseStore(max_responses=2)
+    store = ResponseStore(2**20, max_responses=2)
     for name in "abc":
         store.add(name, make_response(name))
     assert [store.get(name) is None for name in "abc"] == [True, False, False]
     size = make_response("x" * 100).n_bytes
-    store = ResponseStore(max_bytes=2 * size)
+    store = ResponseStore(2 * size)
     for name in "abc":
         store.add(name, make_response("x" * 100))
     assert [store.get(name) is None for name in "abc"] == [True, False, False]
     store.add("d", make_response("x" * 1000))
-    assert [store.get(name) for name in "abcd"] == [None] * 4
+    assert [store.get(name) is None for name in "abcd"] == [True, True, True, False]
     store.add("e", make_response("x"))
-    assert store.get("e") is not None
+    assert [store.get(name) is None for name in "de"] == [True, False]
 
 
 def test_a_conversation_is_read_back_as_it_was() -> None:
