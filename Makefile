@@ -101,9 +101,11 @@ clean: ## remove caches and builds; keeps .venv and runs
 	@touch $@
 
 # Clients of the served API, apart from the packages of the checks.
-.venv/clients/installed: .ci/clients.txt | .venv/bin/python
+.venv/clients/installed: .ci/clients.txt .ci/npm-clients.txt | .venv/bin/python
 	$(PYTHON) -m venv .venv/clients
 	.venv/clients/bin/python -m pip install --disable-pip-version-check --quiet -r .ci/clients.txt
+	if command -v npm >/dev/null; then \
+		npm install --silent --no-audit --no-fund --prefix .venv/clients $$(cat .ci/npm-clients.txt); fi
 	@touch $@
 
 # TRL, which the slow tests run users' files with; what it needs is in the checks' environment.

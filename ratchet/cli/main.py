@@ -255,7 +255,7 @@ def serve(
         int, typer.Option(min=1, help="Maximum tokens of an answer, for every request.")
     ] = 1024,
 ) -> None:
-    """Serve a trained model behind the OpenAI chat API; it is called `policy`."""
+    """Serve a trained model behind the APIs of OpenAI and Anthropic; it is called `policy`."""
     from ratchet.commands.serve import serve as serve_model
     from ratchet.runs.resolve import fetch_run_model
     from ratchet.types import Sampling

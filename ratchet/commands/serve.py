@@ -1,4 +1,4 @@
-"""Run `ratchet serve`: serve a trained model through the OpenAI chat API."""
+"""Run `ratchet serve`: serve a trained model through the APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 from ratchet.executors.signals import STOP_SIGNALS
 from ratchet.experience.openai_proxy.answers import TokenScores
+from ratchet.experience.openai_proxy.response_store import MAX_SERVED_BYTES, ResponseStore
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.server import make_chat_app
 from ratchet.experience.openai_proxy.session import AgentSession
@@ -45,10 +46,12 @@ class ServedModel:
     Attributes:
         policy: The model, its tokenizer and its generator.
         sampling: The defaults for requests. A request without a seed gets a random seed.
+        responses: The responses that later requests may continue from.
     """
 
     policy: Policy
     sampling: Sampling
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(MAX_SERVED_BYTES))
 
     @property
     def renderer(self) -> Renderer:
@@ -62,6 +65,10 @@ class ServedModel:
         """Answer a request. Raises ApiError."""
         session = self._open_session(request, self.policy.with_stop_ids(self.sampling))
         return await session.answer(_strip_distribution(request, top_logprobs=None))
+
+    async def count_prompt(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a conversation. Raises ApiError."""
+        return await self._open_session(SamplingFields(), self.sampling).count_prompt(request)
 
     async def complete(
         self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0

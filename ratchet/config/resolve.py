@@ -26,7 +26,7 @@ from ratchet.utils.user_imports import import_object
 
 def _check_ignored(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
-        if name in ("model", "messages", "tools", "stream"):
+        if name in ("model", "messages", "input", "tools", "stream"):
             raise ValueError(f"{name} can't be ignored: the answer depends on it")
     return names
 

@@ -20,11 +20,11 @@ HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]*)?", re.ASCII)
 # Maximum bytes of a response body that are sent at once: each piece has its own write deadline.
 MAX_PIECE_BYTES = 2**18
 
-# (status, message, code) -> (content type, body)
-ErrorFormatter = Callable[[int, str, str], tuple[str, bytes]]
+# (path, status, message, code) -> (content type, body)
+ErrorFormatter = Callable[[str, int, str, str], tuple[str, bytes]]
 
 
-def format_plain_error(status: int, message: str, code: str) -> tuple[str, bytes]:
+def format_plain_error(path: str, status: int, message: str, code: str) -> tuple[str, bytes]:
     """Return an error response's content type and body as plain text."""
     return "text/plain; charset=utf-8", message.encode()
 
@@ -66,7 +66,7 @@ class Guard:
 
         async def refuse(status: int, message: str, code: str) -> None:
             if not has_begun:
-                content_type, body = self.format_error(status, message, code)
+                content_type, body = self.format_error(scope["path"], status, message, code)
                 headers = [
                     (b"content-type", content_type.encode()),
                     (b"content-length", str(len(body)).encode()),
@@ -79,7 +79,7 @@ class Guard:
         if self.hosts is not None and (reason := explain_refusal(scope["headers"], self.hosts)):
             await refuse(403, reason, "forbidden_host")
             return
-        body = self.bodies.begin(get_bearer_key(scope["headers"]), receive)
+        body = self.bodies.begin(get_api_key(scope["headers"]), receive)
         try:
             await self.app(scope, body, send_in_pieces)
         except asyncio.CancelledError:
@@ -99,15 +99,16 @@ class Guard:
             body.release()
 
 
-def get_bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the bearer key in the first Authorization header; b"" if there is none."""
-    value = next((value for name, value in headers if name == b"authorization"), b"")
-    scheme_and_key = value.split()
-    return (
-        scheme_and_key[1]
-        if len(scheme_and_key) == 2 and scheme_and_key[0].lower() == b"bearer"
-        else b""
-    )
+def get_api_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the bearer key in the first Authorization header, else that in the first x-api-key
+    header, as Anthropic's clients send it; b"" if there is none."""
+    values: dict[bytes, bytes] = {}
+    for name, value in headers:
+        values.setdefault(name, value)
+    scheme_and_key = values.get(b"authorization", b"").split()
+    if len(scheme_and_key) == 2 and scheme_and_key[0].lower() == b"bearer":
+        return scheme_and_key[1]
+    return values.get(b"x-api-key", b"")
 
 
 def explain_refusal(headers: Iterable[tuple[bytes, bytes]], hosts: Collection[str]) -> str:

@@ -79,6 +79,32 @@ def test_it_answers_as_the_model_does(model: Path) -> None:
     assert said == expected
 
 
+def test_a_stop_sequence_ends_a_message_by_name(model: Path) -> None:
+    body = {"messages": ASKED, "max_tokens": 8, "temperature": 0}
+
+    async def ask() -> None:
+        async with (
+            served(model) as client,
+            httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as raw,
+        ):
+            whole = (await raw.post("messages", json=body)).json()
+            text = whole["content"][0]["text"]
+            assert whole["usage"]["output_tokens"] == 8
+            stop = text[2:4]
+            answer = await raw.post("messages", json={**body, "stop_sequences": ["never", stop]})
+            cut = answer.json()
+            assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", stop)
+            assert cut["content"][0]["text"] == text[: text.index(stop)]
+            chat = await raw.post("chat/completions", json={**body, "stop": [stop]})
+            said = chat.json()["choices"][0]
+            assert (said["message"]["content"], said["finish_reason"]) == (
+                cut["content"][0]["text"],
+                "stop",
+            )
+
+    asyncio.run(ask())
+
+
 def test_seeds_decide_and_differ(model: Path) -> None:
     async def answers() -> list[str | None]:
         async with served(model) as client:

@@ -116,6 +116,82 @@ token_requests = st.one_of(
 )
 
 
+roles = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
+block_types = ["text", "thinking", "tool_use", "tool_result", "image", "input_text", "output_text"]
+blocks = st.fixed_dictionaries(
+    {"type": st.sampled_from(block_types)},
+    optional={
+        "text": st.one_of(texts, values),
+        "thinking": st.one_of(texts, values),
+        "id": st.one_of(texts, values),
+        "tool_use_id": st.one_of(texts, values),
+        "name": st.one_of(texts, values),
+        "input": values,
+        "content": values,
+    },
+)
+contents = st.one_of(texts, st.lists(blocks, max_size=3), values)
+turns = st.fixed_dictionaries({"role": roles, "content": contents})
+item_types = ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+items = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(item_types),
+        "role": roles,
+        "content": contents,
+        "call_id": st.one_of(texts, values),
+        "name": texts,
+        "arguments": st.one_of(st.just('{"a": 1}'), texts, values),
+        "output": contents,
+        "summary": contents,
+    },
+)
+shared_fields = {
+    "model": texts,
+    "stream": st.booleans(),
+    "temperature": numbers,
+    "top_p": numbers,
+    "metadata": values,
+}
+dialect_requests = st.one_of(
+    st.tuples(
+        st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]),
+        st.fixed_dictionaries(
+            {
+                "messages": st.one_of(
+                    st.just(BODY["messages"]), st.lists(turns, max_size=4), values
+                ),
+                "max_tokens": st.one_of(st.just(5), numbers),
+            },
+            optional={
+                **shared_fields,
+                "system": contents,
+                "tools": st.one_of(st.just([{"name": "f", "input_schema": {}}]), values),
+                "tool_choice": st.one_of(st.just({"type": "auto"}), values),
+                "stop_sequences": st.one_of(st.lists(texts, max_size=5), values),
+                "thinking": values,
+            },
+        ),
+    ),
+    st.tuples(
+        st.just("/v1/responses"),
+        st.fixed_dictionaries(
+            {"input": st.one_of(texts, st.lists(items, max_size=4), values)},
+            optional={
+                **shared_fields,
+                "instructions": st.one_of(texts, values),
+                "tools": st.one_of(st.just([{"type": "function", "name": "f"}]), values),
+                "parameters": values,
+                "previous_response_id": st.one_of(texts, values),
+                "max_output_tokens": numbers,
+                "store": st.booleans(),
+                "text": values,
+            },
+        ),
+    ),
+)
+
+
 class Caller:
     """Asks an application in one event loop; `ask` returns the answer after it checked that it is
     no fault."""
@@ -192,6 +268,38 @@ def test_no_request_of_tokens_is_a_fault(
     assert answer.status_code == 200 or answer.json()["error"]["message"]
 
 
+def ask_in_dialect(model: Caller, path: str, body: dict[str, Any]) -> None:
+    answer = model.ask("POST", path, json.dumps(body).encode())
+    if answer.status_code != 200:
+        assert answer.json()["error"]["message"]
+    elif body.get("stream") is True and "count" not in path:
+        assert '"server_error"' not in answer.text
+        assert '"api_error"' not in answer.text
+        assert "NaN" not in answer.text
+        assert "Infinity" not in answer.text
+    else:
+        assert answer.json()
+
+
+@pytest.mark.fault("S15")
+@QUICK
+@given(request=dialect_requests)
+def test_no_request_of_a_dialect_is_a_fault(
+    model: Caller, request: tuple[str, dict[str, Any]]
+) -> None:
+    ask_in_dialect(model, *request)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("S15")
+@settings(QUICK, max_examples=500)
+@given(request=dialect_requests)
+def test_no_request_of_many_in_a_dialect_is_a_fault(
+    model: Caller, request: tuple[str, dict[str, Any]]
+) -> None:
+    ask_in_dialect(model, *request)
+
+
 @pytest.mark.slow
 @pytest.mark.fault("S15")
 @settings(QUICK, max_examples=500)
@@ -214,7 +322,18 @@ def test_no_bytes_are_a_fault_of_the_server(model: Caller, content: bytes) -> No
 
 paths = st.one_of(
     st.sampled_from(
-        ["/v1/models", "/v1/chat/completions", "/", "/v1", "/docs", "/v1/models/policy"]
+        [
+            "/v1/models",
+            "/v1/chat/completions",
+            "/v1/messages",
+            "/v1/messages/x",
+            "/v1/responses",
+            "/v1/responses/x",
+            "/",
+            "/v1",
+            "/docs",
+            "/v1/models/policy",
+        ]
     ),
     st.sampled_from(["/v1/../x", "//", "/%00", "/%ff"]),
     st.text("abc/%.:&=0", max_size=8).map(lambda text: "/" + text.replace("%", "%25")),

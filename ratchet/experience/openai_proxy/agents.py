@@ -70,8 +70,8 @@ class CommandAgent:
     """A program that plays an attempt.
 
     It reads the task from its standard input, as the JSON {"id", "messages", "tag", "seed"}.
-    OPENAI_BASE_URL and OPENAI_API_KEY are set, as OpenAI clients expect. Its standard output is the
-    result.
+    OPENAI_BASE_URL and OPENAI_API_KEY are set, as OpenAI clients expect, and ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY, as Anthropic's do. Its standard output is the result.
 
     When it ends or is cancelled, its whole process group is killed. An exit status other than 0
     raises RuntimeError.
@@ -86,7 +86,13 @@ class CommandAgent:
             _Program,
             *self.command,
             cwd=self.directory,
-            env=inherit_environment(OPENAI_BASE_URL=base_url, OPENAI_API_KEY=api_key),
+            env=inherit_environment(
+                OPENAI_BASE_URL=base_url,
+                OPENAI_API_KEY=api_key,
+                # Clients of Anthropic add /v1 themselves.
+                ANTHROPIC_BASE_URL=base_url.removesuffix("/v1"),
+                ANTHROPIC_API_KEY=api_key,
+            ),
             start_new_session=True,
         )
         try:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.experience.openai_proxy.schema import ChatRequest
-from ratchet.experience.openai_proxy.wire import MODEL
+from ratchet.experience.openai_proxy.wire import MODEL, ApiError
 from ratchet.types import Completion, Message, StopReason
 
 
@@ -133,6 +133,7 @@ class ChatReply:
     Attributes:
         prompt: int64, the tokens that the policy read.
         logprobs: The entries of the sampled tokens, if they were requested.
+        stop_string: The requested stop string that ended the answer, if one did.
     """
 
     request: ChatRequest
@@ -140,69 +141,100 @@ class ChatReply:
     prompt: NDArray[np.int64]
     completion: Completion
     logprobs: list[dict[str, Any]] | None = None
+    stop_string: str | None = None
 
-    def json(self, name: str) -> dict[str, Any]:
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """The form of a chat completion, whose id is `name`."""
+
+    request: ChatRequest
+    name: str
+
+    def write_body(self, reply: ChatReply) -> dict[str, Any]:
         """Return the response body."""
         choice = {
             "index": 0,
-            "message": self._to_json_message(),
-            "finish_reason": get_finish_reason(self.completion, self.message),
-            "logprobs": self._to_json_logprobs(),
-            **self._get_token_ids(),
+            "message": _write_message(reply.message),
+            "finish_reason": get_finish_reason(reply.completion, reply.message),
+            "logprobs": _write_logprobs(reply),
+            **self._get_token_ids(reply),
         }
         return {
-            **make_header(name, "chat.completion", self.request.model),
+            **make_header(self.name, "chat.completion", self.request.model),
             "choices": [choice],
-            "usage": self._get_usage(),
-            **self._get_prompt_ids(),
+            "usage": _count_usage(reply),
+            **self._get_prompt_ids(reply),
         }
 
-    def chunks(self, name: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
-        """Yield the chunks after the opening one: the whole answer, its end, and usage if
-        requested."""
-        message = self._to_json_message()
-        model = self.request.model
+    def write_opening(self) -> Iterator[str]:
+        """Yield the chunk that opens the message."""
+        opening_delta = {"role": "assistant", "content": ""}
+        yield format_event(make_chunk(self.name, opening_delta, model=self.request.model))
+
+    def write_content(self, reply: ChatReply) -> Iterator[str]:
+        """Yield the whole answer as one chunk."""
+        message = _write_message(reply.message)
         delta: dict[str, Any] = {"content": message["content"] or ""}
         if calls := message.get("tool_calls"):
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        content = make_chunk(name, delta, model=model, logprobs=self._to_json_logprobs())
-        content["choices"][0] |= self._get_token_ids()
-        yield content | self._get_prompt_ids()
-        reason = get_finish_reason(self.completion, self.message)
-        yield make_chunk(name, {}, model=model, reason=reason)
-        if include_usage:
-            yield {
-                **make_header(name, "chat.completion.chunk", model),
-                "choices": [],
-                "usage": self._get_usage(),
-            }
+        chunk = make_chunk(
+            self.name, delta, model=self.request.model, logprobs=_write_logprobs(reply)
+        )
+        chunk["choices"][0] |= self._get_token_ids(reply)
+        yield format_event(chunk | self._get_prompt_ids(reply))
 
-    def _to_json_message(self) -> dict[str, Any]:
-        calls = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
-            }
-            for call in self.message.tool_calls
-        ]
-        text = self.message.text
-        fields = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        return {**fields, "tool_calls": calls} if calls else fields
+    def write_end(self, reply: ChatReply) -> Iterator[str]:
+        """Yield the reason of the end, and usage if requested."""
+        reason = get_finish_reason(reply.completion, reply.message)
+        yield format_event(make_chunk(self.name, {}, model=self.request.model, reason=reason))
+        options = self.request.stream_options
+        if options is not None and options.include_usage:
+            header = make_header(self.name, "chat.completion.chunk", self.request.model)
+            yield format_event({**header, "choices": [], "usage": _count_usage(reply)})
+        yield format_event("[DONE]")
 
-    def _to_json_logprobs(self) -> dict[str, Any] | None:
-        return None if self.logprobs is None else {"content": self.logprobs, "refusal": None}
+    def write_error(self, error: ApiError) -> Iterator[str]:
+        """Yield the error."""
+        yield format_event(error.json())
 
-    def _get_token_ids(self) -> dict[str, list[int]]:
+    def keep(self, reply: ChatReply) -> None:
+        """Do nothing: chat completions are not referred to."""
+
+    def _get_token_ids(self, reply: ChatReply) -> dict[str, list[int]]:
         if not self.request.return_token_ids:
             return {}
-        return {"token_ids": self.completion.tokens.tolist()}
+        return {"token_ids": reply.completion.tokens.tolist()}
 
-    def _get_prompt_ids(self) -> dict[str, list[int]]:
-        return {"prompt_token_ids": self.prompt.tolist()} if self.request.return_token_ids else {}
+    def _get_prompt_ids(self, reply: ChatReply) -> dict[str, list[int]]:
+        return {"prompt_token_ids": reply.prompt.tolist()} if self.request.return_token_ids else {}
 
-    def _get_usage(self) -> dict[str, int]:
-        return get_usage(len(self.prompt), len(self.completion.tokens))
+
+def _write_message(message: Message) -> dict[str, Any]:
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": write_arguments(call.arguments)},
+        }
+        for call in message.tool_calls
+    ]
+    text = message.text
+    fields = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+    return {**fields, "tool_calls": calls} if calls else fields
+
+
+def write_arguments(arguments: Mapping[str, Any]) -> str:
+    """Return the arguments of a call as JSON text."""
+    return json.dumps(dict(arguments))
+
+
+def _write_logprobs(reply: ChatReply) -> dict[str, Any] | None:
+    return None if reply.logprobs is None else {"content": reply.logprobs, "refusal": None}
+
+
+def _count_usage(reply: ChatReply) -> dict[str, int]:
+    return get_usage(len(reply.prompt), len(reply.completion.tokens))
 
 
 def make_chunk(
@@ -234,13 +266,23 @@ def describe_model(max_context: int) -> dict[str, Any]:
 
 
 def format_event(data: Mapping[str, Any] | str) -> str:
-    """Return one server-sent event."""
+    """Return one server-sent event without a name."""
     return f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+
+
+def format_named_event(data: Mapping[str, Any]) -> str:
+    """Return one server-sent event, named after its `type`."""
+    return f"event: {data['type']}\n{format_event(data)}"
 
 
 def cut_at_stop_string(text: str, completion: Completion, stop: tuple[str, ...]) -> str:
     """Return the text before the requested stop string, as the API does."""
+    string = find_stop_string(text, completion, stop)
+    return text if string is None else text[: text.find(string)]
+
+
+def find_stop_string(text: str, completion: Completion, stop: tuple[str, ...]) -> str | None:
+    """Return the requested stop string that ended a text, if one did."""
     if completion.stop is not StopReason.STOP_STRING:
-        return text
-    positions = [position for string in stop if (position := text.find(string)) >= 0]
-    return text[: min(positions)] if positions else text
+        return None
+    return min((string for string in stop if string in text), key=text.find, default=None)

@@ -32,7 +32,7 @@ class CommandConfig(Section):
     """A program that plays one attempt.
 
     It reads the task as JSON from its standard input, and the server's address and key from
-    OPENAI_BASE_URL and OPENAI_API_KEY.
+    OPENAI_BASE_URL and OPENAI_API_KEY, or from ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
     """
 
     builds: ClassVar[str] = "ratchet.experience.openai_proxy.agents:CommandAgent"

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from ratchet.data.chat.renderer import Renderer
 from ratchet.experience.openai_proxy.answers import TokenScores
+from ratchet.experience.openai_proxy.response_store import ResponseStore
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.strands import AgentAnswer
 from ratchet.experience.openai_proxy.wire import SamplingFields
@@ -17,13 +18,17 @@ class RequestHandler(Protocol):
 
     Attributes:
         max_context: Maximum number of prompt and completion tokens.
+        responses: The responses that later requests may continue from.
     """
 
     @property
     def renderer(self) -> Renderer: ...
     @property
     def max_context(self) -> int: ...
+    @property
+    def responses(self) -> ResponseStore: ...
     async def answer(self, request: ChatRequest) -> AgentAnswer: ...
+    async def count_prompt(self, request: ChatRequest) -> int: ...
     async def complete(
         self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0
     ) -> AgentAnswer: ...

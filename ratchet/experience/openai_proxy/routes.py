@@ -1,11 +1,11 @@
-"""Answer the requests of the OpenAI API, and of vLLM's additions to it."""
+"""Answer the requests of OpenAI's and Anthropic's APIs, and of vLLM's additions."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,13 +14,28 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from ratchet.experience.openai_proxy import answers, token_api
-from ratchet.experience.openai_proxy.answers import ChatReply, TokenNames, TokenScores, format_event
+from ratchet.experience.openai_proxy.answers import ChatFormat
+from ratchet.experience.openai_proxy.anthropic import (
+    PATH,
+    CountTokensRequest,
+    MessagesFormat,
+    MessagesRequest,
+)
 from ratchet.experience.openai_proxy.handler import RequestHandler
-from ratchet.experience.openai_proxy.schema import ChatRequest
-from ratchet.experience.openai_proxy.session import count_max_chars, run_in_thread
-from ratchet.experience.openai_proxy.strands import AgentAnswer
+from ratchet.experience.openai_proxy.rendering import count_max_chars, run_in_thread
+from ratchet.experience.openai_proxy.replies import (
+    ReplyFormat,
+    make_reply,
+    name_tokens,
+    score_completion,
+    stream_reply,
+)
+from ratchet.experience.openai_proxy.response_store import StoredResponse
+from ratchet.experience.openai_proxy.responses import ResponsesRequest
+from ratchet.experience.openai_proxy.responses_format import ResponsesFormat
+from ratchet.experience.openai_proxy.schema import ChatMessage, ChatRequest
 from ratchet.experience.openai_proxy.wire import MODEL, ApiError, IgnoredFields, SamplingFields
-from ratchet.web.guard import get_bearer_key
+from ratchet.web.guard import get_api_key
 
 T = TypeVar("T")
 
@@ -46,6 +61,10 @@ class Routes:
             ("GET", f"/v1/models/{MODEL}", self.model),
             ("GET", "/metrics", self.metrics),
             ("POST", "/v1/chat/completions", self.chat),
+            ("POST", PATH, self.messages),
+            ("POST", f"{PATH}/count_tokens", self.count_tokens),
+            ("POST", "/v1/responses", self.responses),
+            ("GET", "/v1/responses/{name}", self.response),
             ("POST", "/v1/completions", self.completions),
             ("POST", "/inference/v1/generate", self.generate),
             ("POST", "/tokenize", self.tokenize),
@@ -67,13 +86,37 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         handler = self._find_handler(request)  # the key is checked before the body is read
         chat_request = ChatRequest.read(await _read_body(request), self.ignored)
-        if chat_request.stream:
-            return StreamingResponse(
-                _stream_events(handler, chat_request), media_type="text/event-stream"
-            )
-        answer, reply = await _cancel_on_disconnect(request, _reply(handler, chat_request))
-        handler.record(answer)
-        return JSONResponse(reply.json(_new_id("chatcmpl")))
+        form = ChatFormat(chat_request, _new_id("chatcmpl"))
+        return await _respond(request, handler, chat_request, form)
+
+    async def messages(self, request: Request) -> Response:
+        handler = self._find_handler(request)
+        chat_request = MessagesRequest.read(await _read_body(request), self.ignored).to_chat()
+        form = MessagesFormat(chat_request, _new_id("msg", "_"))
+        return await _respond(request, handler, chat_request, form)
+
+    async def count_tokens(self, request: Request) -> Response:
+        handler = self._find_handler(request)
+        chat_request = CountTokensRequest.read(await _read_body(request), self.ignored).to_chat()
+        count = await _cancel_on_disconnect(request, handler.count_prompt(chat_request))
+        return JSONResponse({"input_tokens": count})
+
+    async def responses(self, request: Request) -> Response:
+        handler = self._find_handler(request)
+        responses_request = ResponsesRequest.read(await _read_body(request), self.ignored)
+        conversation: list[ChatMessage] = []
+        if (name := responses_request.previous_response_id) is not None:
+            conversation = _find_response(handler, name, status=400).read_messages()
+        conversation = [*conversation, *responses_request.list_messages()]
+        chat_request = responses_request.to_chat(conversation)
+        form = ResponsesFormat(
+            responses_request, conversation, _new_id("resp", "_"), handler.responses
+        )
+        return await _respond(request, handler, chat_request, form)
+
+    async def response(self, request: Request, name: str) -> Response:
+        stored = _find_response(self._find_handler(request), name, status=404)
+        return Response(stored.body, media_type="application/json")
 
     async def completions(self, request: Request) -> Response:
         handler = self._find_handler(request)
@@ -87,7 +130,7 @@ class Routes:
         completions = await _cancel_on_disconnect(request, work)
         for completion in completions:
             completion.record_in(handler)
-        names = _name_tokens(handler, completion_request.return_tokens_as_token_ids)
+        names = name_tokens(handler, completion_request.return_tokens_as_token_ids)
         write = partial(token_api.write_completions, _new_id("cmpl"), completion_request)
         return await run_in_thread(lambda: JSONResponse(write(completions, names)))
 
@@ -102,7 +145,7 @@ class Routes:
         )
         completion = await _cancel_on_disconnect(request, work)
         completion.record_in(handler)
-        names = _name_tokens(handler, True)
+        names = name_tokens(handler, True)
         write = partial(token_api.write_generated, generate_request, completion, names)
         return await run_in_thread(lambda: JSONResponse(write()))
 
@@ -123,12 +166,39 @@ class Routes:
 
     def _find_handler(self, request: Request) -> RequestHandler:
         """Return the handler of the request's key. Raises ApiError with status 401."""
-        handler = self.find_handler(get_bearer_key(request.headers.raw).decode(errors="replace"))
+        handler = self.find_handler(get_api_key(request.headers.raw).decode(errors="replace"))
         if handler is None:
             raise ApiError(
                 401, "the API key is wrong, or its attempt is over", code="invalid_api_key"
             )
         return handler
+
+
+def _find_response(handler: RequestHandler, name: str, *, status: int) -> StoredResponse:
+    """Return a response of this key. Raises ApiError with `status` if it is not stored."""
+    stored = handler.responses.get(name)
+    if stored is None:
+        raise ApiError(
+            status,
+            f"there is no response '{name:.80}': it was made with another key or with store=false, "
+            "or it has been dropped, as only the latest are kept. Send all items as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return stored
+
+
+async def _respond(
+    request: Request, handler: RequestHandler, chat_request: ChatRequest, form: ReplyFormat
+) -> Response:
+    """Return the policy's answer to a conversation, whole or as a stream."""
+    if chat_request.stream:
+        events = stream_reply(handler, chat_request, form)
+        return StreamingResponse(events, media_type="text/event-stream")
+    answer, reply = await _cancel_on_disconnect(request, make_reply(handler, chat_request))
+    handler.record(answer)
+    form.keep(reply)
+    return JSONResponse(form.write_body(reply))
 
 
 async def _read_body(request: Request) -> bytes:
@@ -147,32 +217,6 @@ def check_text_size(handler: RequestHandler, texts: Sequence[str]) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
-
-
-async def _reply(handler: RequestHandler, request: ChatRequest) -> tuple[AgentAnswer, ChatReply]:
-    """Return the policy's answer to a conversation, and the reply for the client."""
-    answer = await handler.answer(request)
-    completion = answer.completion
-    logprobs = None
-    if request.logprobs:
-        scores = await _score_completion(handler, answer, request.top_logprobs or 0)
-        names = _name_tokens(handler, request.return_tokens_as_token_ids)
-        logprobs = answers.list_logprobs(completion.tokens.tolist(), scores, names)
-    return answer, ChatReply(request, answer.message, answer.prompt, completion, logprobs)
-
-
-async def _score_completion(
-    handler: RequestHandler, answer: AgentAnswer, n_top: int
-) -> TokenScores:
-    """Return the recorded log-probabilities of an answer, with alternatives if any are wanted."""
-    recorded_scores = TokenScores.from_completion(answer.completion)
-    if not n_top or not len(answer.completion.tokens):
-        return recorded_scores
-    scores = await handler.score(
-        answer.tokens.tolist(), temperature=answer.sampling.temperature, n_top=n_top
-    )
-    last_scores = scores.take_last(len(answer.completion.tokens))
-    return last_scores.with_logprobs(answer.completion.logprobs)
 
 
 async def complete_prompt(
@@ -200,7 +244,7 @@ async def complete_prompt(
         return token_api.TokenCompletion(prompt, None, scores)
     answer = await handler.complete(prompt, request, n_top=n_top or 0)
     if n_top is not None:
-        completion_scores = await _score_completion(handler, answer, n_top)
+        completion_scores = await score_completion(handler, answer, n_top)
         scores = completion_scores if scores is None else scores.followed_by(completion_scores)
     return token_api.TokenCompletion(prompt, answer, scores)
 
@@ -230,10 +274,6 @@ async def complete_prompts(
     return [task.result() for task in tasks]
 
 
-def _name_tokens(handler: RequestHandler, as_ids: bool | None) -> TokenNames:
-    return TokenNames(handler.renderer.tokenizer, bool(as_ids))
-
-
 def _format_metrics(ignored: IgnoredFields) -> str:
     """Return the counts of ignored fields in the text format of Prometheus."""
     lines = [
@@ -246,33 +286,8 @@ def _format_metrics(ignored: IgnoredFields) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def _stream_events(handler: RequestHandler, request: ChatRequest) -> AsyncIterator[str]:
-    """Yield the events of a streamed answer.
-
-    The first event is sent before the answer is sampled, so an error of sampling is an event, not a
-    status. Starlette cancels the iteration, and so the sampling, when the client disconnects.
-    """
-    name = _new_id("chatcmpl")
-    opening_delta = {"role": "assistant", "content": ""}
-    yield format_event(answers.make_chunk(name, opening_delta, model=request.model))
-    try:
-        answer, reply = await _reply(handler, request)
-    except ApiError as error:  # the status has been sent
-        yield format_event(error.json())
-        return
-    options = request.stream_options
-    content, *end = reply.chunks(name, include_usage=options is not None and options.include_usage)
-    yield format_event(content)
-    # The client may disconnect and send its next request as soon as it has `finish_reason`, so the
-    # answer becomes part of the attempt before that chunk is sent.
-    handler.record(answer)
-    for chunk in end:
-        yield format_event(chunk)
-    yield format_event("[DONE]")
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(8)}"
+def _new_id(kind: str, mark: str = "-") -> str:
+    return f"{kind}{mark}{secrets.token_hex(16)}"
 
 
 async def _cancel_on_disconnect(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:

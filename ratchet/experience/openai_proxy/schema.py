@@ -6,16 +6,25 @@ that vLLM adds (`return_token_ids`, `return_tokens_as_token_ids`, `stop_token_id
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from ratchet.experience.openai_proxy.wire import (
     JsonValueBudget,
     SamplingFields,
     WireModel,
+    explain_first_error,
 )
 from ratchet.types import Message, ToolCall
 
@@ -25,41 +34,67 @@ MAX_METADATA = 16  # entries per request
 MAX_TOP_LOGPROBS = 20  # as in OpenAI's API
 
 
+def parse_arguments(text: Any, info: ValidationInfo) -> Any:
+    """Parse the arguments of a call, which are JSON text inside JSON."""
+    if isinstance(text, str) and isinstance(info.context, JsonValueBudget):
+        info.context.take(text.encode())
+    try:
+        # This parser limits the nesting depth.
+        arguments = from_json(text or "{}") if isinstance(text, str) else None
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError("must be the text of a JSON object")
+    return arguments
+
+
+Arguments = Annotated[dict[str, Any], BeforeValidator(parse_arguments)]
+
+
 class _Function(WireModel):
     name: str
-    arguments: dict[str, Any]
-
-    @field_validator("arguments", mode="before")
-    @classmethod
-    def _parse_arguments(cls, text: Any, info: ValidationInfo) -> Any:
-        """Parse the arguments, which are JSON text inside JSON."""
-        if isinstance(text, str) and isinstance(info.context, JsonValueBudget):
-            info.context.take(text.encode())
-        try:
-            # This parser limits the nesting depth.
-            arguments = from_json(text or "{}") if isinstance(text, str) else None
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ValueError("must be the text of a JSON object")
-        return arguments
+    arguments: Arguments
 
 
-class _Call(WireModel):
+class ChatCall(WireModel):
+    """A tool call in a message of the assistant."""
+
     id: str
     type: Literal["function"] = "function"
     function: _Function
 
+    @classmethod
+    def from_values(cls, id: str, name: str, arguments: dict[str, Any]) -> ChatCall:
+        """Return a call with arguments that are parsed already."""
+        function = _Function.model_construct(name=name, arguments=arguments)
+        return cls(id=id, function=function)
 
-class ChatMessage(WireModel):
-    """A message of a conversation."""
 
-    # A client may send back an answer with further fields of its own, whose values are null.
+class EchoedModel(WireModel):
+    """A part of a conversation, which a client may send back with fields of its own.
+
+    Fields that are not known must be null.
+    """
+
     model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="after")
+    def _refuse_unknown_fields(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None:
+                raise ValueError(f"the field '{name:.40}' of {self._describe()} is not known")
+        return self
+
+    def _describe(self) -> str:
+        return f"a part of type '{getattr(self, 'type', 'message')!s:.40}'"
+
+
+class ChatMessage(EchoedModel):
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = ""
-    tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ChatCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     # Fields of the client's message objects, present when it sends them back.
@@ -68,27 +103,13 @@ class ChatMessage(WireModel):
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
-    @model_validator(mode="after")
-    def _refuse_unknown_fields(self) -> ChatMessage:
-        for name, value in (self.model_extra or {}).items():
-            if value is not None:
-                raise ValueError(f"the field '{name:.40}' of a message is not known")
-        return self
-
     @field_validator("content", mode="before")
     @classmethod
     def _join_text_parts(cls, content: Any) -> Any:
-        if content is None or isinstance(content, str):
-            return content or ""
-        if not isinstance(content, list):
-            raise ValueError("must be text, or a list of text parts")
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(
-                    f"a part of type '{kind!s:.40}' can't be read: this endpoint takes text only"
-                )
-        return "".join(part["text"] for part in content)
+        return join_text_parts(content, ("text",))
+
+    def _describe(self) -> str:
+        return "a message"
 
     def to_message(self) -> Message:
         calls = tuple(
@@ -101,6 +122,33 @@ class ChatMessage(WireModel):
             calls,
             self.tool_call_id,
         )
+
+
+def join_text_parts(content: Any, kinds: Sequence[str]) -> str:
+    """Return the text of a content, which is text, a list of text parts, or null.
+
+    Args:
+        kinds: The values of `type` that text parts may have.
+
+    Raises:
+        ValueError: It is something else, or has a part that is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ValueError("must be text, or a list of text parts")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"a part of type '{kind!s:.40}' can't be read: this endpoint takes text only"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def write_thinking(thinking: str) -> str:
+    """Return reasoning as it stands before an answer in the text of reasoning models."""
+    return f"<think>\n{thinking}\n</think>\n\n" if thinking else ""
 
 
 class _FunctionSchema(WireModel):
@@ -117,12 +165,32 @@ class ChatTool(WireModel):
     function: _FunctionSchema
 
 
+def make_chat_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None
+) -> ChatTool:
+    """Return a tool of another API as one of chat completions."""
+    schema = _FunctionSchema(name=name, description=description, parameters=parameters)
+    return ChatTool(type="function", function=schema)
+
+
 class _StreamOptions(WireModel):
     include_usage: bool = False
 
 
-class _ResponseFormat(WireModel):
+class TextFormat(WireModel):
+    """The only format of answers: text."""
+
     type: Literal["text"]
+
+
+def _check_entry_count(metadata: Any) -> Any:
+    """Refuse too many entries with a single error, which takes less time than one per entry."""
+    if isinstance(metadata, dict) and len(metadata) > MAX_METADATA:
+        raise ValueError(f"has {len(metadata)} entries: give {MAX_METADATA} at most")
+    return metadata
+
+
+Metadata = Annotated[dict[str, str], BeforeValidator(_check_entry_count)]
 
 
 class ChatRequest(SamplingFields):
@@ -148,22 +216,31 @@ class ChatRequest(SamplingFields):
     skip_special_tokens: Literal[True] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    response_format: _ResponseFormat | None = None
+    response_format: TextFormat | None = None
     # These are accepted without effect, because they change no token.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
-    @field_validator("metadata", mode="before")
     @classmethod
-    def _check_entry_count(cls, metadata: Any) -> Any:
-        """Refuse too many entries with a single error, which takes less time than one per entry."""
-        if isinstance(metadata, dict) and len(metadata) > MAX_METADATA:
-            raise ValueError(f"has {len(metadata)} entries: give {MAX_METADATA} at most")
-        return metadata
+    def from_fields(cls, fields: SamplingFields, **others: Any) -> ChatRequest:
+        """Return the request of another API as one for a chat completion.
+
+        Args:
+            fields: The request, for its model and its sampling parameters.
+            others: Further fields.
+
+        Raises:
+            ApiError: 400 for invalid fields.
+        """
+        values = {name: getattr(fields, name) for name in SamplingFields.model_fields} | others
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise explain_first_error(error) from None
 
     @property
     def conversation(self) -> tuple[Message, ...]:

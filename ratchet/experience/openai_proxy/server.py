@@ -1,4 +1,4 @@
-"""Serve the OpenAI API, and vLLM's additions to it, in the generator's event loop.
+"""Serve the APIs of OpenAI, Anthropic and vLLM in the generator's event loop.
 
 Each attempt has its own random key, which also identifies its requests. No request is served
 without a key.
@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ratchet.errors import ConfigError
+from ratchet.experience.openai_proxy import anthropic
 from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
 from ratchet.experience.openai_proxy.handler import RequestHandler
 from ratchet.experience.openai_proxy.routes import Routes
@@ -119,7 +120,7 @@ def make_chat_app(
 
     @app.exception_handler(ApiError)
     async def handle_api_error(request: Request, error: ApiError) -> Response:
-        return JSONResponse(error.json(), error.status, NO_RETRY)
+        return JSONResponse(_describe_error(request.url.path, error), error.status, NO_RETRY)
 
     @app.exception_handler(HTTPException)
     async def handle_http_error(request: Request, error: HTTPException) -> Response:
@@ -128,7 +129,7 @@ def make_chat_app(
             f"{request.method} {request.url.path}: {error.detail}",
             code="unknown_url",
         )
-        return JSONResponse(fault.json(), error.status_code, NO_RETRY)
+        return JSONResponse(_describe_error(request.url.path, fault), error.status_code, NO_RETRY)
 
     @app.exception_handler(ClientDisconnect)
     async def handle_disconnect(request: Request, error: ClientDisconnect) -> Response:
@@ -137,5 +138,12 @@ def make_chat_app(
     return app
 
 
-def _format_error(status: int, message: str, code: str) -> tuple[str, bytes]:
-    return "application/json", json.dumps(ApiError(status, message, code=code).json()).encode()
+def _format_error(path: str, status: int, message: str, code: str) -> tuple[str, bytes]:
+    body = _describe_error(path, ApiError(status, message, code=code))
+    return "application/json", json.dumps(body).encode()
+
+
+def _describe_error(path: str, error: ApiError) -> dict[str, Any]:
+    """Return the JSON of an error, in the form of the API that the path belongs to."""
+    is_anthropic = path == anthropic.PATH or path.startswith(f"{anthropic.PATH}/")
+    return anthropic.describe_error(error) if is_anthropic else error.json()

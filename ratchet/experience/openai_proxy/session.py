@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +27,8 @@ from numpy.typing import NDArray
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.openai_proxy.answers import TokenScores, cut_at_stop_string
+from ratchet.experience.openai_proxy.rendering import count_max_chars, run_in_thread
+from ratchet.experience.openai_proxy.response_store import MAX_ATTEMPT_BYTES, ResponseStore
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.strands import (
     AgentAnswer,
@@ -58,34 +59,13 @@ from ratchet.types import (
     Turn,
 )
 
-# Threads that render prompts outside the event loop. They run in parallel, because tokenizing
-# releases the GIL.
-RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
-# Maximum number of characters that a tokenizer's normalisation may merge into one.
-MAX_MERGED_CHARS = 4
 # Maximum of messages times assistant turns in a conversation that extends no answer. A template
 # renders all messages before each turn, which takes two seconds at this size.
 MAX_RENDERED = 2**19
-T = TypeVar("T")
 ONLY_SAMPLED = (
     "only the sampled tokens' own logprobs are recorded while a run trains; `ratchet serve` "
     "answers with alternatives and with logprobs of prompts"
 )
-
-
-async def run_in_thread(work: Callable[[], T]) -> T:
-    """Return the result of work with texts, done beside the event loop.
-
-    Rendering, tokenizing or decoding a long text takes seconds, and no other request should wait
-    for that.
-    """
-    return await asyncio.get_running_loop().run_in_executor(RENDERING, work)
-
-
-def count_max_chars(renderer: Renderer, max_context: int) -> int:
-    """Return the number of characters that a context can hold at most."""
-    # Normalisation such as NFKC may merge several characters into one.
-    return MAX_MERGED_CHARS * renderer.tokenizer.max_token_chars * max_context
 
 
 class AgentSession:
@@ -101,6 +81,7 @@ class AgentSession:
     Attributes:
         ended: Completes when the session can give no more answers, with the attempt's outcome or
             the generator's error.
+        responses: The responses that later requests may continue from.
         exhausted_budget: The reason why a request was refused for lack of turns or context; "" if
             none was.
     """
@@ -120,6 +101,7 @@ class AgentSession:
         self.max_context = max_context
         self.max_turns = max_turns
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self.responses = ResponseStore(MAX_ATTEMPT_BYTES)
         self.exhausted_budget = ""
         self.reached_turn_limit = False
         self.strands: list[AgentStrand] = []  # the one with the latest answer is last
@@ -159,6 +141,23 @@ class AgentSession:
             n_malformed,
             cut=is_run_limit and not completion.stop.finished,
         )
+
+    async def count_prompt(self, request: ChatRequest) -> int:
+        """Return the number of tokens that the policy would read. This counts as no turn.
+
+        Raises:
+            ApiError: The conversation can't be rendered.
+        """
+        messages = request.conversation
+        tools = request.offered_tools
+        async with self._rendering:
+            exhausted_budget = self.exhausted_budget
+            try:
+                _, prompt = await self._make_prompt(messages, tools, compute_keys(messages, tools))
+            finally:
+                # Only a conversation that should have been answered exhausts the budget.
+                self.exhausted_budget = exhausted_budget
+        return len(prompt)
 
     async def complete(
         self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0

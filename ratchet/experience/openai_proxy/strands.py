@@ -6,7 +6,7 @@ Keys are digests that identify a conversation by the fields that a client sees.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -74,8 +74,22 @@ def compute_keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes
 
 
 def extend_key(key: bytes, message: Message) -> bytes:
-    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    calls = [
+        [call.id, call.name, _normalise_numbers(call.arguments)] for call in message.tool_calls
+    ]
     return digest(key, [message.role, message.text, calls, message.tool_call_id])
+
+
+def _normalise_numbers(value: Any) -> Any:
+    """Return JSON data with whole numbers as integers.
+
+    Clients in JavaScript send 1.0 back as 1 where arguments are JSON, not text.
+    """
+    if isinstance(value, Mapping):
+        return {name: _normalise_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_normalise_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def digest(key: bytes, value: Any) -> bytes:

@@ -63,17 +63,27 @@ TOKEN_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "ignore_eos": (False,),
+    "input": (),
+    "instructions": (),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "logits_processors": ([],),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "messages": (),
     "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "presence_penalty": (0,),
+    "previous_response_id": (),
+    "prompt": (),
     "reasoning_effort": (),
     "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "stop_sequences": ([],),
     "structured_outputs": (),
     "suffix": ("",),
+    "system": ("",),
     "thinking": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -85,10 +95,20 @@ REFUSAL_REASONS = {
     "tool_choice": "; sampling can't be forced to make a call",
     "parallel_tool_calls": "; sampling can't be limited to a single call",
     "response_format": "; sampling is never constrained",
+    "text": "; sampling is never constrained",
+    "output_config": "; sampling is never constrained",
+    "output_format": "; sampling is never constrained",
+    "thinking": "; the chat template decides (tokenizer.chat_template_kwargs of the recipe)",
+    "reasoning": "; the chat template decides (tokenizer.chat_template_kwargs of the recipe)",
+    "context_management": "; send the conversation as it should be read",
+    "truncation": "; send the conversation as it should be read",
+    "conversation": "; send previous_response_id, or all items as input",
+    "background": "; wait for the response, or read its stream",
+    "mcp_servers": "; the client has to run all tools",
     "presence_penalty": "; the learner could not reproduce its logprobs",
     "frequency_penalty": "; the learner could not reproduce its logprobs",
     "repetition_penalty": "; the learner could not reproduce its logprobs",
-    "stream": "; only /v1/chat/completions is streamed",
+    "stream": "; only answers to conversations are streamed",
     "skip_special_tokens": "; set return_token_ids to get all tokens of an answer",
 }
 
@@ -216,7 +236,7 @@ class WireRequest(BaseModel):
         try:
             request = cls.model_validate_json(ignored.remove(body), context=budget)
         except ValidationError as error:
-            raise _explain_first_error(error) from None
+            raise explain_first_error(error) from None
         request.judge_unknown_fields(ignored)
         return request
 
@@ -301,7 +321,8 @@ def refuse_token_field(name: str, value: Any, *, known_names: Mapping[str, Any])
         )
 
 
-def _explain_first_error(error: ValidationError) -> ApiError:
+def explain_first_error(error: ValidationError) -> ApiError:
+    """Return the refusal of a request that is not valid."""
     first_error = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ".".join(map(str, first_error["loc"]))[:MAX_PATH_CHARS] or None
     hint = REFUSAL_REASONS.get(str(first_error["loc"][0]), "") if first_error["loc"] else ""

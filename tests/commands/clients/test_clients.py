@@ -6,7 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def write_task(path: Path) -> None:
     (path / "sums.yaml").write_text(TASK.format(directory=path))
 
 
+@contextmanager
+def serve_model(model: Path, *options: str) -> Iterator[str]:
+    """Serve a model with `ratchet serve`; yield the base URL."""
+    command = [sys.executable, "-m", "ratchet", "serve", str(model), "--port", "0", *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            yield next(
+                match[0] for line in server.stdout if (match := re.search(r"http://\S+/v1", line))
+            )
+        finally:
+            server.terminate()
+
+
 @pytest.mark.slow
 def test_official_clients_get_tokens_and_likelihoods(
     tmp_path: Path, require: Callable[[str, str], None]
@@ -77,25 +94,15 @@ def test_official_clients_get_tokens_and_likelihoods(
     tasks.mkdir()
     write_model(model)
     write_task(tasks)
-    command = [sys.executable, "-m", "ratchet", "serve", str(model), "--port", "0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as server:
-        try:
-            assert server.stdout is not None
-            address = next(
-                match[0] for line in server.stdout if (match := re.search(r"http://\S+/v1", line))
-            )
-            asked = subprocess.run(
-                [CLIENTS, Path(__file__).with_name("ask.py"), address, str(model), str(tasks)],
-                capture_output=True,
-                text=True,
-                timeout=500,
-                cwd=tmp_path,
-                check=False,
-            )
-        finally:
-            server.terminate()
+    with serve_model(model) as address:
+        asked = subprocess.run(
+            [CLIENTS, Path(__file__).with_name("ask.py"), address, str(model), str(tasks)],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            cwd=tmp_path,
+            check=False,
+        )
     assert asked.returncode == 0, asked.stderr[-3000:]
     answers = json.loads(asked.stdout.splitlines()[-1])
     assert answers["openenv"] == {

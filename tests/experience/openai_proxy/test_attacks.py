@@ -318,6 +318,10 @@ def test_every_route_wants_a_key():
         ("POST", "/tokenize"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1/responses"),
+        ("GET", "/v1/responses/{name}"),
     }
 
     async def scene():
@@ -329,8 +333,8 @@ def test_every_route_wants_a_key():
                 for method, path in sorted(routes)
             ]
 
-    assert asyncio.run(scene()) == [401] * 8
-    assert asked == [""] * 8
+    assert asyncio.run(scene()) == [401] * len(routes)
+    assert asked == [""] * len(routes)
 
 
 @pytest.mark.parametrize("key", ["wrong", "rk-", "../", "a b"])

@@ -18,7 +18,8 @@ from experience.openai_proxy.talk import (
     serving,
 )
 
-from ratchet.experience.openai_proxy.routes import _stream_events
+from ratchet.experience.openai_proxy.answers import ChatFormat
+from ratchet.experience.openai_proxy.replies import stream_reply
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.types import Owner
@@ -205,7 +206,8 @@ def test_a_client_that_leaves_at_the_reason_of_the_end_has_its_answer():
 
     async def scene():
         session = AgentSession(Scripted(), RENDERER, sampling(), max_context=4096, max_turns=1)
-        events = _stream_events(session, ChatRequest.read(body))
+        request = ChatRequest.read(body)
+        events = stream_reply(session, request, ChatFormat(request, "chatcmpl-1"))
         async for event in events:
             if '"finish_reason": "' in event:
                 break

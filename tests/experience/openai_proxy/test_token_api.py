@@ -184,7 +184,7 @@ REFUSED = {
     "a stream": (
         "/v1/completions",
         {"prompt": "a", "stream": True},
-        "only /v1/chat/completions is streamed",
+        "only answers to conversations are streamed",
     ),
     "an echo": (
         "/v1/completions",

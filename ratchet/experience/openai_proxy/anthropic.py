@@ -1,0 +1,369 @@
+"""Anthropic's Messages API: read its requests as chat requests, and write replies in its form.
+
+A request means what the same conversation means to chat completions, token by token: text blocks
+are joined, a `tool_result` is a message of the tool, and thinking stands before the answer within
+<think> marks, as the chat templates of reasoning models read and write it. An answer's reasoning
+stays in its text, so that a client which sends it back extends the recorded tokens.
+
+Sources: Anthropic's API reference, and the types of its Python client 2.14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from ratchet.experience.openai_proxy.answers import (
+    ChatReply,
+    format_named_event,
+    get_finish_reason,
+    write_arguments,
+)
+from ratchet.experience.openai_proxy.schema import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatCall,
+    ChatMessage,
+    ChatRequest,
+    ChatTool,
+    EchoedModel,
+    join_text_parts,
+    make_chat_tool,
+    write_thinking,
+)
+from ratchet.experience.openai_proxy.wire import ApiError, SamplingFields, Stop, WireModel
+
+PATH = "/v1/messages"
+ERROR_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+
+
+# --- requests
+
+
+class _Block(EchoedModel):
+    cache_control: dict[str, Any] | None = None  # caching changes no token
+
+
+class _Text(_Block):
+    type: Literal["text"]
+    text: str
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class _Thinking(_Block):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class _ToolUse(_Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class _ToolResult(_Block):
+    """The result of a call. `is_error` has no effect: the text says what went wrong."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str = ""
+    is_error: bool | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join_text_blocks(cls, content: Any) -> Any:
+        return join_text_parts(content, ("text",))
+
+
+Block = Annotated[_Text | _Thinking | _ToolUse | _ToolResult, Field(discriminator="type")]
+BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+BLOCKS_OF_ROLES = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+}
+
+
+class MessageParam(EchoedModel):
+    """A message of a conversation, in blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], Field(fail_fast=True)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _list_blocks(cls, content: Any) -> Any:
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            raise ValueError("must be text, or a list of blocks")
+        for block in content:
+            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+            if kind not in BLOCK_TYPES:
+                raise ValueError(
+                    f"a block of type '{kind!s:.40}' can't be read: this endpoint takes "
+                    f"{', '.join(BLOCK_TYPES)}"
+                )
+        return content
+
+    def to_chat(self) -> Iterator[ChatMessage]:
+        """Yield the messages of chat completions with the same content.
+
+        Raises:
+            ApiError: 400 for a block that this role can't have.
+        """
+        for block in self.content:
+            if block.type not in BLOCKS_OF_ROLES[self.role]:
+                raise ApiError(
+                    400,
+                    f"messages: a message of the {self.role} can't hold a block of type "
+                    f"'{block.type}'",
+                    param="messages",
+                    code="invalid_value",
+                )
+        if self.role == "assistant":
+            yield self._join_blocks()
+            return
+        texts: list[str] = []
+        for block in self.content:
+            if isinstance(block, _Text):
+                texts.append(block.text)
+            elif isinstance(block, _ToolResult):
+                if texts:
+                    yield ChatMessage(role=self.role, content="".join(texts))
+                    texts = []
+                yield ChatMessage(
+                    role="tool", content=block.content, tool_call_id=block.tool_use_id
+                )
+        if texts or not self.content:
+            yield ChatMessage(role=self.role, content="".join(texts))
+
+    def _join_blocks(self) -> ChatMessage:
+        text = ""
+        calls: list[ChatCall] = []
+        for block in self.content:
+            if isinstance(block, _Text):
+                text += block.text
+            elif isinstance(block, _Thinking):
+                text += write_thinking(block.thinking)
+            elif isinstance(block, _ToolUse):
+                calls.append(ChatCall.from_values(block.id, block.name, block.input))
+        return ChatMessage(role="assistant", content=text, tool_calls=calls or None)
+
+
+class _Tool(EchoedModel):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: Literal[False] | None = None  # sampling is never constrained
+    defer_loading: Literal[False] | None = None
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+    # These change no token.
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+
+    def to_chat(self) -> ChatTool:
+        return make_chat_tool(self.name, self.description, self.input_schema)
+
+
+class _ToolChoice(WireModel):
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: Literal[False] | None = None
+
+
+class _NoThinking(WireModel):
+    type: Literal["disabled"]
+
+
+class _OutputConfig(WireModel):
+    effort: None = None
+    format: None = None
+
+
+class _ContextManagement(WireModel):
+    edits: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class CountTokensRequest(SamplingFields):
+    """A conversation in Anthropic's form, whose tokens are counted."""
+
+    messages: Annotated[
+        list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
+    system: str = ""
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: _ToolChoice | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=4)] | None = None
+    stream: bool | None = None
+    # These would change tokens, and can't be followed.
+    thinking: _NoThinking | None = None
+    output_config: _OutputConfig | None = None
+    output_format: None = None
+    context_management: _ContextManagement | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    container: None = None
+    # These are accepted without effect, because they change no token.
+    metadata: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    @field_validator("system", mode="before")
+    @classmethod
+    def _join_text_blocks(cls, system: Any) -> Any:
+        return join_text_parts(system, ("text",))
+
+    def to_chat(self) -> ChatRequest:
+        """Return the request for a chat completion.
+
+        Raises:
+            ApiError: 400 for a conversation that can't be answered.
+        """
+        if self.messages[-1].role == "assistant":
+            raise ApiError(
+                400,
+                "messages: the last one is of the assistant, and an answer can't be continued; end "
+                "with a message of the user",
+                param="messages",
+                code="invalid_value",
+            )
+        system = [ChatMessage(role="system", content=self.system)] if self.system else []
+        tools = None if self.tools is None else [tool.to_chat() for tool in self.tools]
+        return ChatRequest.from_fields(
+            self,
+            messages=[*system, *(chat for message in self.messages for chat in message.to_chat())],
+            tools=tools,
+            tool_choice=None if self.tool_choice is None else self.tool_choice.type,
+            stop=[*(self.stop or ()), *(self.stop_sequences or ())] or None,
+            stream=self.stream,
+        )
+
+
+class MessagesRequest(CountTokensRequest):
+    """A request for a message."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+# --- replies
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesFormat:
+    """The form of a message, whose id is `name`."""
+
+    request: ChatRequest
+    name: str
+
+    def write_body(self, reply: ChatReply) -> dict[str, Any]:
+        """Return the response body."""
+        return {
+            **self._write_header(),
+            "content": _write_blocks(reply),
+            **_describe_end(reply),
+            "usage": _count_usage(reply),
+        }
+
+    def write_opening(self) -> Iterator[str]:
+        """Yield the start of the message. Its tokens are counted at the end, when it is rendered
+        and sampled."""
+        message = {
+            **self._write_header(),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": 0, "output_tokens": 0},
+        }
+        yield format_named_event({"type": "message_start", "message": message})
+
+    def write_content(self, reply: ChatReply) -> Iterator[str]:
+        """Yield each block as one piece."""
+        for index, block in enumerate(_write_blocks(reply)):
+            if block["type"] == "text":
+                start = {**block, "text": ""}
+                delta = {"type": "text_delta", "text": block["text"]}
+            else:
+                start = {**block, "input": {}}
+                delta = {
+                    "type": "input_json_delta",
+                    "partial_json": write_arguments(block["input"]),
+                }
+            for event in (
+                {"type": "content_block_start", "index": index, "content_block": start},
+                {"type": "content_block_delta", "index": index, "delta": delta},
+                {"type": "content_block_stop", "index": index},
+            ):
+                yield format_named_event(event)
+
+    def write_end(self, reply: ChatReply) -> Iterator[str]:
+        """Yield the reason of the end, and usage."""
+        event = {
+            "type": "message_delta",
+            "delta": _describe_end(reply),
+            "usage": _count_usage(reply),
+        }
+        yield format_named_event(event)
+        yield format_named_event({"type": "message_stop"})
+
+    def write_error(self, error: ApiError) -> Iterator[str]:
+        """Yield the error."""
+        yield format_named_event(describe_error(error))
+
+    def keep(self, reply: ChatReply) -> None:
+        """Do nothing: messages are not referred to."""
+
+    def _write_header(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "type": "message",
+            "role": "assistant",
+            "model": self.request.model,
+        }
+
+
+def describe_error(error: ApiError) -> dict[str, Any]:
+    """Return the JSON of an error in Anthropic's form."""
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = ERROR_KINDS.get(error.status, default)
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _write_blocks(reply: ChatReply) -> list[dict[str, Any]]:
+    """Return the text of an answer and its calls. An empty answer is an empty text."""
+    message = reply.message
+    calls = [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
+        for call in message.tool_calls
+    ]
+    text = [{"type": "text", "text": message.text}] if message.text or not calls else []
+    return [*text, *calls]
+
+
+def _describe_end(reply: ChatReply) -> dict[str, str | None]:
+    if reply.stop_string is not None and not reply.message.tool_calls:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
+    reason = get_finish_reason(reply.completion, reply.message)
+    return {"stop_reason": STOP_REASONS[reason], "stop_sequence": None}
+
+
+def _count_usage(reply: ChatReply) -> dict[str, int]:
+    return {
+        "input_tokens": len(reply.prompt),
+        "output_tokens": len(reply.completion.tokens),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+    }

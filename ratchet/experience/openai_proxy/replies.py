@@ -1,0 +1,108 @@
+"""Answer conversations with the policy, in the form of the client's API: whole or streamed.
+
+Every API that takes conversations passes here, so that all have the same sessions, records of
+tokens and disconnects. Only `ReplyFormat` differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Protocol
+
+from ratchet.experience.openai_proxy import answers
+from ratchet.experience.openai_proxy.answers import ChatReply, TokenNames, TokenScores
+from ratchet.experience.openai_proxy.handler import RequestHandler
+from ratchet.experience.openai_proxy.schema import ChatRequest
+from ratchet.experience.openai_proxy.strands import AgentAnswer
+from ratchet.experience.openai_proxy.wire import ApiError
+from ratchet.types import StopReason
+
+
+class ReplyFormat(Protocol):
+    """The form of one reply in an API. Events are server-sent events, as text."""
+
+    def write_body(self, reply: ChatReply) -> dict[str, Any]:
+        """Return the JSON of a whole reply."""
+        ...
+
+    def write_opening(self) -> Iterable[str]:
+        """Return the events before the answer is sampled."""
+        ...
+
+    def write_content(self, reply: ChatReply) -> Iterable[str]:
+        """Return the events of the answer, before the one that ends it."""
+        ...
+
+    def write_end(self, reply: ChatReply) -> Iterable[str]:
+        """Return the events from the one that ends the answer."""
+        ...
+
+    def write_error(self, error: ApiError) -> Iterable[str]:
+        """Return the events of an error after the opening."""
+        ...
+
+    def keep(self, reply: ChatReply) -> None:
+        """Keep a delivered reply, if later requests may refer to it."""
+        ...
+
+
+async def make_reply(
+    handler: RequestHandler, request: ChatRequest
+) -> tuple[AgentAnswer, ChatReply]:
+    """Return the policy's answer to a conversation, and the reply for the client."""
+    answer = await handler.answer(request)
+    completion = answer.completion
+    logprobs = None
+    if request.logprobs:
+        scores = await score_completion(handler, answer, request.top_logprobs or 0)
+        names = name_tokens(handler, request.return_tokens_as_token_ids)
+        logprobs = answers.list_logprobs(completion.tokens.tolist(), scores, names)
+    stop_string = None
+    if completion.stop is StopReason.STOP_STRING:
+        text = handler.renderer.tokenizer.decode(completion.tokens.tolist(), skip_special=False)
+        stop_string = answers.find_stop_string(text, completion, tuple(request.stop or ()))
+    message, prompt = answer.message, answer.prompt
+    return answer, ChatReply(request, message, prompt, completion, logprobs, stop_string)
+
+
+async def stream_reply(
+    handler: RequestHandler, request: ChatRequest, form: ReplyFormat
+) -> AsyncIterator[str]:
+    """Yield the events of a streamed answer.
+
+    The first event is sent before the answer is sampled, so an error of sampling is an event, not a
+    status. Starlette cancels the iteration, and so the sampling, when the client disconnects.
+    """
+    for event in form.write_opening():
+        yield event
+    try:
+        answer, reply = await make_reply(handler, request)
+    except ApiError as error:  # the status has been sent
+        for event in form.write_error(error):
+            yield event
+        return
+    for event in form.write_content(reply):
+        yield event
+    # The client may disconnect and send its next request as soon as it knows that the answer has
+    # ended, so the answer becomes part of the attempt before that event is sent.
+    handler.record(answer)
+    form.keep(reply)
+    for event in form.write_end(reply):
+        yield event
+
+
+async def score_completion(handler: RequestHandler, answer: AgentAnswer, n_top: int) -> TokenScores:
+    """Return the recorded log-probabilities of an answer, with alternatives if any are wanted."""
+    recorded_scores = TokenScores.from_completion(answer.completion)
+    if not n_top or not len(answer.completion.tokens):
+        return recorded_scores
+    scores = await handler.score(
+        answer.tokens.tolist(), temperature=answer.sampling.temperature, n_top=n_top
+    )
+    last_scores = scores.take_last(len(answer.completion.tokens))
+    return last_scores.with_logprobs(answer.completion.logprobs)
+
+
+def name_tokens(handler: RequestHandler, as_ids: bool | None) -> TokenNames:
+    """Return the names of tokens in answers."""
+    return TokenNames(handler.renderer.tokenizer, bool(as_ids))
