@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Se
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.environment import (
     SCALAR,
     EnvironmentInterface,
@@ -21,7 +20,7 @@ from ratchet.experience.nemo_rl.environment import (
     step_rows,
 )
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
-from ratchet.protocols import Step
+from ratchet.protocols import Environment, Step
 from ratchet.types import Message, Split, Task
 from ratchet.utils.user_code import is_user_error
 
@@ -30,7 +29,7 @@ StepFunction = Callable[[MessageLog, Any], Awaitable[EnvironmentReply]]
 T = TypeVar("T")
 
 
-class MessageLogDialogue:
+class MessageLogDialogue(Environment):
     """The environment of one attempt, which calls a batched environment.
 
     Attributes:
@@ -62,9 +61,6 @@ class MessageLogDialogue:
         """Return no tasks: the conversations come from a batch."""
         return iter(())
 
-    def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError("a batched environment has no demonstrations")
-
     async def reset(self, task: Task) -> Sequence[Message]:
         return task.messages
 
@@ -84,9 +80,6 @@ class MessageLogDialogue:
             done=reply.terminated,
             metrics={_name_metric(name): value for name, value in parts.items()},
         )
-
-    async def close(self) -> None:
-        return None
 
 
 def _name_metric(part: str) -> str:

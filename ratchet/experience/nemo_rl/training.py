@@ -68,7 +68,7 @@ class MessageLogEnvironment(Rows):
         return await self.dialogue.step(message)
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.dialogue.stop_strings
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
