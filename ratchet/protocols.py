@@ -1,4 +1,4 @@
-"""The protocols that backends, environments, rewards and sources implement.
+"""What backends, environments, rewards and sources must provide: base classes and protocols.
 
 They are small on purpose. Each has a fake and a conformance suite in `ratchet.testing`. Methods are
 async where an implementation may wait for another process.
@@ -6,11 +6,13 @@ async where an implementation may wait for another process.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from ratchet.errors import ConfigError, DataError
 from ratchet.types import (
     Comparison,
     Completion,
@@ -21,6 +23,7 @@ from ratchet.types import (
     Placed,
     Sampling,
     Split,
+    Step,
     Task,
     Trajectory,
 )
@@ -105,10 +108,16 @@ def list_needed_outputs(terms: Iterable[LossTerm]) -> frozenset[str]:
     return frozenset[str]().union(*(term.needs for term in terms))
 
 
-@runtime_checkable
-class Learner(Protocol):
-    """A holder of trainable or frozen weights that scores batches and applies updates."""
+class Learner(ABC):
+    """A holder of trainable or frozen weights that scores batches and applies updates.
 
+    Attributes:
+        can_offload: True if `offload` frees the accelerator for others (colocation).
+    """
+
+    can_offload: bool = False
+
+    @abstractmethod
     async def score(
         self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
@@ -124,22 +133,37 @@ class Learner(Protocol):
                 all others together. If the batch has no such column, it has all V tokens in order
                 of their ids, [T, V].
         """
-        ...
 
+    async def score_base(
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
+    ) -> Mapping[str, Tensor]:
+        """Score like `score`, without the model's adapter (the reference of a LoRA run)."""
+        raise ConfigError(
+            f"{type(self).__name__} can't score without its adapter. Remove lora, or the KL to the "
+            "reference"
+        )
+
+    @abstractmethod
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         """Take one optimizer step on a mini-batch with loss weights, and return its metrics.
 
         Losses are summed over micro-batches and ranks, never rescaled. A step with a non-finite
         gradient, or with all weights 0, is skipped and marked in the metrics.
         """
-        ...
 
-    def weights(self) -> Iterator[Shard]: ...
+    @abstractmethod
+    def weights(self) -> Iterator[Shard]:
+        """Yield the pieces of the current weights."""
+
+    @abstractmethod
     def save(self, directory: Path) -> None:
         """Save all state that a bit-equal continuation needs: weights, optimizer, schedule."""
-        ...
 
-    def load(self, directory: Path) -> None: ...
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Load what `save` saved."""
+
+    @abstractmethod
     def export(
         self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
     ) -> None:
@@ -150,27 +174,48 @@ class Learner(Protocol):
             part: "all" merges the adapter into the model; "base" leaves it out; "adapter" writes it
                 alone, in peft's format.
         """
-        ...
+
+    def fingerprint(self) -> str | None:
+        """Return a text that changes with any bit of the trained weights; None if there is none."""
+        return None
+
+    async def onload(self) -> None:
+        """Take the accelerator back. Repeating a call has no effect."""
+        return
+
+    async def offload(self) -> None:
+        """Release the accelerator. Repeating a call has no effect."""
+        return
 
 
-@runtime_checkable
-class Fingerprinted(Protocol):
-    """A learner with a cheap fingerprint of its weights."""
-
-    def fingerprint(self) -> str:
-        """Return a text that changes with any bit of the trained weights."""
-        ...
-
-
-@runtime_checkable
-class Generator(Protocol):
+class Generator(ABC):
     """An inference engine that turns prompt tokens into completions.
 
     A push of new weights is a transaction: prepare, receive, commit (or rollback).
+
+    Attributes:
+        version: The version of the weights that it generates with.
+        tokenizer: Its tokenizer, if it has one.
+        precision: The format to which it converts received weights; None: they are kept as sent.
+        shares_weights: True if it reads the learner's own tensors.
+        adopted: True if it uses any memory of the last push in place. It may do so only if
+            `lasting` is set in the manifest of `prepare`: the memory then stays unchanged after
+            the commit, until the next commit.
+        records_routes: True if completions can record the experts that computed each token.
+        can_offload: True if `offload` frees the accelerator for others (colocation).
+        computed_tokens: Number of tokens computed so far; 0 if they are not counted.
     """
 
-    @property
-    def version(self) -> int: ...
+    version: int
+    tokenizer: Any = None
+    precision: str | None = None
+    shares_weights: bool = False
+    adopted: bool = False
+    records_routes: bool = False
+    can_offload: bool = False
+    computed_tokens: int = 0
+
+    @abstractmethod
     async def generate(
         self,
         tokens: Sequence[int] | NDArray[np.int64],
@@ -181,320 +226,249 @@ class Generator(Protocol):
 
         media: the prompt's media, in order. Raises ConfigError if the model reads none.
         """
-        ...
 
+    @abstractmethod
     def abort(self) -> None:
         """End all running requests; each returns its partial output with StopReason.ABORTED."""
-        ...
 
+    @abstractmethod
     async def pause(self) -> None: ...
+    @abstractmethod
     async def resume(self) -> None: ...
+    @abstractmethod
     async def prepare(self, manifest: Mapping[str, Any]) -> None: ...
+    @abstractmethod
     async def receive(self, shards: Iterator[Shard]) -> None: ...
+    @abstractmethod
     async def commit(self, version: int) -> None: ...
+    @abstractmethod
     async def rollback(self) -> None: ...
 
+    def weights(self) -> Iterator[Shard]:
+        """Yield the current weights, to compare them with the learner's; none if it can't."""
+        return iter(())
 
-@runtime_checkable
-class HasReadableWeights(Protocol):
-    """A generator whose weights can be read, to compare them with the learner's."""
+    async def onload(self) -> None:
+        """Take the accelerator back. Repeating a call has no effect."""
+        return
 
-    def weights(self) -> Iterator[Shard]: ...
+    async def offload(self) -> None:
+        """Release the accelerator. Repeating a call has no effect."""
+        return
 
-
-@runtime_checkable
-class SupportsWeightAdoption(Protocol):
-    """A generator that may adopt the pushed memory instead of copying it.
-
-    It may do so only if `lasting` is set in the manifest of `prepare`: the memory then stays
-    unchanged after the commit, until the next commit.
-    """
-
-    @property
-    def adopted(self) -> bool:
-        """True if the generator uses any memory of the last push."""
-        ...
+    async def close(self) -> None:
+        """End its processes and connections."""
+        return
 
 
-@runtime_checkable
-class Placeable(Protocol):
-    """A component that can release its accelerator to others and take it back.
-
-    Repeating a call has no effect.
-    """
-
-    async def onload(self) -> None: ...
-    async def offload(self) -> None: ...
-
-
-@runtime_checkable
-class Closeable(Protocol):
-    """A component with processes, connections or files to close."""
-
-    async def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """An environment's answer to one policy turn.
-
-    messages: the observation.
-    reward: the turn's own reward; None leaves judging to the rewards.
-    done: True if the episode has ended.
-    state_key: names the state in which the policy took this turn (`gigpo` reads it); "": unknown.
-    metrics: summed over the turns of an attempt.
-    """
-
-    messages: tuple[Message, ...] = ()
-    reward: float | None = None
-    done: bool = False
-    state_key: str = ""
-    metrics: Mapping[str, float] | None = None
-
-
-@runtime_checkable
-class Environment(Protocol):
+class Environment(ABC):
     """A source of tasks that plays one attempt at a time.
 
     The manager makes as many instances as it needs: shallow copies of each other that share their
     data. An instance keeps the state of an attempt in attributes that `reset` assigns.
 
-    replayable: True if `reset(task)` and the same messages give the same observations.
+    A class of a user need not derive from it: `ratchet.utils.user_parts.complete` adds the members
+    that it lacks.
+
+    Attributes:
+        replayable: True if `reset(task)` and the same messages give the same observations.
+        judges: True if steps return rewards, so that attempts can be judged without `rewards`.
+        stop_strings: Stop strings beside the recipe's; they are read before each turn.
     """
 
-    replayable: bool
+    replayable: bool = False
+    judges: bool = True
+    stop_strings: tuple[str, ...] = ()
 
+    @abstractmethod
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Yield tasks from position `start` on, in an order fixed by `seed`.
 
         A resumed run thus needs only the position. "train" is endless: it repeats the data. "test"
         may end, never overlaps "train", and is the same for every seed.
         """
-        ...
 
-    def demonstration(self, task: Task) -> Sequence[Message]:
-        """Return messages that solve the task, for supervised training.
+    @abstractmethod
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """Begin an attempt and return its first messages."""
 
-        Raises DataError if there are none.
-        """
-        ...
+    @abstractmethod
+    async def step(self, message: Message) -> Step:
+        """Answer one message of the policy."""
 
-    async def reset(self, task: Task) -> Sequence[Message]: ...
-    async def step(self, message: Message) -> Step: ...
-    async def close(self) -> None: ...
-
-
-@runtime_checkable
-class HasTools(Protocol):
-    """An environment whose policy may call tools.
-
-    `step` gets the parsed calls as `tool_calls` of its message, with ids that are unique in the
-    conversation. Answer each with Message("tool", ..., tool_call_id=call.id). A call that can't be
-    parsed stays in the message's text and is counted.
-    """
-
-    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        """Return JSON schemas: {"type": "function", "function": {"name", "description",
-        "parameters"}}.
-
-        They are read after `reset`, and with a demonstration. They must not change during an
-        attempt.
-        """
-        ...
-
-
-@runtime_checkable
-class HasStopStrings(Protocol):
-    """An environment that adds stop strings to the recipe's; they are read before each turn."""
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]: ...
-
-
-@runtime_checkable
-class HasTaskCount(Protocol):
-    """An environment that can tell how many training tasks a pass over its data has."""
+    async def close(self) -> None:
+        """Release what the instance holds: processes, connections, files."""
+        return
 
     def task_count(self) -> int | None:
-        """Return the number of training tasks; None if they are endless."""
-        ...
+        """Return the number of training tasks of a pass over the data; None if it is endless."""
+        return None
 
+    def drops_too_long(self, task: Task) -> bool:
+        """Return True to leave the task out if its row is too long; False makes it an error."""
+        return False
 
-@runtime_checkable
-class HasMetrics(Protocol):
-    """An environment or source that computes metrics of its own from a step's groups."""
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Return the environment's own metrics of a step's groups."""
+        return {}
 
-    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]: ...
+    async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
+        """Return the reward of an attempt that a limit of tokens or turns cut off.
 
+        It is added to the rewards of the attempt's turns; None adds none.
 
-@runtime_checkable
-class HasPreferencePairs(Protocol):
-    """An environment with pairs of a better and a worse answer to its tasks.
+        Args:
+            messages: The whole conversation. The last message is the policy's unfinished one, or
+                an observation that it can't answer any more.
+        """
+        return None
 
-    They train policies on preferences, and reward models.
-    """
+    # --- tools
 
-    def comparison(self, task: Task) -> Comparison: ...
+    @property
+    def has_tools(self) -> bool:
+        """True if the policy may call tools, in some tasks at least."""
+        return _has_own_method(self, Environment.tools)
 
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        """Return the tools of a task as JSON schemas: {"type": "function", "function": {"name",
+        "description", "parameters"}}.
 
-@runtime_checkable
-class HasLabelledAnswers(Protocol):
-    """An environment with single answers that have a reward (above 0: good)."""
+        They are read after `reset`, and with a demonstration. They must not change during an
+        attempt. `step` gets the parsed calls as `tool_calls` of its message, with ids that are
+        unique in the conversation. Answer each with Message("tool", ..., tool_call_id=call.id). A
+        call that can't be parsed stays in the message's text and is counted.
+        """
+        return ()
 
-    def labelled_answer(self, task: Task) -> LabelledAnswer: ...
+    # --- answers to learn from; each raises DataError for a task without one
 
+    def demonstration(self, task: Task) -> Sequence[Message]:
+        """Return messages that solve the task, for supervised training."""
+        raise _make_missing_answer(self, "demonstration")
 
-@runtime_checkable
-class HasStepLabels(Protocol):
-    """An environment with answers in steps that have labels in [0, 1]."""
+    @property
+    def has_pairs(self) -> bool:
+        """True if the tasks come with pairs of a better and a worse answer."""
+        return _has_own_method(self, Environment.comparison)
+
+    def comparison(self, task: Task) -> Comparison:
+        """Return a better and a worse answer, to train policies and reward models on."""
+        raise _make_missing_answer(self, "comparison")
+
+    @property
+    def has_labelled_answers(self) -> bool:
+        """True if the tasks come with single answers that have a reward."""
+        return _has_own_method(self, Environment.labelled_answer)
+
+    def labelled_answer(self, task: Task) -> LabelledAnswer:
+        """Return an answer with its reward (above 0: good)."""
+        raise _make_missing_answer(self, "labelled_answer")
+
+    @property
+    def has_step_labels(self) -> bool:
+        """True if the tasks come with answers whose steps have labels."""
+        return _has_own_method(self, Environment.steps)
 
     def steps(self, task: Task) -> Sequence[tuple[str, float]]:
-        """Return the text and label of each step."""
-        ...
+        """Return the text and label, in [0, 1], of each step of an answer."""
+        raise _make_missing_answer(self, "steps")
 
 
-@runtime_checkable
-class Reward(Protocol):
+def _has_own_method(part: object, default: Callable[..., Any]) -> bool:
+    """True if the part has a method of its own in place of the base class's `default`."""
+    method = getattr(part, default.__name__)
+    # A function that a user assigned to the instance has no __func__.
+    return getattr(method, "__func__", method) is not default
+
+
+def _make_missing_answer(environment: Environment, method: str) -> DataError:
+    return DataError(f"environment {type(environment).__name__} has no {method}(task)")
+
+
+class Reward(ABC):
     """A judge of the trajectories of one group.
 
     `score` gets one trajectory for each attempt: the last one, whose messages hold the whole
     conversation, if the history forked. A plain function `(trajectory, task) -> float | dict of
-    named parts` is adapted to this protocol.
+    named parts` is adapted to this class (`ratchet.rewards.base.as_reward`).
 
-    A reward that does not compare attempts may set the attribute `compares_attempts = False`. Each
-    attempt is then judged by its own call as soon as it ends, so a failed or late call affects no
-    other attempt.
+    Attributes:
+        compares_attempts: False if each attempt can be judged by its own call as soon as it ends,
+            so that a failed or late call affects no other attempt.
     """
 
-    async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]: ...
+    compares_attempts: bool = True
 
-
-@runtime_checkable
-class HasFinalAnswers(Protocol):
-    """A reward that extracts an attempt's final answer, which majority voting counts (cons@k)."""
+    @abstractmethod
+    async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
+        """Return the outcome of each trajectory."""
 
     def extract_final_answer(self, trajectory: Trajectory, task: Task) -> str | None:
-        """Return a text that is equal for equivalent answers; None if there is no answer."""
-        ...
+        """Return an attempt's final answer, which majority voting counts (cons@k).
+
+        It is a text that is equal for equivalent answers; None if there is no answer.
+        """
+        return None
+
+    def find_answer_extractor(self, task: Task) -> Reward | None:
+        """Return the reward that extracts final answers for this task: this one or a part of it.
+
+        Returns None if there is none.
+        """
+        has_answers = _has_own_method(self, Reward.extract_final_answer)
+        return self if has_answers else None
 
 
-@runtime_checkable
-class Source(Protocol):
+class Source(ABC):
     """A source of groups.
 
     It keeps drawn groups until they are acknowledged, so that a resumed run loses none.
     """
 
+    @abstractmethod
     async def draw(self, n: int, version: int) -> list[Group]: ...
+    @abstractmethod
     def ack(self, ids: Sequence[str], step: int) -> None: ...
+    @abstractmethod
     def nack(self, ids: Sequence[str], reason: str) -> None: ...
-    async def snapshot(self) -> Mapping[str, Any]:
-        """Return the JSON-serialisable state at a step boundary."""
-        ...
 
-    async def restore(self, state: Mapping[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class AdaptiveSource(Protocol):
-    """A source that adapts to training results."""
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Return the source's own metrics of a step's groups."""
+        return {}
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
-        """Adapt after the step that trained on the groups.
+        """Adapt to the results of the step that trained on the groups.
 
         measured: metrics by name, as means over the step's optimizer steps.
         """
-        ...
+        return
+
+    @abstractmethod
+    async def snapshot(self) -> Mapping[str, Any]:
+        """Return the JSON-serialisable state at a step boundary."""
+
+    @abstractmethod
+    async def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    async def close(self) -> None:
+        """End the rollouts that still run."""
+        return
 
 
-@runtime_checkable
-class WeightSync(Protocol):
+class WeightSync(ABC):
     """A weight sync, which loads a learner's weights into a generator (such as vLLM)."""
 
+    @abstractmethod
     async def push(self, version: int) -> None: ...
-    async def close(self) -> None:
-        """Release the resources that both ends keep between pushes."""
-        ...
-
-
-@runtime_checkable
-class Ranks(Protocol):
-    """Components of one kind that are called together.
-
-    Each component runs in a process of its own, or there is a single one in this process.
-    """
-
-    async def call(self, method: str, /, *arguments: Any) -> list[Any]:
-        """Call a method on all ranks and return the results by rank.
-
-        Raises the exception of a rank, or an error that names the rank that died.
-        """
-        ...
-
-
-@runtime_checkable
-class Workers(Ranks, Protocol):
-    """The ranks of one role, each a process with a component of its own.
-
-    `ratchet.executors.worker_group.WorkerGroup` implements it. Ranks run a call at the same time,
-    and each rank runs one call after another. `each` gives each rank arguments of its own.
-    """
-
-    @property
-    def size(self) -> int: ...
-    async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Build the component of each rank.
-
-        factory: "module:callable", called with the rank's place (rank, world_size, rendezvous,
-            device, ...) and `arguments`.
-        """
-        ...
-
-    def within(self, timeout_s: float, *, owner: str = "driver") -> Workers:
-        """Return the same workers with another deadline for calls."""
-        ...
-
-    async def call(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]: ...
-    async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
-    def call_now(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]:
-        """Call all ranks and block until they return, for callers that can't await."""
-        ...
-
-    def build_now(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None: ...
-    def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class WeightAudit(Protocol):
-    """A weight sync that can compare the weights of both ends."""
 
     async def audit(self) -> Sequence[str] | None:
-        """Return the names of differing weights, in the learner's order.
+        """Return the names of weights that differ at the two ends, in the learner's order.
 
         Returns None if the generator's weights can't be read.
         """
-        ...
+        return None
 
-
-@runtime_checkable
-class Executor(Protocol):
-    """An executor starts components: in this process (`spawn`) or in worker groups (`group`)."""
-
-    def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any: ...
-    def plan(self, needs: Sequence[Any]) -> None:
-        """Assign the resources of all groups, before the first group starts.
-
-        Raises ConfigError with a table of missing resources.
-        """
-        ...
-
-    def group(self, role: str, rank: int | None = None) -> Workers:
-        """Start the processes of a role of the plan.
-
-        rank: start only this rank, as a group of one, if the ranks are independent. A second call
-            after the process ended starts a new process on the same accelerators.
-        """
-        ...
-
-    def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release the resources that both ends keep between pushes."""
+        return

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ratchet.sampling import Sampling as Sampling
 
@@ -149,6 +149,24 @@ class LabelledAnswer:
     reward: float
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An environment's answer to one policy turn.
+
+    messages: the observation.
+    reward: the turn's own reward; None leaves judging to the rewards.
+    done: True if the episode has ended.
+    state_key: names the state in which the policy took this turn (`gigpo` reads it); "": unknown.
+    metrics: summed over the turns of an attempt.
+    """
+
+    messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    done: bool = False
+    state_key: str = ""
+    metrics: Mapping[str, float] | None = None
+
+
 class StopReason(StrEnum):
     STOP_TOKEN = "stop_token"  # the last token is one of `stop_ids`
     STOP_STRING = "stop_string"
@@ -253,6 +271,9 @@ class Unjudged:
     statistic.
     """
 
+    reward: ClassVar[None] = None
+    parts: ClassVar[Mapping[str, float]] = {}
+
     truncated: bool = False
 
 
@@ -263,12 +284,18 @@ class Failed:
     `kind` is one of a few words that failures are counted by, `detail` holds the traceback.
     """
 
+    reward: ClassVar[None] = None
+    parts: ClassVar[Mapping[str, float]] = {}
+
     kind: str
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
+    reward: ClassVar[None] = None
+    parts: ClassVar[Mapping[str, float]] = {}
+
     reason: str = ""
 
 

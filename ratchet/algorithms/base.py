@@ -18,6 +18,7 @@ from torch import Tensor
 from ratchet.batch import Batch, Level, LossWeights
 from ratchet.errors import ConfigError
 from ratchet.protocols import Outputs
+from ratchet.utils.user_code import get_qualified_name
 
 TermFunction = Callable[[Outputs, Batch], tuple[Tensor, dict[str, Tensor]]]
 Weighting = Callable[[Batch], Tensor]
@@ -77,7 +78,7 @@ class AlgorithmTerm:
 def _is_importable(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
-    name = getattr(function, "__qualname__", "")
+    name = get_qualified_name(function)
     return bool(name) and "<locals>" not in name and "<lambda>" not in name
 
 

@@ -27,15 +27,10 @@ from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.presets.lookup import PUBLISHED
+from ratchet.environments.build import build_environment
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.sources.render_task import render_task
-from ratchet.protocols import (
-    Environment,
-    HasLabelledAnswers,
-    HasPreferencePairs,
-    HasStepLabels,
-    HasTools,
-)
+from ratchet.protocols import Environment
 from ratchet.training.from_config import build_renderer, load_policy_processor
 from ratchet.types import Split, Task, Trajectory
 from ratchet.utils.terminal_text import escape_controls, make_console
@@ -168,7 +163,11 @@ def _setup_recipe(recipe: str, overrides: Sequence[str], stage: str | None) -> D
     renderer = build_renderer(config, tokenizer, processor)
     turns = build(stage_config.algorithm).turns
     return DataSetup(
-        build(stage_config.environment), renderer, stage_config.source, turns, config.seed
+        build_environment(stage_config.environment),
+        renderer,
+        stage_config.source,
+        turns,
+        config.seed,
     )
 
 
@@ -196,9 +195,9 @@ def _setup_file(target: str, overrides: Sequence[str]) -> DataSetup:
     section = section_from_words(
         "environment", "dataset", [f"{key}={json.dumps(target)}", *overrides]
     )
-    environment: Environment = build(section)
+    environment = build_environment(section)
     # The template "turns" can't render tools.
-    template = "chatml" if isinstance(environment, HasTools) else "turns"
+    template = "chatml" if environment.has_tools else "turns"
     return DataSetup(environment, Renderer(byte_tokenizer(), template), None, "all", 0)
 
 
@@ -209,8 +208,7 @@ def _render_task(data: DataSetup, task: Task) -> list[TokenSequence]:
     """Return the token sequences of a task; for rollouts, its prompt alone."""
     data_kind = data.data_kind or _detect_data_kind(data.environment, task)
     if data_kind not in PARTS_BY_DATA_KIND:
-        tools = data.environment.tools(task) if isinstance(data.environment, HasTools) else None
-        tokens = data.renderer.prompt(task.messages, tools or None)
+        tokens = data.renderer.prompt(task.messages, data.environment.tools(task) or None)
         return [TokenSequence(task, "prompt", tokens, [False] * len(tokens))]
     trajectories = render_task(data.environment, task, data.renderer, data_kind, turns=data.turns)
     return [
@@ -229,22 +227,18 @@ def _detect_data_kind(environment: Environment, task: Task) -> str:
     The values are those of `StageConfig.source`.
     """
     kinds = (
-        ("pairs", HasPreferencePairs, "comparison"),
-        ("labelled", HasLabelledAnswers, "labelled_answer"),
-        ("steps", HasStepLabels, "steps"),
+        ("pairs", environment.comparison),
+        ("labelled", environment.labelled_answer),
+        ("steps", environment.steps),
+        ("rows", environment.demonstration),
     )
-    for data_kind, protocol, method in kinds:
-        if isinstance(environment, protocol):
-            try:
-                getattr(environment, method)(task)
-            except DataError:
-                continue
-            return data_kind
-    try:
-        environment.demonstration(task)
-    except DataError:
-        return "rollouts"
-    return "rows"
+    for data_kind, read_answer in kinds:
+        try:
+            read_answer(task)
+        except DataError:
+            continue
+        return data_kind
+    return "rollouts"
 
 
 # --- output

@@ -56,7 +56,7 @@ class Score:
 
     @property
     def reward(self) -> float | None:
-        return getattr(self.outcome, "reward", None)
+        return self.outcome.reward
 
     @property
     def outcome_name(self) -> str:
@@ -71,7 +71,7 @@ class Score:
     def as_json(self) -> str:
         json_parts = {
             name: value if math.isfinite(value) else None
-            for name, value in getattr(self.outcome, "parts", {}).items()
+            for name, value in self.outcome.parts.items()
         }
         return json.dumps(
             {
@@ -269,7 +269,7 @@ class Summary:
         if score.reward is None:
             self.failed_scores = [*self.failed_scores, score][:MAX_WORST_ROWS]
             return
-        for name, value in {"reward": score.reward, **getattr(score.outcome, "parts", {})}.items():
+        for name, value in {"reward": score.reward, **score.outcome.parts}.items():
             total, count = self.sums_by_part.get(name, (0.0, 0))
             self.sums_by_part[name] = (total + value, count + 1)
         entry = (-score.reward, -score.line, score)

@@ -211,6 +211,7 @@ _ESTIMATOR_BASE = "ratchet.algorithms.config.advantages:Estimator"
 BASES: Mapping[str, str] = {
     "algorithm": "ratchet.config.sections:AlgorithmSection",
     **dict.fromkeys(("environment", "part", "played", "problems"), _ENVIRONMENT_BASE),
+    "cluster": "ratchet.config.sections:ClusterSection",
     "learner": "ratchet.config.sections:LearnerSection",
     "generator": "ratchet.config.sections:GeneratorSection",
     "generating": "ratchet.config.sections:GeneratorSection",

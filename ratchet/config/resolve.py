@@ -186,6 +186,7 @@ def get_reward_name(section: Section) -> str:
 
     An import path is shortened to the part after the colon.
     """
+    # Only sections that name a function have it.
     name = getattr(section, "reward_name", None) or section.kind_name
     return str(name).rpartition(":")[2]
 
@@ -223,8 +224,7 @@ def _section_from_path(slot: str, kind: str) -> type[Section]:
     if not callable(target):
         raise ConfigError(f"'{kind}' is neither a class nor a function")
     if slot == "tool" and inspect.isfunction(target) and not _makes_tools(target):
-        name = kind.rpartition(":")[2]
-        return type(name, (FunctionToolSection,), {"target": kind, "__module__": __name__})
+        return FunctionToolSection
     config = getattr(target, "Config", None)  # a user's class or function may have none
     if config is None:
         return _section_from_signature(slot, kind, target)
@@ -276,10 +276,9 @@ class SignatureSection(Section):
 
 
 class FunctionToolSection(Section):
-    """A section of a plain function that is a tool. It has no keys."""
+    """A section of a plain function that is a tool. It has no keys: its kind names the function."""
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.function_tool:build_function_tool"
-    target: ClassVar[str] = ""
 
 
 def build_from_signature(section: SignatureSection, *context: Any, **named: Any) -> Any:

@@ -24,6 +24,7 @@ from ratchet.config.media_limits import MediaConfig
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.sections import (
     AlgorithmSection,
+    ClusterSection,
     EnvironmentConfig,
     GeneratorSection,
     LearnerSection,
@@ -153,9 +154,11 @@ if TYPE_CHECKING:
     AnyLearner = LearnerSection
     AnyGenerator = GeneratorSection
     AnyWeightSync = WeightSyncSection
+    AnyCluster = ClusterSection
 else:
     # A user's section may derive from `Section` alone: `resolve` adds the attributes of the base.
-    AnyAlgorithm = AnyEnvironment = AnyLearner = AnyGenerator = AnyWeightSync = AnySection
+    AnyAlgorithm = AnyEnvironment = AnyLearner = AnySection
+    AnyGenerator = AnyWeightSync = AnyCluster = AnySection
 
 
 class EvaluationConfig(Section):
@@ -466,7 +469,7 @@ class RunConfig(Section):
         description="Tokenizer and chat template; auto: the model's own.",
     )
     media: MediaConfig = MediaConfig()
-    cluster: Annotated[AnySection, Slot("cluster")] = Field(
+    cluster: Annotated[AnyCluster, Slot("cluster")] = Field(
         default_factory=_make_section_factory("cluster", "local"),
         description="Where ranks and workers run: this machine, Ray, or torchrun's processes.",
     )
@@ -482,8 +485,7 @@ class RunConfig(Section):
     @property
     def colocated(self) -> bool:
         """True if learner and generator use the same accelerators in turns."""
-        # The section of a user's own cluster has its own keys.
-        return bool(getattr(self.cluster, "colocated", False))
+        return self.cluster.is_colocated
 
     @model_validator(mode="after")
     def _check_kernels(self) -> RunConfig:

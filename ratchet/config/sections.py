@@ -239,6 +239,15 @@ class GeneratorSection(Section):
         return None
 
 
+class ClusterSection(Section):
+    """The base section of clusters."""
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if learner and generator use the same accelerators in turns."""
+        return False
+
+
 class WeightSyncSection(Section):
     """The base section of weight syncs."""
 

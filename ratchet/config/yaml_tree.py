@@ -309,6 +309,14 @@ def _get_item_label(item: yaml.Node, index: int) -> str:
     return str(index)
 
 
+def read_yaml_error(error: yaml.YAMLError) -> tuple[yaml.Mark | None, str]:
+    """Return the place of a syntax error, if it is known, and its first line."""
+    first_line = str(error).partition("\n")[0]
+    if isinstance(error, yaml.MarkedYAMLError):
+        return error.problem_mark, error.problem or first_line
+    return None, first_line
+
+
 def read_text(
     text: str, file: str, path: str = "", budget: Budget | None = None
 ) -> tuple[Node, list[RecipeProblem]]:
@@ -320,9 +328,8 @@ def read_text(
     try:
         root = _Loader(text, file, budget).get_single_node()
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+        mark, detail = read_yaml_error(error)
         where = file if mark is None else f"{file}:{mark.line + 1}, column {mark.column + 1}"
-        detail = getattr(error, "problem", None) or str(error).partition("\n")[0]
         raise ConfigError(f"{where}: is not YAML: {_redact_names(detail)}") from error
     if root is None:
         return Node(None, ValueOrigin(file, None, path)), []

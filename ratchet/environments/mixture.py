@@ -12,20 +12,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from ratchet.config.resolve import Slot, build
+from ratchet.config.resolve import Slot
 from ratchet.config.schema import AnyEnvironment
 from ratchet.config.sections import EnvironmentConfig
-from ratchet.environments.cut_attempts import HasCutReward
+from ratchet.environments.build import build_environment
 from ratchet.errors import DataError
 from ratchet.protocols import (
     Environment,
-    HasLabelledAnswers,
-    HasMetrics,
-    HasPreferencePairs,
-    HasStepLabels,
-    HasStopStrings,
-    HasTaskCount,
-    HasTools,
     Step,
 )
 from ratchet.types import Comparison, Group, LabelledAnswer, Message, Split, Task
@@ -84,16 +77,11 @@ def get_part_tag(part: Any) -> str:
 
 
 def mixture(config: MixtureConfig) -> Mixture:
-    """Build the environment.
-
-    It has tools only if a part has some, because it then requires a known format of tool calls.
-    """
-    parts = {get_part_tag(part): build(part) for part in config.parts}
-    has_tools = any(isinstance(part, HasTools) for part in parts.values())
-    return (MixtureWithTools if has_tools else Mixture)(config, parts)
+    """Build the environment."""
+    return Mixture(config, {get_part_tag(part): build_environment(part) for part in config.parts})
 
 
-class Mixture:
+class Mixture(Environment):
     """An environment whose tasks come from several environments, its parts.
 
     A task gets its part's tag, and an id that begins with the tag. The weights alone determine the
@@ -112,7 +100,7 @@ class Mixture:
     def __copy__(self) -> Mixture:
         """Return a copy with its own copies of the parts, which keep the state of an attempt."""
         mixture_copy = object.__new__(type(self))
-        mixture_copy.__dict__ |= {**self.__dict__, "_copies": {}, "_current_part": None}
+        vars(mixture_copy).update({**vars(self), "_copies": {}, "_current_part": None})
         return mixture_copy
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
@@ -122,10 +110,7 @@ class Mixture:
 
     def task_count(self) -> int | None:
         """Return the number of training tasks of all parts together, whatever their weights."""
-        counts = [
-            part.task_count() if isinstance(part, HasTaskCount) else None
-            for part in self._parts.values()
-        ]
+        counts = [part.task_count() for part in self._parts.values()]
         known_counts = [count for count in counts if count is not None]
         return sum(known_counts) if len(known_counts) == len(counts) else None
 
@@ -186,8 +171,8 @@ class Mixture:
         return await self._current_part.step(message)
 
     async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
-        part = self._current_part
-        return await part.reward_cut_attempt(messages) if isinstance(part, HasCutReward) else None
+        assert self._current_part is not None, "no attempt before reset"
+        return await self._current_part.reward_cut_attempt(messages)
 
     async def close(self) -> None:
         copies, self._copies = self._copies, {}
@@ -195,12 +180,16 @@ class Mixture:
             await part.close()
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (
-            self._current_part.stop_strings
-            if isinstance(self._current_part, HasStopStrings)
-            else ()
-        )
+    def stop_strings(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return () if self._current_part is None else self._current_part.stop_strings
+
+    @property
+    def has_tools(self) -> bool:
+        """True if a part has tools: a known format of tool calls is required only then."""
+        return any(part.has_tools for part in self._parts.values())
+
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return self._copies.get(task.tag, self._find_part(task)).tools(task)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the metrics of the parts, and the number of prompts of each part.
@@ -211,45 +200,34 @@ class Mixture:
         for tag, part in self._parts.items():
             part_groups = [group for group in groups if group.task.tag == tag]
             metrics[f"prompts/{tag}"] = float(len(part_groups))
-            if isinstance(part, HasMetrics):
-                metrics |= part.measure(part_groups)
+            metrics |= part.measure(part_groups)
         return metrics
 
     # --- answers from data
 
     def drops_too_long(self, task: Task) -> bool:
-        # `DropsLongRows` is of a higher layer.
-        drops_too_long = getattr(self._find_part(task), "drops_too_long", None)
-        return drops_too_long is not None and drops_too_long(task)
+        return self._find_part(task).drops_too_long(task)
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self._find_part(task).demonstration(task)
 
     def comparison(self, task: Task) -> Comparison:
         part = self._find_part(task)
-        if not isinstance(part, HasPreferencePairs):
+        if not part.has_pairs:
             raise DataError(f"part '{task.tag}' of the mixture has no pairs to compare")
         return part.comparison(task)
 
     def labelled_answer(self, task: Task) -> LabelledAnswer:
         part = self._find_part(task)
-        if not isinstance(part, HasLabelledAnswers):
+        if not part.has_labelled_answers:
             raise DataError(f"part '{task.tag}' of the mixture has no labelled answers")
         return part.labelled_answer(task)
 
     def steps(self, task: Task) -> Sequence[tuple[str, float]]:
         part = self._find_part(task)
-        if not isinstance(part, HasStepLabels):
+        if not part.has_step_labels:
             raise DataError(f"part '{task.tag}' of the mixture has no answers in labelled steps")
         return part.steps(task)
-
-
-class MixtureWithTools(Mixture):
-    """A mixture in which a part has tools."""
-
-    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        part = self._copies.get(task.tag, self._find_part(task))
-        return part.tools(task) if isinstance(part, HasTools) else ()
 
 
 def locate_task(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from ratchet.errors import DataError
-from ratchet.protocols import Step
-from ratchet.types import Message, Split, Task
+from ratchet.protocols import Environment
+from ratchet.types import Message, Split, Step, Task
 
 # A procedural environment counts as exhausted after this many unsuccessful draws in a row.
 MAX_DRAWS = 10_000
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
         return self.key or self.prompt
 
 
-class SingleTurn(ABC):
+class SingleTurn(Environment):
     """An environment whose episode ends after one answer to the task's messages.
 
     Attributes:
@@ -60,9 +60,6 @@ class SingleTurn(ABC):
     name: str
     replayable = True
 
-    @abstractmethod
-    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]: ...
-
     def demonstration(self, task: Task) -> Sequence[Message]:
         return (Message("assistant", str(task.answer)),)
 
@@ -71,9 +68,6 @@ class SingleTurn(ABC):
 
     async def step(self, message: Message) -> Step:
         return Step(done=True)
-
-    async def close(self) -> None:
-        return None
 
 
 class Procedural(SingleTurn):

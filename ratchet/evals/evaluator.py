@@ -17,8 +17,7 @@ from ratchet.evals.results import (
 )
 from ratchet.experience.rollout.failures import describe_failures
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.protocols import HasFinalAnswers
-from ratchet.rewards.base import find_answer_extractor
+from ratchet.protocols import Reward
 from ratchet.types import Cancelled, Failed, Group, Sampling, Scored, Task, Trajectory, Truncated
 
 log = logging.getLogger(__name__)
@@ -72,7 +71,8 @@ class Evaluator:
     def _evaluate_prompt(
         self, task: Task, greedy_groups: Sequence[Group], sampled_groups: Sequence[Group]
     ) -> PromptResult:
-        answer_extractor = find_answer_extractor(self.manager.reward, task)
+        reward = self.manager.reward
+        answer_extractor = None if reward is None else reward.find_answer_extractor(task)
 
         def record_attempts(groups: Sequence[Group]) -> tuple[AttemptResult, ...]:
             return tuple(
@@ -94,7 +94,7 @@ class Evaluator:
 
 
 def _record_attempt(
-    trajectories: Sequence[Trajectory], answer_extractor: HasFinalAnswers | None, task: Task
+    trajectories: Sequence[Trajectory], answer_extractor: Reward | None, task: Task
 ) -> AttemptResult:
     """Return the record of an attempt.
 

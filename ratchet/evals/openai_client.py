@@ -23,7 +23,7 @@ from ratchet.experience.rollout.episode import (
     get_offered_tools,
 )
 from ratchet.experience.seeds import derive_seed
-from ratchet.protocols import Environment, HasStopStrings, HasTools
+from ratchet.protocols import Environment
 from ratchet.rewards.llm.http_client import Endpoint, EndpointError
 from ratchet.types import (
     Failed,
@@ -141,16 +141,12 @@ class EndpointPlayer:
         state.messages = list(
             check_messages(await run_guarded(lambda: environment.reset(task)), "reset", environment)
         )
-        if isinstance(environment, HasTools):
+        if environment.has_tools:
             state.tools = await get_offered_tools(environment, task) or None
             state.metrics["malformed_tool_calls"] = 0.0
         for turn_index in range(self.max_turns):
-            stop_strings = (
-                environment.stop_strings if isinstance(environment, HasStopStrings) else ()
-            )
-            body = self._build_request(
-                state, sampling, turn_index, tuple(dict.fromkeys((*sampling.stop, *stop_strings)))
-            )
+            stop_strings = tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
+            body = self._build_request(state, sampling, turn_index, stop_strings)
             choice = self._read_choice(state, await self.endpoint.post(body))
             start = state.turns[-1].end if state.turns else 1
             end = 1 + state.n_tokens

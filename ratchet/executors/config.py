@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from ratchet.config.base import Section
+from ratchet.config.sections import ClusterSection
 
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Strategy = Literal["pack", "spread", "per_node"]
@@ -24,7 +24,7 @@ def _check_distinct(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return devices
 
 
-class ClusterConfig(Section):
+class ClusterConfig(ClusterSection):
     """The fields that every kind of cluster has."""
 
     timeout_s: float = Field(
@@ -43,6 +43,10 @@ class ClusterConfig(Section):
     ports: Annotated[tuple[Port, Port] | None, AfterValidator(_check_ascending)] = Field(
         None, description="First and last port on which workers may listen; null: any free port."
     )
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.colocated
 
 
 class LocalClusterConfig(ClusterConfig):

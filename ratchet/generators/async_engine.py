@@ -21,12 +21,12 @@ from ratchet.generators.weight_update import WeightStaging
 from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.policy import PolicyModel
-from ratchet.protocols import Shard
+from ratchet.protocols import Generator, Shard
 from ratchet.types import Completion, Placed, Sampling
 
 
-class AsyncEngine:
-    """A `Generator` that runs requests on an `EngineCore`.
+class AsyncEngine(Generator):
+    """A generator that runs requests on an `EngineCore`.
 
     When weights are committed, running requests keep their tokens and these tokens' version. The
     next tokens are drawn from the new weights. The KV cache is recomputed unless `keep_kv` is set.
@@ -46,8 +46,6 @@ class AsyncEngine:
     """
 
     shares_weights = True  # the learner's optimizer changes the same tensors that the core reads
-    # Format to which received weights are converted; None: they are kept as sent.
-    precision: str | None = None
 
     def __init__(
         self,
@@ -66,6 +64,8 @@ class AsyncEngine:
         quantised: Callable[[], Iterable[QuantizedMatrix]] = tuple,
     ) -> None:
         self.core, self.keep_kv, self.policy = core, keep_kv, policy
+        self.tokenizer = tokenizer
+        self.records_routes = records_routes
         self.validator = RequestValidator(
             vocab_size, max_context, tokenizer, records_routes, adapters, reads_media
         )
@@ -74,18 +74,9 @@ class AsyncEngine:
         self._pump: asyncio.Task[None] | None = None
 
     @property
-    def tokenizer(self) -> TextDecoder | None:
-        return self.validator.tokenizer
-
-    @property
     def max_context(self) -> int:
         """Return the maximum number of tokens of prompt and completion together."""
         return self.validator.max_context
-
-    @property
-    def records_routes(self) -> bool:
-        """True if completions can record the experts that computed each token."""
-        return self.validator.records_routes
 
     @property
     def reads_media(self) -> bool:
@@ -93,7 +84,7 @@ class AsyncEngine:
         return self.validator.reads_media
 
     @property
-    def version(self) -> int:
+    def version(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.core.version
 
     # --- generating
@@ -240,7 +231,7 @@ class AsyncEngine:
         self._staging.clear()
 
     @property
-    def adopted(self) -> bool:
+    def adopted(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._staging.adopted
 
     def weights(self) -> Iterator[Shard]:

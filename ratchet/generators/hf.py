@@ -29,6 +29,7 @@ from ratchet.generators.faults import explain_nonfinite, make_request_error
 from ratchet.generators.request import GenerationRequest
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy, PolicyModel
+from ratchet.models.transformers_settings import read_max_positions
 from ratchet.types import StopReason
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class HFGenerator(AsyncEngine):
             _get_transformers_model(model) if isinstance(model, PolicyModel) else model
         )
         text_config = transformers_model.config.get_text_config()
-        positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
+        positions = read_max_positions(text_config) or config.max_context
         if positions is None:
             raise ModelError(
                 f"{type(transformers_model).__name__} doesn't name its longest context: set "

@@ -33,14 +33,12 @@ from ratchet.models.lora.files import check_base, fingerprint_weights, save_adap
 from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead, save_head
-from ratchet.protocols import ExportedPart, LossTerm, Shard
+from ratchet.protocols import ExportedPart, Learner, LossTerm, Shard
 from ratchet.utils.thread_pool import ThreadPool, balance_by_size
 
 
-class LocalLearner:
+class LocalLearner(Learner):
     """A learner that trains or scores with a `PolicyModel` in this process.
-
-    Implements `Learner` and `Placeable`.
 
     Args:
         config: The learner's section.
@@ -56,6 +54,8 @@ class LocalLearner:
         replays_routes: True to replay the sampler's expert choices, if a batch has them (router
             replay).
     """
+
+    can_offload = True
 
     def __init__(
         self,

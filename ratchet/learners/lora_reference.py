@@ -4,36 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.learners.wrapper import LearnerWrapper
-from ratchet.protocols import Learner, LossTerm
-
-
-class BaseModelScorer(Learner, Protocol):
-    """A learner that can score without its model's adapter."""
-
-    async def score_base(
-        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
-    ) -> Mapping[str, Tensor]:
-        """Score like `score`, without the model's adapter."""
-        ...
+from ratchet.protocols import LossTerm
 
 
 class LoRAReference(LearnerWrapper):
     """The frozen reference role of a LoRA run: it scores with the policy's learner, adapter off.
 
-    Implements `Learner`. The weights belong to the policy's role, which saves and loads them, so
+    The weights belong to the policy's role, which saves and loads them, so
     `save` and `load` do nothing here.
     """
-
-    inner: BaseModelScorer
-
-    def __init__(self, policy: BaseModelScorer) -> None:
-        super().__init__(policy)
 
     async def score(
         self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0

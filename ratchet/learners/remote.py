@@ -26,13 +26,14 @@ from ratchet.learners.compute.microbatching import (
 )
 from ratchet.learners.config import DistributedConfig
 from ratchet.learners.distributed.topology import build_topology
-from ratchet.protocols import ExportedPart, LossTerm, Shard, Workers
+from ratchet.protocols import ExportedPart, Learner, LossTerm, Shard
+from ratchet.worker_protocols import Workers
 
 
-class RemoteLearner:
+class RemoteLearner(Learner):
     """The driver's side of a distributed learner.
 
-    It implements `Learner` and `Placeable` by calling the `LearnerRank` of each rank.
+    It calls the `LearnerRank` of each rank.
 
     role: the role whose learner is called.
     device: the kind of device on which the ranks compute.
@@ -41,6 +42,8 @@ class RemoteLearner:
     shares_prefixes: True if the model computes a shared prefix once. Ranks that divide the context
       never do.
     """
+
+    can_offload = True
 
     def __init__(
         self,

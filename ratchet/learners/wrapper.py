@@ -8,17 +8,18 @@ from pathlib import Path
 from torch import Tensor
 
 from ratchet.batch import Batch
-from ratchet.protocols import ExportedPart, Learner, LossTerm, Placeable, Shard
+from ratchet.protocols import ExportedPart, Learner, LossTerm, Shard
 
 
-class LearnerWrapper:
+class LearnerWrapper(Learner):
     """The base class of learner wrappers: forwards every call to `inner`.
 
-    Implements `Learner` and `Placeable`.
+    It has no fingerprint, because a wrapper may hold other weights than the learner inside.
     """
 
     def __init__(self, inner: Learner) -> None:
         self.inner = inner
+        self.can_offload = inner.can_offload
 
     async def score(
         self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
@@ -43,13 +44,7 @@ class LearnerWrapper:
         self.inner.export(directory, averaged=averaged, part=part)
 
     async def onload(self) -> None:
-        await self._placeable().onload()
+        await self.inner.onload()
 
     async def offload(self) -> None:
-        await self._placeable().offload()
-
-    def _placeable(self) -> Placeable:
-        assert isinstance(self.inner, Placeable), (
-            f"{type(self.inner).__name__} can't be offloaded from its device"
-        )
-        return self.inner
+        await self.inner.offload()

@@ -248,7 +248,7 @@ class Decoder(nn.Module):
         A quantized matrix has the name of the parameter that it replaces.
         """
         for path, module in self.named_modules():
-            quantised = getattr(module, "quantised", None)
+            quantised = module.quantised if isinstance(module, Linear) else None
             weights = [
                 *([("weight", quantised)] if quantised is not None else []),
                 *module.named_parameters(recurse=False),

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ratchet.models.flops import TokenCost
+from ratchet.models.transformers_settings import read_setting
 
 # Values of `layer_types` in a config.json that are standard attention.
 STANDARD_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -29,15 +30,15 @@ def estimate_token_cost(
         head: The output embedding.
         config: Configuration of the text model.
     """
-    layer_types = set(getattr(config, "layer_types", None) or STANDARD_ATTENTION)
+    layer_types = set(read_setting(config, "layer_types") or STANDARD_ATTENTION)
     if (
         layer_types - STANDARD_ATTENTION
-        or getattr(config, "kv_lora_rank", None)
-        or not getattr(config, "num_attention_heads", 0)
+        or read_setting(config, "kv_lora_rank")
+        or not read_setting(config, "num_attention_heads", 0)
     ):
         return None
-    n_experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
-    experts_per_token = getattr(config, "num_experts_per_tok", 0)
+    n_experts = next((count for name in EXPERT_COUNTS if (count := read_setting(config, name))), 0)
+    experts_per_token = read_setting(config, "num_experts_per_tok", 0)
     matrix_entries = head.numel()
     for weight in weights:
         if weight.dim() == 2:
@@ -46,7 +47,7 @@ def estimate_token_cost(
             if not (n_experts and experts_per_token and len(weight) == n_experts):
                 return None
             matrix_entries += weight.numel() // n_experts * experts_per_token
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = read_setting(config, "head_dim") or config.hidden_size // config.num_attention_heads
     return TokenCost(
         matrix_entries, config.num_hidden_layers * config.num_attention_heads * head_dim
     )

@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor, PreTrainedModel
 
 from ratchet.errors import ModelError
 from ratchet.models.transformers.loading import translate_errors
+from ratchet.models.transformers_settings import read_setting
 from ratchet.types import Medium
 
 PROBE_SIDES = ((64, 96), (96, 32))  # (height, width) of the probe images, before any scaling
@@ -80,8 +81,9 @@ def make_probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
 
     The list is empty if the model reads no images.
     """
+    # Only models that read images have this method.
     encode = getattr(model.base_model, "get_image_features", None)
-    if encode is None or getattr(model.config, "image_token_id", None) is None:
+    if encode is None or read_setting(model.config, "image_token_id") is None:
         return []
     with translate_errors(directory, "the image processor"):
         process = AutoImageProcessor.from_pretrained(directory, local_files_only=True)

@@ -7,12 +7,12 @@ import functools
 import inspect
 import math
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ratchet.errors import ConfigError, DataError
-from ratchet.protocols import HasFinalAnswers, Reward
+from ratchet.protocols import Reward
 from ratchet.types import (
     Cancelled,
     Failed,
@@ -24,6 +24,7 @@ from ratchet.types import (
     is_finite_number,
 )
 from ratchet.utils.user_code import is_user_error
+from ratchet.utils.user_parts import complete
 
 # The parts of a mapping sum to the reward; the parts of Scored need not.
 Verdict = float | Mapping[str, float] | Scored
@@ -32,7 +33,7 @@ RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
 ROUNDING = 1e-9  # a sum of parts may exceed a bound by this much
 
 
-class PerTrajectory(ABC):
+class PerTrajectory(Reward):
     """A reward that judges the trajectories of a group one by one.
 
     A trajectory that can't be judged fails without the rest of its group.
@@ -152,7 +153,7 @@ class AnswerReward(PerTrajectory):
 
 
 class FinalAnswer(AnswerReward):
-    """An answer reward that extracts the answer from the text (see `HasFinalAnswers`)."""
+    """An answer reward that extracts the answer from the text (see `Reward`)."""
 
     @abstractmethod
     def answer(self, text: str) -> str | None:
@@ -169,17 +170,6 @@ class FinalAnswer(AnswerReward):
         )
 
 
-def find_answer_extractor(reward: Reward | None, task: Task) -> HasFinalAnswers | None:
-    """Return the reward that extracts final answers for this task: `reward` or a part of it.
-
-    None if there is none.
-    """
-    if isinstance(reward, HasFinalAnswers):
-        return reward
-    find_delegate = getattr(reward, "find_answer_extractor", None)
-    return None if find_delegate is None else find_delegate(task)
-
-
 def answer_text(trajectory: Trajectory) -> str:
     """Return the text of the assistant's last message. Raises DataError if it wrote none."""
     for message in reversed(trajectory.messages):
@@ -189,12 +179,13 @@ def answer_text(trajectory: Trajectory) -> str:
 
 
 def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:
-    """Return `reward` if it follows the Reward protocol, or a function adapted to it.
+    """Return a complete reward: `reward`, or a function adapted to it.
 
     Raises ConfigError for anything else.
     """
-    if isinstance(reward, Reward):
-        return reward
+    # A user's class need not derive from `Reward`.
+    if hasattr(reward, "score"):
+        return complete(reward, Reward)
     if not callable(reward):
         raise ConfigError(
             f"{reward!r} is no reward: give a function (trajectory, task) -> float, or an object "

@@ -10,8 +10,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, get_reward_name
-from ratchet.protocols import HasFinalAnswers
-from ratchet.rewards.base import find_answer_extractor
+from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 
@@ -43,7 +42,7 @@ class ByTagConfig(Section):
 ANY_TAG = "*"
 
 
-class ByTag:
+class ByTag(Reward):
     """A reward that judges a group by the rewards of its task's tag.
 
     Parts are logged as "tag/name", so that each domain has its own curve.
@@ -56,11 +55,12 @@ class ByTag:
         }
 
     @property
-    def compares_attempts(self) -> bool:
+    def compares_attempts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return any(reward.compares_attempts for reward in self._domains.values())
 
-    def find_answer_extractor(self, task: Task) -> HasFinalAnswers | None:
-        return find_answer_extractor(self._domains.get(task.tag, self._domains.get(ANY_TAG)), task)
+    def find_answer_extractor(self, task: Task) -> Reward | None:
+        reward = self._domains.get(task.tag, self._domains.get(ANY_TAG))
+        return None if reward is None else reward.find_answer_extractor(task)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return the outcomes by the rewards of the task's tag, or of "*" if the tag is not listed.
@@ -84,7 +84,7 @@ class ByTag:
         ]
 
 
-class TurnRewardsOnly:
+class TurnRewardsOnly(Reward):
     """A reward that adds nothing, for a domain whose environment rewards single turns.
 
     It fails a finished attempt without turn rewards.

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ratchet.errors import DataError
+from ratchet.protocols import Reward
 from ratchet.rewards.base import answer_text
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig, Url
 from ratchet.types import Cancelled, Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
@@ -23,7 +24,7 @@ class RemoteConfig(EndpointConfig):
     url: Url = Field(description="Address to which the attempts of a group are posted.")
 
 
-class Remote:
+class Remote(Reward):
     """A reward that an HTTP endpoint computes.
 
     It posts {"rows": [{"prompt", "response", "answer", "messages", "meta", "tag", "truncated"}]}

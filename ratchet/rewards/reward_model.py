@@ -17,6 +17,7 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError, ModelError
+from ratchet.protocols import Reward
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
 if TYPE_CHECKING:  # importing rewards must not load torch
@@ -49,7 +50,7 @@ class RewardModelConfig(Section):
     )
 
 
-class RewardModel:
+class RewardModel(Reward):
     """A reward that reads the conversation as text.
 
     It renders the text with the reward model's own template and tokenizer, as in its training, not

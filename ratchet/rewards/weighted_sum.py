@@ -6,12 +6,13 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import build, get_reward_name
 from ratchet.errors import ConfigError
-from ratchet.protocols import HasFinalAnswers, Reward
-from ratchet.rewards.base import as_reward, find_answer_extractor
+from ratchet.protocols import Reward
+from ratchet.rewards.base import as_reward
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 from ratchet.utils.user_code import run_guarded
 
@@ -19,7 +20,7 @@ from ratchet.utils.user_code import run_guarded
 NOT_APPLICABLE = Cancelled("no reward applies to this row")
 
 
-class WeightedSum:
+class WeightedSum(Reward):
     """A reward that is the sum of others: `sum(weights[name] * reward[name])`.
 
     Its named parts are the unweighted rewards by name, and their own parts as "name/part". If one
@@ -37,16 +38,16 @@ class WeightedSum:
         self.rewards, self.weights = dict(rewards), dict(weights)
 
     @property
-    def compares_attempts(self) -> bool:
-        return any(getattr(reward, "compares_attempts", True) for reward in self.rewards.values())
+    def compares_attempts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(reward.compares_attempts for reward in self.rewards.values())
 
-    def find_answer_extractor(self, task: Task) -> HasFinalAnswers | None:
+    def find_answer_extractor(self, task: Task) -> Reward | None:
         """Return the first reward that extracts final answers for this task, if any."""
         return next(
             (
                 extractor
                 for reward in self.rewards.values()
-                if (extractor := find_answer_extractor(reward, task))
+                if (extractor := reward.find_answer_extractor(task))
             ),
             None,
         )
@@ -106,7 +107,10 @@ def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
     sections_by_name = dict(zip(names, sections, strict=True))
     rewards = {name: as_reward(build(section), name) for name, section in sections_by_name.items()}
     return WeightedSum(
-        rewards,
-        # A section made in Python may lack the key `weight`, which `resolve` adds.
-        {name: getattr(section, "weight", 1.0) for name, section in sections_by_name.items()},
+        rewards, {name: _get_weight(section) for name, section in sections_by_name.items()}
     )
+
+
+def _get_weight(section: Any) -> float:
+    """Return the factor of a reward. A section made in Python may lack it; `resolve` adds it."""
+    return section.weight if "weight" in type(section).model_fields else 1.0

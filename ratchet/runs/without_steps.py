@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 from ratchet.errors import RunDirectoryError
 from ratchet.observe.sinks import read_jsonl
@@ -16,7 +17,7 @@ def has_no_finished_step(directory: RunDirectory) -> bool:
     """
     if not directory.begun or directory.is_locked:
         return False
-    run_paths = {path for path in vars(directory).values() if getattr(path, "name", None)}
+    run_paths = {path for path in vars(directory).values() if isinstance(path, Path)}
     names = {path.name for path in run_paths} | {START.partition("/")[0]}
     foreign_entries = [
         entry

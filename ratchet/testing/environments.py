@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any
 
 from ratchet.config.from_words import section_from_words
-from ratchet.config.resolve import build
 from ratchet.data.codec import from_plain
+from ratchet.environments.build import build_environment
 from ratchet.environments.workers.protocol import pack
 from ratchet.errors import DataError
 from ratchet.protocols import Environment, Reward, Step
@@ -20,8 +20,10 @@ from ratchet.testing.faulty import EpisodeScript
 from ratchet.testing.harness import BrokenRule, DeadlineCaller, require, run_supervised
 from ratchet.testing.rewards import conversation
 from ratchet.types import Message, Split, Task
+from ratchet.utils.user_parts import complete
 
 SEEDS = (0, 1)
+REQUIRED_METHODS = ("tasks", "reset", "step")
 EPISODE_TASKS = 5  # number of tasks of each split for which episodes are run
 KEY_ADVICE = (
     "If every task begins with the same message, give each Problem a `key`, such as its secret: "
@@ -50,8 +52,8 @@ def check_environment(
             end its episode too.
         deadline_s: Time within which each call must end.
     """
-    instance: Environment = (
-        build(section_from_words("environment", environment))
+    instance = (
+        build_environment(section_from_words("environment", environment))
         if isinstance(environment, str)
         else environment
     )
@@ -70,14 +72,14 @@ def list_environment_checks(
     max_turns: int = 100,
 ) -> Mapping[str, Callable[[DeadlineCaller], None]]:
     """Return the checks by name. Each raises AssertionError, and relies on the earlier checks."""
+    missing = [name for name in REQUIRED_METHODS if not hasattr(environment, name)]
+    if not missing:
+        complete(environment, Environment)
     tasks: list[Task] = []
     scripts: list[EpisodeScript] = []
 
     def check_tasks(caller: DeadlineCaller) -> None:
-        require(
-            isinstance(environment, Environment),
-            f"{type(environment).__name__} lacks methods of the Environment protocol",
-        )
+        require(not missing, f"{type(environment).__name__} has no {', '.join(missing)}")
         require(isinstance(environment.replayable, bool), "`replayable` must be a bool")
         with caller.mark_running("tasks"):
             train, test = (_check_order(environment, split, n) for split in ("train", "test"))
@@ -224,9 +226,9 @@ async def _check_demonstration(
     require(is_done, f"the episode of '{task.id}' does not end with its demonstration")
     if reward is not None:
         (outcome,) = await reward.score([conversation(messages)], task)
-        earned = getattr(outcome, "reward", None)
         require(
-            earned == full_reward, f"demonstration('{task.id}') earns {outcome}, not {full_reward}"
+            outcome.reward == full_reward,
+            f"demonstration('{task.id}') earns {outcome}, not {full_reward}",
         )
 
 

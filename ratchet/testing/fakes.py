@@ -13,7 +13,19 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.errors import DataError
-from ratchet.protocols import ExportedPart, LossTerm, Outputs, Shard, Step
+from ratchet.protocols import (
+    Environment,
+    ExportedPart,
+    Generator,
+    Learner,
+    LossTerm,
+    Outputs,
+    Reward,
+    Shard,
+    Source,
+    Step,
+    WeightSync,
+)
 from ratchet.types import (
     Completion,
     Group,
@@ -39,7 +51,7 @@ class TextOnlyMixin:
         return None
 
 
-class FakeGenerator:
+class FakeGenerator(Generator):
     """A generator whose completions come from `script(prompt tokens, sampling) -> tokens`.
 
     The stop reason is STOP_TOKEN if the last token is in `stop_ids`, else LENGTH.
@@ -49,11 +61,7 @@ class FakeGenerator:
         self.script = script
         self.requests: list[tuple[list[int], Sampling]] = []
         self.media: list[tuple[Placed, ...]] = []  # of each request
-        self._version = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
+        self.version = 0
 
     async def generate(
         self,
@@ -71,7 +79,7 @@ class FakeGenerator:
             tokens=np.asarray(new, dtype=np.int64),
             logprobs=np.full(len(new), -1.0, dtype=np.float32),
             log_kept_mass=np.zeros(len(new), dtype=np.float32),
-            versions=np.full(len(new), self._version, dtype=np.int32),
+            versions=np.full(len(new), self.version, dtype=np.int32),
             stop=StopReason.STOP_TOKEN if stopped else StopReason.LENGTH,
         )
 
@@ -85,12 +93,12 @@ class FakeGenerator:
             pass
 
     async def commit(self, version: int) -> None:
-        self._version = version
+        self.version = version
 
     async def rollback(self) -> None: ...
 
 
-class FakeLearner:
+class FakeLearner(Learner):
     """A learner whose model is a float64 softmax over one logit per token id.
 
     All positions share it, so that gradients can be worked out by hand.
@@ -146,7 +154,7 @@ class FakeLearner:
             )
 
 
-class FakeEnvironment:
+class FakeEnvironment(Environment):
     """An echo environment: a task shows a digit, and the right answer repeats it.
 
     Without `script`, the first step ends the attempt. With it, `script(task, message) -> Step`
@@ -188,7 +196,7 @@ class FakeEnvironment:
         self.task = None
 
 
-class FakeReward:
+class FakeReward(Reward):
     """A reward whose scores come from `script(trajectory, task) -> float`."""
 
     def __init__(self, script: Callable[[Trajectory, Task], float]) -> None:
@@ -198,7 +206,7 @@ class FakeReward:
         return [Scored(self.script(trajectory, task)) for trajectory in trajectories]
 
 
-class FakeSource:
+class FakeSource(Source):
     """A source that yields the given groups in a cycle, each time under new ids."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -233,7 +241,7 @@ class FakeSource:
         self.position, self.pending, self.to_repeat = state["position"], [], list(state["pending"])
 
 
-class FakeWeightSync:
+class FakeWeightSync(WeightSync):
     def __init__(self) -> None:
         self.pushed: list[int] = []
 

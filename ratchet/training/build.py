@@ -36,7 +36,7 @@ from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.models.lora.decoder import Adapter, count_adapter_parameters
 from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
-from ratchet.protocols import HasMetrics, Learner, Source, WeightSync
+from ratchet.protocols import Learner, Source, WeightSync
 from ratchet.training.colocation import colocate
 from ratchet.training.evaluators import make_stage_evaluator
 from ratchet.training.generator_workers import make_recovering_weight_sync
@@ -104,7 +104,6 @@ def make_run(
     pair = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
     evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles)
     probes = _make_probes(policy, setup, spec)
-    measure = setup.environment.measure if isinstance(setup.environment, HasMetrics) else None
     managers = [manager]
     managers += [*(evaluator.managers if evaluator else ()), *(probes.managers if probes else ())]
     return StageRun(
@@ -123,7 +122,7 @@ def make_run(
         state=position.state,
         managers=managers,
         evaluator=evaluator,
-        measure_environment=measure,
+        measure_environment=setup.environment.measure,
         evaluate_every=spec.evaluation.every,
         early_stopping=EarlyStopping.from_config(spec.evaluation),
         trainable=_count_trainable(policy.model, spec.adapter),
@@ -233,7 +232,7 @@ def _wrap_source(
             _make_scheduler(settings, spec.batch_size, end_step),
             rollout_policy.generator,
             pause_during_update=rollout_policy.ranks is None
-            and getattr(rollout_policy.generator, "shares_weights", False),
+            and rollout_policy.generator.shares_weights,
             replayable=setup.environment.replayable and setup.agent is None,
             has_signal=is_informative if settings.dynamic_sampling else None,
             max_replaced=settings.max_replaced,

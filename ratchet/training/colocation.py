@@ -10,7 +10,7 @@ accelerator never holds both.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,17 +18,9 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.errors import ConfigError
+from ratchet.generators.wrapper import GeneratorWrapper
 from ratchet.learners.wrapper import LearnerWrapper
-from ratchet.protocols import (
-    Generator,
-    HasReadableWeights,
-    Learner,
-    LossTerm,
-    Placeable,
-    Shard,
-    WeightAudit,
-    WeightSync,
-)
+from ratchet.protocols import Generator, Learner, LossTerm, WeightSync
 from ratchet.types import Completion, Placed, Sampling
 
 LEARNERS, GENERATOR = "learners", "generator"
@@ -44,20 +36,17 @@ class AcceleratorLock:
         ConfigError: A member can't be offloaded.
     """
 
-    def __init__(self, sides: Mapping[str, Sequence[object]]) -> None:
-        self._sides: dict[str, list[Placeable]] = {}
+    def __init__(self, sides: Mapping[str, Sequence[Learner | Generator]]) -> None:
         for side, members in sides.items():
             alternative = ", or generator.kind=vllm" if side == GENERATOR else ""
-            self._sides[side] = [member for member in members if isinstance(member, Placeable)]
-            if len(self._sides[side]) < len(members):
-                immovable = next(
-                    type(member).__name__ for member in members if not isinstance(member, Placeable)
-                )
+            immovable = next((member for member in members if not member.can_offload), None)
+            if immovable is not None:
                 raise ConfigError(
                     "cluster.colocated=true lets learner and generator share the accelerator in "
-                    f"turns, and {immovable} can't be offloaded from it. Set "
+                    f"turns, and {type(immovable).__name__} can't be offloaded from it. Set "
                     f"cluster.colocated=false{alternative}"
                 )
+        self._sides = sides
         self._holder: str | None = None
         self._active = 0
         self._condition = asyncio.Condition()
@@ -93,7 +82,7 @@ class AcceleratorLock:
 
 
 class ColocatedLearner(LearnerWrapper):
-    """A learner that holds the accelerator during each pass and update. Implements `Learner`.
+    """A learner that holds the accelerator during each pass and update.
 
     Reading, saving and loading weights takes no lock, because it works in main memory too.
     """
@@ -113,60 +102,25 @@ class ColocatedLearner(LearnerWrapper):
             return await super().update(mini, terms)
 
 
-class ColocatedGenerator:
-    """A generator that holds the accelerator during each request. Implements `Generator`.
+class ColocatedGenerator(GeneratorWrapper):
+    """A generator that holds the accelerator during each request.
 
     `ColocatedWeightSync` holds it during weight syncs.
     """
 
     def __init__(self, inner: Generator, lock: AcceleratorLock) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.lock = lock
-
-    @property
-    def version(self) -> int:
-        return self.inner.version
-
-    @property
-    def tokenizer(self) -> Any:
-        return getattr(self.inner, "tokenizer", None)
 
     async def generate(
         self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
     ) -> Completion:
         async with self.lock.hold(GENERATOR):
-            return await self.inner.generate(tokens, sampling, media)
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-    async def pause(self) -> None:
-        await self.inner.pause()
-
-    async def resume(self) -> None:
-        await self.inner.resume()
-
-    async def prepare(self, manifest: Mapping[str, Any]) -> None:
-        await self.inner.prepare(manifest)
-
-    async def receive(self, shards: Iterator[Shard]) -> None:
-        await self.inner.receive(shards)
-
-    async def commit(self, version: int) -> None:
-        await self.inner.commit(version)
-
-    async def rollback(self) -> None:
-        await self.inner.rollback()
-
-    def weights(self) -> Iterator[Shard]:
-        return self.inner.weights() if isinstance(self.inner, HasReadableWeights) else iter(())
+            return await super().generate(tokens, sampling, media)
 
 
-class ColocatedWeightSync:
-    """A weight sync that runs in the generator's turn.
-
-    Implements `WeightSync` and `WeightAudit`.
-    """
+class ColocatedWeightSync(WeightSync):
+    """A weight sync that runs in the generator's turn."""
 
     def __init__(self, inner: WeightSync, lock: AcceleratorLock) -> None:
         self.inner = inner
@@ -179,7 +133,7 @@ class ColocatedWeightSync:
     async def audit(self) -> Sequence[str] | None:
         """Return the names of weights that differ, or None if the weight sync can't tell."""
         async with self.lock.hold(GENERATOR):
-            return await self.inner.audit() if isinstance(self.inner, WeightAudit) else None
+            return await self.inner.audit()
 
     async def close(self) -> None:
         """Close the weight sync, then load the learners onto the accelerator.

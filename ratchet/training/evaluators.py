@@ -146,11 +146,8 @@ def _explain_missing_answers(setup: EnvSetup, spec: StageSpec) -> str:
     task = next(iter(setup.environment.tasks("test", seed=spec.seed)), None)
     if task is None:
         return ""
-    demonstration = getattr(setup.environment, "demonstration", None)
-    if demonstration is None:
-        return f"environment {type(setup.environment).__name__} has no demonstration(task)"
     try:
-        demonstration(task)
+        setup.environment.demonstration(task)
     except DataError as error:
         return str(error)
     return ""

@@ -21,6 +21,7 @@ from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import Processor, load_processor
 from ratchet.data.tokenizer_config import AutoTokenizerConfig, TokenizerConfig
+from ratchet.environments.build import build_environment
 from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig
 from ratchet.executors.freeze import use_kernels
@@ -35,7 +36,7 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import DecoderPolicy, PolicyModel
-from ratchet.protocols import Environment, Executor, Reward
+from ratchet.protocols import Environment, Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.training.build import make_run
 from ratchet.training.generator_workers import get_generator_resources, start_generators
@@ -44,6 +45,7 @@ from ratchet.training.run import StageRun
 from ratchet.training.stage import EnvSetup, Policy, StageSpec, WorkerRolloutSpec
 from ratchet.types import Sampling
 from ratchet.utils.object_store import is_address
+from ratchet.worker_protocols import Executor
 
 # Role names: the worker group that trains, and this process if it trains itself.
 LEARNER, DRIVER = "learner", "driver"
@@ -321,13 +323,15 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         else AgentServerSettings(agent.ignore, agent.host, agent.public_host)
     )
     return EnvSetup(
-        environment or build(stage.environment),
+        environment or build_environment(stage.environment),
         reward=build_reward(stage.rewards),
         eval_reward=build_reward(stage.eval_rewards),
         agent=None if agent is None else build(agent),
         agent_server=agent_server,
         second_opinion=build_reward(stage.sentinels.second_opinion),
-        canaries=None if stage.sentinels.canaries is None else build(stage.sentinels.canaries),
+        canaries=None
+        if stage.sentinels.canaries is None
+        else build_environment(stage.sentinels.canaries),
         evaluation=None
         if stage.evaluation.environment is None
         else _build_other_env_setup(stage, stage.evaluation.environment),
@@ -336,11 +340,13 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
 
 def build_eval_env_setup(environment: EnvironmentConfig) -> EnvSetup:
     """Return the setup of an environment that is judged by its own reward."""
-    return EnvSetup(build(environment), reward=build_reward(get_default_rewards(environment)))
+    return EnvSetup(
+        build_environment(environment), reward=build_reward(get_default_rewards(environment))
+    )
 
 
 def _build_other_env_setup(stage: StageConfig, section: EnvironmentConfig) -> EnvSetup:
-    environment = build(section)
+    environment = build_environment(section)
     return EnvSetup(environment, reward=build_reward(choose_eval_rewards(stage, environment)))
 
 
@@ -354,7 +360,7 @@ def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequenc
     if section is None:
         return stage.eval_rewards
     rewards = get_default_rewards(section)
-    if rewards or getattr(environment, "judges", True):
+    if rewards or environment.judges:
         return rewards
     is_environment_default = stage.eval_rewards == get_default_rewards(stage.environment)
     return () if is_environment_default else stage.eval_rewards

@@ -21,8 +21,10 @@ from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.kernels import cpu
 from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
-from ratchet.protocols import Executor, Generator, WeightAudit, WeightSync, Workers
+from ratchet.protocols import Generator, WeightSync
+from ratchet.utils.user_parts import complete
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
+from ratchet.worker_protocols import Executor, Workers
 
 GENERATOR = "generator"  # the name of the workers that generate
 
@@ -75,7 +77,7 @@ def make_generator(
     device = "cpu" if config.copies_weights else placement.device
     model = origin.policy(device=device).requires_grad_(False)
     with env_vars.set_env_defaults(config.environment):
-        return build(config, model, tokenizer)
+        return complete(build(config, model, tokenizer), Generator)
 
 
 def get_worker_factory(section: GeneratorWorkersConfig) -> str:
@@ -163,8 +165,8 @@ def make_recovering_weight_sync(
     return RecoveringWeightSync(make_weight_sync(section, endpoints), pool)
 
 
-class RecoveringWeightSync:
-    """A weight sync that survives lost workers. Implements `WeightSync` and `WeightAudit`.
+class RecoveringWeightSync(WeightSync):
+    """A weight sync that survives lost workers.
 
     A push that loses a worker starts again with its replacement, or raises the worker's error.
     """
@@ -191,7 +193,7 @@ class RecoveringWeightSync:
                         raise
 
     async def audit(self) -> Sequence[str] | None:
-        return await self.weight_sync.audit() if isinstance(self.weight_sync, WeightAudit) else None
+        return await self.weight_sync.audit()
 
     async def close(self) -> None:
         await self.weight_sync.close()

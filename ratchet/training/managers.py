@@ -11,7 +11,7 @@ from ratchet.experience.openai_proxy.agents import Agent
 from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import AttemptPlayer, RolloutManager
-from ratchet.protocols import Generator, HasTools, Reward
+from ratchet.protocols import Generator, Reward
 from ratchet.training.stage import EnvSetup, Policy
 
 
@@ -61,7 +61,7 @@ def make_manager_with_player(
 ) -> RolloutManager:
     """Like `make_manager`, for an existing player."""
     # Refuse tool calls that would be counted as malformed now, not in the first attempt.
-    if isinstance(setup.environment, HasTools):
+    if setup.environment.has_tools:
         renderer.check_tool_calls()
     return RolloutManager(
         player,

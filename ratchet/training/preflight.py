@@ -19,6 +19,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.chat.renderer import Renderer
+from ratchet.environments.build import build_environment
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
@@ -153,7 +154,7 @@ class _StageCheck:
         section = stage.environment
         if not self.scan and section.has_scan:
             section = section.without_scan()
-        environment = build(section)
+        environment = build_environment(section)
         try:
             task = self._open_split(environment, "train")
             if task is None:
@@ -172,13 +173,13 @@ class _StageCheck:
         section = settings.environment or self.stage.environment
         if not self.scan and section.has_scan:
             return  # the rows to hold out are only known after a scan
-        environment = build(section)
+        environment = build_environment(section)
         try:
             task = self._open_split(environment, "test")
             if task is None:
                 return
             rewards = choose_eval_rewards(self.stage, environment)
-            is_judged = bool(rewards) or getattr(environment, "judges", True)
+            is_judged = bool(rewards) or environment.judges
             if not is_judged and self.stage.source in OFFLINE_SOURCES:
                 self._render_held_out(environment, task)
             if rewards != self.stage.rewards:
@@ -251,9 +252,8 @@ class _StageCheck:
             )
             return
         answer_text = f"the answer {MADE_UP_ANSWER!r}" if is_made_up else "a demonstration"
-        reward_value = getattr(outcome, "reward", None)
         self.report.opened.append(
-            f"{self.stage.name}: {key}: {names} gives {answer_text} {reward_value}"
+            f"{self.stage.name}: {key}: {names} gives {answer_text} {outcome.reward}"
         )
 
     def _make_trajectory(self, task: Task, answer: Sequence[Message]) -> Trajectory:

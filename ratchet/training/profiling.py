@@ -100,11 +100,10 @@ def _make_subject(
     # few rows.
     matrices = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]
     widest = max(matrices, key=lambda shape: (shape[0] != model.vocab_size, shape.numel()))
-    core = getattr(policy.generator, "core", None)
 
     def count_tokens() -> float:
         """Return the number of tokens computed by the learners and by a generator that counts."""
-        return getattr(core, "computed_tokens", 0) + counter.tokens
+        return policy.generator.computed_tokens + counter.tokens
 
     return ProfiledStage(
         stage=stage,

@@ -28,7 +28,9 @@ from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import UNLIMITED, DecoderPolicy, PolicyModel
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.hf_weights import read_json
-from ratchet.protocols import Generator, Learner, Workers
+from ratchet.protocols import Generator, Learner
+from ratchet.utils.user_parts import complete
+from ratchet.worker_protocols import Workers
 
 # Largest vocabulary whose log-probabilities are all kept: a batch of 8,192 tokens then takes
 # 8,192 x 4,096 x 4 bytes = 128 MiB.
@@ -111,7 +113,7 @@ def _make_local_roles(
     parameter = next(model.parameters())
     device, dtype = parameter.device, parameter.dtype
 
-    def make_learner(name: str, role: Role, role_model: PolicyModel) -> Any:
+    def make_learner(name: str, role: Role, role_model: PolicyModel) -> Learner:
         is_trained = name in algorithm.losses
         role_optimizer = (
             optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
@@ -121,7 +123,7 @@ def _make_local_roles(
             if SCALAR_COLUMNS & algorithm.required_outputs(name)
             else None
         )
-        return build(
+        learner = build(
             section,
             role_model if is_trained else role_model.requires_grad_(False),
             optimizer=role_optimizer if is_trained else None,
@@ -132,6 +134,7 @@ def _make_local_roles(
             **({"shared_vocab": shared_vocab} if shared_vocab < role_model.vocab_size else {}),
             **({"replays_routes": True} if algorithm.replays_routes and name == "policy" else {}),
         )
+        return complete(learner, Learner)
 
     adapterless = _list_adapterless_copies(algorithm, model.adapter)
     models = {
@@ -396,7 +399,7 @@ def check_routers(
             "algorithm.router needs a mixture of experts on Ratchet's own decoder, and "
             f"{reason}. Remove algorithm.router"
         )
-    if algorithm.replays_routes and not getattr(generator, "records_routes", False):
+    if algorithm.replays_routes and not generator.records_routes:
         raise ConfigError(
             "algorithm.router.replay=true needs the experts of each sampled token, which "
             f"{type(generator).__name__} does not record. Set generator.kind=engine, or "

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet.config.resolve import build, resolve
+from ratchet.config.resolve import resolve
 from ratchet.data.chat.chat_templates import set_printed_date
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.environments.build import build_environment
 from ratchet.experience.rollout.columns import PackedGroups
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.generators.workers.worker import GeneratorRank
@@ -41,9 +42,8 @@ class GroupRank(GeneratorRank):
         set_printed_date(stage.date)
         renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
         rewards = [resolve("rewards", section) for section in stage.rewards]
-        setup = EnvSetup(
-            build(resolve("environment", stage.environment)), reward=build_reward(rewards)
-        )
+        environment = build_environment(resolve("environment", stage.environment))
+        setup = EnvSetup(environment, reward=build_reward(rewards))
         player = make_player(self.generator, renderer, None, stage.rollouts, max_context)
         self.manager = make_manager_with_player(
             player, renderer, setup, setup.reward, stage.rollouts, needs_reward=needs_reward

@@ -37,7 +37,7 @@ from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.sentinels import Sentinels
 from ratchet.observe.summary import StageSummary
 from ratchet.observe.tracing.profiler import Profiler
-from ratchet.protocols import Closeable, Learner, WeightSync
+from ratchet.protocols import Learner, WeightSync
 from ratchet.types import Group
 from ratchet.utils import failpoints
 from ratchet.utils.tracer import TRACER, span
@@ -479,8 +479,7 @@ class StageRun:
         )
 
     async def close(self) -> None:
-        if isinstance(self.batcher.source, Closeable):
-            await self.batcher.source.close()
+        await self.batcher.source.close()
         for manager in self.managers:
             await manager.close()
         await self.weight_sync.close()

@@ -20,7 +20,6 @@ from ratchet.experience.sources.offline import (
 )
 from ratchet.experience.sources.rollouts import RolloutSource, StreamSource
 from ratchet.experience.sources.tasks import TaskStream
-from ratchet.protocols import HasTools
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Task
 
@@ -90,8 +89,7 @@ def _make_rollouts(
     max_context = policy.model.max_positions
 
     def check_prompt(task: Task) -> None:
-        environment = setup.environment
-        tools = (environment.tools(task) or None) if isinstance(environment, HasTools) else None
+        tools = setup.environment.tools(task) or None
         length = len(policy.renderer.prompt(task.messages, tools))
         if length >= max_context:
             raise RowTooLong(

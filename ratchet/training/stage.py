@@ -27,8 +27,10 @@ from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import LocalConfig
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.policy import PolicyModel
-from ratchet.protocols import Closeable, Environment, Generator, Reward, Workers
+from ratchet.protocols import Environment, Generator, Reward
 from ratchet.types import Sampling
+from ratchet.utils.user_parts import complete
+from ratchet.worker_protocols import Workers
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class Policy:
     renderer: Renderer
     generator: Generator
     ranks: Workers | None = None
+
+    def __post_init__(self) -> None:
+        complete(self.generator, Generator)  # it may be of a user's class
 
     @classmethod
     def create(
@@ -101,8 +106,7 @@ class Policy:
 
     async def close(self) -> None:
         """Close the generator if it has processes or other resources."""
-        if isinstance(self.generator, Closeable):
-            await self.generator.close()
+        await self.generator.close()
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,19 @@ class EnvSetup:
     canaries: Environment | None = None
     evaluation: EnvSetup | None = None
 
+    def __post_init__(self) -> None:
+        # They may come from Python code: the library's own are complete.
+        for environment in (self.environment, self.canaries):
+            if environment is not None:
+                complete(environment, Environment)
+        for reward in (self.reward, self.eval_reward, self.second_opinion):
+            if reward is not None:
+                complete(reward, Reward)
+
     @property
     def judges(self) -> bool:
         """True if answers can get rewards, from a reward function or from the environment."""
-        return (
-            self.reward is not None
-            or self.eval_reward is not None
-            or getattr(self.environment, "judges", True)
-        )
+        return self.reward is not None or self.eval_reward is not None or self.environment.judges
 
     def get_environment_factory(self) -> Callable[[], Environment]:
         """Return a function that makes a copy of the environment for each attempt.

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class UserCodeFailed(Exception):
     """An error in user code. Its text is the traceback, or the fault of the returned value."""
+
+
+def get_qualified_name(function: Callable[..., Any]) -> str:
+    """Return the qualified name of a function; "" for a callable that has none."""
+    # A partial function or a callable object has no name.
+    return getattr(function, "__qualname__", "")
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True if a call returns a coroutine: an async function, or an object with async `__call__`."""
+    if inspect.iscoroutinefunction(function):
+        return True
+    return inspect.iscoroutinefunction(type(function).__call__)
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ratchet.errors import WeightSyncError
-from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import as_bytes, checksum
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
@@ -34,6 +33,7 @@ from ratchet.weight_sync.weight_blocks import (
     WeightBlock,
     align_bytes,
 )
+from ratchet.worker_protocols import Ranks
 
 # Seconds for all members to join a group. A dead member is noticed only after this time.
 JOIN_TIMEOUT_S = 15.0

@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
-from ratchet.protocols import Generator, HasReadableWeights, Learner, Shard, SupportsWeightAdoption
+from ratchet.protocols import Generator, Learner, Shard
 from ratchet.utils.thread_pool import ThreadPool
 from ratchet.weight_sync.checksums import has_checksum, prepare_checksum_check
 from ratchet.weight_sync.delta import ReceivedWeights
@@ -185,7 +184,7 @@ class WeightReceiver:
         if self._pending_weights is not None:
             self._pending_weights.version = version
         self._part_reader = self._pending_weights = None
-        return isinstance(self.generator, SupportsWeightAdoption) and self.generator.adopted
+        return self.generator.adopted
 
     async def rollback(self) -> None:
         """Discard the push."""
@@ -212,9 +211,7 @@ class WeightReceiver:
 
         checksums: each rank's blocks with their expected checksums.
         """
-        weights_by_name: dict[str, Tensor] = {}
-        if isinstance(self.generator, HasReadableWeights):
-            weights_by_name = {shard.name: shard.tensor for shard in self.generator.weights()}
+        weights_by_name = {shard.name: shard.tensor for shard in self.generator.weights()}
         if not weights_by_name:
             return None
         differing_names: dict[str, None] = {}

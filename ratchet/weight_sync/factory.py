@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ratchet.config.base import Section
 from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
-from ratchet.protocols import Generator, Learner, Ranks, WeightSync
+from ratchet.protocols import Generator, Learner, WeightSync
+from ratchet.utils.user_parts import complete
 from ratchet.weight_sync.config import (
     AutoWeightSyncConfig,
     CollectiveWeightSyncConfig,
@@ -26,6 +27,7 @@ from ratchet.weight_sync.config import (
     SharedWeightSyncConfig,
 )
 from ratchet.weight_sync.in_process import SharedWeightSync
+from ratchet.worker_protocols import Ranks
 
 if TYPE_CHECKING:
     from ratchet.models.lora.decoder import Adapter
@@ -77,12 +79,12 @@ class SyncEndpoints:
     def shares_weights(self) -> bool:
         """True if learner and generator use the same tensors."""
         is_one_process = not isinstance(self.learner, Ranks) and self.receivers is None
-        return is_one_process and getattr(self.generator, "shares_weights", False)
+        return is_one_process and self.generator.shares_weights
 
 
 def make_weight_sync(section: Section, endpoints: SyncEndpoints) -> WeightSync:
     """Create the weight sync that a recipe's weight_sync section describes."""
-    return build(section, endpoints)
+    return complete(build(section, endpoints), WeightSync)
 
 
 def auto(config: AutoWeightSyncConfig, endpoints: SyncEndpoints) -> WeightSync:

@@ -26,7 +26,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ratchet.errors import WeightSyncError
-from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import as_bytes, copy_with_checksum
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
@@ -37,6 +36,7 @@ from ratchet.weight_sync.weight_blocks import (
     WeightBlock,
     align_bytes,
 )
+from ratchet.worker_protocols import Ranks
 
 
 @dataclass(frozen=True)

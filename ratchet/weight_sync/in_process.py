@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ratchet.protocols import Generator
+from ratchet.protocols import Generator, WeightSync
 
 
-class SharedWeightSync:
+class SharedWeightSync(WeightSync):
     """A weight sync that only commits the version of tensors that learner and generator share."""
 
     def __init__(self, generator: Generator) -> None:

@@ -6,7 +6,7 @@ has ended, even by a kill. It is created once, and each process maps it once. Th
 allocates its pages, and later pushes only copy.
 
 The blocks of a weight are arranged as in the weight itself, so that a generator may use the
-received memory in place (`SupportsWeightAdoption`). The next push then goes to a second segment,
+received memory in place (`Generator.adopted`). The next push then goes to a second segment,
 because a segment that a generator uses is never written.
 
 Peak extra memory: one segment of the model's bytes (as sent), which all processes share. Generators
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from ratchet.errors import WeightSyncError
-from ratchet.protocols import Ranks
 from ratchet.weight_sync.checksums import copy_with_checksum
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
@@ -39,6 +38,7 @@ from ratchet.weight_sync.weight_blocks import (
     WeightBlock,
     align_bytes,
 )
+from ratchet.worker_protocols import Ranks
 
 # Number of bytes before the weights; the segment's token is written to the first of them.
 HEADER = ALIGNMENT

@@ -15,22 +15,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from ratchet.errors import WeightSyncError
+from ratchet.errors import WeightSyncError, WorkerDied
 from ratchet.models.lora.decoder import Adapter
-from ratchet.protocols import Ranks
+from ratchet.protocols import WeightSync
 from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import SentPart, WeightBlock, check_coverage
+from ratchet.worker_protocols import Ranks
 
 log = logging.getLogger(__name__)
 
 TransportT = TypeVar("TransportT", bound=WeightTransport)
 
 
-class PushWeightSync(Generic[TransportT]):
+class PushWeightSync(WeightSync, Generic[TransportT]):
     """The base class of weight syncs that push weights, by any transport.
 
-    Implements `WeightSync` and `WeightAudit` between the ranks of a learner (`WeightSender`s) and
-    receivers (`WeightReceiver`s).
+    They go from the ranks of a learner (`WeightSender`s) to receivers (`WeightReceiver`s).
 
     dtype, changes_only: see `WeightTransport`.
     timeout_s: maximum seconds of one push.
@@ -88,7 +88,7 @@ class PushWeightSync(Generic[TransportT]):
             raise WeightSyncError(
                 f"version {version} was not pushed, and the generator keeps the previous version "
                 f"({self._phase}: {reason})",
-                rank=getattr(error, "rank", None),
+                rank=error.rank if isinstance(error, WorkerDied) else None,
             ) from error
 
     async def _push(self, version: int) -> None:

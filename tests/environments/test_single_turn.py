@@ -124,7 +124,7 @@ def test_an_episode_is_one_answer_long():
 
 
 def test_environments_and_rewards_import_no_torch():
-    modules = ["toy.arithmetic", "toy.sorting", "toy.countdown", "datasets.gsm8k", "cut_attempts"]
+    modules = ["toy.arithmetic", "toy.sorting", "toy.countdown", "datasets.gsm8k", "build"]
     imports = (
         "".join(f"import ratchet.environments.{m}\n" for m in modules)
         + "import ratchet.rewards.weighted_sum, sys\n"

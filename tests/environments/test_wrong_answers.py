@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
 from ratchet.environments.toy.sorting import Sorting, SortingConfig
 from ratchet.environments.wrong_answers import SingleAnswer, add_mistake
-from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels
 from ratchet.types import Task
 
 ANSWERS = st.text(min_size=1, max_size=12)
@@ -113,9 +112,9 @@ def test_about_half_of_the_judged_answers_are_right():
     ids=["one digit", "reversed", "a single number to sort", "sorting"],
 )
 def test_the_built_in_tasks_have_all_of_it(made):
-    assert isinstance(made, HasPreferencePairs)
-    assert isinstance(made, HasLabelledAnswers)
-    assert isinstance(made, HasStepLabels)
+    assert made.has_pairs
+    assert made.has_labelled_answers
+    assert made.has_step_labels
     for served in islice(made.tasks("train", seed=0), 200):
         pair = made.comparison(served)
         assert pair.chosen == made.demonstration(served)

@@ -14,8 +14,8 @@ from ratchet.executors.local import LocalExecutor
 from ratchet.executors.placement import ResourceRequest
 from ratchet.executors.protocol import pack
 from ratchet.observe import stall_report
-from ratchet.protocols import Executor, Workers
 from ratchet.training.from_config import build_executor
+from ratchet.worker_protocols import Executor, Workers
 
 
 def test_results_come_by_rank_and_calls_in_order(start):

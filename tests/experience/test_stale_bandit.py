@@ -27,6 +27,7 @@ from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
+from ratchet.protocols import WeightSync
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeLearner
 from ratchet.testing.simulated import SlowLearner
@@ -73,7 +74,7 @@ class Pulls:
         ]
 
 
-class Copies:
+class Copies(WeightSync):
     """A link."""
 
     def __init__(self, learner, generator):
@@ -82,8 +83,6 @@ class Copies:
     async def push(self, version):
         self.generator.logprobs = self.learner.logits.detach().log_softmax(-1).tolist()
         await self.generator.commit(version)
-
-    async def close(self): ...
 
 
 def trained(seed, *, max_staleness, correction):

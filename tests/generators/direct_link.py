@@ -3,10 +3,10 @@ process."""
 
 from __future__ import annotations
 
-from ratchet.protocols import Generator, Learner
+from ratchet.protocols import Generator, Learner, WeightSync
 
 
-class DirectWeightSync:
+class DirectWeightSync(WeightSync):
     def __init__(self, learner: Learner, generator: Generator) -> None:
         self.learner, self.generator = learner, generator
 

@@ -40,7 +40,7 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import save_adapter
 from ratchet.models.policy import DecoderPolicy
 from ratchet.models.transformers.policy import TransformersPolicy
-from ratchet.protocols import Shard
+from ratchet.protocols import Shard, WeightSync
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_generator
 from ratchet.training.from_config import build_policy, build_run
@@ -632,7 +632,7 @@ async def accuracies(config):
     return found
 
 
-class Compared:
+class Compared(WeightSync):
     """A link that holds the sampler to the learner after every push."""
 
     def __init__(self, link, policy):

@@ -11,10 +11,11 @@ from torch import Tensor
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.executors.freeze import freeze
-from ratchet.protocols import Executor
+from ratchet.testing.fakes import FakeSource
 from ratchet.training.from_config import build_policy, build_run, start_processes
 from ratchet.training.loop import train
 from ratchet.types import Group
+from ratchet.worker_protocols import Executor
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
 STEPS, GROUPS = 5, 16
@@ -59,7 +60,7 @@ class Made:
     weights: dict[str, Tensor]
 
 
-class Replayed:
+class Replayed(FakeSource):
     """A source that gives what was drawn before, step by step."""
 
     def __init__(self, drawn: list[list[Group]]) -> None:
@@ -72,7 +73,7 @@ class Replayed:
     def ack(self, ids, step: int) -> None: ...
 
 
-class Recorded:
+class Recorded(FakeSource):
     """A source that keeps what it gives."""
 
     def __init__(self, source) -> None:

@@ -173,7 +173,7 @@ class Overtalks(Good):
         (Wrong, r"demonstration.*earns Scored\(reward=0.0"),
         (Texts, "must give Message objects only"),
         (Overtalks, "goes on after the episode's end"),
-        (object, "object lacks methods of the Environment protocol"),
+        (object, "object has no tasks, reset, step"),
     ],
 )
 def test_a_broken_environment_is_caught(broken, error):

@@ -39,6 +39,8 @@ class Device:
 
 
 class OnDevice:
+    can_offload = True
+
     def place(self, device, who):
         self.device, self.who, self.broken = device, who, False
         device.on.add(who)

@@ -13,7 +13,7 @@ from weight_sync.test_transfer import assert_bit_equal, held, local
 
 from ratchet.errors import WeightSyncError
 from ratchet.generators.weight_update import WeightStaging
-from ratchet.protocols import Shard, SupportsWeightAdoption
+from ratchet.protocols import Shard
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
 from ratchet.weight_sync.files import FilesWeightSync
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync, lay_out_blocks
@@ -52,7 +52,6 @@ class Both:
 def test_weights_are_used_where_they_lie_and_two_segments_take_turns():
     policy, outlet = local(UNTIED)
     generator = engine(UNTIED)
-    assert isinstance(generator, SupportsWeightAdoption)
     assert not generator.adopted
     link = SharedMemoryWeightSync(outlet, LocalRank(WeightReceiver(generator)))
     seen = []

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from ratchet.config.yaml_tree import read_yaml_error
 from ratchet.errors import ConfigError
 
 Dialect = Literal["omegaconf", "yaml"]
@@ -88,9 +89,8 @@ class ConfigReader:
             root = loader.get_single_node()
             content = None if root is None else self._construct(root, loader, path)
         except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
+            mark, detail = read_yaml_error(error)
             location = path if mark is None else f"{path}:{mark.line + 1}"
-            detail = getattr(error, "problem", None) or str(error).partition("\n")[0]
             raise ConfigError(f"{location}: is not YAML: {detail}") from error
         except ConfigError as error:
             raise error if str(path) in str(error) else ConfigError(f"{path}, {error}") from error

@@ -29,7 +29,6 @@ from ratchet.models.flops import DecoderCost
 from ratchet.models.load import find_model
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MAX_STEPS, MAX_TOKENS
-from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels
 from ratchet.training.from_config import build_env_setup, build_renderer
 from ratchet.training.stage import EnvSetup
 from ratchet.types import Task
@@ -265,12 +264,12 @@ def _measure_longest_row(
 ) -> int:
     """Return the tokens of a task's longest row, for an algorithm that does not generate."""
     environment = env_setup.environment
-    if algorithm.source == "pairs" and isinstance(environment, HasPreferencePairs):
+    if algorithm.source == "pairs" and environment.has_pairs:
         pair = environment.comparison(task)
         answers = [pair.chosen, pair.rejected]
-    elif algorithm.source == "labelled" and isinstance(environment, HasLabelledAnswers):
+    elif algorithm.source == "labelled" and environment.has_labelled_answers:
         answers = [environment.labelled_answer(task).messages]
-    elif algorithm.source == "steps" and isinstance(environment, HasStepLabels):
+    elif algorithm.source == "steps" and environment.has_step_labels:
         return len(renderer.prompt(task.messages)) + sum(
             len(renderer.tokenizer.encode(text)) for text, _ in environment.steps(task)
         )

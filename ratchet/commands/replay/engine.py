@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 from torch import Tensor
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
+from ratchet.commands.replay.no_generator import NoGeneratorConfig, NoWeightSync
 from ratchet.config.base import Section
 from ratchet.config.loader import dump_config, load_config
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
-from ratchet.config.sections import GeneratorSection
 from ratchet.data.formats.media import embed_bytes
 from ratchet.data.processor import Processor
 from ratchet.errors import ConfigError, DataError, RunNotFound
@@ -30,7 +30,7 @@ from ratchet.experience.sources.batcher import Batcher
 from ratchet.learners.config import DistributedConfig
 from ratchet.observe.records.reader import Record
 from ratchet.observe.records.table import build_table
-from ratchet.protocols import Fingerprinted, Learner
+from ratchet.protocols import Learner, Source
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.recipe_changes import restore_earlier_config
 from ratchet.runs.run_dir import RunDirectory
@@ -49,7 +49,7 @@ from ratchet.types import Group, Medium, Placed
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 
-class RecordedSource:
+class RecordedSource(Source):
     """A `Source` that supplies the recorded groups of each step to the training loop."""
 
     def __init__(self, record: Record, processor: Processor | None) -> None:
@@ -102,23 +102,6 @@ class RecordedSource:
     async def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
-class NoGenerator(GeneratorSection):
-    """A generator section that builds None, because a replay generates nothing."""
-
-    builds: ClassVar[str] = "ratchet.commands.replay.engine:no_generator"
-
-
-def no_generator(*_: object) -> None: ...
-
-
-class NoWeightSync:
-    """A `WeightSync` that sends nothing, because a replay has no generator."""
-
-    async def push(self, version: int) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class ReplayedStep:
     """A replayed step and its results."""
@@ -154,9 +137,9 @@ class StepCollector:
         roles: Mapping[str, Learner],
     ) -> None:
         fingerprints = {
-            name: role.fingerprint()
+            name: fingerprint
             for name, role in roles.items()
-            if isinstance(role, Fingerprinted)
+            if (fingerprint := role.fingerprint()) is not None
         }
         self._step_fields = {
             "step": step,
@@ -386,7 +369,7 @@ class Replay:
     def _without_generator(config: RunConfig) -> RunConfig:
         """Return the recipe without generators, so that none is started."""
         stages = tuple(
-            stage.model_copy(update={"generator": NoGenerator()}) for stage in config.stages
+            stage.model_copy(update={"generator": NoGeneratorConfig()}) for stage in config.stages
         )
         return config.model_copy(update={"stages": stages})
 

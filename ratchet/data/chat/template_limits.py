@@ -223,13 +223,12 @@ class _StepCounter(NodeTransformer):
 
 def _make_step_count(node: nodes.Node) -> nodes.Expr:
     """Return a node that spends the steps of one pass through a body with its literal texts."""
-    literals = [*node.find_all(nodes.TemplateData), *node.find_all(nodes.Const)]
-    n_chars = sum(
-        len(text)
-        for literal in literals
-        if isinstance(text := getattr(literal, "data", getattr(literal, "value", None)), str)
-    )
-    base_steps = STEPS_A_CALL if getattr(node, "recursive", False) else 1
+    texts = [
+        *(literal.data for literal in node.find_all(nodes.TemplateData)),
+        *(literal.value for literal in node.find_all(nodes.Const)),
+    ]
+    n_chars = sum(len(text) for text in texts if isinstance(text, str))
+    base_steps = STEPS_A_CALL if isinstance(node, nodes.For) and node.recursive else 1
     return _apply_filter(nodes.Const(base_steps + n_chars // CHARS_A_STEP), SPEND_STEPS)
 
 
@@ -265,6 +264,15 @@ class _OpaqueNamespace(Namespace):
         return "<Namespace>"
 
 
+def _get_owner(called: Any) -> Any:
+    """Return the object whose method is called, also through a wrapper; None for a function."""
+    for method in (called, getattr(called, "__wrapped__", None)):  # only wrappers have this
+        # A template may call any object, and only methods have an owner.
+        if (owner := getattr(method, "__self__", None)) is not None:
+            return owner
+    return None
+
+
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """A Jinja sandbox that counts the steps of its templates.
 
@@ -297,9 +305,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         """Count the steps of a call in a template, check the growth of its result, and run it."""
         budget = __context.parent[BUDGET_VARIABLE]
         budget.spend(STEPS_A_CALL)
-        owner = getattr(__obj, "__self__", None)
-        if owner is None:
-            owner = getattr(getattr(__obj, "__wrapped__", None), "__self__", None)
+        owner = _get_owner(__obj)
         if isinstance(owner, (*TEXT_TYPES, int, float)):
             budget.spend_reading(owner)
             for argument in (*args, *kwargs.values()):

@@ -119,6 +119,7 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(
             f"transformers can't read the tokenizer in {directory}: {reason}"
         ) from error
+    # Tokenizers written in Python have none.
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(

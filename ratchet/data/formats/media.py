@@ -186,7 +186,7 @@ def _download(reference: str, name: str, limits: MediaLimits) -> bytes:
         with urllib.request.urlopen(reference, timeout=limits.timeout_s) as response:
             return _read_within_limit(response, name, limits)
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
+        reason = (error.reason if isinstance(error, urllib.error.URLError) else None) or error
         raise DataError(
             f"{name}: can't be fetched ({_get_first_line(reason)}): download it, or drop the row"
         ) from error
@@ -248,6 +248,7 @@ def decode_video(
         )
     frames = []
     with _open_image(source, where, limits) as image:
+        # Pillow gives it only to formats that may have several frames.
         for i in _choose_evenly_spaced(getattr(image, "n_frames", 1), limits.max_frames):
             image.seek(i)
             frames.append(_convert_to_rgb(image.copy()))

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -19,7 +19,7 @@ from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.errors import DataError
-from ratchet.protocols import Step
+from ratchet.protocols import Environment, Step
 from ratchet.types import Message, Split, Task
 
 
@@ -62,14 +62,12 @@ class Observation(NamedTuple):
     metrics: Mapping[str, float] = {}
 
 
-class ResetStepEnvironment(ABC):
+class ResetStepEnvironment(Environment):
     """A base class of adapters, which runs episodes of an inner environment.
 
     A subclass creates the inner environment, and converts its observations to text and text to its
     actions. An instance reuses its inner environment in later episodes. A copy creates a new one.
     """
-
-    judges = True
 
     def __init__(self, config: ResetStepConfig, name: str) -> None:
         self.settings, self.name, self.replayable = config, name, config.replayable

@@ -17,16 +17,18 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, SerializeAsAny, field_validator
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import Slot, build
+from ratchet.config.resolve import Slot
 from ratchet.config.sections import EnvironmentConfig
+from ratchet.environments.build import build_environment
 from ratchet.environments.tool_use.base import Tool, Tools, ToolUnavailable, build_tools
 from ratchet.environments.tool_use.function_tool import describe_function
 from ratchet.errors import ConfigError, DataError, RatchetError
-from ratchet.protocols import Environment, HasTaskCount, Step
+from ratchet.protocols import Environment, Step
 from ratchet.rewards.deadline import Deadline
 from ratchet.rewards.integrations.base import encode_messages, read_columns, read_number
 from ratchet.rewards.integrations.trl import call_trl_reward, make_column_arguments
 from ratchet.types import Message, Part, Split, Task, ToolCall
+from ratchet.utils.user_code import get_qualified_name
 from ratchet.utils.user_imports import import_object
 
 # Public methods of a class that are not tools.
@@ -103,7 +105,7 @@ class TRLEnvironmentConfig(EnvironmentConfig):
         )
 
 
-class TRLEnvironment:
+class TRLEnvironment(Environment):
     """An environment that plays attempts with instances of a TRL class.
 
     A copy creates instances of its own and resets them for each attempt.
@@ -118,9 +120,7 @@ class TRLEnvironment:
         factory = config.factory
         paths = factory if isinstance(factory, dict) else {"": factory}
         self.factories = {name: import_object(path) for name, path in paths.items()}
-        self.problems: Environment | None = (
-            None if config.problems is None else build(config.problems)
-        )
+        self.problems = None if config.problems is None else build_environment(config.problems)
         self.reward_funcs = {
             path.rpartition(":")[2]: import_object(path) for path in config.reward_funcs
         }
@@ -147,8 +147,7 @@ class TRLEnvironment:
         )
 
     def task_count(self) -> int | None:
-        problems = self.problems
-        return problems.task_count() if isinstance(problems, HasTaskCount) else None
+        return None if self.problems is None else self.problems.task_count()
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         raise DataError("TRL's environments have no demonstrations: train with rollouts")
@@ -276,7 +275,7 @@ class TRLEnvironment:
         except TimeoutError:
             if not limit.expired():
                 raise
-            name = getattr(function, "__qualname__", repr(function))
+            name = get_qualified_name(function) or repr(function)
             raise ToolUnavailable(
                 f"{name} gave no answer within environment.timeout_s={self.config.timeout_s:g}"
             ) from None
@@ -306,6 +305,7 @@ def _list_tool_names(instance: Any) -> list[str]:
 
 
 def _describe_methods(instance: Any) -> list[dict[str, Any]]:
+    # The class is a user's.
     if not callable(getattr(instance, "reset", None)):
         raise ConfigError(
             f"{type(instance).__name__} is no environment of TRL: it has no method `reset`"

@@ -371,7 +371,9 @@ def _convert_message(message: vf.Message) -> Message:
     if not isinstance(content, str):
         content = "\n".join(_get_text(part) for part in content)
     role: Role = message.role
-    return Message(role, content, tool_call_id=getattr(message, "tool_call_id", None))
+    return Message(
+        role, content, tool_call_id=message.tool_call_id if message.role == "tool" else None
+    )
 
 
 def _get_text(part: Any) -> str:

@@ -8,10 +8,11 @@ from typing import Annotated, ClassVar
 from pydantic import Field, SerializeAsAny
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import Slot, build
+from ratchet.config.resolve import Slot
 from ratchet.config.sections import EnvironmentConfig
+from ratchet.environments.build import build_environment
 from ratchet.environments.tool_use.python import describe_failure
-from ratchet.protocols import Environment, HasTaskCount, Step
+from ratchet.protocols import Environment, Step
 from ratchet.rewards.code.extract_program import extract_program, has_expected_output
 from ratchet.rewards.code.function_tests import FunctionTask
 from ratchet.rewards.code.reward import Code, CodeConfig, get_tests, parse_io_tests
@@ -49,7 +50,7 @@ class CodeRepairConfig(EnvironmentConfig):
 SHOWN_CHARS = 500
 
 
-class CodeRepair:
+class CodeRepair(Environment):
     """An environment of programs with several tries.
 
     The reward is the result of `code` for the last try, times `discount` for each earlier try.
@@ -62,12 +63,11 @@ class CodeRepair:
     """
 
     replayable = True
-    judges = True
 
     def __init__(self, config: CodeRepairConfig) -> None:
         """Raise SandboxError if this machine can't isolate programs as the judge requires."""
         self.config = config
-        self.problems: Environment = build(config.problems)
+        self.problems = build_environment(config.problems)
         self._code = Code(config.judge)
         self._task: Task | None = None
         self._tries = 0
@@ -78,8 +78,7 @@ class CodeRepair:
         return self.problems.tasks(split, seed=seed, start=start)
 
     def task_count(self) -> int | None:
-        problems = self.problems
-        return problems.task_count() if isinstance(problems, HasTaskCount) else None
+        return self.problems.task_count()
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self.problems.demonstration(task)
@@ -106,9 +105,6 @@ class CodeRepair:
             )
         hint = await self._make_hint(message.text, self._task)
         return Step(messages=(Message("user", hint),), reward=0.0, metrics={"programs": 1})
-
-    async def close(self) -> None:
-        return None
 
     async def _make_hint(self, text: str, task: Task) -> str:
         judge = self.config.judge

@@ -9,13 +9,14 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ratchet.config.resolve import Slot, build
+from ratchet.config.resolve import Slot
 from ratchet.config.schema import AnyEnvironment
 from ratchet.config.sections import EnvironmentConfig
+from ratchet.environments.build import build_environment
 from ratchet.environments.tool_use.base import Toolbox, ToolError, Tools, build_tools
 from ratchet.environments.tool_use.calculator import calculate, format_value
 from ratchet.errors import DataError
-from ratchet.protocols import Environment, HasTaskCount, Step
+from ratchet.protocols import Environment, Step
 from ratchet.types import Message, Split, Task, ToolCall
 
 
@@ -51,7 +52,7 @@ class ToolUseConfig(ToolEnvironmentConfig):
         return self.problems.default_reward
 
 
-class ToolEnvironment:
+class ToolEnvironment(Environment):
     """A base class that plays the turns of an episode with tools. A subclass provides the tasks.
 
     A message without calls is the final answer. It ends the episode, and a reward judges it.
@@ -90,9 +91,6 @@ class ToolEnvironment:
             messages=tuple(answers), metrics={"tool_calls": len(answers), "tool_errors": n_errors}
         )
 
-    async def close(self) -> None:
-        return None
-
 
 class ToolUse(ToolEnvironment):
     """An environment that adds tools to the problems of another environment."""
@@ -100,14 +98,13 @@ class ToolUse(ToolEnvironment):
     def __init__(self, config: ToolUseConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.problems: Environment = build(config.problems)
+        self.problems = build_environment(config.problems)
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         return map(self.add_system_message, self.problems.tasks(split, seed=seed, start=start))
 
     def task_count(self) -> int | None:
-        problems = self.problems
-        return problems.task_count() if isinstance(problems, HasTaskCount) else None
+        return self.problems.task_count()
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         """Return an episode that evaluates the prompt's expression with the calculator.

@@ -11,6 +11,7 @@ from typing import Any
 
 from ratchet.config.resolve import FunctionToolSection
 from ratchet.errors import ConfigError
+from ratchet.utils.user_code import get_qualified_name
 from ratchet.utils.user_imports import import_object
 
 
@@ -29,7 +30,7 @@ class FunctionTool:
 
 
 def build_function_tool(section: FunctionToolSection) -> FunctionTool:
-    return FunctionTool(import_object(section.target))
+    return FunctionTool(import_object(section.kind_name))
 
 
 def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException) as error:
-        name = getattr(function, "__qualname__", repr(function))
+        name = get_qualified_name(function) or repr(function)
         raise ConfigError(
             f"{name} can't be a tool: {error}. Give each parameter a type, and a line `name: ...` "
             "below `Args:` in the docstring"

@@ -12,20 +12,12 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
-from ratchet.config.resolve import Slot, build
+from ratchet.config.resolve import Slot
 from ratchet.config.schema import AnyEnvironment
 from ratchet.config.sections import EnvironmentConfig
+from ratchet.environments.build import build_environment
 from ratchet.environments.workers.pool import Pool
-from ratchet.protocols import (
-    HasLabelledAnswers,
-    HasMetrics,
-    HasPreferencePairs,
-    HasStepLabels,
-    HasStopStrings,
-    HasTaskCount,
-    HasTools,
-    Step,
-)
+from ratchet.protocols import Environment, Step
 from ratchet.types import Comparison, Group, LabelledAnswer, Message, Split, Task
 
 
@@ -68,13 +60,11 @@ class WorkersConfig(EnvironmentConfig):
 
 
 def workers(config: WorkersConfig) -> WorkerEnvironment:
-    """Return a worker environment with the optional protocols of the inner environment."""
-    local = build(config.worker)
-    mixins = tuple(mixin for protocol, mixin in MIXINS.items() if isinstance(local, protocol))
-    return type(f"{type(local).__name__}InWorkers", (*mixins, WorkerEnvironment), {})(config, local)
+    """Return an environment whose attempts are played in workers."""
+    return WorkerEnvironment(config, build_environment(config.worker))
 
 
-class WorkerEnvironment:
+class WorkerEnvironment(Environment):
     """An environment that forwards attempts to worker processes.
 
     Copies share the processes. From its first attempt until it is closed, an instance belongs to a
@@ -84,9 +74,9 @@ class WorkerEnvironment:
         local: The instance of the environment in the driver.
     """
 
-    def __init__(self, config: WorkersConfig, local: Any) -> None:
+    def __init__(self, config: WorkersConfig, local: Environment) -> None:
         self.config, self.local = config, local
-        self.replayable, self.judges = local.replayable, getattr(local, "judges", True)
+        self.replayable, self.judges = local.replayable, local.judges
         self._pool = Pool(
             config.worker.model_dump(mode="json"),
             processes=config.processes,
@@ -96,7 +86,7 @@ class WorkerEnvironment:
 
     def __copy__(self) -> Self:
         environment = object.__new__(type(self))
-        environment.__dict__ |= self.__dict__
+        vars(environment).update(vars(self))
         environment._register()
         return environment
 
@@ -110,8 +100,10 @@ class WorkerEnvironment:
         return self.local.tasks(split, seed=seed, start=start)
 
     def task_count(self) -> int | None:
-        local = self.local
-        return local.task_count() if isinstance(local, HasTaskCount) else None
+        return self.local.task_count()
+
+    def drops_too_long(self, task: Task) -> bool:
+        return self.local.drops_too_long(task)
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self.local.demonstration(task)
@@ -135,43 +127,37 @@ class WorkerEnvironment:
         self._task = None
         await self._pool.close(self._instance)
 
+    @property
+    def has_tools(self) -> bool:
+        return self.local.has_tools
 
-class _ToolsMixin(WorkerEnvironment):
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         return self._reply["tools"] if task == self._task else self.local.tools(task)
 
-
-class _StopStringsMixin(WorkerEnvironment):
     @property
-    def stop_strings(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._reply.get("stop_strings", ())
 
-
-class _MetricsMixin(WorkerEnvironment):
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         return self.local.measure(groups)
 
+    @property
+    def has_pairs(self) -> bool:
+        return self.local.has_pairs
 
-class _PairsMixin(WorkerEnvironment):
     def comparison(self, task: Task) -> Comparison:
         return self.local.comparison(task)
 
+    @property
+    def has_labelled_answers(self) -> bool:
+        return self.local.has_labelled_answers
 
-class _LabelledAnswersMixin(WorkerEnvironment):
     def labelled_answer(self, task: Task) -> LabelledAnswer:
         return self.local.labelled_answer(task)
 
+    @property
+    def has_step_labels(self) -> bool:
+        return self.local.has_step_labels
 
-class _StepLabelsMixin(WorkerEnvironment):
     def steps(self, task: Task) -> Sequence[tuple[str, float]]:
         return self.local.steps(task)
-
-
-MIXINS: Mapping[type, type[WorkerEnvironment]] = {
-    HasTools: _ToolsMixin,
-    HasStopStrings: _StopStringsMixin,
-    HasMetrics: _MetricsMixin,
-    HasPreferencePairs: _PairsMixin,
-    HasLabelledAnswers: _LabelledAnswersMixin,
-    HasStepLabels: _StepLabelsMixin,
-}

@@ -17,11 +17,12 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
-from ratchet.config.resolve import build, resolve
+from ratchet.config.resolve import resolve
 from ratchet.data.codec import from_plain
+from ratchet.environments.build import build_environment
 from ratchet.environments.workers.protocol import pack
 from ratchet.processes.frames import Connection, Frame, FrameKind
-from ratchet.protocols import Environment, HasStopStrings, HasTools
+from ratchet.protocols import Environment
 from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.utils import credentials
 
@@ -35,7 +36,7 @@ def serve(connection: Connection) -> NoReturn:
     faulthandler.enable()
     setup = connection.receive().parcel.load_json()
     credentials.set_environment(setup["credentials"])
-    server = _Server(connection, build(resolve("played", setup["section"])))
+    server = _Server(connection, build_environment(resolve("played", setup["section"])))
     connection.send(FrameKind.HELLO)
     while True:
         server.handle(connection.receive())
@@ -143,11 +144,10 @@ class _AttemptThread:
                 self._instances[instance] = copy.copy(self._server.environment)
             environment = self._instances[instance]
             value: dict[str, Any] = {"messages": await environment.reset(argument)}
-            if isinstance(environment, HasTools):
+            if environment.has_tools:
                 value["tools"] = environment.tools(argument)
         else:
             environment = self._instances[instance]
             value = {"step": await environment.step(argument)}
-        if isinstance(environment, HasStopStrings):
-            value["stop_strings"] = environment.stop_strings
+        value["stop_strings"] = environment.stop_strings
         return value

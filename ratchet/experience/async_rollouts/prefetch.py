@@ -20,6 +20,7 @@ from ratchet.experience.async_rollouts.resumable_generator import CURRENT_GROUP,
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup, StalenessScheduler
 from ratchet.experience.rollout.metrics import measure_staleness
 from ratchet.experience.sources.rollouts import RolloutSource
+from ratchet.protocols import Source
 from ratchet.types import Group
 
 MISMATCH = "batch/correction/kl"  # the metric that `ConcurrencyController` compares with its target
@@ -43,7 +44,7 @@ def has_learning_signal(group: Group, *, by_parts: bool = False) -> bool:
     return len({row.reward for row in rows}) > 1
 
 
-class PrefetchingSource:
+class PrefetchingSource(Source):
     """A source that prefetches groups of another source.
 
     Args:

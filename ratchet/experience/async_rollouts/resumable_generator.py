@@ -14,12 +14,12 @@ import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
+from ratchet.generators.wrapper import GeneratorWrapper
 from ratchet.protocols import Generator
 from ratchet.types import Completion, Placed, Sampling, StopReason
 
@@ -32,20 +32,17 @@ INTERRUPT_TIMEOUT_S = 30.0
 EVENT_LOOP_ITERATIONS = 32  # more than the longest chain of tasks that wait for one another
 
 
-class ResumableGenerator:
+class ResumableGenerator(GeneratorWrapper):
     """A generator wrapper that can interrupt the requests of groups and resume them.
 
     Requests outside a group, such as those of an evaluation, pass through.
     """
 
     def __init__(self, inner: Generator) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._is_interrupted = False
         # Requests that wait for `resume_requests`, by (number of the group, seed).
         self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     async def generate(
         self,

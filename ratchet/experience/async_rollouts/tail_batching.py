@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from ratchet.experience.rollout.manager import gather_first
 from ratchet.experience.sources.rollouts import RolloutSource
-from ratchet.protocols import Generator
+from ratchet.generators.wrapper import GeneratorWrapper
+from ratchet.protocols import Generator, Source
 from ratchet.types import Completion, Group, Placed, Sampling, Task
 
 log = logging.getLogger(__name__)
@@ -43,21 +44,18 @@ class TokenCounter:
 CURRENT_COUNTER: ContextVar[TokenCounter | None] = ContextVar("counter", default=None)
 
 
-class AbortableGenerator:
+class AbortableGenerator(GeneratorWrapper):
     """A generator wrapper that counts the tokens of each group and can abort its requests.
 
     Requests outside a group, such as those of an evaluation, are not counted or held back.
     """
 
     def __init__(self, inner: Generator) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._is_cut = False
         self._n_requests = 0  # requests in flight
         self._all_returned = asyncio.Event()
         self._never_set = asyncio.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     async def generate(
         self,
@@ -110,7 +108,7 @@ class AbortableGenerator:
             await self._never_set.wait()
 
 
-class TailBatching:
+class TailBatching(Source):
     """A source that defers the slowest groups of a step.
 
     It starts no more prompts than the remaining steps can train on, so that none is left at the end

@@ -23,7 +23,7 @@ from ratchet.batch import Batch
 from ratchet.config.experience import ParityConfig
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ParityError
-from ratchet.protocols import Generator, HasReadableWeights, Learner, WeightAudit, WeightSync
+from ratchet.protocols import Generator, Learner, WeightSync
 from ratchet.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -55,10 +55,8 @@ class ParityPair:
     ) -> ParityPair:
         """Return the pair to compare; `tokenizer` is the policy's."""
         fingerprints = {"policy": tokenizer.fingerprint}
-        generator_tokenizer = getattr(generator, "tokenizer", None)
-        fingerprint = getattr(generator_tokenizer, "fingerprint", None)
-        if fingerprint is not None:
-            fingerprints["generator"] = str(fingerprint)
+        if isinstance(generator.tokenizer, Tokenizer):
+            fingerprints["generator"] = generator.tokenizer.fingerprint
         return cls(learner, generator, weight_sync, fingerprints)
 
 
@@ -154,7 +152,7 @@ class ParityGate:
     @property
     def _generator_precision(self) -> str | None:
         """The format to which the generator rounds received weights; None: it does not round."""
-        return getattr(self.pair.generator, "precision", None)
+        return self.pair.generator.precision
 
     async def _compare_weights(self) -> ParityFinding:
         if self._generator_precision in QUANTISED:
@@ -163,11 +161,7 @@ class ParityGate:
                 "not compared: the generator rounds received weights to "
                 f"{self._generator_precision}",
             )
-        differing = (
-            await self.pair.weight_sync.audit()
-            if isinstance(self.pair.weight_sync, WeightAudit)
-            else None
-        )
+        differing = await self.pair.weight_sync.audit()
         if differing is None:
             return ParityFinding("weights", "not compared: the generator doesn't show them")
         if not differing:
@@ -217,11 +211,7 @@ class ParityGate:
             for shard in self.pair.learner.weights()
             if shard.tensor.is_floating_point()
         }
-        generator_dtypes = (
-            {s.tensor.dtype for s in self.pair.generator.weights()}
-            if isinstance(self.pair.generator, HasReadableWeights)
-            else set()
-        )
+        generator_dtypes = {shard.tensor.dtype for shard in self.pair.generator.weights()}
         generator_format = self._generator_precision or _join_dtype_names(generator_dtypes)
         if not learner_dtypes or not generator_format:
             return ParityFinding("dtype", "not compared: one of the two doesn't show its weights")

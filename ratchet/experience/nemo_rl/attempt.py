@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.environment import (
     SCALAR,
     EnvironmentInterface,
@@ -22,7 +21,7 @@ from ratchet.experience.nemo_rl.environment import (
     step_rows,
 )
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
-from ratchet.protocols import Step
+from ratchet.protocols import Environment, Step
 from ratchet.types import Message, Split, Task
 from ratchet.utils.user_code import is_user_error
 
@@ -31,7 +30,7 @@ StepFunction = Callable[[MessageLog, Any], Awaitable[EnvironmentReply]]
 T = TypeVar("T")
 
 
-class MessageLogDialogue:
+class MessageLogDialogue(Environment):
     """The environment of one attempt, which calls a batched environment.
 
     Attributes:
@@ -65,9 +64,6 @@ class MessageLogDialogue:
         """Return no tasks: the conversations come from a batch."""
         return iter(())
 
-    def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError("a batched environment has no demonstrations")
-
     async def reset(self, task: Task) -> Sequence[Message]:
         return task.messages
 
@@ -98,9 +94,6 @@ class MessageLogDialogue:
             self.stop_strings = tuple(reply.stop_strings)
         self.parts.update(reply.parts or {})
         return reply
-
-    async def close(self) -> None:
-        return None
 
 
 def _name_metric(part: str) -> str:

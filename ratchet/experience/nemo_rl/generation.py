@@ -61,6 +61,7 @@ def refuse_media(media: Sequence[Placed]) -> None:
 
 def get_weights_version(policy_generation: Any) -> int:
     """Return the version of a generator's weights, or 0 if it has none."""
+    # It may be of any class.
     return int(getattr(policy_generation, "version", 0))
 
 
@@ -75,6 +76,7 @@ def get_sampling(
     Args:
         greedy: True sets the temperature to 0.
     """
+    # It may be of any class.
     sampling = getattr(policy_generation, "sampling", None)
     if not sampling:
         sampling = Sampling(max_new_tokens=max_new_tokens)
@@ -92,7 +94,7 @@ def takes_batches(policy_generation: Any) -> bool:
 
     Raises ConfigError for an object that has neither `generate` nor `generate_async`.
     """
-    generate = getattr(policy_generation, "generate", None)
+    generate = policy_generation.generate if hasattr(policy_generation, "generate") else None
     if generate is None and not hasattr(policy_generation, "generate_async"):
         raise ConfigError(
             f"policy_generation={type(policy_generation).__name__} has neither `generate` nor "

@@ -24,6 +24,8 @@ class HubTokenizer(Protocol):
     def backend_tokenizer(self) -> Any: ...
     @property
     def special_tokens_map(self) -> Mapping[str, Any]: ...
+    @property
+    def chat_template(self) -> Any: ...
 
 
 TokenizerType = Tokenizer | HubTokenizer
@@ -70,6 +72,7 @@ def get_log_renderer(tokenizer: TokenizerType, raw_observations: bool = False) -
 
 
 def _convert(tokenizer: HubTokenizer) -> Tokenizer:
+    # Tokenizers written in Python have none.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         name = type(tokenizer).__name__
@@ -77,7 +80,7 @@ def _convert(tokenizer: HubTokenizer) -> Tokenizer:
             f"{name} is not a supported tokenizer. Pass a ratchet.data.chat.tokenizer.Tokenizer or "
             "a fast tokenizer of transformers"
         )
-    template = getattr(tokenizer, "chat_template", None)
+    template = tokenizer.chat_template
     return Tokenizer(
         tokenizers.Tokenizer.from_str(backend.to_str()),
         config=dict(tokenizer.special_tokens_map),

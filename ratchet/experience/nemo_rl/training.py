@@ -81,7 +81,7 @@ class MessageLogEnvironment(Rows):
         )
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.dialogue.stop_strings
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import Any, cast
 from ratchet.executors.env_vars import inherit_environment
 from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.types import Task
+from ratchet.utils.user_code import is_async
 
 MAX_OUTPUT = 2**20  # bytes kept of the end of stdout and of stderr
 GRACE_S = 1.0  # longest wait for outputs that a process outside the group still holds open
@@ -30,8 +30,7 @@ async def run_agent(agent: Agent, task: Task, base_url: str, api_key: str) -> An
 
     A plain function runs in its own thread, so that attempts do not wait for each other.
     """
-    call = getattr(agent, "__call__", None)  # noqa: B004 -- an object's async __call__ counts too
-    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call):
+    if is_async(agent):
         return await agent(task, base_url, api_key)
     return await _run_in_thread(lambda: agent(task, base_url, api_key))
 

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ratchet.data.chat.renderer import Renderer, Tools
-from ratchet.environments.cut_attempts import HasCutReward
 from ratchet.errors import DataError
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
-from ratchet.protocols import Environment, Generator, HasStopStrings, HasTools, Step
+from ratchet.protocols import Environment, Generator, Step
 from ratchet.rewards.deadline import limit_time
 from ratchet.types import (
     Cancelled,
@@ -40,8 +39,6 @@ from ratchet.types import (
     is_finite_number,
 )
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
-
-P = TypeVar("P")
 
 
 class PromptMemo:
@@ -259,20 +256,6 @@ class EpisodePlayer:
     max_context: int
     max_turns: int = 64
     timeout_s: float | None = None
-    _implemented: dict[tuple[type, type], bool] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def implements(self, environment: object, protocol: type[P]) -> TypeGuard[P]:
-        """True if environments of this class implement the protocol.
-
-        The answer is cached, because `isinstance` with a protocol takes as long as a turn in Python
-        3.11.
-        """
-        key = type(environment), protocol
-        if key not in self._implemented:
-            self._implemented[key] = isinstance(environment, protocol)
-        return self._implemented[key]
 
     async def play(
         self,
@@ -326,7 +309,7 @@ class EpisodePlayer:
         with self._waiting("reset", environment):
             first_messages = await run_guarded(lambda: environment.reset(state.task))
         state.messages = list(check_messages(first_messages, "reset", environment))
-        if self.implements(environment, HasTools):
+        if environment.has_tools:
             # A mixture of environments may offer no tools for this task.
             state.tools = await get_offered_tools(environment, state.task) or None
             state.metrics["malformed_tool_calls"] = 0
@@ -357,7 +340,7 @@ class EpisodePlayer:
         sampling = state.sampling
         strand = state.strand
         environment = state.environment
-        if self.implements(environment, HasStopStrings):
+        if environment.stop_strings:
             sampling = replace(
                 sampling, stop=tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
             )
@@ -402,8 +385,6 @@ class EpisodePlayer:
     async def _reward_cut_attempt(self, state: EpisodeState) -> None:
         """Add the environment's reward of an attempt that was cut off to its last turn."""
         environment = state.environment
-        if not self.implements(environment, HasCutReward):
-            return
         with self._waiting("reward_cut_attempt", state.environment):
             reward = await run_guarded(lambda: environment.reward_cut_attempt(state.messages))
         if reward is None:
@@ -465,7 +446,7 @@ class EpisodePlayer:
             state.strand.media = self.renderer.media(prompt, state.messages)
 
 
-async def get_offered_tools(environment: HasTools, task: Task) -> Tools:
+async def get_offered_tools(environment: Environment, task: Task) -> Tools:
     """Return the tools of the environment, or raise UserCodeFailed if they are malformed."""
 
     async def call() -> Any:

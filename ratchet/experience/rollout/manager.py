@@ -29,6 +29,7 @@ from ratchet.types import (
 )
 from ratchet.utils.tracer import ATTEMPT_TRACK, span
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.utils.user_parts import complete
 
 log = logging.getLogger(__name__)
 
@@ -103,12 +104,12 @@ class RolloutManager:
     ) -> None:
         self.player = player
         self.new_environment = new_environment
-        self.reward = reward
+        self.reward = None if reward is None else complete(reward, Reward)
         self.needs_reward = needs_reward
         self.judge_timeout_s = judge_timeout_s
         self.retries = retries
         # True if an attempt can be judged as soon as it ends, without the rest of its group.
-        self._judges_alone = reward is None or not getattr(reward, "compares_attempts", True)
+        self._judges_alone = self.reward is None or not self.reward.compares_attempts
         self.n_playing = 0  # attempts that are being played or judged
         self._idle_environments: list[Environment] = []
 
@@ -215,7 +216,7 @@ class RolloutManager:
         environment = (
             self._idle_environments.pop()
             if self._idle_environments and not in_new_environment
-            else self.new_environment()
+            else complete(self.new_environment(), Environment)
         )
         is_reusable = False
         try:

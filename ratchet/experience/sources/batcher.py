@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ratchet.errors import TrainingError
 from ratchet.experience.rollout.failures import describe_failures
-from ratchet.protocols import AdaptiveSource, HasMetrics, Source
+from ratchet.protocols import Source
 from ratchet.types import Failed, Group
 
 log = logging.getLogger(__name__)
@@ -60,12 +60,11 @@ class Batcher:
         self.source.ack([group.id for group in groups], step)
 
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
-        return dict(self.source.measure(groups)) if isinstance(self.source, HasMetrics) else {}
+        return dict(self.source.measure(groups))
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
         """Pass the results of the step to a source that adapts to them."""
-        if isinstance(self.source, AdaptiveSource):
-            self.source.adapt(groups, step, measured)
+        self.source.adapt(groups, step, measured)
 
     def _report(self, step: int, failures: Sequence[Failed], n_attempts: int) -> None:
         recent_failures = [failure for failed, _ in self._recent for failure in failed]

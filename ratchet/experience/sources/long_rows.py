@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 from ratchet.errors import DataError, RowTooLong
 from ratchet.protocols import Environment
@@ -13,15 +12,6 @@ from ratchet.types import Task
 log = logging.getLogger(__name__)
 
 MAX_DROPPED = 10_000  # rows dropped one after another; then the data are refused
-
-
-@runtime_checkable
-class DropsLongRows(Protocol):
-    """An environment that may leave out rows that are too long."""
-
-    def drops_too_long(self, task: Task) -> bool:
-        """Return True to leave the task out if its row is too long; False makes it an error."""
-        ...
 
 
 class LongRowFilter:
@@ -33,8 +23,7 @@ class LongRowFilter:
     """
 
     def __init__(self, environment: Environment, check: Callable[[Task], None]) -> None:
-        # Asked once, because `isinstance` of a protocol is slow.
-        self._drops = environment.drops_too_long if isinstance(environment, DropsLongRows) else None
+        self._environment = environment
         self.check = check
         self._dropped: set[str] = set()  # ids of tasks
         self._n_consecutive = 0
@@ -45,7 +34,7 @@ class LongRowFilter:
         Raises:
             DataError: Every one of many tasks is too long.
         """
-        if self._drops is None or not self._drops(task):
+        if not self._environment.drops_too_long(task):
             return True
         try:
             self.check(task)

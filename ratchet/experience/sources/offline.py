@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import ConfigError, DataError, RowTooLong
 from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.experience.sources.tasks import TaskStream
-from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels, HasTools
+from ratchet.protocols import Environment
 from ratchet.types import Group, Message, Scored, Task, Trajectory, Turn
 
 
@@ -138,7 +139,7 @@ class SupervisedSource(StreamSource):
 
     def _row(self, task: Task) -> Trajectory:
         environment = self.stream.environment
-        tools = (environment.tools(task) or None) if isinstance(environment, HasTools) else None
+        tools = environment.tools(task) or None
         return self.text_renderer.row(
             task, environment.demonstration(task), train=self.train, tools=tools
         )
@@ -147,19 +148,26 @@ class SupervisedSource(StreamSource):
 class AnswerSource(StreamSource):
     """A source of answers that the environment supplies.
 
-    The constructor raises ConfigError if the stream's environment does not implement the protocol
-    `protocol`.
+    The constructor raises ConfigError if the stream's environment supplies none.
+
+    Attributes:
+        method: The method of the environment that returns an answer.
     """
 
-    protocol: type
+    method: str
+
+    @staticmethod
+    @abstractmethod
+    def has_answers(environment: Environment) -> bool:
+        """Return True if the environment supplies answers of this kind."""
 
     def __init__(self, stream: TaskStream, name: str, text_renderer: TextRenderer) -> None:
         super().__init__(stream, name)
         self.text_renderer = text_renderer
-        if not isinstance(stream.environment, self.protocol):
-            method = next(name for name in vars(self.protocol) if not name.startswith("_"))
+        if not self.has_answers(stream.environment):
+            name = type(stream.environment).__name__
             raise ConfigError(
-                f"environment {type(stream.environment).__name__} has no {method}(task), which "
+                f"environment {name} has no {self.method}(task), which "
                 "this algorithm learns from. Add it, or use an environment that has it (such as "
                 "preferences, which reads a file)"
             )
@@ -168,7 +176,11 @@ class AnswerSource(StreamSource):
 class PairSource(AnswerSource):
     """A source of a better and a worse answer to each task, the better one first."""
 
-    protocol = HasPreferencePairs
+    method = "comparison"
+
+    @staticmethod
+    def has_answers(environment: Environment) -> bool:
+        return environment.has_pairs
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         return [Group(group_id, task, self.pair(task)) for group_id, task in jobs]
@@ -177,9 +189,7 @@ class PairSource(AnswerSource):
         self.pair(task)
 
     def pair(self, task: Task) -> tuple[Trajectory, ...]:
-        environment = self.stream.environment
-        assert isinstance(environment, HasPreferencePairs)
-        pair = environment.comparison(task)
+        pair = self.stream.environment.comparison(task)
         chosen, rejected = pair.rewards or (None, None)
         return self.text_renderer.row(task, pair.chosen, chosen), replace(
             self.text_renderer.row(task, pair.rejected, rejected), attempt=1
@@ -193,7 +203,11 @@ class LabelledSource(AnswerSource):
     the draw, for KTO's reference point. A draw with only one prompt then raises DataError.
     """
 
-    protocol = HasLabelledAnswers
+    method = "labelled_answer"
+
+    @staticmethod
+    def has_answers(environment: Environment) -> bool:
+        return environment.has_labelled_answers
 
     def __init__(
         self,
@@ -207,12 +221,10 @@ class LabelledSource(AnswerSource):
         self.uses_mismatched_pairs = uses_mismatched_pairs
 
     def check_length(self, task: Task) -> None:
-        assert isinstance(self.stream.environment, HasLabelledAnswers)
         self.text_renderer.row(task, self.stream.environment.labelled_answer(task).messages)
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         environment = self.stream.environment
-        assert isinstance(environment, HasLabelledAnswers)
         answers = [environment.labelled_answer(task) for _, task in jobs]
         groups = []
         for index, ((group_id, task), answer) in enumerate(zip(jobs, answers, strict=True)):
@@ -246,7 +258,11 @@ def _find_other_prompt(index: int, prompts: Sequence[Sequence[Message]]) -> int:
 class SteppedSource(AnswerSource):
     """A source of one answer in labelled steps for each task."""
 
-    protocol = HasStepLabels
+    method = "steps"
+
+    @staticmethod
+    def has_answers(environment: Environment) -> bool:
+        return environment.has_step_labels
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         return [Group(group_id, task, (self._row(task),)) for group_id, task in jobs]
@@ -255,6 +271,4 @@ class SteppedSource(AnswerSource):
         self._row(task)
 
     def _row(self, task: Task) -> Trajectory:
-        environment = self.stream.environment
-        assert isinstance(environment, HasStepLabels)
-        return self.text_renderer.row_from_steps(task, environment.steps(task))
+        return self.text_renderer.row_from_steps(task, self.stream.environment.steps(task))

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ratchet.config.checks.length import length_conflicts
-from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.environments.build import build_environment
 from ratchet.errors import ConfigError, DataError, MissingDependency
-from ratchet.protocols import Environment, HasTaskCount
+from ratchet.protocols import Environment
 
 # A product such as 0.1 x 30 that exceeds a whole number by at most this counts as that number.
 ROUNDING = 1e-9
@@ -50,7 +50,7 @@ def resolve_lengths(config: RunConfig) -> Lengths:
     for index, stage in enumerate(config.stages):
         if stage.steps is not None or stage.passes is None:
             continue
-        environment: Environment = build(stage.environment)
+        environment = build_environment(stage.environment)
         n_tasks = _count_tasks(stage, environment)
         steps = max(1, math.ceil(stage.passes * n_tasks / stage.batch_size - ROUNDING))
         stages[index] = stage.model_copy(update={"steps": steps, "passes": None})
@@ -90,12 +90,12 @@ def describe_lengths(config: RunConfig) -> tuple[RunConfig, Mapping[int, str]]:
 
 def _count_tasks(stage: StageConfig, environment: Environment) -> int:
     """Return the number of distinct training tasks of a stage."""
-    count = environment.task_count() if isinstance(environment, HasTaskCount) else None
+    count = environment.task_count()
     if count is None and stage.examples is None:
-        kind = getattr(stage.environment, "kind", "")
         raise ConfigError(
-            f"stage {stage.name}: passes={stage.passes:g} counts the tasks of environment {kind}, "
-            "which are endless. Set steps, or set examples to the number of tasks to train on"
+            f"stage {stage.name}: passes={stage.passes:g} counts the tasks of environment "
+            f"{stage.environment.kind_name}, which are endless. Set steps, or set examples "
+            "to the number of tasks to train on"
         )
     n_tasks = min(number for number in (count, stage.examples) if number is not None)
     if not n_tasks:

@@ -16,11 +16,11 @@ from ratchet.config.experience import ReplayConfig
 from ratchet.data.codec import from_plain, to_plain
 from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.prompt_ledger import PromptLedger
-from ratchet.protocols import AdaptiveSource, Closeable, HasMetrics, Source
+from ratchet.protocols import Source
 from ratchet.types import Group
 
 
-class ReplayBuffer:
+class ReplayBuffer(Source):
     """A source that adds replayed groups to the groups of another source.
 
     Groups are drawn without replacement, weighted by a priority (the standard deviation of their
@@ -93,7 +93,7 @@ class ReplayBuffer:
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         new_groups = [group for group in groups if not group.n_uses]
-        metrics = self.source.measure(new_groups) if isinstance(self.source, HasMetrics) else {}
+        metrics = self.source.measure(new_groups)
         uses = [group.n_uses for group in groups if group.n_uses]
         replay_metrics = {
             "replay/share": len(uses) / len(groups),
@@ -103,8 +103,7 @@ class ReplayBuffer:
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
         """Pass only new groups to the source, because replayed ones are always stale."""
-        if isinstance(self.source, AdaptiveSource):
-            self.source.adapt([group for group in groups if not group.n_uses], step, measured)
+        self.source.adapt([group for group in groups if not group.n_uses], step, measured)
 
     async def snapshot(self) -> Mapping[str, Any]:
         buffer = [
@@ -132,8 +131,7 @@ class ReplayBuffer:
         self._unacknowledged, self._buffer = {}, {group.id: group for group in groups}
 
     async def close(self) -> None:
-        if isinstance(self.source, Closeable):
-            await self.source.close()
+        await self.source.close()
 
 
 def _get_oldest_version(group: Group) -> int:

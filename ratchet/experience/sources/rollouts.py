@@ -8,7 +8,7 @@ resumed run draws them again with the same ids and seeds.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,10 +18,11 @@ from ratchet.experience.rollout.metrics import measure_redundancy
 from ratchet.experience.sources.long_rows import LongRowFilter
 from ratchet.experience.sources.prompt_ledger import Event, PromptLedger
 from ratchet.experience.sources.tasks import TaskStream
+from ratchet.protocols import Source
 from ratchet.types import Group, Sampling, Task
 
 
-class StreamSource(ABC):
+class StreamSource(Source):
     """A source that draws positions of a task stream and keeps those not yet acknowledged.
 
     `name` is the prefix of the group ids ("<name>/<position>"), unique within a run.

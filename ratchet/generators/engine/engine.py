@@ -41,7 +41,7 @@ class EmbeddedEngine(AsyncEngine):
         tokenizer: TextDecoder | None = None,
     ) -> None:
         policy = DecoderPolicy(model) if isinstance(model, Decoder) else model
-        decoder = getattr(policy, "decoder", None)
+        decoder = policy.decoder if isinstance(policy, DecoderPolicy) else None
         if not isinstance(decoder, Decoder):
             raise ModelError(
                 f"the engine can't run a {type(model).__name__}: set generator.kind to hf, which "
@@ -78,6 +78,10 @@ class EmbeddedEngine(AsyncEngine):
                 linear.quantised for _, linear in decoder.inner_maps if linear.quantised is not None
             ),
         )
+
+    @property
+    def computed_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.core.computed_tokens
 
     def add_adapter(self, name: str, directory: Path) -> None:
         """Load an adapter from a directory in peft's format, for requests that name it.

@@ -47,7 +47,7 @@ WORKER_EXTENSION = "ratchet.generators.vllm.worker_extension.VLLMWorkerExtension
 
 
 class VLLMGenerator(AsyncEngine):
-    """A `Generator` and `Placeable` on vLLM.
+    """A generator on vLLM.
 
     Equal requests give equal tokens, except where logits differ in their last bits, as in batches
     of different sizes. vLLM's sampler uses seeds in its own way, so its tokens differ from those of
@@ -65,6 +65,7 @@ class VLLMGenerator(AsyncEngine):
 
     core: VLLMCore
     shares_weights = False
+    can_offload = True
 
     def __init__(
         self, config: VLLMConfig, model: PolicyModel, tokenizer: TextDecoder | None = None

@@ -50,8 +50,9 @@ def _unlink_shared_memory() -> None:
     # Only workers that share memory have imported this module.
     parallel_state = sys.modules.get("vllm.distributed.parallel_state")
     for reference in parallel_state._groups.values() if parallel_state else ():
-        communicator = getattr(reference(), "device_communicator", None)
-        # Accelerators have no `dist_module`.
+        group = reference()
+        communicator = None if group is None else group.device_communicator
+        # Accelerators have no `dist_module`, and only one that uses shared memory has a name.
         name = getattr(getattr(communicator, "dist_module", None), "group_name", None)
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}_*") if name else ():
             path.unlink(missing_ok=True)  # another worker may have removed it
@@ -148,6 +149,7 @@ class VLLMWorkerExtension(_VLLMWorker):
         if next(model.parameters()).device.type != "cpu":
             return
         for module in model.modules():
+            # Only modules of vLLM have a method, and only experts a kernel.
             kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
             if kernel is not None and hasattr(module, "w13_weight"):
                 kernel.fused_experts.process_weights_after_loading(module)

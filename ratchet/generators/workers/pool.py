@@ -22,8 +22,9 @@ from ratchet.errors import RatchetError, WeightSyncError, WorkerError, WorkerRai
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.worker_queue import PendingRequest, WorkerQueue
-from ratchet.protocols import Shard, Workers
+from ratchet.protocols import Generator, Shard
 from ratchet.types import Completion, Placed, Sampling
+from ratchet.worker_protocols import Workers
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ EXCHANGE_WAIT_S = 0.05
 MAX_SAME_PROMPT = 64  # maximum number of requests with one prompt that are sent to the same worker
 
 
-class GeneratorPool:
-    """A `Generator`, `Placeable` and `HasReadableWeights` on workers with a `GeneratorRank` each.
+class GeneratorPool(Generator):
+    """A generator on workers with a `GeneratorRank` each.
 
     Attributes that the weight sync uses:
         push_lock: is held during a push of weights.
@@ -41,6 +42,8 @@ class GeneratorPool:
             sync.
         on_restart: is called after each restart.
     """
+
+    can_offload = True
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class GeneratorPool:
             tokenizer: The policy's tokenizer.
         """
         self.tokenizer = tokenizer
-        self.precision: str | None = config.worker.quantisation
+        self.precision = config.worker.quantisation
         self.max_restarts = config.max_restarts if config.recovery == "restart" else 0
         self.n_restarts = 0
         self.version = 0

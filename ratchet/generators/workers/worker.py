@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ratchet.errors import RatchetError, WorkerRaised
 from ratchet.generators.workers.batch_protocol import CompletionBatch, RequestBatch
-from ratchet.protocols import Closeable, Generator, HasReadableWeights, Placeable, Shard
+from ratchet.protocols import Generator, Shard
 from ratchet.types import Completion, Placed, Sampling
 
 GATHER_S = 0.005  # wait after the first completion, so that the call can return others too
@@ -51,7 +51,7 @@ class GeneratorRank:
 
     def records_routes(self) -> bool:
         """Return True if the generator can record the experts that each token was routed to."""
-        return getattr(self.generator, "records_routes", False)
+        return self.generator.records_routes
 
     # --- requests
 
@@ -145,8 +145,6 @@ class GeneratorRank:
 
     def weights(self) -> list[Shard]:
         """Return copies of the weights on the CPU; [] if the generator's weights can't be read."""
-        if not isinstance(self.generator, HasReadableWeights):
-            return []
         return [
             Shard(
                 shard.name, shard.shape, shard.offsets, shard.tensor.detach().to("cpu", copy=True)
@@ -157,18 +155,15 @@ class GeneratorRank:
     # --- the accelerator
 
     async def onload(self) -> None:
-        if isinstance(self.generator, Placeable):
-            await self.generator.onload()
+        await self.generator.onload()
 
     async def offload(self) -> None:
-        if isinstance(self.generator, Placeable):
-            await self.generator.offload()
+        await self.generator.offload()
 
     async def close(self) -> None:
         for task in self._running.values():
             task.cancel()
-        if isinstance(self.generator, Closeable):
-            await self.generator.close()
+        await self.generator.close()
 
 
 def _get_result(task: asyncio.Task[Completion]) -> Completion | Exception:

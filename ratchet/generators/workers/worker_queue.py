@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ratchet.generators.request import PromptKey, make_prompt_key
 from ratchet.generators.workers.batch_protocol import RequestBatch
-from ratchet.protocols import Workers
 from ratchet.types import Completion, Placed, Sampling, StopReason
+from ratchet.worker_protocols import Workers
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from ratchet.learners.compute.microbatching import select_weighted_rows
 from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.models.flops import TokenCost
 from ratchet.observe.tracing.busy_time import BUSY_TIME
-from ratchet.protocols import Fingerprinted, Learner, LossTerm
+from ratchet.protocols import Learner, LossTerm
 from ratchet.utils.tracer import span
 
 
@@ -71,12 +71,7 @@ class FlopCountedLearner(LearnerWrapper):
         with BUSY_TIME, span(self.role, "update"):
             return await super().update(mini, terms)
 
-
-class FlopCountedFingerprintedLearner(FlopCountedLearner):
-    """A `FlopCountedLearner` around a learner that has a fingerprint of its weights."""
-
-    def fingerprint(self) -> str:
-        assert isinstance(self.inner, Fingerprinted)
+    def fingerprint(self) -> str | None:
         return self.inner.fingerprint()
 
 
@@ -84,10 +79,4 @@ def wrap_with_flop_counter(
     roles: Mapping[str, Learner], counter: FlopCounter
 ) -> dict[str, Learner]:
     """Wrap the learners of all roles so that their FLOP are counted."""
-    wrappers = {
-        name: FlopCountedFingerprintedLearner
-        if isinstance(learner, Fingerprinted)
-        else FlopCountedLearner
-        for name, learner in roles.items()
-    }
-    return {name: wrappers[name](learner, name, counter) for name, learner in roles.items()}
+    return {name: FlopCountedLearner(learner, name, counter) for name, learner in roles.items()}

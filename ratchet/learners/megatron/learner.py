@@ -323,6 +323,7 @@ def _wrap_ddp(chunk: nn.Module, config: MegatronConfig) -> DistributedDataParall
             use_distributed_optimizer=config.distributed_optimizer,
         ),
         chunk,
+        # Only chunks of a virtual pipeline have a stage.
         disable_bucketing=getattr(chunk, "vp_stage", 0) not in (None, 0),
     )
     settings.finalize_model_grads_func = _sum_gradients

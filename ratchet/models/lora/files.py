@@ -138,7 +138,7 @@ def load_adapter(directory: Path) -> StoredAdapter:
         raise ModelError(
             f"{directory} is no adapter that peft can read ({CONFIG}, {WEIGHTS}): {reason}"
         ) from None
-    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+    if config.peft_type != "LORA":  # a text, or an enum of texts
         raise ModelError(
             f"{directory} holds a {config.peft_type} adapter, but only LORA is supported"
         )

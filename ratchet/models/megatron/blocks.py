@@ -89,6 +89,7 @@ def is_model_weight(name: str) -> bool:
 
 def _is_owner(parameter: nn.Parameter) -> bool:
     """True if this rank is the first of the ranks that hold the same parameter."""
+    # Megatron Core marks only the parameters to which these apply.
     is_expert = not getattr(parameter, "allreduce", True)
     data_rank = (
         parallel_state.get_expert_data_parallel_rank()

@@ -21,9 +21,14 @@ from torch.autograd import Function
 
 Group = dist.ProcessGroup
 
-# torch 2.13 renamed these two.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+def _find(name: str, name_before_2_13: str) -> Any:
+    """Return a collective operation by the name that it has in the installed torch."""
+    return getattr(dist, name, None) or getattr(dist, name_before_2_13)
+
+
+_all_gather = _find("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _find("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def sum_forward(x: Tensor, group: Group) -> Tensor:

@@ -356,9 +356,9 @@ class MultimodalPolicy(TransformersPolicy):
 
         The M-RoPE rows are text, time, height and width; without packing the first is left out.
         """
-        get_rope_index = getattr(self.backbone, "get_rope_index", None)
-        if get_rope_index is None:
+        if self.axes == 1:
             return positions_T[None]
+        get_rope_index: Any = self.backbone.get_rope_index
         rows_4T = positions_T.expand(4, -1).clone()
         if any(media):
             # `get_rope_index` reads single numbers, one after the other.

@@ -31,6 +31,7 @@ from ratchet.models.parallel.collectives import Group, all_reduce_sum
 from ratchet.models.policy import UNLIMITED, PolicyModel
 from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors
 from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_model
+from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
 from ratchet.utils.temp_dirs import TemporaryFolder
 
@@ -121,12 +122,12 @@ class TransformersPolicy(PolicyModel):
 
     @property
     def max_positions(self) -> int:
-        return int(getattr(self.text_config, "max_position_embeddings", None) or UNLIMITED)
+        return int(read_max_positions(self.text_config) or UNLIMITED)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         generation = self.model.generation_config
-        ids = getattr(generation, "eos_token_id", None)
+        ids = None if generation is None else generation.eos_token_id
         ids = self.text_config.eos_token_id if ids is None else ids
         return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
 

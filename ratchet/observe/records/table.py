@@ -14,6 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ratchet.batch import ROUTES, Batch
+from ratchet.observe.records.arrays import make_array, read_array
 from ratchet.observe.records.json_text import format_json
 from ratchet.observe.records.media import hash_content, shorten_value
 from ratchet.observe.records.schema import (
@@ -157,17 +158,26 @@ def _build_lists(
     offsets = np.zeros(len(lengths_R) + 1, np.int32)
     np.cumsum(lengths_R, out=offsets[1:])
     # float64 becomes float32: these values are for reading, and a replay recomputes exact ones.
-    values = pa.array(values_N, type=kind.value_type, safe=False)
-    return pa.ListArray.from_arrays(pa.array(offsets), values, type=kind, mask=pa.array(null_R))
+    values = make_array(values_N, kind.value_type)
+    return _join_lists(offsets, values, kind, null_R)
+
+
+def _join_lists(
+    offsets: NDArray[np.int32], values: pa.Array, kind: pa.DataType, null_R: NDArray[np.bool_]
+) -> pa.Array:
+    """Return the list of each row, from the entries of all rows."""
+    return pa.ListArray.from_arrays(
+        make_array(offsets, pa.int32()), values, type=kind, mask=make_array(null_R, pa.bool_())
+    )
 
 
 def _get_row_N(column: pa.Array) -> NDArray[np.int64]:
     """Return, for each value of a list column, the index of its row."""
-    return np.repeat(np.arange(len(column)), np.diff(column.offsets.to_numpy()))
+    return np.repeat(np.arange(len(column)), np.diff(read_array(column.offsets)))
 
 
 def _get_values_N(column: pa.Array) -> NDArray[Any]:
-    return column.values.to_numpy(zero_copy_only=False)
+    return read_array(column.values)
 
 
 def _sum_rows(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.Array:
@@ -181,21 +191,20 @@ def _sum_rows(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.A
     if mask_N is not None:
         values_N = np.where(mask_N, values_N, 0.0)
     sums_R = np.bincount(_get_row_N(column), weights=values_N, minlength=len(column))
-    return pa.array(sums_R, mask=_get_nulls_R(column))
+    return make_array(sums_R, pa.float64(), _get_nulls_R(column))
 
 
 def _get_nulls_R(column: pa.Array) -> NDArray[np.bool_]:
-    return column.is_null().to_numpy(zero_copy_only=False)
+    return read_array(column.is_null())
 
 
 def _divide(sums: pa.Array, counts: pa.Array) -> pa.Array:
     """Return sums / counts; null where the sum or the count is null, or the count is 0."""
     counts_R, sums_R = (
-        np.where(_get_nulls_R(column), 0.0, column.to_numpy(zero_copy_only=False))
-        for column in (counts, sums)
+        np.where(_get_nulls_R(column), 0.0, read_array(column)) for column in (counts, sums)
     )
     empty_R = _get_nulls_R(sums) | (counts_R == 0)
-    return pa.array(sums_R / np.where(empty_R, 1.0, counts_R), mask=empty_R)
+    return make_array(sums_R / np.where(empty_R, 1.0, counts_R), pa.float64(), empty_R)
 
 
 # --- the rollout's columns
@@ -208,7 +217,7 @@ def _build_scalars(
     outcomes = [t.outcome for t in trajectories]
     trained = _sum_rows(token_columns["trained"])
     advantages = _sum_rows(token_columns["advantages"], _get_values_N(token_columns["trained"]))
-    logprobs_R = _sum_rows(token_columns["rollout_logprobs"]).to_numpy(zero_copy_only=False)
+    logprobs_R = read_array(_sum_rows(token_columns["rollout_logprobs"]))
     is_policy_N, row_N = (
         _get_values_N(token_columns["owner"]) == POLICY,
         _get_row_N(token_columns["owner"]),
@@ -224,17 +233,19 @@ def _build_scalars(
         "outcome": [None if outcome is None else OUTCOMES[type(outcome)] for outcome in outcomes],
         "truncated": [t.truncated for t in trajectories],
         "failure": [_get_failure(outcome) for outcome in outcomes],
-        "reward": [getattr(outcome, "reward", None) for outcome in outcomes],
+        "reward": [None if outcome is None else outcome.reward for outcome in outcomes],
         "advantage": _divide(advantages, trained),
         "weight": _sum_rows(token_columns["weights"]),
         "temperature": [t.temperature for t in trajectories],
-        "length": pa.array(np.diff(token_columns["tokens"].offsets.to_numpy())),
-        "generated_tokens": pa.array(np.bincount(row_N[is_policy_N], minlength=len(rows))),
+        "length": make_array(np.diff(read_array(token_columns["tokens"].offsets)), pa.int32()),
+        "generated_tokens": make_array(
+            np.bincount(row_N[is_policy_N], minlength=len(rows)), pa.int64()
+        ),
         "trained_tokens": trained,
         "policy_turns": [len(t.turns) for t in trajectories],
         "oldest_version": oldest,
         "newest_version": newest,
-        "rollout_logprob": pa.array(logprobs_R, pa.float64(), mask=_get_nulls_R(newest)),
+        "rollout_logprob": make_array(logprobs_R, pa.float64(), _get_nulls_R(newest)),
     }
     return {
         name: _build_array(column, SCALARS[name]) for name, column in column_values.items()
@@ -246,7 +257,8 @@ def _build_group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
     groups = {row.group_index: row.group for row in rows}
     # Each value is converted once for each group, and then repeated for the group's rows.
     position_by_group_index = {group_index: position for position, group_index in enumerate(groups)}
-    row_positions = pa.array([position_by_group_index[row.group_index] for row in rows], pa.int32())
+    positions = [position_by_group_index[row.group_index] for row in rows]
+    row_positions = make_array(positions, pa.int32())
     tasks = [group.task for group in groups.values()]
     column_values: dict[str, list[Any]] = {
         "group": [group.id for group in groups.values()],
@@ -277,7 +289,7 @@ def _find_versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
         oldest_R[sampled_rows] = np.minimum.reduceat(versions_N, starts)
         newest_R[sampled_rows] = np.maximum.reduceat(versions_N, starts)
         null_R[sampled_rows] = False
-    return pa.array(oldest_R, mask=null_R), pa.array(newest_R, mask=null_R)
+    return make_array(oldest_R, pa.int32(), null_R), make_array(newest_R, pa.int32(), null_R)
 
 
 def _get_failure(outcome: Outcome | None) -> str | None:
@@ -388,9 +400,9 @@ def _build_maps(numbers: Sequence[Mapping[str, float]]) -> pa.Array:
     keys = [key for mapping in numbers for key in mapping]
     values = [value for mapping in numbers for value in mapping.values()]
     return pa.MapArray.from_arrays(
-        offsets,
+        make_array(offsets, pa.int32()),
         _build_array(keys, pa.string()),
-        pa.array(values, pa.float64()),
+        make_array(values, pa.float64()),
         type=NUMBER_BY_NAME,
     )
 
@@ -456,15 +468,13 @@ def _build_structs(
     arrays = [_build_array(column, kind.field(name).type) for name, column in columns.items()]
     entries = pa.StructArray.from_arrays(arrays, fields=[kind.field(name) for name in columns])
     offsets = np.concatenate([[0], np.cumsum([n or 0 for n in lengths])]).astype(np.int32)
-    return pa.ListArray.from_arrays(
-        pa.array(offsets), entries, type=pa.list_(kind), mask=pa.array(null_R)
-    )
+    return _join_lists(offsets, entries, pa.list_(kind), null_R)
 
 
 def _build_array(values: Any, kind: pa.DataType) -> pa.Array:
     if isinstance(values, pa.Array):
         return values.cast(kind)
     try:
-        return pa.array(values, kind)
+        return make_array(values, kind)
     except UnicodeEncodeError:  # half of a surrogate pair, which a model may write
-        return pa.array([text and escape_surrogates(text) for text in values], kind)
+        return make_array([text and escape_surrogates(text) for text in values], kind)

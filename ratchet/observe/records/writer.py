@@ -31,7 +31,6 @@ from ratchet.observe.records.schema import LEARNED, SCHEMA
 from ratchet.observe.records.table import build_table
 from ratchet.observe.sinks import SINK_ERRORS
 from ratchet.observe.write_files import open_unshared, replace_text, sync
-from ratchet.protocols import Fingerprinted
 from ratchet.types import Group
 from ratchet.utils import failpoints
 
@@ -115,9 +114,9 @@ class Recorder:
             return
         # Computed here and not in the thread, because the next step changes the learners.
         fingerprints = {
-            name: role.fingerprint()
+            name: fingerprint
             for name, role in roles.items()
-            if isinstance(role, Fingerprinted)
+            if (fingerprint := role.fingerprint()) is not None
         }
         self._run(lambda: self._add_step(step, stage, groups, batch, compute_weights, fingerprints))
 

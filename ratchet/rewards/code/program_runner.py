@@ -119,11 +119,13 @@ def defines_name(source: str, name: str) -> bool:
     for statement in statements:
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         aliases = statement.names if isinstance(statement, ast.Import | ast.ImportFrom) else []
+        is_definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         names = {
-            getattr(statement, "name", None),
-            *(getattr(target, "id", None) for target in targets),
+            *([statement.name] if is_definition else []),
+            *(target.id for target in targets if isinstance(target, ast.Name)),
+            *(alias.asname or alias.name for alias in aliases),
         }
-        if name in names | {alias.asname or alias.name for alias in aliases}:
+        if name in names:
             return True
     return False
 

@@ -12,6 +12,7 @@ from ratchet.config.base import Section
 from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.base import PerTrajectory
 from ratchet.types import READ_FROM, Message, Part, Task, Trajectory, is_finite_number
+from ratchet.utils.user_code import get_qualified_name
 from ratchet.utils.user_imports import import_object
 
 
@@ -52,19 +53,12 @@ class LibraryReward(PerTrajectory):
         return self.path
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """True if a call returns a coroutine: an async function, or an object with async `__call__`."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  (it is inspected, not tested for)
-    )
-
-
 def describe_location(function: Callable[..., Any]) -> str:
     """Return the name of a function, with its file and line if they are known."""
     unwrapped: Any = inspect.unwrap(function)
     definition = unwrapped if hasattr(unwrapped, "__code__") else type(unwrapped).__call__
-    code = getattr(definition, "__code__", None)
-    name = getattr(unwrapped, "__name__", type(unwrapped).__name__)
+    code = getattr(definition, "__code__", None)  # a function written in C has none
+    name = (get_qualified_name(unwrapped) or type(unwrapped).__name__).rpartition(".")[2]
     return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
 
 
@@ -73,8 +67,10 @@ def read_number(value: Any, function: Callable[..., Any]) -> float:
 
     Scalars of torch and numpy, and tensors with one element, are numbers too.
     """
-    # An empty array has size 0 and no item. In torch, `size` is a method.
-    number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) else value
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except ValueError:  # an array without or with several elements
+        number = value
     if isinstance(number, str) or not is_finite_number(number):
         raise DataError(
             f"{describe_location(function)} returned {value!r:.200} as a reward, it must be a "

@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ratchet.errors import DataError
+from ratchet.protocols import Reward
 from ratchet.rewards.integrations.base import (
     LibraryRewardConfig,
     describe_location,
     encode_messages,
-    is_async,
     read_columns,
     read_number,
     split_messages,
 )
 from ratchet.rewards.weighted_sum import NOT_APPLICABLE
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
-from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.utils.user_code import UserCodeFailed, is_async, run_guarded
 from ratchet.utils.user_imports import import_object
 
 # TRL does not pass these columns on, because it has arguments of its own for them.
@@ -71,7 +71,7 @@ def build_trl_reward(config: TRLRewardConfig) -> TRLReward:
     return TRLReward(function, config.function, conversational=config.conversational)
 
 
-class TRLReward:
+class TRLReward(Reward):
     """A reward that calls a function of TRL with all attempts of a group.
 
     What the function passes to `log_metric` is logged beside its reward. `log_extra` has no effect.

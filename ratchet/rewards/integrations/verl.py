@@ -17,13 +17,13 @@ from ratchet.rewards.integrations.base import (
     LibraryReward,
     LibraryRewardConfig,
     describe_location,
-    is_async,
     read_columns,
     read_metrics,
     read_number,
     split_messages,
 )
 from ratchet.types import Scored, Task, Trajectory
+from ratchet.utils.user_code import is_async
 
 
 class VerlRewardConfig(LibraryRewardConfig):

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from ratchet.errors import DataError
+from ratchet.protocols import Reward
 from ratchet.rewards.base import PerTrajectory, answer_text
 from ratchet.rewards.llm.chat_client import (
     ChatJudge,
@@ -139,7 +140,7 @@ def parse_score(reply: str, low: float, high: float) -> float:
     return score
 
 
-class PairwiseJudge:
+class PairwiseJudge(Reward):
     """A reward that is the share of comparisons that an answer wins. A tie counts as half a win.
 
     An answer is compared with every other attempt of its group, or with the task's answer. An

@@ -253,6 +253,7 @@ def print_error(error: BaseException) -> None:
 
 def shut_down(code: int) -> int:
     """Join threads, run exit handlers, flush streams, and return the exit code."""
+    # Both are private to CPython.
     shutdown: Any = getattr(threading, "_shutdown", None)
     try:
         if shutdown is not None:

@@ -16,7 +16,6 @@ from ratchet.data.presets.datasets import PRESETS
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import ConfigError, DataError
-from ratchet.protocols import HasTools
 from ratchet.testing import check_environment
 from ratchet.types import Comparison, LabelledAnswer, Message, ToolCall
 
@@ -297,7 +296,7 @@ def test_a_conversation_with_tools_is_read_as_openai_writes_it(tools, tmp_path):
     environment = made(
         train=path, columns={"messages": "messages", "tools": "tools"}, test_share=0.0
     )
-    assert isinstance(environment, HasTools)
+    assert environment.has_tools
     (task,) = tasks(environment)
     assert task.messages == (
         Message("system", "Calculate."),
@@ -308,7 +307,7 @@ def test_a_conversation_with_tools_is_read_as_openai_writes_it(tools, tmp_path):
     assert environment.demonstration(task) == (assistant("2"),)
     assert environment.tools(task) == tuple(TOOLS)
     # who plays it need not know how the policy calls tools
-    assert not isinstance(made(train=path), HasTools)
+    assert not made(train=path).has_tools
 
 
 def test_sharegpt_and_labelled_rows_and_steps(tmp_path):

@@ -192,7 +192,7 @@ def test_greedy_and_seeds():
         "repetitions of a prompt draw on their own, and so does each turn"
     )
     policy.requests.clear()
-    policy._version = 1
+    policy.version = 1
     run_multi_turn_rollout(policy, start, TOKENIZER, {"count": Counting()}, 64)
     assert not {sampling.seed for _, sampling in policy.requests} & set(seeds), (
         "new weights draw anew"

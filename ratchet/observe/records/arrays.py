@@ -1,0 +1,64 @@
+"""Make Arrow arrays from their buffers, and read them as NumPy arrays.
+
+`pyarrow.array` and `to_numpy` import pandas wherever it is installed, which costs a training time
+and memory for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+
+def make_array(
+    values: Sequence[Any] | NDArray[Any], kind: pa.DataType, null_N: NDArray[np.bool_] | None = None
+) -> pa.Array:
+    """Return an array of numbers, booleans or texts.
+
+    Args:
+        values: A NumPy array, or a sequence in which None is null.
+        kind: The type of the array. Numbers are converted to it like by `ndarray.astype`.
+        null_N: True for each null of a NumPy array.
+
+    Raises:
+        UnicodeEncodeError: A text has half of a surrogate pair.
+    """
+    if not isinstance(values, np.ndarray):
+        null_N = np.fromiter((value is None for value in values), np.bool_, len(values))
+        if kind == pa.string():
+            return _make_strings(values, null_N)
+        values = np.array([0 if value is None else value for value in values])
+    with np.errstate(over="ignore"):  # a float64 may be infinite as a float32
+        numbers = np.ascontiguousarray(values, kind.to_pandas_dtype())
+    data = np.packbits(numbers, bitorder="little") if pa.types.is_boolean(kind) else numbers
+    return pa.Array.from_buffers(kind, len(numbers), [_pack_nulls(null_N), pa.py_buffer(data)])
+
+
+def read_array(array: pa.Array) -> NDArray[Any]:
+    """Return the numbers or booleans of an array. Nulls have any value."""
+    start, end = array.offset, array.offset + len(array)
+    data = array.buffers()[1]
+    if pa.types.is_boolean(array.type):
+        bits_N = np.unpackbits(np.frombuffer(data, np.uint8), count=end, bitorder="little")
+        return bits_N[start:].astype(np.bool_)
+    return np.frombuffer(data, array.type.to_pandas_dtype())[start:end]
+
+
+def _make_strings(values: Sequence[str | None], null_N: NDArray[np.bool_]) -> pa.Array:
+    encoded = [b"" if text is None else text.encode() for text in values]
+    offsets = np.zeros(len(encoded) + 1, np.int64)
+    np.cumsum([len(text) for text in encoded], out=offsets[1:])
+    buffers = [_pack_nulls(null_N), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    # The cast raises if a column has more than 2 GiB of text.
+    return pa.Array.from_buffers(pa.large_string(), len(encoded), buffers).cast(pa.string())
+
+
+def _pack_nulls(null_N: NDArray[np.bool_] | None) -> pa.Buffer | None:
+    """Return the bitmap of the values that are not null; None if there is no null."""
+    if null_N is None or not null_N.any():
+        return None
+    return pa.py_buffer(np.packbits(~null_N, bitorder="little"))

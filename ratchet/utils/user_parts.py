@@ -1,0 +1,27 @@
+"""Complete a user's environment, generator, learner or reward that lacks members of its base class.
+
+Users write plain classes. Each is completed once, where it is built or handed over, so that the
+library reads every member as a plain attribute.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+Base = TypeVar("Base")
+
+
+def complete(part: Any, base: type[Base]) -> Base:
+    """Add the members of `base` that an object lacks to its class, and return the object.
+
+    The class itself gets them, so that copies of the object and its other instances are complete
+    too. Members that `base` leaves abstract are not added.
+    """
+    # A built-in type can't be changed. Its objects lack the abstract members too.
+    if isinstance(part, base) or type(part).__module__ == "builtins":
+        return part
+    abstract = base.__dict__.get("__abstractmethods__", frozenset())
+    for name, default in vars(base).items():
+        if not name.startswith("_") and name not in abstract and not hasattr(part, name):
+            setattr(type(part), name, default)
+    return part

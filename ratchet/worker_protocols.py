@@ -1,0 +1,77 @@
+"""What groups of worker processes, and the executors that start them, must provide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """Components of one kind that are called together.
+
+    Each component runs in a process of its own, or there is a single one in this process.
+    """
+
+    async def call(self, method: str, /, *arguments: Any) -> list[Any]:
+        """Call a method on all ranks and return the results by rank.
+
+        Raises the exception of a rank, or an error that names the rank that died.
+        """
+        ...
+
+
+@runtime_checkable
+class Workers(Ranks, Protocol):
+    """The ranks of one role, each a process with a component of its own.
+
+    `ratchet.executors.worker_group.WorkerGroup` implements it. Ranks run a call at the same time,
+    and each rank runs one call after another. `each` gives each rank arguments of its own.
+    """
+
+    @property
+    def size(self) -> int: ...
+    async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
+        """Build the component of each rank.
+
+        factory: "module:callable", called with the rank's place (rank, world_size, rendezvous,
+            device, ...) and `arguments`.
+        """
+        ...
+
+    def within(self, timeout_s: float, *, owner: str = "driver") -> Workers:
+        """Return the same workers with another deadline for calls."""
+        ...
+
+    async def call(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]: ...
+    async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
+    def call_now(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]:
+        """Call all ranks and block until they return, for callers that can't await."""
+        ...
+
+    def build_now(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None: ...
+    def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """An executor starts components: in this process (`spawn`) or in worker groups (`group`)."""
+
+    def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any: ...
+    def plan(self, needs: Sequence[Any]) -> None:
+        """Assign the resources of all groups, before the first group starts.
+
+        Raises ConfigError with a table of missing resources.
+        """
+        ...
+
+    def group(self, role: str, rank: int | None = None) -> Workers:
+        """Start the processes of a role of the plan.
+
+        rank: start only this rank, as a group of one, if the ranks are independent. A second call
+            after the process ended starts a new process on the same accelerators.
+        """
+        ...
+
+    def close(self) -> None: ...
