@@ -61,7 +61,9 @@ def prune_runs(
     keep: Annotated[
         int,
         typer.Option(
-            min=1, help="Number of newest checkpoints to keep per run, beside protected ones."
+            min=1,
+            help="Number of newest checkpoints to keep per run, besides those that the recipe keeps "
+            "(keep_best, keep_every).",
         ),
     ] = 1,
     yes: Annotated[

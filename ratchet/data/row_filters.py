@@ -103,8 +103,8 @@ def find_value(values: Mapping[str, Any], name: str, where: str) -> Any:
             outer = f"'{'.'.join(name.split('.')[:depth])}' of the row" if depth else "the row"
             content = list_names(value) if isinstance(value, Mapping) else describe_type(value)
             raise DataError(
-                f"{where}: no column '{name}'; {outer} has {content or 'no columns'}: name yours "
-                "in `columns`"
+                f"{where}: no column '{name}'; {outer} has {content or 'no columns'}: name one "
+                "of these"
             )
     return value
 

@@ -66,13 +66,14 @@ class LossEvaluator:
         perplexity     = exp((1 / N) sum_t -log p(y_t | y_<t))
         token_accuracy = (1 / N) sum_t [y_t is the likeliest token]
 
-    For distillation, the loss is the divergence between teacher and student. For a policy gradient
-    that only a teacher guides, it is the mean of log student - log teacher on sampled tokens.
+    For distillation, the loss is the divergence between teacher and student. For on-policy
+    distillation by a policy gradient, it is the mean of log student - log teacher on sampled tokens,
+    which estimates the reverse KL.
 
     Args:
         roles: The stage's learners. Scoring passes may read roles other than the policy.
         source: The source that makes groups from the tasks, as in training.
-        managers: Rollout managers of the source, which are closed with the run.
+        managers: Rollout managers of the source. The training run closes them when it ends.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class LossEvaluator:
         self.tasks = tasks
         self.algorithm = algorithm
         self.managers = managers
-        # The stage's name is included, so that a later stage never begins with this stage's loss.
+        # A stage takes over the last metrics of the stage before if both measure the same quantities.
+        # The stage's name prevents it: losses of different stages can't be compared.
         self.measured_quantities = frozenset({f"loss of stage {source.name}"})
 
     async def run(self) -> HeldOutLoss:
@@ -198,18 +200,20 @@ def _split_groups(batch: Batch) -> Iterator[list[int]]:
 
     A group with more tokens comes alone.
     """
-    rows: list[int] = []
-    n_tokens, last_group = 0, -1
-    for row, (group, length) in enumerate(
-        zip(batch.group_S.tolist(), batch.lengths_S.tolist(), strict=True)
-    ):
-        if rows and group != last_group and n_tokens + length > MAX_PART_TOKENS:
-            yield rows
-            rows, n_tokens = [], 0
-        rows.append(row)
-        n_tokens, last_group = n_tokens + length, group
-    if rows:
-        yield rows
+    rows_by_group: dict[int, list[int]] = {}
+    for row, group in enumerate(batch.group_S.tolist()):
+        rows_by_group.setdefault(group, []).append(row)
+    part: list[int] = []
+    n_part_tokens = 0
+    for rows in rows_by_group.values():
+        n_tokens = int(batch.lengths_S[rows].sum())
+        if part and n_part_tokens + n_tokens > MAX_PART_TOKENS:
+            yield part
+            part, n_part_tokens = [], 0
+        part += rows
+        n_part_tokens += n_tokens
+    if part:
+        yield part
 
 
 def compute_correlation(a: Tensor, b: Tensor) -> float | None:

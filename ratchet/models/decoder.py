@@ -3,7 +3,8 @@
 It has no batch dimension and no padding. The caller passes the attention: the learner attends over
 packed sequences, the engine over its KV cache. Everything else is the same code for both.
 
-T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim, C = D / 2.
+T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim, C = D / 2. The
+cosines of rotary embeddings are repeated to D columns, the sines are not (C).
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class RemoteSandbox:
         """
         if image:
             raise SandboxError(
-                f"the service at {self.config.address} has no images, such as {image!r}: use the "
-                "docker sandbox"
+                f"the service at {self.config.address} can't run the image {image!r}: it runs no "
+                "images. Use the docker sandbox"
             )
         return Workspace(self, limits)
 
@@ -138,9 +138,9 @@ class RemoteSandbox:
             )
         if self.isolation > Isolation.SECCOMP and b"True" in probe.stdout:
             raise SandboxError(
-                f"the service at {self.config.address} lets a program leave files for the next "
-                f"one, weaker than the declared {self.config.offers}: have it isolate programs, or "
-                "declare offers: seccomp"
+                f"offers={self.config.offers} is wrong: at the service {self.config.address} a "
+                "program can read files of the one before. Make it isolate programs, or set "
+                "offers=seccomp"
             )
 
     def _run(self, program: str | Sequence[str], stdin: bytes, limits: Limits) -> Result:

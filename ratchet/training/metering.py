@@ -197,7 +197,7 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRa
     return PeakRate(devices * rate, is_measured=True)
 
 
-def warn_of_silent_steps(run: StageRun) -> None:
+def warn_of_steps_without_signal(run: StageRun) -> None:
     """Log a warning if most steps of a stage had no gradient."""
     steps = run.done - run.start_step
     silent = run.progress.silent_steps

@@ -48,7 +48,7 @@ from ratchet.training.from_config import (
     start_processes,
 )
 from ratchet.training.loop import train
-from ratchet.training.metering import log_stage, make_meter, warn_of_silent_steps
+from ratchet.training.metering import log_stage, make_meter, warn_of_steps_without_signal
 from ratchet.training.profiling import StageProfiling, choose_profiled_stage
 from ratchet.training.run import (
     PAUSED,
@@ -79,7 +79,8 @@ NOT_MIRRORED = 74  # exit status: the run is finished, but its upload is incompl
 class _StopAfterStep(StopRequest):
     """A stop request made by a signal: the loop finishes its step and saves.
 
-    If `forwarded`, a second signal does not stop the process at once (see `handle_stop_signals`).
+    forwarded: True under torchrun, which forwards signals. Then a second signal does not stop the
+      process at once (see `handle_stop_signals`).
     """
 
     def __init__(self, *, forwarded: bool) -> None:
@@ -105,7 +106,8 @@ class TrainingSession:
         changed_recipe: True if the recipe was changed for this resumption, so that a stage that
             ended early may continue.
         try_s: Seconds of training after which each stage ends early; None sets no limit.
-        lengths: How stages that set `passes` got their numbers of steps; None if no stage sets it.
+        lengths: Numbers of steps of stages that set `passes`, with the environments that were opened
+            to count them and lines for the log; None if no stage sets it.
         mirror: Uploads the run to a remote address; None keeps it local.
         notes: Sentences for the beginning of run.log and the console.
     """
@@ -253,7 +255,7 @@ class TrainingSession:
                 self._show(f"{outcome}. Continue with: ratchet train --resume {self.place}")
                 return stop.status
             checkpoint = None  # later stages start from the model in memory
-        assert learner is not None, "a checkpoint is always within a stage"
+        assert learner is not None, "a checkpoint always belongs to an unfinished stage"
         self._finish(policy, learner)
         return 0
 
@@ -319,8 +321,8 @@ class TrainingSession:
             if not index:
                 load_start_state(run, self.directory.path)
             keep_base(self.config, index, self.directory.path, policy, run)
-            is_same_measure = bool(self.measured) and self.measured <= measured_before
-            await self._measure_start(index, run, is_same_measure=is_same_measure)
+            was_measured_before = bool(self.measured) and self.measured <= measured_before
+            await self._measure_start(index, run, was_measured_before=was_measured_before)
         self._note_provenance(run.first_step, saver.data)
         progress_bar = show_progress(
             run.name,
@@ -346,7 +348,7 @@ class TrainingSession:
             if saver.saved_step < run.done:
                 await saver.save(run, run.done)
             return run.roles["policy"]
-        warn_of_silent_steps(run)
+        warn_of_steps_without_signal(run)
         failpoints.point("stage.end")
         self.summaries.append(run.summarise())
         return run.roles["policy"]
@@ -362,7 +364,7 @@ class TrainingSession:
     ) -> StageRun:
         """Return the run of a stage with all that observes it."""
         stage = self.config.stages[index]
-        limit_s = stage.checkpoint.limit_s
+        run_limit_s = stage.checkpoint.limit_s
         meter = make_meter(policy, self.config, index, self.directory, self.trace)
         wrappers: list[RolesWrapper] = [
             partial(wrap_with_flop_counter, counter=meter.flop_counter),
@@ -378,7 +380,7 @@ class TrainingSession:
             position=position,
             wrap_roles=wrappers,
             stop=stop,
-            deadline=None if limit_s is None else self.started_at + limit_s,
+            deadline=None if run_limit_s is None else self.started_at + run_limit_s,
             limit_s=self.try_s,
             sentinels=Sentinels(stage.sentinels, self.directory.sentinels),
             verify_directory=self._verify_directory,
@@ -446,23 +448,23 @@ class TrainingSession:
         """Print plain text on the terminal."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    async def _measure_start(self, index: int, run: StageRun, *, is_same_measure: bool) -> None:
+    async def _measure_start(self, index: int, run: StageRun, *, was_measured_before: bool) -> None:
         """Measure accuracy and loss before the stage.
 
         If the previous stage was evaluated in the same way, its last accuracy is reused.
         """
         if (
             index
-            and is_same_measure
+            and was_measured_before
             and _are_evaluated_alike(self.config.stages[index - 1], self.config.stages[index])
         ):
             previous = self.summaries[-1]
             run.keep_accuracy(previous.accuracy_after, is_share=previous.is_share)
             return
-        flushed = await run.measure_start()
-        # A later stage starts after a step that has its line of metrics already.
+        start_metrics = await run.measure_start()
+        # A later stage starts at the last step of the one before, which has a line of metrics.
         if index == 0:
-            self.sinks.write(0, flushed)
+            self.sinks.write(0, start_metrics)
 
     def _finish(self, policy: Policy, learner: Learner) -> None:
         self._verify_directory()

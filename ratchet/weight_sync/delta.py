@@ -1,14 +1,14 @@
 """Delta weight sync: send the positions and new values of changed weights, without loss.
 
 Small steps leave most bytes of bfloat16 weights unchanged (about 99 % of them at a learning rate of
-3e-6). Both ends keep the weights of the last push: a rank its own blocks, a receiver all blocks.
-Changes apply to one version only. After they are applied, each block must have the sender's
-checksum.
+3e-6). Both ends keep the weights of the last push: each rank of the learner the blocks that it sends,
+each receiver all blocks. Changes can be applied only to the version that they were computed from.
+After they are applied, each block must have the sender's checksum.
 
 Peak extra memory:
 - between pushes: the model's bytes at each receiver, and the bytes of its own blocks at each rank;
 - while a block is compared: its bytes, and 9 bytes for each of its elements;
-- the transport's memory, for at most the bytes of the blocks.
+- at most the memory that the transport needs for a push of whole blocks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
 
 SHAPING = "ratchet.algorithms.shaping"
-BY_LENGTH = "answers of different length earn different rewards after shaping"
+# Why an algorithm with such a part lacks the property `equal_rewards`.
+LENGTH_MATTERS = "answers of different length earn different rewards after shaping"
 
 
 class ShapingPart(AlgorithmPart):
@@ -26,14 +27,15 @@ class ShapingPart(AlgorithmPart):
 if TYPE_CHECKING:
     AnyShaping = ShapingPart
 else:
-    AnyShaping = SerializeAsAny[Section]  # `resolve` adds what a user's section lacks
+    # A user's section may derive from `Section` alone: `resolve` adds the attributes of ShapingPart.
+    AnyShaping = SerializeAsAny[Section]
 
 
 class OverlongPenalty(ShapingPart):
     """A penalty on long answers that grows linearly up to a length limit (DAPO)."""
 
     function: ClassVar[str] = f"{SHAPING}:overlong_penalty"
-    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": BY_LENGTH}
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": LENGTH_MATTERS}
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
     max_length: int = Field(ge=1, description="Tokens of an answer from which the penalty is full.")
@@ -74,7 +76,7 @@ class LengthPenalty(ShapingPart):
     """A penalty for each token of an answer beyond `free`."""
 
     function: ClassVar[str] = f"{SHAPING}:length_penalty"
-    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": BY_LENGTH}
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": LENGTH_MATTERS}
 
     kind: Literal["length_penalty"] = "length_penalty"
     coef: float = Field(gt=0, description="Penalty per token.")

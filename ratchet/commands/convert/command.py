@@ -66,10 +66,10 @@ class StoredModel:
 
     @property
     def logits_form(self) -> str:
-        """Return the form whose implementation computes the logits.
+        """Return the implementation that computes the logits: "hf", or Megatron's.
 
-        With an adapter it is "hf", because Megatron's implementation itself loads the weights from
-        the files, without the adapter.
+        With an adapter it is "hf": Megatron's reads the weight files itself, so it would miss the
+        merged adapter.
         """
         return self.form if self.adapter is None else "hf"
 

@@ -83,7 +83,7 @@ def _read_source(
 
     A run's checkpoint is exported in Hugging Face's form first, and an interrupted conversion uses
     the same export when it continues. A checkpoint with Megatron's weights is converted as it is;
-    without `config` it gets the config.json of the run's first model.
+    without `config` it gets the config.json of the model that the run started from.
 
     Args:
         source: The model to convert: a path, an address, or a hub id.
@@ -91,7 +91,8 @@ def _read_source(
         export_dir: The directory that a checkpoint is exported to.
         say: A function that prints a line.
     """
-    # CHECKPOINT/policy means the checkpoint. With --config it means this folder, read as it is.
+    # Without --config, CHECKPOINT/policy is treated like CHECKPOINT. With it, the files in that folder
+    # are converted directly.
     saved = find_saved(source.removesuffix("/policy") if config is None else source)
     if saved is None or saved.step is None:
         return (str(fetch_weights(source)) if is_address(source) else source), config

@@ -47,7 +47,7 @@ def answers_per_step(config: PeerConfig) -> int:
 
 
 def answers_per_batch(config: PeerConfig) -> int:
-    """Return the number of answers in a generation batch of one process."""
+    """Return the number of answers in a generation batch. One process is assumed."""
     if config["generation_batch_size"] is not None:
         return config.whole("generation_batch_size")
     steps = (
@@ -115,11 +115,13 @@ def convert_batch_size(value: Any, config: PeerConfig) -> int:
     return answers_per_step(config)
 
 
-def convert_every(strategy: str, recipe_key: str) -> Conversion:
+def convert_interval(strategy_key: str, recipe_key: str) -> Conversion:
+    """Return the conversion of an interval in steps, if TRL's `strategy_key` is "steps"."""
+
     def convert(value: Any, config: PeerConfig) -> Any:
-        if config[strategy] != "steps":
+        if config[strategy_key] != "steps":
             return Dropped(
-                f"{strategy} is {config[strategy]} there, but {recipe_key} counts steps here: set "
+                f"{strategy_key} is {config[strategy_key]} there, but {recipe_key} counts steps here: set "
                 "it by hand (0: only at the end)"
             )
         steps = numbers.number(value)
@@ -192,7 +194,8 @@ def optimizer(value: Any, config: PeerConfig) -> Any:
     return choose(OPTIMIZERS)(str(value), config)
 
 
-def lora(convert: Conversion | None = None) -> Conversion:
+def only_with_adapter(convert: Conversion | None = None) -> Conversion:
+    """Return the conversion, applied only if use_peft is true."""
     return only_if(
         lambda config: config.flag("use_peft"),
         convert,
@@ -277,7 +280,7 @@ def rewards(value: Any, config: PeerConfig) -> Any:
         if peer_weights is None
         else [numbers.real(weight, "reward_weights") for weight in peer_weights]
     )
-    # TRL imports a name with dots: a function of the user's.
+    # A name with dots is the import path of the user's own reward function.
     conversions = {
         **{name: shared.own_function("trl", name) for name in value if "." in str(name)},
         **conversions,
@@ -338,7 +341,9 @@ def correction(value: Any, config: PeerConfig) -> Any:
     lower_bound = {} if low is None else {"weight_low": low}
     if action == "truncate" or high is None:
         note = (
-            "" if action == "truncate" else "without an upper bound nothing is masked there either"
+            ""
+            if action == "truncate"
+            else "TRL masks nothing without an upper bound, so there is no mask here"
         )
         return Values(
             {"algorithm.correction": {"weight": level, **lower_bound, "weight_high": high}}, note
@@ -349,7 +354,9 @@ def correction(value: Any, config: PeerConfig) -> Any:
 
 def vllm(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Inert("the built-in engine generates, or transformers with generator.kind=hf")
+        return Inert(
+            "here the built-in engine generates; for transformers, as there, set generator.kind=hf"
+        )
     colocated = {"cluster.colocated": True} if config["vllm_mode"] == "colocate" else {}
     adapter = {"generator.lora_rank": config.whole("lora_r")} if config.flag("use_peft") else {}
     return Values({"generator.kind": "vllm", **adapter, **colocated})

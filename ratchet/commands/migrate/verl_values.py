@@ -1,7 +1,7 @@
 """Convert the values of verl's keys to values of a recipe.
 
-A function of (value, config) converts the key of a row in `verl`. "there" in a note means verl;
-"here" means Ratchet.
+Each function of (value, config) converts one key of the table in the module `verl`. "there" in a
+note means verl; "here" means Ratchet.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def choose_estimator(value: Any, config: PeerConfig) -> Any:
     if value not in ESTIMATORS:
         return Dropped(f"only {', '.join(ESTIMATORS)} are converted: the recipe has grpo")
     note = (
-        "a truncated attempt ends without a value, as there (bootstrap: false); by default the "
-        "critic estimates its remaining value here"
+        "truncated attempts are not bootstrapped, as in verl (bootstrap: false); by default Ratchet "
+        "uses the critic's estimate"
         if value == "gae"
         else ""
     )
@@ -135,8 +135,8 @@ def kl_loss(value: Any, config: PeerConfig) -> Any:
     if kind not in ("kl", "k1", "abs"):
         return Dropped(f"{ACTOR}.kl_loss_type={kind} is not known here: set algorithm.kl")
     note = (
-        f"has the gradient of the reverse KL here; as a loss, {kind} there does not have the "
-        "gradient of any divergence (for kl it is 0 on average)"
+        "here the gradient is that of the reverse KL. In verl the loss has the gradient of no "
+        f"divergence (kl_loss_type={kind}; for kl the expected gradient is 0)"
     )
     return Values({"algorithm.kl.coef": coef}, note)
 
@@ -153,7 +153,8 @@ def kl_reward(value: Any, config: PeerConfig) -> Any:
         kl_keys["algorithm.kl.target"] = config.number("algorithm.kl_ctrl.target_kl")
     return Values(
         kl_keys,
-        "the penalty is k1 of each token, for every kl_penalty there; target is in nats per token",
+        "the penalty here is always k1 of each token, whatever kl_penalty is in verl; target is in "
+        "nats per token",
     )
 
 
@@ -332,7 +333,7 @@ def overlong_penalty(section: str, length: str) -> Conversion:
     """Return the conversion of DAPO's overlong penalty.
 
     Args:
-        section: The section of the penalty, in some version of verl.
+        section: Prefix of the penalty's keys, which differs between versions of verl.
         length: verl's key of the maximum length of an answer.
     """
 
@@ -356,7 +357,7 @@ def overlong_penalty(section: str, length: str) -> Conversion:
 
 
 def weight(value: Any, config: PeerConfig) -> Any:
-    """Convert importance weights; `rollout_is_threshold` is an upper bound or "lower_upper".
+    """Convert importance weights. `rollout_is_threshold` is an upper bound, or both: "0.5_2.0".
 
     If there are two bounds, verl sets weights outside of them to 0 (IcePop).
     """
@@ -397,7 +398,7 @@ OLDER_MASKS = ("token", "sequence", "geometric")
 
 
 def mask(value: Any, config: PeerConfig) -> Any:
-    """Convert rejection sampling. verl's k1 is -log(ratio), so it has the bounds of 1/ratio.
+    """Convert rejection sampling. verl's k1 is -log(ratio): its bounds are inverted here.
 
     The names without k1 are from older versions and bound the ratio itself.
     """
@@ -470,7 +471,10 @@ def custom_reward(prefix: str) -> Conversion:
 
 
 def max_replaced(value: Any, config: PeerConfig) -> int:
-    """Return the maximum of replaced groups, in batches. In verl 0 or less means no limit."""
+    """Return the maximum number of extra batches that replace filtered groups.
+
+    verl's 0 or less means no limit, which becomes 1000.
+    """
     count = numbers.whole(value)
     return count if count > 0 else 1000
 
@@ -484,7 +488,10 @@ def betas(value: Any, config: PeerConfig) -> list[int | float]:
 
 
 def samples(value: Any, config: PeerConfig) -> int:
-    """Return the number of sampled attempts. verl's only attempt becomes the greedy one here."""
+    """Return the number of sampled attempts.
+
+    If verl makes a single attempt, the greedy attempt that is always made here replaces it.
+    """
     count = numbers.whole(value, least=0)
     return count if count > 1 else 0
 

@@ -28,7 +28,7 @@ class Preset:
 
     Args:
         hub: Id of the dataset on the Hugging Face Hub.
-        columns: The dataset's column names by the usual names of docs/data.md. Dots reach nested
+        columns: Maps each usual name (docs/data.md) to the dataset's column name. Dots reach nested
             values.
         subset: Configuration of the dataset on the Hub.
         train: Name of the training split; "" if there is none.

@@ -51,8 +51,8 @@ class TRLEnvironmentConfig(EnvironmentConfig):
     )
     problems: Annotated[SerializeAsAny[Section] | None, Slot("problems", is_optional=True)] = Field(
         None,
-        description="Single-turn environment whose rows `reset` gets; null: `reset` makes the "
-        "prompt.",
+        description="Single-turn environment that provides the rows passed to `reset`; null: "
+        "there are no rows, and `reset` returns the prompt.",
     )
     tools: Tools = Field((), description="Further tools, besides the methods.")
     reward_funcs: tuple[str, ...] = Field(

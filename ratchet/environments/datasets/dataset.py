@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 def dataset(config: DatasetConfig) -> Dataset:
     """Return the environment of a config.
 
-    Only an environment whose rows may have tools gets the method `tools`: with that method, the
-    model's tool-call format must be known.
+    Only an environment whose rows may have tools gets the method `tools`, because that method
+    requires a model whose tool-call format is known.
     """
     preset = config.dataset_preset
     has_tools = "tools" in config.columns or (preset is not None and "tools" in preset.columns)
@@ -368,7 +368,7 @@ class Dataset(SingleTurn):
         if split == "test" and not self.config.test and self.config.test_split_name == "":
             share = self.config.test_share
             return (
-                f"test_share={share:g} of so few rows holds none out. Raise test_share, name "
+                f"test_share={share:g} holds out none of so few rows. Raise test_share, name "
                 "`test`, or set evaluation.tasks: 0"
             )
         return f"`keep` filters out all rows, or all are in the {other} split: loosen `keep`"

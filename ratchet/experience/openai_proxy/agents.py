@@ -17,7 +17,9 @@ from ratchet.types import Task
 from ratchet.utils.user_code import is_async
 
 MAX_OUTPUT = 2**20  # bytes kept of the end of stdout and of stderr
-GRACE_S = 1.0  # longest wait for outputs that a process outside the group still holds open
+# Longest wait for stdout and stderr to close after the agent's process group has ended: a process
+# that left the group may keep them open.
+GRACE_S = 1.0
 MAX_ERROR_CHARS = 2000  # an error message quotes this much of the end of stderr
 
 

@@ -32,7 +32,7 @@ from ratchet.web.guard import Guard
 from ratchet.web.server import Server
 
 # grace_s: how long the server waits for responses in flight after the last attempt.
-# bodies_bytes_per_key: limits the bodies of one attempt's key, to leave room for other attempts.
+# bodies_bytes_per_key: maximum bytes of all request bodies that one attempt has in memory.
 LIMITS = ServerLimits(grace_s=1.0, bodies_bytes_per_key=2**25)
 # The official client retries 409, 429 and 5xx unless this header forbids it. A retry would fail
 # again.
@@ -109,8 +109,8 @@ def make_chat_app(
 
     Args:
         find_handler: Returns the handler for a key ("" for requests without one), or None.
-        hosts: Hosts that requests may name (see `Guard`); None allows any, for servers that require
-            a key.
+        hosts: Accepted values of the Host header (see `Guard`); None accepts any, for servers that
+            require a key.
         limits: Limits of connections and bodies.
         ignored: Fields of requests that have no effect.
     """

@@ -16,8 +16,8 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 Window = tuple[Tensor, Tensor]
 # Scores and their softmax do not depend on padding if the length is a multiple of this.
 STRIDE = 16
-# Minimum multiplications per product. Below 400, PyTorch's `bmm` uses a plain loop instead of BLAS,
-# which rounds differently.
+# Minimum length * head_dim of an attention product. Below 400 multiplications, PyTorch's `bmm` uses a
+# plain loop, which rounds differently from BLAS; 512 is the next power of two.
 MIN_MULTIPLICATIONS = 512
 
 
@@ -106,7 +106,7 @@ class KVCache:
             self._windows = {(n_slots, length): views}
         return self._windows[n_slots, length]
 
-    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+    def copy_slots(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy the first `length` tokens of the source slots to the target slots.
 
         `sources` and `targets` are int64 [n], and disjoint.

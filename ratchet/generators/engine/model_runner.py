@@ -101,7 +101,7 @@ class ModelRunner:
             length = int(self.slots.lengths[moved].max())
             self.slots.move(moved, gaps, length)
             sources, targets = (torch.tensor(part, device=self.device) for part in (moved, gaps))
-            self.cache.move(sources, targets, length)
+            self.cache.copy_slots(sources, targets, length)
             self.cache.erase([slot for slot in moved if slot in broken])
 
     # --- prefill

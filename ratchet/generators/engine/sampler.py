@@ -1,6 +1,6 @@
 """Sample tokens: `Sampler` from hidden states, for the engine, and pure functions from logits.
 
-The generators of this process share the functions.
+All generators that run in this process (the engine and transformers) use the functions.
 
 N = rows, d = hidden size, V = vocabulary, F = rows with a filter (top-k, top-p or min-p).
 """
@@ -208,9 +208,9 @@ def draw_tokens(logits_NV: Tensor, uniforms_N: Tensor, settings: SamplingSetting
 def invert_cdf(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
     """Return the first token whose cumulative mass exceeds `uniform * total`, int64 [N].
 
-    `total_N` is the mass of the tokens that may be drawn. The threshold is below the total. So the
-    returned token has a probability above 0, and comes no later than the first entry that reaches
-    `total`.
+    `total_N` is the mass of the tokens that may be drawn. The threshold is below the total. So,
+    if the cumulative sum never falls, the returned token has a probability above 0, and comes no
+    later than the first entry that reaches `total`.
     """
     below_total_N = torch.nextafter(total_N, torch.zeros_like(total_N))
     threshold_N = torch.minimum(uniforms_N * total_N, below_total_N)

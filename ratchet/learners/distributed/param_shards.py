@@ -31,14 +31,15 @@ from ratchet.protocols import Shard
 class ParamShard:
     """The shard of a parameter that this rank holds.
 
-    pieces: the blocks of canonical weights in the parameter before FSDP divides it.
+    pieces: the blocks of the model's named weights (Hugging Face) that make up the parameter, before
+      FSDP divides it by rows.
     rows: the parameter's rows on this rank if FSDP divides it; None: all rows.
     copies: number of ranks that hold the same shard.
     reduce_groups: groups over which the gradient must still be summed after FSDP's own reduction.
-    gradient_divisor: divisor that makes the gradient a plain sum over ranks; 1 for dense matrices.
-      The loss is multiplied by the number of ranks over which FSDP averages gradients of dense
-      matrices, which cancels that average. FSDP averages gradients of experts over fewer ranks, and
-      does not average gradients of vectors and adapters at all.
+    gradient_divisor: divisor that makes the gradient a plain sum over ranks. The loss is multiplied
+      by the number of ranks over which FSDP averages gradients of dense matrices, so these are
+      already sums (divisor 1). FSDP averages gradients of experts over fewer ranks, and does not
+      average gradients of vectors and adapters: without the divisor these are too large.
     is_owner: True on the one rank that saves and sends the shard, among the ranks that hold it.
     """
 
@@ -165,9 +166,9 @@ def _make_decoder_shard(
     """
     reduce_groups: tuple[Group, ...] = ()
     if mesh.tensor is not None and not is_tensor_parallel(name):
-        # Each rank has these parameters as a whole, but computes only a part of their gradient:
-        # from some of the heads, experts' outputs or tokens. The undivided factor of an adapter is
-        # multiplied with the divided one, so each rank computes a part of its gradient too.
+        # Some undivided parameters get only a part of their gradient on each rank: the norms of
+        # queries and keys (from its heads), the router (from its experts), all norms under sequence
+        # parallelism (from its tokens), and the undivided factor of an adapter.
         has_partial_gradient = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
         reduce_groups = (
             (mesh.tensor,)

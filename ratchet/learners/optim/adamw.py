@@ -30,7 +30,8 @@ class AdamW:
 
     Attributes:
         state: Moments by parameter name; a parameter has none before its first gradient.
-        matrices: `PolicyModel.matrices`, for subclasses that treat matrices of layers differently.
+        matrices: `PolicyModel.matrices`: for each parameter that consists of matrices of layers, their
+          numbers of rows. Only subclasses that treat these matrices differently read it.
         to_local: A function that returns this rank's part of a parameter or gradient.
     """
 
@@ -118,7 +119,7 @@ class AdamW:
     def get_moments(self, name: str) -> Moments:
         """Return the moments of a parameter except `step`, in the parameter's layout.
 
-        Moments that are stored quantised are returned dequantised, in float32.
+        A subclass that stores moments quantised overrides this, and returns them in float32.
         """
         return {key: moment for key, moment in self.state[name].items() if key != "step"}
 

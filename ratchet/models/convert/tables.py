@@ -131,7 +131,8 @@ TABLES: Mapping[str, FamilyTable] = {
         NORMS | LATENT_ATTENTION | LATENT_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
     ),
 }
-WITHOUT_Q_RANK = FamilyTable(
+# For DeepSeek models whose queries are not low-rank.
+DEEPSEEK_WITHOUT_Q_RANK = FamilyTable(
     NORMS | LATENT_ATTENTION | FULL_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
 )
 
@@ -139,7 +140,7 @@ WITHOUT_Q_RANK = FamilyTable(
 def find_family_table(dimensions: Dimensions) -> FamilyTable:
     """Return the table of a model's family."""
     if dimensions.kv_rank and not dimensions.q_rank:
-        return WITHOUT_Q_RANK
+        return DEEPSEEK_WITHOUT_Q_RANK
     return TABLES[dimensions.family]
 
 
@@ -155,7 +156,8 @@ GROUPED: Mapping[str, str] = {
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
     "mlp.experts.local_experts.{expert}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
-# With Transformer Engine, each rank has these projections to MLA's latent states as a whole.
+# Transformer Engine does not divide these projections to MLA's latent states: each tensor-parallel
+# rank holds the whole matrix.
 DUPLICATED = (
     "self_attention.linear_q_down_proj.weight",
     "self_attention.linear_kv_down_proj.weight",

@@ -1,6 +1,9 @@
 """The policy over the Megatron stages of a rank.
 
 It computes the hidden states of this rank's tokens, and the logits of its part of the vocabulary.
+
+T = tokens, U = distinct tokens, t = U and padding, n = rows whose logits are computed, d = hidden size,
+V = this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ from ratchet.models.weights.hf_weights import SavableTensor, save_model_director
 
 
 class PaddedVocabulary(VocabParallelLogits):
-    """A sharded vocabulary with the same number of rows on each rank. The last rows are padding."""
+    """A vocabulary that Megatron shards: each rank's weight has equally many rows, the last padding.
+
+    `rows` leaves the padding out.
+    """
 
     def _get_rows(self, rank: int, size: int) -> range:
         height = padded_vocabulary(self.size, self.group.size()) // self.group.size()
@@ -68,7 +74,7 @@ class MegatronPolicy(DistributedPolicy):
 
     @property
     def chunks(self) -> list[MegatronStage]:
-        """The stages on this rank."""
+        """The stages on this rank: the model chunks of Megatron."""
         return [cast(MegatronStage, stage) for stage in self.stages]
 
     def owned_parameters(self) -> Iterator[OwnedParameter]:
@@ -122,7 +128,7 @@ class MegatronPolicy(DistributedPolicy):
         output_mask_T: Tensor | None = None,
     ) -> Tensor:
         assert len(self.chunks) == self.sizes.pipeline == 1, (
-            "a pipeline is run by Megatron's own schedule"
+            "`hidden` works only without pipeline parallelism, which Megatron's own schedule runs"
         )
         packed = self.pack_inputs(tokens_T, positions_T, lengths, routing)
         return self.unpad_hidden(packed, self.chunks[0](self.pad_inputs(packed)))
@@ -141,7 +147,9 @@ class MegatronPolicy(DistributedPolicy):
         self.adapter = adapter
 
     def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
-        assert weights is not None, "a rank has blocks of weights"
+        assert weights is not None, (
+            "`weights` must be given: a rank holds only blocks of the weights"
+        )
         save_model_directory(self.shape, weights.items(), directory, next(self.parameters()).dtype)
 
 

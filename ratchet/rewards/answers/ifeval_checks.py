@@ -1,6 +1,6 @@
 """Checks for the 25 verifiable instructions of IFEval (arXiv:2311.07911).
 
-A function has the name and the arguments of its instruction in the published data.
+Each function in `CHECKS` takes a text and the arguments of its instruction in the published data.
 
 The checks are safe for hostile text: each takes time linear in the text's length, and words of the
 data are never used as patterns. They differ from the published code in three ways: rules split
@@ -55,7 +55,8 @@ def detect_language(text: str) -> str | None:
 def split_sentences(text: str) -> list[str]:
     """Return the sentences, each of which ends in . ! ? … before white space, or in 。！？.
 
-    A full stop after an abbreviation, an initial or a number at the start ends no sentence.
+    A full stop after a title, an initial or a list number ("1.") ends no sentence. After another
+    abbreviation it ends one before a capital letter.
     """
     pieces: list[str] = []
     start = 0

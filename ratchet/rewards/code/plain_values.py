@@ -13,11 +13,11 @@ from typing import Any
 
 MAX_ITEMS = 100_000  # maximum length of an iterator that a program returns
 SMALL_INT_LIMIT = 1 << 53  # integers from this absolute value on are encoded as hex text
-AWAITED_MARK = '{"answer"'  # occurs only in the text of calls whose arguments are awaited answers
+AWAITED_MARK = '{"answer"'  # occurs only in the text of calls with an `Awaited` argument
 
 
 class Anything:
-    """A stand-in for a value computed from an answer that is not known yet.
+    """A stand-in for a value computed from the result of a call that has not returned yet.
 
     The operations below, iteration and attribute access all succeed on it.
     """
@@ -55,7 +55,10 @@ for _words, _result in (
 
 
 class Awaited(Anything):
-    """The answer, not known yet, to call number `index`. It may be an argument of another call."""
+    """The result of call number `index` of the judged function, which has not returned yet.
+
+    It may be an argument of another call.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -108,7 +111,7 @@ def encode(value: Any) -> Any:
         items = [encode(item) for item in itertools.islice(value, MAX_ITEMS + 1)]
         if len(items) <= MAX_ITEMS:
             return ["iterator", items]
-    if isinstance(value, Awaited):  # only tests that look ahead pass one
+    if isinstance(value, Awaited):  # in the look-ahead of `sandbox_program`
         return {"answer": value.index}
     raise NotPlainError(type(value).__name__)
 

@@ -44,7 +44,7 @@ def test_moving_slots_copies_what_is_used():
     cache.reserve(4, 8)
     for store in (*cache.keys, *cache.values):
         store.copy_(torch.arange(4.0)[:, None, None, None].expand_as(store))
-    cache.move(torch.tensor([3, 2]), torch.tensor([0, 1]), 5)
+    cache.copy_slots(torch.tensor([3, 2]), torch.tensor([0, 1]), 5)
     for store in (*cache.keys, *cache.values):
         assert store[:, 0, 4, 0].tolist() == [3, 2, 2, 3]
         assert store[:, 0, 5, 0].tolist() == [0, 1, 2, 3]
