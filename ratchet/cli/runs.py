@@ -62,8 +62,8 @@ def prune_runs(
         int,
         typer.Option(
             min=1,
-            help="Number of newest checkpoints to keep per run, besides those that the recipe keeps "
-            "(keep_best, keep_every).",
+            help="Number of newest checkpoints to keep per run, besides those that the recipe "
+            "keeps (keep_best, keep_every).",
         ),
     ] = 1,
     yes: Annotated[

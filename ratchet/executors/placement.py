@@ -96,25 +96,25 @@ class ResourceManager:
         """Return the bundles of each role, by rank. Raises ConfigError as `check` does."""
         layout = _Layout(self.nodes)
         # For roles that do not fit: the number of their ranks that do.
-        fitting_ranks_by_short_role: dict[str, int] = {}
+        ranks_that_fit: dict[str, int] = {}
         # Colocated roles come last: they need the bundles of the role that they share with.
         for request in sorted(requests, key=lambda request: request.colocated_with is not None):
             n_assigned = layout.assign_role(request, request.strategy or self.strategy)
             if n_assigned < request.ranks:
-                fitting_ranks_by_short_role[request.role] = n_assigned
-        if fitting_ranks_by_short_role:
-            raise ConfigError(self._describe_shortage(requests, fitting_ranks_by_short_role))
+                ranks_that_fit[request.role] = n_assigned
+        if ranks_that_fit:
+            raise ConfigError(self._describe_shortage(requests, ranks_that_fit))
         return layout.share_cores()
 
     def _describe_shortage(
-        self, requests: Sequence[ResourceRequest], fitting_ranks_by_short_role: Mapping[str, int]
+        self, requests: Sequence[ResourceRequest], ranks_that_fit: Mapping[str, int]
     ) -> str:
         rows = [("role", "requests", "ranks that fit")]
         rows += [
             (
                 request.role,
                 str(request),
-                f"{fitting_ranks_by_short_role.get(request.role, request.ranks)} of {request.ranks}",
+                f"{ranks_that_fit.get(request.role, request.ranks)} of {request.ranks}",
             )
             for request in requests
         ]

@@ -106,8 +106,8 @@ class TrainingSession:
         changed_recipe: True if the recipe was changed for this resumption, so that a stage that
             ended early may continue.
         try_s: Seconds of training after which each stage ends early; None sets no limit.
-        lengths: Numbers of steps of stages that set `passes`, with the environments that were opened
-            to count them and lines for the log; None if no stage sets it.
+        lengths: Numbers of steps of stages that set `passes`, with the environments that were
+            opened to count them and lines for the log; None if no stage sets it.
         mirror: Uploads the run to a remote address; None keeps it local.
         notes: Sentences for the beginning of run.log and the console.
     """

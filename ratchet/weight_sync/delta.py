@@ -1,8 +1,8 @@
 """Delta weight sync: send the positions and new values of changed weights, without loss.
 
 Small steps leave most bytes of bfloat16 weights unchanged (about 99 % of them at a learning rate of
-3e-6). Both ends keep the weights of the last push: each rank of the learner the blocks that it sends,
-each receiver all blocks. Changes can be applied only to the version that they were computed from.
+3e-6). Both ends keep the weights of the last push: each rank of the learner the blocks that it
+sends, each receiver all blocks. Changes can be applied only to the version that they were computed from.
 After they are applied, each block must have the sender's checksum.
 
 Peak extra memory:

@@ -27,7 +27,7 @@ class ShapingPart(AlgorithmPart):
 if TYPE_CHECKING:
     AnyShaping = ShapingPart
 else:
-    # A user's section may derive from `Section` alone: `resolve` adds the attributes of ShapingPart.
+    # A user's section may derive from `Section` alone: `resolve` adds what ShapingPart declares.
     AnyShaping = SerializeAsAny[Section]
 
 

@@ -91,8 +91,8 @@ def _read_source(
         export_dir: The directory that a checkpoint is exported to.
         say: A function that prints a line.
     """
-    # Without --config, CHECKPOINT/policy is treated like CHECKPOINT. With it, the files in that folder
-    # are converted directly.
+    # Without --config, CHECKPOINT/policy is treated like CHECKPOINT. With it, the files in that
+    # folder are converted directly.
     saved = find_saved(source.removesuffix("/policy") if config is None else source)
     if saved is None or saved.step is None:
         return (str(fetch_weights(source)) if is_address(source) else source), config

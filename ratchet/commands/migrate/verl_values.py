@@ -40,8 +40,8 @@ def choose_estimator(value: Any, config: PeerConfig) -> Any:
     if value not in ESTIMATORS:
         return Dropped(f"only {', '.join(ESTIMATORS)} are converted: the recipe has grpo")
     note = (
-        "truncated attempts are not bootstrapped, as in verl (bootstrap: false); by default Ratchet "
-        "uses the critic's estimate"
+        "truncated attempts are not bootstrapped, as in verl (bootstrap: false); by default "
+        "Ratchet uses the critic's estimate"
         if value == "gae"
         else ""
     )

@@ -16,8 +16,8 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 Window = tuple[Tensor, Tensor]
 # Scores and their softmax do not depend on padding if the length is a multiple of this.
 STRIDE = 16
-# Minimum length * head_dim of an attention product. Below 400 multiplications, PyTorch's `bmm` uses a
-# plain loop, which rounds differently from BLAS; 512 is the next power of two.
+# Minimum length * head_dim of an attention product. Below 400 multiplications, PyTorch's `bmm` uses
+# a plain loop, which rounds differently from BLAS; 512 is the next power of two.
 MIN_MULTIPLICATIONS = 512
 
 

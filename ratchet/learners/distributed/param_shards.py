@@ -31,8 +31,8 @@ from ratchet.protocols import Shard
 class ParamShard:
     """The shard of a parameter that this rank holds.
 
-    pieces: the blocks of the model's named weights (Hugging Face) that make up the parameter, before
-      FSDP divides it by rows.
+    pieces: the blocks of the model's named weights (Hugging Face) that make up the parameter,
+      before FSDP divides it by rows.
     rows: the parameter's rows on this rank if FSDP divides it; None: all rows.
     copies: number of ranks that hold the same shard.
     reduce_groups: groups over which the gradient must still be summed after FSDP's own reduction.

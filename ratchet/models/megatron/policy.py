@@ -2,8 +2,8 @@
 
 It computes the hidden states of this rank's tokens, and the logits of its part of the vocabulary.
 
-T = tokens, U = distinct tokens, t = U and padding, n = rows whose logits are computed, d = hidden size,
-V = this rank's part of the vocabulary.
+T = tokens, U = distinct tokens, t = U and padding, n = rows whose logits are computed, d = hidden
+size, V = this rank's part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ratchet.models.weights.hf_weights import SavableTensor, save_model_director
 
 
 class PaddedVocabulary(VocabParallelLogits):
-    """A vocabulary that Megatron shards: each rank's weight has equally many rows, the last padding.
+    """A vocabulary that Megatron shards: all ranks' weights have the same number of rows.
 
-    `rows` leaves the padding out.
+    The last rows are padding, which `rows` leaves out.
     """
 
     def _get_rows(self, rank: int, size: int) -> range:
