@@ -15,7 +15,7 @@ EvalTarget = Annotated[
     typer.Argument(
         help="A run, a checkpoint (RUN/checkpoints/step-...) or model directory, the address "
         "of an API (http://host/v1), "
-        "or results of an evaluation."
+        "results of an evaluation, or oracle (the demonstrations of the tasks)."
     ),
 ]
 Tasks = Annotated[
@@ -105,7 +105,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and whether
     it beats another."""
-    from ratchet.commands.eval import EndpointSettings, EvaluationSettings, evaluate_target
+    from ratchet.commands.eval import evaluate_target
+    from ratchet.commands.eval_setup import EndpointSettings, EvaluationSettings
 
     evaluation = EvaluationSettings(
         recipe=recipe,

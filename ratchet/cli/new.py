@@ -12,12 +12,14 @@ from ratchet.errors import ConfigError
 
 def new(
     kind: Annotated[
-        Literal["recipe", "environment", "reward"], typer.Argument(help="What to create.")
+        Literal["recipe", "environment", "reward", "harbor-task"],
+        typer.Argument(help="What to create."),
     ],
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Name of the new recipe, environment or reward, and of its file. With --like, "
+            help="Name of the new recipe, environment, reward or task, and of its file. "
+            "With --like, "
             "the default is the name given there."
         ),
     ] = None,
@@ -45,7 +47,7 @@ def new(
         str | None, typer.Option(metavar="DIR", help="With --like, for distillation.")
     ] = None,
 ) -> None:
-    """Create a recipe, an environment or a reward of your own, as small files that work.
+    """Create a recipe, an environment, a reward or a task of your own, as small files that work.
 
     With --like, --data and --model the recipe is for your own file and model.
     """

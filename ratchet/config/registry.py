@@ -31,6 +31,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     **SINGLE_TURN_ENVIRONMENTS,
     "preferences": "ratchet.environments.datasets.config:PreferencesConfig",
     "terminal": "ratchet.environments.tool_use.terminal:TerminalConfig",
+    "harbor": "ratchet.environments.harbor.environment:HarborConfig",
     "sliding_puzzle": "ratchet.environments.games.sliding_puzzle:SlidingPuzzleConfig",
     "frozen_lake": "ratchet.environments.games.frozen_lake:FrozenLakeConfig",
     "vlm": "ratchet.environments.datasets.vlm:VLMConfig",

@@ -14,12 +14,8 @@ import torch
 import yaml
 from rewards.fake_http import Answer, chat, serve
 
-from ratchet.commands.eval import (
-    EndpointSettings,
-    EvaluationSettings,
-    build_eval_setup,
-    evaluate_target,
-)
+from ratchet.commands.eval import evaluate_target
+from ratchet.commands.eval_setup import EndpointSettings, EvaluationSettings, build_eval_setup
 from ratchet.commands.model_target import Target, open_target
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError

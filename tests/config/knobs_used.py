@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from environments.harbor.task_directories import write_task
 from pictures import model_directory, picture
 from rewards.fake_http import Answer, chat, serve
 from sandbox.fake_docker import PYTHON, FakeDocker
@@ -438,6 +439,12 @@ def in_terminals() -> None:
         for sandbox in ({"kind": "local"}, docker, remote):
             block = "```sh\necho 7 > sum.txt\n```"
             played(block, "Done.", kind="terminal", sandbox=sandbox, **rows).sandbox.close()
+        write_task(Path("task"))
+        for sandbox in ({"kind": "local"}, docker):
+            for split in ("train", "test"):
+                harbor = {"kind": "harbor", split: "task", "sandbox": sandbox}
+                build(resolve("environment", harbor)).sandbox.close()
+        played(block, "Done.", kind="harbor", train="task", test="task").sandbox.close()
     finally:
         engine.close()
         service.close()
