@@ -40,6 +40,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "number_guessing": "ratchet.environments.toy.number_guessing:NumberGuessingConfig",
     "gymnasium": "ratchet.environments.adapters.gymnasium:GymnasiumConfig",
     "gem": "ratchet.environments.adapters.gem:GemConfig",
+    "openenv": "ratchet.environments.openenv.environment:OpenEnvConfig",
     "verifiers": "ratchet.environments.adapters.verifiers:VerifiersConfig",
     "message_log": "ratchet.experience.config:MessageLogConfig",
     "tool_use": "ratchet.environments.tool_use.environment:ToolUseConfig",

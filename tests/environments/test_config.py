@@ -17,6 +17,7 @@ from ratchet.environments.datasets.config import DatasetConfig, PreferencesConfi
 from ratchet.environments.datasets.gsm8k import GSM8KConfig
 from ratchet.environments.games.game import GameConfig
 from ratchet.environments.mixture import MixtureConfig
+from ratchet.environments.openenv.environment import OpenEnvConfig
 from ratchet.environments.tool_use.environment import ToolEnvironmentConfig
 from ratchet.environments.tool_use.shell import ShellConfig
 from ratchet.environments.toy.arithmetic import ArithmeticConfig
@@ -92,6 +93,7 @@ def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_jud
         TRLEnvironmentConfig,
         MessageLogConfig,
         ShellConfig,
+        OpenEnvConfig,
         CodeRepairConfig,
     )
     # as what they are made of, or a preset, says
