@@ -232,6 +232,17 @@ def test_keys_belong_to_an_environment_that_is_named(run: Path):
         evaluate_target(str(run), EvaluationSettings(overrides=["digits=4"]))
 
 
+def test_the_oracle_plays_the_demonstrations(tmp_path: Path):
+    evaluate_target("oracle", replace(SORTING, samples=2), out=tmp_path / "out")
+    results = EvalResults.read(tmp_path / "out")
+    assert (results.accuracy.value, results.about["samples"]) == (1.0, 0)
+    with pytest.raises(ConfigError, match="oracle has no recipe that names tasks"):
+        evaluate_target("oracle", EvaluationSettings())
+    undemonstrated = EvaluationSettings(on="gymnasium", overrides=["id=FrozenLake-v1"], tasks=1)
+    with pytest.raises(RatchetError, match="has no solutions"):
+        evaluate_target("oracle", undemonstrated, out=tmp_path / "none")
+
+
 def test_mistakes_with_an_api(tmp_path: Path):
     with pytest.raises(ConfigError, match="--model is missing"):
         evaluate_target("http://localhost:1/v1", EvaluationSettings(on="sorting"))
