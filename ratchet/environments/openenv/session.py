@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.errors import DataError, MissingDependency, RatchetError
+from ratchet.errors import DataError, RatchetError
+from ratchet.utils.websockets import import_websockets
 
 MAX_ANSWER_BYTES = 64 << 20
+NEEDED_FOR = "environment.kind openenv"
 RETRY_S = 0.05  # pause before a session is asked for again, while the server has none free
 
 
@@ -57,7 +59,7 @@ class OpenEnvSession:
     @classmethod
     async def open(cls, url: str, timeout_s: float) -> OpenEnvSession:
         """Connect to the server at `url`. Raises OpenEnvError if that fails."""
-        websockets = _import_websockets()
+        websockets = import_websockets(NEEDED_FOR)
         address = f"ws{url.removeprefix('http').rstrip('/')}/ws"
         try:
             socket = await websockets.connect(
@@ -77,7 +79,11 @@ class OpenEnvSession:
 
     async def close(self) -> None:
         """End the session and its environment."""
-        faults = (OSError, TimeoutError, _import_websockets().WebSocketException)
+        faults = (
+            OSError,
+            TimeoutError,
+            import_websockets(NEEDED_FOR).WebSocketException,
+        )
         with contextlib.suppress(*faults):
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send(json.dumps({"type": "close"}))
@@ -86,13 +92,15 @@ class OpenEnvSession:
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._socket.send(json.dumps({"type": kind, "data": data}))
+                # A server that is full says so, and closes, before it is asked.
+                with contextlib.suppress(import_websockets(NEEDED_FOR).ConnectionClosed):
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
                 text = await self._socket.recv()
         except TimeoutError:
             raise OpenEnvError(
                 f"{self._url} did not answer {kind} within {self._timeout_s:g} s"
             ) from None
-        except (OSError, _import_websockets().WebSocketException) as error:
+        except (OSError, import_websockets(NEEDED_FOR).WebSocketException) as error:
             raise OpenEnvError(f"{self._url} broke off during {kind}: {error!r}") from error
         try:
             message = json.loads(text)
@@ -105,16 +113,6 @@ class OpenEnvSession:
         if answer_kind != "observation":
             raise OpenEnvError(f"{self._url} answered {kind} with a message '{answer_kind}'")
         return content
-
-
-def _import_websockets() -> Any:
-    try:
-        import websockets
-    except ImportError as error:
-        raise MissingDependency(
-            "websockets", extra="openenv", needed_for="environment.kind openenv"
-        ) from error
-    return websockets
 
 
 def _make_error(url: str, kind: str, content: Mapping[str, Any]) -> OpenEnvError:

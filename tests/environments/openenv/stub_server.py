@@ -50,8 +50,7 @@ class StubServer:
         return None
 
     async def _handle(self, connection):
-        if self.n_open >= self.capacity:
-            await connection.recv()
+        if self.n_open >= self.capacity:  # said before it is asked, as OpenEnv's server does
             return await self._send(connection, "error", code="CAPACITY_REACHED", message="full")
         self.n_open, self.n_opened, total = self.n_open + 1, self.n_opened + 1, 0
         try:
