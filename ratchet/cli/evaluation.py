@@ -14,7 +14,8 @@ EvalTarget = Annotated[
     str,
     typer.Argument(
         help="A run, a checkpoint (RUN/checkpoints/step-...), a model directory, the address of an "
-        "API (http://host/v1), or the results directory of an earlier evaluation."
+        "API (http://host/v1), the results directory of an earlier evaluation, or oracle (the "
+        "demonstrations of the tasks)."
     ),
 ]
 Tasks = Annotated[
@@ -109,7 +110,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and with
     --against whether it beats another model."""
-    from ratchet.commands.eval import EndpointSettings, EvaluationSettings, evaluate_target
+    from ratchet.commands.eval import evaluate_target
+    from ratchet.commands.eval_setup import EndpointSettings, EvaluationSettings
 
     evaluation = EvaluationSettings(
         recipe=recipe,

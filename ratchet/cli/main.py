@@ -270,6 +270,24 @@ def serve(
     )
 
 
+@app.command("serve-env")
+def serve_env(
+    target: Annotated[
+        str, typer.Argument(help="A recipe, or a kind of environment such as sorting.")
+    ],
+    keys: Annotated[list[str] | None, typer.Argument(help="Keys of the kind: digits=4")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Anybody who reaches it can play.")
+    ] = "127.0.0.1",
+    sessions: Annotated[int, typer.Option(min=1, help="Maximum number of sessions.")] = 64,
+) -> None:
+    """Serve an environment by OpenEnv's protocol, to be played by its clients."""
+    from ratchet.commands.serve_env import serve_environment
+
+    serve_environment(target, keys or [], host=host, port=port, sessions=sessions, say=say)
+
+
 @app.command()
 def score(
     file: Annotated[

@@ -12,12 +12,14 @@ from ratchet.errors import ConfigError
 
 def new(
     kind: Annotated[
-        Literal["recipe", "environment", "reward"], typer.Argument(help="What to create.")
+        Literal["recipe", "environment", "reward", "harbor-task"],
+        typer.Argument(help="What to create."),
     ],
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Name of the new recipe, environment or reward, and of its file. With --like, "
+            help="Name of the new recipe, environment, reward or task, and of its file. "
+            "With --like, "
             "the default is the value of --like."
         ),
     ] = None,
@@ -46,7 +48,7 @@ def new(
         typer.Option(metavar="DIR", help="With --like, for distillation: the teacher's model."),
     ] = None,
 ) -> None:
-    """Create a recipe, an environment or a reward of your own, as small files that work.
+    """Create a recipe, an environment, a reward or a task of your own, as small files that work.
 
     --like, --data and --model together write a recipe for your own file and model.
     """

@@ -44,6 +44,7 @@ PURPOSES = {
     "gymnasium": ("envs", "environments of gymnasium"),
     "gem-llm": ("gem", "environments of gem"),
     "verifiers": ("verifiers", "environments of verifiers"),
+    "websockets": ("openenv", "environments on OpenEnv's servers"),
     "peft": ("lora", "adapter files, and adapters on models that transformers runs"),
     "vllm": ("vllm", "generation by vLLM, in processes of its own"),
     "megatron-core": ("megatron", "learner.kind=megatron"),

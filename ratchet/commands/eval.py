@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,18 +16,22 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from ratchet.algorithms.base import Algorithm
+from ratchet.commands.eval_setup import (
+    NO_TASKS,
+    EvaluationSettings,
+    add_metadata,
+    build_eval_setup,
+    require_judge,
+)
 from ratchet.commands.model_target import Target, open_target, require_config
-from ratchet.config.from_words import section_from_words
-from ratchet.config.length import shorten
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build
-from ratchet.config.schema import OptimizerConfig, RunConfig
-from ratchet.config.sections import EnvironmentConfig
-from ratchet.data.presets.benchmarks import ALIASES, BENCHMARK_NAMES
-from ratchet.environments.datasets.config import DatasetConfig
+from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.evals.evaluator import Evaluator, report_failures
+from ratchet.evals.message_player import MessagePlayer
 from ratchet.evals.openai_client import EndpointPlayer, get_completions_url, is_endpoint
+from ratchet.evals.oracle import ORACLE, OraclePlayer
 from ratchet.evals.paired_test import compare
 from ratchet.evals.report import format_comparison, format_report, save_report
 from ratchet.evals.results import RESULTS, EvalResults
@@ -37,7 +40,6 @@ from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import LocalConfig
 from ratchet.models.scalar_head import load_head
-from ratchet.observe.summary import get_installed_versions
 from ratchet.protocols import Learner
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig
 from ratchet.runs.resolve import fetch_run_model
@@ -48,70 +50,15 @@ from ratchet.training.evaluators import (
     make_evaluator,
     make_stage_evaluator,
 )
-from ratchet.training.from_config import build_env_setup, build_eval_env_setup, build_stage_spec
 from ratchet.training.roles import make_roles
 from ratchet.training.saved_weights import split_step
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
-from ratchet.types import Sampling, Task
 from ratchet.utils.object_store import fetch_directory, is_address
 from ratchet.utils.terminal_text import make_console
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-NO_TASKS = "the recipe sets evaluation.tasks=0, so there is nothing to evaluate on: add --tasks N"
-MAX_NEW_TOKENS = 2048  # length limit of an answer without a recipe
-
-
-@dataclass(frozen=True)
-class EndpointSettings:
-    """Settings of requests to a target that is an OpenAI-compatible endpoint.
-
-    Attributes:
-        model: The endpoint's name for the model.
-        api_key_env: The environment variable that holds the API key.
-        concurrency: The maximum number of concurrent requests.
-        timeout_s: The time limit of a request, in seconds.
-        body: Further keys of each request's JSON body; None as a value removes the key.
-    """
-
-    model: str | None = None
-    api_key_env: str | None = None
-    concurrency: int = 16
-    timeout_s: float = 600.0
-    body: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """Settings of an evaluation. None takes the value of the recipe.
-
-    Attributes:
-        recipe: A recipe to use instead of the target's.
-        on: A benchmark, a kind of environment, or an import path.
-        overrides: `key=value`, with keys of the environment that `on` names.
-        tasks: The number of held-out tasks.
-        samples: Sampled attempts per task, beside the greedy one.
-        greedy: True also makes one attempt per task at temperature 0.
-        pass_threshold: The minimum reward of a sampled attempt that counts as passed.
-        generator: The kind of the generator, for a target that is a model.
-        step: The step of the target's checkpoint; None takes the trained model.
-        endpoint: Settings for a target that is an endpoint.
-    """
-
-    recipe: Path | None = None
-    on: str | None = None
-    overrides: Sequence[str] = ()
-    tasks: int | None = None
-    samples: int = 4
-    greedy: bool = True
-    pass_threshold: float = 1.0
-    temperature: float | None = None
-    max_new_tokens: int | None = None
-    seed: int = 0
-    generator: str | None = None
-    step: int | None = None
-    endpoint: EndpointSettings = EndpointSettings()
 
 
 def evaluate_target(
@@ -173,6 +120,8 @@ def _get_results(target: str, evaluation: EvaluationSettings) -> _Results:
     """Evaluate a target, or read the saved results of an earlier evaluation if it names them."""
     if is_endpoint(target):
         return _Results(_evaluate_endpoint(target, evaluation))
+    if target == ORACLE and not Path(target).exists():
+        return _Results(_evaluate_oracle(evaluation))
     path = fetch_run_model(target, evaluation.step)
     if evaluation.step is not None and not RunDirectory(path).used:
         raise ConfigError(
@@ -230,7 +179,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
     spec = replace(spec, sampling=target.policy.with_stop_ids(spec.sampling))
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is None:
-        _require_judge(setup)
+        require_judge(setup)
         evaluator: StageEvaluator | None = make_evaluator(target.policy, setup, spec)
     else:
         roles = _load_roles(target, algorithm, setup)
@@ -248,7 +197,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
     for part in list_parts(result):
         if isinstance(part, EvalResults):
             report_failures(part)
-            answers = _add_metadata(part, name, generator, evaluation, tasks, sampling)
+            answers = add_metadata(part, name, generator, evaluation, tasks, sampling)
         else:
             other_metrics |= part.get_metrics()
     return _Results(answers, len(tasks), other_metrics)
@@ -258,19 +207,7 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
     settings = evaluation.endpoint
     if settings.model is None:
         raise ConfigError("--model is missing: give the endpoint's name for the model")
-    if evaluation.generator is not None:
-        raise ConfigError(
-            f"--generator {evaluation.generator} is only for models that run here, and {url} is an "
-            "endpoint: remove it"
-        )
-    config = None if evaluation.recipe is None else load_config(evaluation.recipe)
-    if config is None and evaluation.on is None:
-        raise ConfigError(
-            "an endpoint has no recipe that names tasks: add --on KIND, or --recipe RECIPE"
-        )
-    setup, spec = build_eval_setup(config, evaluation)
-    _require_judge(setup)
-    rollouts = spec.rollouts
+    setup, spec = _build_setup_without_model(url, evaluation)
     section = EndpointConfig(
         api_key_env=settings.api_key_env,
         concurrency=settings.concurrency,
@@ -280,9 +217,48 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
         Endpoint(get_completions_url(url), section),
         settings.model,
         settings.body,
-        rollouts.max_turns,
-        rollouts.attempt_timeout_s,
+        spec.rollouts.max_turns,
+        spec.rollouts.attempt_timeout_s,
     )
+    return _play_messages(player, url, settings.model, evaluation, setup, spec)
+
+
+def _evaluate_oracle(evaluation: EvaluationSettings) -> EvalResults:
+    """Return the results of the tasks' demonstrations, each played once."""
+    evaluation = replace(evaluation, samples=0, greedy=True)
+    setup, spec = _build_setup_without_model(ORACLE, evaluation)
+    player = OraclePlayer(spec.rollouts.max_turns, spec.rollouts.attempt_timeout_s)
+    return _play_messages(player, ORACLE, ORACLE, evaluation, setup, spec)
+
+
+def _build_setup_without_model(
+    target: str, evaluation: EvaluationSettings
+) -> tuple[EnvSetup, StageSpec]:
+    """Return the setup for a target that is no model here, so that it has no recipe of its own."""
+    if evaluation.generator is not None:
+        raise ConfigError(
+            f"--generator {evaluation.generator} is only for models that run here, and {target} is "
+            "none: remove it"
+        )
+    config = None if evaluation.recipe is None else load_config(evaluation.recipe)
+    if config is None and evaluation.on is None:
+        raise ConfigError(
+            f"{target} has no recipe that names tasks: add --on KIND, or --recipe RECIPE"
+        )
+    setup, spec = build_eval_setup(config, evaluation)
+    require_judge(setup)
+    return setup, spec
+
+
+def _play_messages(
+    player: MessagePlayer,
+    target: str,
+    model: str,
+    evaluation: EvaluationSettings,
+    setup: EnvSetup,
+    spec: StageSpec,
+) -> EvalResults:
+    """Return the results of a player on the setup's held-out tasks."""
     tasks = list_held_out_tasks(setup, spec)
     if not tasks:
         raise ConfigError(NO_TASKS)
@@ -290,8 +266,8 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
         player,
         setup.get_environment_factory(),
         setup.eval_reward or setup.reward,
-        judge_timeout_s=rollouts.attempt_timeout_s,
-        retries=rollouts.retries,
+        judge_timeout_s=spec.rollouts.attempt_timeout_s,
+        retries=spec.rollouts.retries,
     )
     evaluator = Evaluator(
         manager,
@@ -303,7 +279,7 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
     )
     results = asyncio.run(_run_evaluator(evaluator))
     report_failures(results)
-    return _add_metadata(results, url, settings.model, evaluation, tasks, evaluator.sampling)
+    return add_metadata(results, target, model, evaluation, tasks, evaluator.sampling)
 
 
 async def _run_evaluator(evaluator: Evaluator) -> EvalResults:
@@ -311,107 +287,6 @@ async def _run_evaluator(evaluator: Evaluator) -> EvalResults:
         return await evaluator.run()
     finally:
         await evaluator.manager.close()
-
-
-def build_eval_setup(
-    config: RunConfig | None, evaluation: EvaluationSettings
-) -> tuple[EnvSetup, StageSpec]:
-    """Return the environment setup and the stage spec for an evaluation.
-
-    Settings that `evaluation` does not override are those of the recipe's last stage.
-    """
-    if config is None:
-        spec = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
-    else:
-        # No step is trained. With a length of 1 step, the data need not be read to turn `passes`
-        # into steps.
-        spec = build_stage_spec(shorten(config, 1)[0], len(config.stages) - 1)
-    if evaluation.on is not None:
-        section = make_env_section(evaluation.on, evaluation.overrides)
-        setup = build_eval_env_setup(section)
-        # By default all tasks of a dataset are used, because a score on a part of a benchmark can't
-        # be compared with published scores.
-        if isinstance(section, DatasetConfig):
-            spec = replace(
-                spec, evaluation=spec.evaluation.model_copy(update={"tasks": sys.maxsize})
-            )
-    else:
-        assert config is not None, "either --on or a recipe names the tasks"
-        setup = build_env_setup(config.stages[-1])
-        setup = setup.evaluation or setup
-    if evaluation.on is None and evaluation.overrides:
-        raise ConfigError(
-            f"'{evaluation.overrides[0]}' is a key of the environment that --on names: add --on "
-            "KIND, or change the recipe"
-        )
-    settings = {
-        "tasks": evaluation.tasks or spec.evaluation.tasks,
-        "samples": evaluation.samples,
-        "greedy": evaluation.greedy,
-        "pass_threshold": evaluation.pass_threshold,
-        "temperature": spec.evaluation.temperature
-        if evaluation.temperature is None
-        else evaluation.temperature,
-        "max_new_tokens": evaluation.max_new_tokens or spec.evaluation.max_new_tokens,
-    }
-    if evaluation.temperature == 0 and evaluation.samples:
-        raise ConfigError(
-            "--temperature 0 makes all sampled attempts equal: give --samples 0, or remove "
-            "--temperature"
-        )
-    if not evaluation.greedy and not evaluation.samples:
-        raise ConfigError("--no-greedy and --samples 0 leave no attempt: give --samples")
-    return setup, replace(
-        spec, evaluation=spec.evaluation.model_copy(update=settings), seed=evaluation.seed
-    )
-
-
-def _require_judge(setup: EnvSetup) -> None:
-    if not setup.judges:
-        raise ConfigError(
-            "the environment has no reward to judge answers: name another by --on KIND, or a "
-            "recipe with rewards by --recipe RECIPE"
-        )
-
-
-def make_env_section(name: str, overrides: Sequence[str]) -> EnvironmentConfig:
-    """Return the config section of a benchmark or an environment.
-
-    By default only the test split of a benchmark is read.
-    """
-    full_name = ALIASES.get(name, name)
-    if full_name not in BENCHMARK_NAMES:
-        return section_from_words("environment", name, overrides)
-    keys = {override.partition("=")[0].strip() for override in overrides}
-    # An empty train_split means that no training split is read.
-    defaults = [] if keys & {"train", "train_split"} else ["train_split="]
-    return section_from_words(
-        "environment", "dataset", [f"preset={full_name}", *defaults, *overrides]
-    )
-
-
-def _add_metadata(
-    results: EvalResults,
-    target: str,
-    generator: str,
-    evaluation: EvaluationSettings,
-    tasks: Sequence[Task],
-    sampling: Sampling,
-) -> EvalResults:
-    """Return the results with a description of what was evaluated, and how."""
-    about = {
-        "target": target,
-        "generator": generator,
-        "on": evaluation.on or tasks[0].environment or "recipe",
-        "keys": " ".join(evaluation.overrides) or None,
-        "tasks": len(tasks),
-        "samples": evaluation.samples,
-        "temperature": sampling.temperature if evaluation.samples else None,
-        "max_new_tokens": sampling.max_new_tokens,
-        "seed": evaluation.seed,
-        "ratchet": get_installed_versions()["ratchet"],
-    }
-    return replace(results, about=about)
 
 
 async def _run_and_close(policy: Policy, evaluation: Coroutine[Any, Any, Result]) -> Result:

@@ -134,6 +134,50 @@ def test_it_keeps_the_contract():
 '''
 
 
+HARBOR_TASK: Mapping[str, str] = {
+    "task.toml": """\
+schema_version = "1.4"
+# Files of the agent that the tests get: they run in a new container.
+artifacts = ["/app/sum.txt"]
+
+[metadata]
+
+[verifier]
+environment_mode = "separate"
+timeout_sec = 60.0
+
+[agent]
+timeout_sec = 300.0
+
+[environment]
+build_timeout_sec = 600.0
+network_mode = "no-network"
+workdir = "/app"
+""",
+    "instruction.md": "Write the sum of the numbers in /app/numbers.txt into /app/sum.txt.\n",
+    "environment/Dockerfile": "FROM python:3.11-slim\nWORKDIR /app\nCOPY numbers.txt ./\n",
+    "environment/numbers.txt": "1\n2\n",
+    "solution/solve.sh": """\
+#!/bin/bash
+# A solution that earns the full reward. It runs as /solution/solve.sh.
+total=0
+while read -r number; do total=$((total + number)); done </app/numbers.txt
+echo "$total" >/app/sum.txt
+""",
+    "tests/test.sh": """\
+#!/bin/bash
+# It runs as /tests/test.sh in the working directory. It must write a number into reward.txt, or an
+# object of named numbers into reward.json.
+if [ "$(cat /app/sum.txt)" = "$(cat /tests/expected.txt)" ]; then
+  echo 1 >/logs/verifier/reward.txt
+else
+  echo 0 >/logs/verifier/reward.txt
+fi
+""",
+    "tests/expected.txt": "3\n",
+}
+
+
 @dataclass(frozen=True)
 class RecipeRequest:
     """The options of a new recipe for a file and a model.
@@ -201,6 +245,14 @@ def _make_reward(name: str) -> tuple[Mapping[str, str], str]:
     return files, f"ratchet check {module}:{module}"
 
 
+def _make_harbor_task(name: str) -> tuple[Mapping[str, str], str]:
+    """Return the files of a task directory in Harbor's format, and the next command."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise ConfigError(f"'{name}' can't name a task: use letters, digits and _ . -")
+    files = {f"{name}/{file}": text for file, text in HARBOR_TASK.items()}
+    return files, f"ratchet eval oracle --on harbor test={name} 'waive=[image]'"
+
+
 def _fill(text: str, **names: str) -> str:
     """Return the template text with its $name placeholders replaced."""
     return Template(text).substitute(names)
@@ -211,6 +263,7 @@ KINDS: Mapping[str, Callable[[str], tuple[Mapping[str, str], str]]] = {
     "recipe": _make_recipe,
     "environment": _make_environment,
     "reward": _make_reward,
+    "harbor-task": _make_harbor_task,
 }
 
 
@@ -255,5 +308,6 @@ def _write(files: Mapping[str, str], directory: Path) -> list[Path]:
     _refuse_existing(files, directory)
     texts = {directory / file: text for file, text in files.items()}
     for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return list(texts)

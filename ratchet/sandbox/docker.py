@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ratchet.observe.stall_report import waiting
@@ -37,6 +38,7 @@ from ratchet.sandbox.base import (
 )
 from ratchet.sandbox.config import DockerSandboxConfig
 from ratchet.sandbox.docker_api import DockerEngine, DockerNotFound, DockerStream, EngineUnavailable
+from ratchet.sandbox.docker_build import build_image
 from ratchet.sandbox.docker_outputs import CommandOutputs
 from ratchet.sandbox.reaper import OWNER_LABEL, identify_process, remove_dead_containers
 from ratchet.utils.retry import call_with_retries
@@ -123,6 +125,10 @@ class DockerSandbox:
             lambda: self._retry(lambda: self.start(image or self.config.image, limits))
         )
         return DockerSession(self, container, limits)
+
+    async def build(self, folder: Path, timeout_s: float) -> str:
+        """Return the name of an image that is built from a folder with a Dockerfile."""
+        return await self._call(lambda: build_image(self._engine, folder, timeout_s))
 
     def close(self) -> None:
         self._finalizer()

@@ -230,6 +230,29 @@ class DockerEngine:
                         f"image '{image}' could not be fetched: {json.loads(line).get('error')}"
                     )
 
+    def has_image(self, image: str) -> bool:
+        try:
+            self.json("GET", f"/images/{image}/json")
+        except DockerNotFound:
+            return False
+        return True
+
+    def build(self, image: str, context: bytes, timeout_s: float) -> None:
+        """Build an image from a tar archive with a Dockerfile.
+
+        Raise SandboxError with the builder's message. The builder may use the network.
+        """
+        query = {"t": image, "rm": "true"}
+        headers = {"Content-Type": "application/x-tar"}
+        with self._request(
+            "POST", "/build", query, content=context, headers=headers, timeout=timeout_s
+        ) as response:
+            for line in response.iter_lines():
+                if '"error"' in line:
+                    raise SandboxError(
+                        f"image '{image}' could not be built: {json.loads(line).get('error')}"
+                    )
+
     def remove(self, container: str) -> None:
         """Stop and remove the container, unless it is already gone or being removed."""
         try:

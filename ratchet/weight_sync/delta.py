@@ -2,8 +2,8 @@
 
 Small steps leave most bytes of bfloat16 weights unchanged (about 99 % of them at a learning rate of
 3e-6). Both ends keep the weights of the last push: each rank of the learner the blocks that it
-sends, each receiver all blocks. Changes can be applied only to the version that they were computed from.
-After they are applied, each block must have the sender's checksum.
+sends, each receiver all blocks. Changes can be applied only to the version that they were computed
+from. After they are applied, each block must have the sender's checksum.
 
 Peak extra memory:
 - between pushes: the model's bytes at each receiver, and the bytes of its own blocks at each rank;

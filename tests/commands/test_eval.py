@@ -14,12 +14,8 @@ import torch
 import yaml
 from rewards.fake_http import Answer, chat, serve
 
-from ratchet.commands.eval import (
-    EndpointSettings,
-    EvaluationSettings,
-    build_eval_setup,
-    evaluate_target,
-)
+from ratchet.commands.eval import evaluate_target
+from ratchet.commands.eval_setup import EndpointSettings, EvaluationSettings, build_eval_setup
 from ratchet.commands.model_target import Target, open_target
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
@@ -234,6 +230,17 @@ def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):
 def test_keys_belong_to_an_environment_that_is_named(run: Path):
     with pytest.raises(ConfigError, match="'digits=4' is a key of the environment that --on names"):
         evaluate_target(str(run), EvaluationSettings(overrides=["digits=4"]))
+
+
+def test_the_oracle_plays_the_demonstrations(tmp_path: Path):
+    evaluate_target("oracle", replace(SORTING, samples=2), out=tmp_path / "out")
+    results = EvalResults.read(tmp_path / "out")
+    assert (results.accuracy.value, results.about["samples"]) == (1.0, 0)
+    with pytest.raises(ConfigError, match="oracle has no recipe that names tasks"):
+        evaluate_target("oracle", EvaluationSettings())
+    undemonstrated = EvaluationSettings(on="gymnasium", overrides=["id=FrozenLake-v1"], tasks=1)
+    with pytest.raises(RatchetError, match="has no solutions"):
+        evaluate_target("oracle", undemonstrated, out=tmp_path / "none")
 
 
 def test_mistakes_with_an_api(tmp_path: Path):

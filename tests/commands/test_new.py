@@ -60,7 +60,7 @@ def test_nothing_is_overwritten(here: Path, kind: str) -> None:
         other.unlink()
     with pytest.raises(ConfigError, match=rf"{files[-1].name} exists already"):
         scaffold(kind, "mine")
-    assert os.listdir(here) == [files[-1].name]
+    assert [path.name for path in here.rglob("*") if path.is_file()] == [files[-1].name]
     assert files[-1].read_text() == "precious"
 
 

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from environments.harbor.task_directories import write_task
+from environments.openenv.stub_server import StubServer
 from pictures import model_directory, picture
 from rewards.fake_http import Answer, chat, serve
 from sandbox.fake_docker import PYTHON, FakeDocker
@@ -28,7 +30,7 @@ from ratchet.config.resolve import build, import_object, resolve, section_class
 from ratchet.data.formats.media import decode_audio, decode_video, fetch
 from ratchet.data.processor import load_processor
 from ratchet.environments.games.game import GameConfig
-from ratchet.errors import DataError
+from ratchet.errors import ConfigError, DataError
 from ratchet.executors.local import LocalExecutor
 from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.config import VLLMConfig
@@ -417,6 +419,15 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
     played(called, "1", **room, max_calling_turns=2)
     assert len(list(build(resolve("environment", room)).tasks("test", seed=0))) == 100
     played(called, "1", **room, problems={"kind": "arithmetic"})
+    server = StubServer()
+    try:
+        played("7", kind="openenv", url=server.url)
+        played("7", kind="openenv", url=server.url, actions="tools")
+        package = {"kind": "openenv", "path": "nowhere"}
+        with pytest.raises(ConfigError, match="nowhere"):
+            build(resolve("environment", package)).tasks("test", seed=0)
+    finally:
+        server.close()
     played("x", "y", kind="verifiers", taskset="words_taskset", options={"turns": True})
     played(
         "1",
@@ -440,6 +451,12 @@ def in_terminals() -> None:
         for sandbox in ({"kind": "local"}, docker, remote):
             block = "```sh\necho 7 > sum.txt\n```"
             played(block, "Done.", kind="terminal", sandbox=sandbox, **rows).sandbox.close()
+        write_task(Path("task"))
+        for sandbox in ({"kind": "local"}, docker):
+            for split in ("train", "test"):
+                harbor = {"kind": "harbor", split: "task", "sandbox": sandbox}
+                build(resolve("environment", harbor)).sandbox.close()
+        played(block, "Done.", kind="harbor", train="task", test="task").sandbox.close()
     finally:
         engine.close()
         service.close()

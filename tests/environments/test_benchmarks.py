@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ratchet.commands.eval import make_env_section
+from ratchet.commands.eval_setup import make_env_section
 from ratchet.config.resolve import build
 from ratchet.config.schema import get_default_rewards
 from ratchet.data.presets.benchmarks import ALIASES, BENCHMARK_NAMES, BENCHMARKS

@@ -17,8 +17,9 @@ from ratchet.environments.datasets.config import DatasetConfig, PreferencesConfi
 from ratchet.environments.datasets.gsm8k import GSM8KConfig
 from ratchet.environments.games.game import GameConfig
 from ratchet.environments.mixture import MixtureConfig
+from ratchet.environments.openenv.environment import OpenEnvConfig
 from ratchet.environments.tool_use.environment import ToolEnvironmentConfig
-from ratchet.environments.tool_use.terminal import TerminalConfig
+from ratchet.environments.tool_use.shell import ShellConfig
 from ratchet.environments.toy.arithmetic import ArithmeticConfig
 from ratchet.environments.toy.countdown import CountdownConfig
 from ratchet.environments.toy.sorting import SortingConfig
@@ -91,7 +92,8 @@ def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_jud
         VerifiersConfig,
         TRLEnvironmentConfig,
         MessageLogConfig,
-        TerminalConfig,
+        ShellConfig,
+        OpenEnvConfig,
         CodeRepairConfig,
     )
     # as what they are made of, or a preset, says

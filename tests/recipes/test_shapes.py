@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from ratchet.commands.eval import EvaluationSettings, evaluate_target
+from ratchet.commands.eval import evaluate_target
+from ratchet.commands.eval_setup import EvaluationSettings
 from ratchet.evals.results import EvalResults
 from ratchet.testing.tiny_vlm import SHAPES, write_tiny_vlm
 from ratchet.training.start import start_run

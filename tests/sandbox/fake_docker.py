@@ -1,7 +1,8 @@
 """A Docker engine for tests, on a unix socket: answers as the real one does, and really runs what
 it is given.
 
-A container is a process in namespaces of its own (by util-linux), with a directory as its /tmp.
+A container is a process in namespaces of its own (by util-linux), with a directory as its /tmp, or as
+its root if its root can be changed.
 Nothing is confined further: only for programs of the tests. `faults` maps "METHOD path-expression"
 to what happens to the next such requests, in order.
 """
@@ -35,6 +36,13 @@ UPGRADED = (
 )
 
 
+# What a changeable root shares with the machine; all else is the container's own.
+SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev")
+ROOT_SCRIPT = """for path in $0; do [ -L $path ] && cp -P $path "$1$path" && continue
+mkdir -p "$1$path" && mount --rbind $path "$1$path"; done
+root=$1; shift; echo ready >&2; exec chroot "$root" "$@" 2>/dev/null"""
+
+
 class Container:
     def __init__(self, body):
         self.body, self.folder, self.process, self.first = (
@@ -44,10 +52,16 @@ class Container:
             0,
         )
         os.chmod(self.folder, 0o777)
+        self.has_root = body.get("HostConfig", {}).get("ReadonlyRootfs") is False
+        if self.has_root:
+            for name in ("tmp", "app"):
+                Path(self.folder, name).mkdir()
 
     def start(self):
         command = ["unshare", *OURS, "--mount", "--pid", "--fork", "--kill-child", "sh", "-c"]
         inside = ['mount --bind "$0" /tmp && echo ready >&2 && exec "$@" 2>/dev/null', self.folder]
+        if self.has_root:
+            inside = [ROOT_SCRIPT, " ".join(filter(os.path.exists, SHARED)), self.folder]
         words = [*(self.body.get("Entrypoint") or []), *(self.body.get("Cmd") or [])]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
@@ -66,6 +80,7 @@ class Container:
             *users,
             "--mount",
             "--pid",
+            *(["--root"] if self.has_root else []),
             "sh",
             "-c",
             'cd "$0"; exec "$@"',
@@ -83,6 +98,8 @@ class Container:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def path(self, inner):
+        if self.has_root:
+            return Path(self.folder, inner.lstrip("/"))
         assert inner == "/tmp" or inner.startswith("/tmp/"), inner
         return Path(self.folder, inner.removeprefix("/tmp").lstrip("/"))
 
@@ -103,6 +120,7 @@ class FakeDocker(ThreadingMixIn, UnixStreamServer):
         self.execs: dict[str, dict] = {}
         self.created: list[dict] = []  # bodies, for assertions
         self.asked: list[str] = []
+        self.built: list[list[str]] = []  # the files of each build
         self.faults: dict[str, list[str]] = {}
         self.released = threading.Event()  # what hangs ends with it
         self.names = iter(range(10**6))
@@ -321,6 +339,19 @@ class Handler(BaseHTTPRequestHandler):
             },
         )
 
+    def image(self, _, name):
+        if name in self.server.images:
+            return self.answer(200, {"Id": name})
+        return self.fail(404, f"No such image: {name}")
+
+    def build(self, data):
+        if self.cut == "builderror":
+            return self.answer(200, {"error": "no such step"})
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            self.server.built.append(archive.getnames())
+        self.server.images.add(self.query["t"])
+        return self.answer(200, {"stream": "built"})
+
     def pull(self, _):
         image = f"{self.query['fromImage']}:{self.query['tag']}"
         lines = [{"status": "Pulling"}]
@@ -347,6 +378,8 @@ ROUTES = (
     (r"/containers/(\w+)/start", "POST", Handler.start),
     (r"/containers/(\w+)/json", "GET", Handler.inspect),
     (r"/containers/(\w+)/archive", "PUT", Handler.put),
+    (r"/images/(.+)/json", "GET", Handler.image),
+    (r"/build", "POST", Handler.build),
     (r"/containers/(\w+)/archive", "GET", Handler.get),
     (r"/containers/(\w+)/exec", "POST", Handler.exec_create),
     (r"/containers/(\w+)", "DELETE", Handler.remove),

@@ -7,20 +7,19 @@ other attempts continue meanwhile.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
-from ratchet.errors import DataError
-from ratchet.protocols import Environment, Step
-from ratchet.types import Message, Split, Task
+from ratchet.environments.adapters.seeded_tasks import SeededTasks
+from ratchet.protocols import Step
+from ratchet.types import Message, Task
 
 
 class ResetStepConfig(EnvironmentConfig):
@@ -62,7 +61,7 @@ class Observation(NamedTuple):
     metrics: Mapping[str, float] = {}
 
 
-class ResetStepEnvironment(Environment):
+class ResetStepEnvironment(SeededTasks):
     """A base class of adapters, which runs episodes of an inner environment.
 
     A subclass creates the inner environment, and converts its observations to text and text to its
@@ -71,6 +70,7 @@ class ResetStepEnvironment(Environment):
 
     def __init__(self, config: ResetStepConfig, name: str) -> None:
         self.settings, self.name, self.replayable = config, name, config.replayable
+        self.n_test_tasks = config.test_tasks
         self.inner: Any = None
         self._random_state: tuple[Any, Any] | None = None
 
@@ -90,33 +90,6 @@ class ResetStepEnvironment(Environment):
         copy = type(self).__new__(type(self))
         vars(copy).update({**vars(self), "inner": None, "_random_state": None})
         return copy
-
-    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Return a split's tasks. Messages only name the task: `reset` returns the prompt."""
-        if split == "test":
-            return (self._make_task(split, i, i) for i in range(start, self.settings.test_tasks))
-        return (self._make_task(split, i, self._make_seed(seed, i)) for i in itertools.count(start))
-
-    def _make_seed(self, seed: int, index: int) -> int:
-        return random.Random(f"{self.name}/train/{seed}/{index}").randrange(
-            self.settings.test_tasks, 2**31
-        )
-
-    def _make_task(self, split: Split, index: int, seed: int) -> Task:
-        message = Message("user", f"{self.name}, seed {seed}")
-        return Task(
-            id=f"{self.name}/{split}/{index}",
-            messages=(message,),
-            environment=self.name,
-            seed=seed,
-            tag=self.name,
-        )
-
-    def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError(
-            f"{self.name} has no solutions: train with rollouts, or write demonstrations of your "
-            "own"
-        )
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self._turns = 0

@@ -13,44 +13,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field
 
-from ratchet.config.base import Section
-from ratchet.config.resolve import Slot, build
-from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.files import DataFile
 from ratchet.data.jsonl import DataRow
 from ratchet.data.tables import read_rows
-from ratchet.environments.single_turn import Rows, is_held_out
+from ratchet.environments.single_turn import is_held_out
+from ratchet.environments.tool_use.shell import Attempt, ShellConfig, ShellEnvironment, move_below
 from ratchet.errors import DataError
-from ratchet.protocols import Step
-from ratchet.sandbox.base import (
-    Isolation,
-    Limits,
-    Reason,
-    Result,
-    Sandbox,
-    Session,
-    TooLarge,
-    check_relative_path,
-)
+from ratchet.sandbox.base import TooLarge, check_relative_path
 from ratchet.sandbox.compare_output import output_matches
-from ratchet.sandbox.config import local_sandbox
-from ratchet.types import Message, Split, Task, ToolCall
-
-INSTRUCTIONS = (
-    "\n\nYou have a shell. Give one command (or several lines) in a ```sh block, or by the tool "
-    "`bash`, and you see what it "
-    "prints. When the goal is reached, say so without a command."
-)
+from ratchet.types import Message, Split, Task
 
 
-class TerminalConfig(EnvironmentConfig):
+class TerminalConfig(ShellConfig):
     """An environment of goals to reach with commands in a sandbox (docs/sandbox.md).
 
     A check that the agent never sees judges the result: the last step's reward is 1 or 0. Rows have
@@ -64,38 +44,11 @@ class TerminalConfig(EnvironmentConfig):
     test: DataFile | None = Field(
         None, description="File of the test split, or an address in an object store."
     )
-    sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
-        default_factory=local_sandbox,
-        description="Sandbox of the commands: local, docker or remote.",
-    )
-    isolation: Literal["kernel", "namespaces"] = Field(
-        "namespaces", description="Weakest isolation allowed."
-    )
-    workers: int = Field(2, gt=0, description="Maximum number of commands that run at once.")
-    instructions: str = Field(INSTRUCTIONS, description="Text appended to each goal.")
-    commands: int = Field(
-        20, gt=0, description="Maximum number of commands in an attempt; after them it is judged."
-    )
-    command_timeout_s: float = Field(
-        30.0, gt=0, description="Wall time limit of a command, in seconds."
-    )
     check_timeout_s: float = Field(
         60.0, gt=0, description="Wall time limit of the check, in seconds."
     )
-    cpu_s: float = Field(30.0, gt=0, description="CPU time limit of each process, in seconds.")
-    memory_mib: int = Field(512, ge=64, description="Memory limit of a session in MiB.")
-    shown_characters: int = Field(
-        4000,
-        ge=100,
-        description="Number of characters that the agent sees of a command's output, half from its "
-        "beginning and half from its end.",
-    )
 
 
-TOOL_NAME = "bash"
-BLOCK_PATTERN = re.compile(
-    r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE
-)
 WORK, CHECK = "work", "check"  # directories, and in capitals the variables with their paths
 WORK_REFERENCE = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
 # Commands that run before the check, in its session. The Python variables are for a check that does
@@ -120,29 +73,14 @@ OPTIONAL_COLUMNS: Mapping[str, tuple[type, Any]] = {
 }
 
 
-@dataclass
-class Attempt:
-    """The state of one attempt."""
-
-    task: Task
-    session: Session
-    n_commands: int = 0
-
-
-class Terminal(Rows):
+class Terminal(ShellEnvironment):
     """An environment in which an agent reaches goals with shell commands."""
 
     name = "terminal"
 
     def __init__(self, config: TerminalConfig) -> None:
-        """Raise SandboxError if the sandbox can't isolate commands as `isolation` requires."""
+        super().__init__(config, config.sandbox)
         self.config = config
-        at_least = Isolation[config.isolation.upper()]
-        self.sandbox: Sandbox = build(config.sandbox, slots=config.workers, at_least=at_least)
-        self.limits = Limits(
-            cpu_s=config.cpu_s, memory_mib=config.memory_mib, processes=16, output_kib=256
-        )
-        self._attempt: Attempt | None = None
 
     def rows(self, split: Split) -> Sequence[Task]:
         """Return a split's tasks. Raises DataError, with file and line, for an unusable row."""
@@ -205,21 +143,6 @@ class Terminal(Rows):
             Message("assistant", "Done."),
         )
 
-    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        command = {"type": "string", "description": "One command, or several lines."}
-        parameters = {"type": "object", "properties": {"command": command}, "required": ["command"]}
-        description = "Runs a shell command and gives what it prints."
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": TOOL_NAME,
-                    "description": description,
-                    "parameters": parameters,
-                },
-            }
-        ]
-
     async def reset(self, task: Task) -> Sequence[Message]:
         await self.close()
         session = await self.sandbox.open(task.meta["image"], self.limits)
@@ -227,30 +150,7 @@ class Terminal(Rows):
         await session.put(_encode_files(task.meta["files"]))
         return task.messages
 
-    async def step(self, message: Message) -> Step:
-        attempt = self._attempt
-        assert attempt is not None, "step before reset"
-        commands = extract_commands(message)
-        answers: list[Message] = []
-        for call, command in commands[: self.config.commands - attempt.n_commands]:
-            attempt.n_commands += 1
-            if command is None:
-                text = f"there is no such call: call {TOOL_NAME} with a command"
-            else:
-                result = await self._run(attempt, command)
-                text = format_result(result, self.config.shown_characters)
-            answers.append(
-                Message("tool", text, tool_call_id=call) if call else Message("user", text)
-            )
-        if commands and attempt.n_commands < self.config.commands:
-            return Step(messages=tuple(answers))
-        reward = await self._judge(attempt)
-        return Step(reward=reward, done=True, metrics={"commands": float(attempt.n_commands)})
-
-    async def _run(self, attempt: Attempt, command: str) -> Result:
-        return await attempt.session.run(command, self.config.command_timeout_s)
-
-    async def _judge(self, attempt: Attempt) -> float:
+    async def judge(self, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Return 1 if the check passes, else 0.
 
         It passes if it prints `expected` or, without that column, exits with code 0.
@@ -259,63 +159,22 @@ class Terminal(Rows):
         try:
             files = await attempt.session.get()
         except TooLarge:  # the agent wrote too much, so its files can't be judged
-            return 0.0
+            return 0.0, {}
         await self.close()
         session = await self.sandbox.open(meta["image"], self.limits)
         try:
-            await session.put(_move_below(CHECK, _encode_files(meta["check_files"])))
+            await session.put(move_below(CHECK, _encode_files(meta["check_files"])))
             try:
-                await session.put(_move_below(WORK, files))
+                await session.put(move_below(WORK, files))
             # The agent's files leave too little space for the check's. The reward is 0, because the
             # agent could otherwise avoid a low reward with large files.
             except TooLarge:
-                return 0.0
+                return 0.0, {}
             result = await session.run(SETUP_COMMANDS + meta["check"], self.config.check_timeout_s)
         finally:
             await session.close()
-        return float(
-            result.ok if meta["expected"] is None else output_matches(result, meta["expected"])
-        )
-
-    async def close(self) -> None:
-        if (attempt := self._attempt) is not None:
-            self._attempt = None
-            await attempt.session.close()
-
-
-def extract_commands(message: Message) -> list[tuple[str, str | None]]:
-    """Return (tool call id, command) for each command of a message.
-
-    The command is None if the call is not a valid call of `bash`. In a message without tool calls
-    the last code block is the command, with "" as its id.
-    """
-    if message.tool_calls:
-        return [(call.id, _read_command(call)) for call in message.tool_calls]
-    blocks = BLOCK_PATTERN.findall(message.text)
-    return [("", blocks[-1])] if blocks else []
-
-
-def _read_command(call: ToolCall) -> str | None:
-    command = call.arguments.get("command") if call.name == TOOL_NAME else None
-    return command if isinstance(command, str) else None
-
-
-def format_result(result: Result, max_chars: int) -> str:
-    """Return the text that the agent sees after a command.
-
-    It is the output and the error output of the command, without their middle if they have more
-    than `max_chars` characters. For a failed command it also has the reason of the failure.
-    """
-    text = (result.stdout + result.stderr).decode("utf-8", "replace")
-    if len(text) > max_chars:
-        half = max_chars // 2
-        text = f"{text[:half]}\n[{len(text) - max_chars} characters left out]\n{text[-half:]}"
-    reason = result.reason.value if result.reason is not Reason.EXIT else f"exit code {result.exit}"
-    return text if result.ok and text else f"{text.rstrip()}\n[{reason}]".lstrip()
-
-
-def _move_below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    return {f"{folder}/{name}": data for name, data in files.items()}
+        passes = result.ok if meta["expected"] is None else output_matches(result, meta["expected"])
+        return float(passes), {}
 
 
 def _encode_files(texts: Mapping[str, str]) -> dict[str, bytes]:

@@ -9,6 +9,8 @@ from . import syscalls
 from .syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
 
 SCRATCH_DIRECTORY = "/box"  # /tmp is a link to it
+# Paths that point into the scratch directory, under the names that tasks in Harbor's format use.
+LINKED_PATHS = ("/app", "/workspace", "/tests", "/solution", "/logs")
 DEVICES = ("null", "zero", "random", "urandom")
 # Debian's awk is a link into /etc/alternatives, which holds only links.
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
@@ -69,6 +71,9 @@ def build(sources: list[str]) -> int | None:
     os.mkdir(STAGING_DIRECTORY + SCRATCH_DIRECTORY)
     if not os.path.lexists(STAGING_DIRECTORY + "/tmp"):  # unless the interpreter itself lies there
         os.symlink(SCRATCH_DIRECTORY, STAGING_DIRECTORY + "/tmp")
+    for path in LINKED_PATHS:
+        if not os.path.lexists(STAGING_DIRECTORY + path):
+            os.symlink(SCRATCH_DIRECTORY + path, STAGING_DIRECTORY + path)
     os.chdir(STAGING_DIRECTORY)
     syscalls.pivot_root()
     syscalls.make_read_only("/", recursive=False)

@@ -11,7 +11,7 @@ from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.test_attacks import need
 
 from ratchet.config.resolve import build, resolve
-from ratchet.environments.tool_use.terminal import extract_commands, format_result
+from ratchet.environments.tool_use.shell import extract_commands, format_result
 from ratchet.errors import DataError
 from ratchet.sandbox import Isolation, Reason, Result, SandboxError
 from ratchet.testing import check_environment

@@ -1,0 +1,274 @@
+"""Run `ratchet serve-env`: serve an environment by OpenEnv's protocol.
+
+A connection is a session with an environment of its own. A reset begins the task whose position in
+the split is the seed. Actions are {"message": text}, or calls of the environment's tools as MCP
+environments of OpenEnv take them.
+
+Source: the package openenv 0.10.0, core/env_server/http_server.py (`/ws`) and types.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from ratchet.commands.eval_setup import make_env_section
+from ratchet.config.loader import load_config
+from ratchet.errors import ConfigError, RatchetError
+from ratchet.evals.message_player import AttemptState
+from ratchet.executors.signals import STOP_SIGNALS
+from ratchet.protocols import Environment, Step
+from ratchet.training.from_config import build_env_setup, build_eval_env_setup
+from ratchet.training.stage import EnvSetup
+from ratchet.types import Message, Scored, ToolCall
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.utils.websockets import import_websockets
+
+MAX_REQUEST_BYTES = 16 << 20
+SPLITS = ("train", "test")
+TEXT = {"type": "string"}
+MESSAGE = {"type": "object", "properties": {"message": TEXT}, "required": ["message"]}
+OBSERVATION = {"type": "object", "properties": {"text": TEXT, "messages": {"type": "array"}}}
+STATE = {
+    "type": "object",
+    "properties": {"episode_id": TEXT, "step_count": {"type": "integer"}, "task_id": TEXT},
+}
+
+
+class RequestError(Exception):
+    """A request that can't be answered; `code` is one of OpenEnv's error codes."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass
+class PlaySession:
+    """The state of one connection."""
+
+    setup: EnvSetup
+    environment: Environment
+    episode: AttemptState | None = None
+    episode_id: str | None = None
+    n_steps: int = 0
+    is_done: bool = field(default=True)
+
+    async def answer(self, request: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Return the type and the data of the answer to a request. Raises RequestError."""
+        kind, data = request.get("type"), request.get("data") or {}
+        if kind == "state":
+            task_id = self.episode.task.id if self.episode else None
+            state = {"episode_id": self.episode_id, "step_count": self.n_steps, "task_id": task_id}
+            return "state", state
+        if kind not in ("reset", "step"):
+            raise RequestError("UNKNOWN_TYPE", f"there are reset, step, state, close, no {kind!r}")
+        if not isinstance(data, dict):
+            raise RequestError("VALIDATION_ERROR", "data must be an object")
+        return "observation", await (self._reset(data) if kind == "reset" else self._step(data))
+
+    async def _reset(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        seed, split = data.get("seed") or 0, data.get("split", "train")
+        if not isinstance(seed, int) or seed < 0 or split not in SPLITS:
+            raise RequestError("VALIDATION_ERROR", "seed must be 0 or more, split train or test")
+        task = next(self.environment.tasks(split, seed=0, start=seed), None)
+        if task is None:
+            raise RequestError("VALIDATION_ERROR", f"the {split} split has no task {seed}")
+        messages = await run_guarded(lambda: self.environment.reset(task))
+        self.episode = AttemptState(task, self.environment, list(messages))
+        self.episode_id = str(data.get("episode_id") or uuid.uuid4())
+        self.n_steps, self.is_done = 0, False
+        return _observe(messages, None, False)
+
+    async def _step(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        if data.get("type") == "list_tools":
+            return {"observation": {"tools": self._list_tools()}, "reward": None, "done": False}
+        if self.episode is None or self.is_done:
+            raise RequestError("EXECUTION_ERROR", "there is no episode: reset first")
+        message = _read_action(data, self.n_steps)
+        self.n_steps += 1
+        step = await run_guarded(lambda: self.environment.step(message))
+        self.episode.messages += [message, *step.messages]
+        self.is_done = step.done
+        reward = await self._judge(self.episode) if _is_unjudged(step) else step.reward
+        if message.tool_calls:
+            result = step.messages[-1].text if step.messages else ""
+            call = {"tool_name": message.tool_calls[0].name, "result": result, "error": None}
+            return {"observation": call, "reward": reward, "done": step.done}
+        return _observe(step.messages, reward, step.done)
+
+    def _list_tools(self) -> list[Mapping[str, Any]]:
+        if self.episode is None or not self.environment.has_tools:
+            return []
+        functions = [tool["function"] for tool in self.environment.tools(self.episode.task)]
+        return [
+            {
+                "name": function["name"],
+                "description": function.get("description", ""),
+                "input_schema": function.get("parameters", {}),
+            }
+            for function in functions
+        ]
+
+    async def _judge(self, episode: AttemptState) -> float | None:
+        """Return the reward of the whole episode; None if there is no reward function."""
+        reward = self.setup.reward
+        if reward is None:
+            return None
+        trajectory = episode.make_trajectory(0, 1.0, None)
+        (outcome,) = await run_guarded(lambda: reward.score([trajectory], episode.task))
+        if not isinstance(outcome, Scored):
+            raise RequestError("EXECUTION_ERROR", f"the episode can't be judged: {outcome}")
+        return outcome.reward
+
+
+def _is_unjudged(step: Step) -> bool:
+    return step.done and step.reward is None
+
+
+def _read_action(data: Mapping[str, Any], index: int) -> Message:
+    """Return the policy's message. Raises RequestError for anything but a message or a call."""
+    if isinstance(data.get("message"), str):
+        return Message("assistant", data["message"])
+    name, arguments = data.get("tool_name"), data.get("arguments", {})
+    is_call = data.get("type") == "call_tool" and isinstance(name, str)
+    if not is_call or not isinstance(arguments, dict):
+        raise RequestError(
+            "VALIDATION_ERROR", "an action has message (a text), or type call_tool and tool_name"
+        )
+    return Message("assistant", tool_calls=(ToolCall(f"call_{index}", str(name), arguments),))
+
+
+def _observe(messages: Any, reward: float | None, done: bool) -> Mapping[str, Any]:
+    shown = [{"role": message.role, "content": message.text} for message in messages]
+    text = shown[-1]["content"] if shown else ""
+    return {"observation": {"text": text, "messages": shown}, "reward": reward, "done": done}
+
+
+class EnvironmentServer:
+    """A server of one environment. Each connection plays a copy of it.
+
+    Args:
+        sessions: Maximum number of connections that play at once.
+    """
+
+    def __init__(self, setup: EnvSetup, name: str, sessions: int) -> None:
+        self._setup, self._name, self._n_free = setup, name, sessions
+
+    def answer_http(self, connection: Any, request: Any) -> Any:
+        """Return the answer to a plain request; None for the WebSocket."""
+        pages: Mapping[str, Any] = {
+            "/health": {"status": "healthy"},
+            "/metadata": {"name": self._name, "description": f"Ratchet's {self._name}"},
+            "/schema": {"action": MESSAGE, "observation": OBSERVATION, "state": STATE},
+        }
+        path = request.path.partition("?")[0]
+        if path == "/ws":
+            return None
+        if path not in pages:
+            return connection.respond(HTTPStatus.NOT_FOUND, "the WebSocket is /ws\n")
+        response = connection.respond(HTTPStatus.OK, json.dumps(pages[path]))
+        del response.headers["Content-Type"]
+        response.headers["Content-Type"] = "application/json"
+        return response
+
+    async def play(self, socket: Any) -> None:
+        """Answer the requests of one connection until it closes."""
+        if self._n_free <= 0:
+            fault = {"message": "all sessions are in use", "code": "CAPACITY_REACHED"}
+            # The client may not read an answer that comes before its request.
+            async for _ in socket:
+                await socket.send(json.dumps({"type": "error", "data": fault}))
+                return
+            return
+        self._n_free -= 1
+        session = PlaySession(self._setup, copy.copy(self._setup.environment))
+        try:
+            async for text in socket:
+                answer = await _answer_text(session, text)
+                if answer is None:
+                    return
+                await socket.send(answer)
+        except import_websockets("ratchet serve-env").ConnectionClosed:
+            pass
+        finally:
+            self._n_free += 1
+            await run_guarded(session.environment.close)
+
+
+async def _answer_text(session: PlaySession, text: str | bytes) -> str | None:
+    """Return the answer to a request as JSON; None if the request closes the session."""
+    try:
+        request = json.loads(text)
+        if not isinstance(request, dict):
+            raise RequestError("VALIDATION_ERROR", "a request is an object")
+        if request.get("type") == "close":
+            return None
+        kind, data = await session.answer(request)
+    except (ValueError, RecursionError) as error:
+        kind, data = "error", {"message": f"no JSON: {error}", "code": "INVALID_JSON"}
+    except RequestError as error:
+        errors = [{"msg": str(error)}] if error.code == "VALIDATION_ERROR" else []
+        kind, data = "error", {"message": str(error), "code": error.code, "errors": errors}
+    except (UserCodeFailed, RatchetError) as error:
+        session.is_done = True
+        message = str(error).strip().rpartition("\n")[2]
+        kind, data = "error", {"message": message, "code": "EXECUTION_ERROR"}
+    return json.dumps({"type": kind, "data": data})
+
+
+def build_served_setup(target: str, overrides: list[str]) -> EnvSetup:
+    """Return the environment and rewards of a recipe's last stage, or of a kind with its keys.
+
+    Raises ConfigError.
+    """
+    if not target.endswith((".yaml", ".yml")):
+        return build_eval_env_setup(make_env_section(target, overrides))
+    if overrides:
+        raise ConfigError(f"'{overrides[0]}' is for a kind of environment: change the recipe")
+    return build_env_setup(load_config(Path(target)).stages[-1])
+
+
+def serve_environment(
+    target: str,
+    overrides: list[str],
+    *,
+    host: str,
+    port: int,
+    sessions: int,
+    say: Callable[[str], None],
+) -> None:
+    """Serve an environment until a stop signal. Raises ConfigError or DataError."""
+    setup = build_served_setup(target, overrides)
+    next(setup.environment.tasks("train", seed=0))  # raises what is wrong with it
+    asyncio.run(_serve(EnvironmentServer(setup, target, sessions), host, port, say))
+
+
+async def _serve(
+    server: EnvironmentServer, host: str, port: int, say: Callable[[str], None]
+) -> None:
+    websockets = import_websockets("ratchet serve-env")
+    stop = asyncio.Event()
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        listening = await websockets.serve(
+            server.play,
+            host,
+            port,
+            process_request=server.answer_http,
+            max_size=MAX_REQUEST_BYTES,
+        )
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port} can't be listened on: {error}") from error
+    async with listening:
+        host, port = listening.sockets[0].getsockname()[:2]
+        say(f"OpenEnv's protocol on http://{host}:{port} (WebSocket /ws)")
+        await stop.wait()

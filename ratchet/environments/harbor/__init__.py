@@ -1,0 +1,1 @@
+"""Task directories in the format of Harbor (docs/integrations/harbor.md)."""

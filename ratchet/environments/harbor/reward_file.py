@@ -1,0 +1,83 @@
+"""Read the reward file that a task's tests wrote.
+
+Source: the package harbor 0.25.0, verifier/verifier.py. What is an error there is one here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ratchet.errors import RatchetError
+
+FOLDER = "logs/verifier"
+JSON_FILE, TEXT_FILE = "reward.json", "reward.txt"  # the first of them that is there counts
+MAX_BYTES = 1 << 16
+MAX_VALUES = 100
+
+
+class VerifierError(RatchetError):
+    """The tests of a task gave no reward: the attempt is failed, not wrong."""
+
+
+def read_reward(
+    task_id: str, outputs: Mapping[str, bytes], tests: Mapping[str, bytes], name: str
+) -> tuple[float, dict[str, float]]:
+    """Return the reward, and the other numbers of reward.json as metrics.
+
+    A reward file that the tests never name is ignored, if they name the other: a program of the
+    agent that the tests ran may have written it.
+
+    Args:
+        outputs: Files of /logs/verifier, by path relative to the root.
+        tests: Files of the tests.
+        name: Name of the reward among several numbers.
+
+    Raises VerifierError if there is no file, or it has no finite number as reward.
+    """
+    text = b"\n".join(tests.values())
+    named = [file for file in (JSON_FILE, TEXT_FILE) if file.encode() in text]
+    for file in named or (JSON_FILE, TEXT_FILE):
+        data = outputs.get(f"{FOLDER}/{file}")
+        if data is None:
+            continue
+        try:
+            values = _read_values(file, data)
+            return _choose(values, name)
+        except (ValueError, OverflowError) as error:
+            raise VerifierError(
+                f"the tests of task '{task_id}' wrote {file} as {data[:100]!r}: {error}"
+            ) from None
+    written = ", ".join(sorted(outputs)) or "nothing"
+    output = outputs.get(f"{FOLDER}/test-stdout.txt", b"").decode("utf-8", "replace")
+    raise VerifierError(
+        f"the tests of task '{task_id}' wrote no reward file, only {written}: {output[-2000:]}"
+    )
+
+
+def _read_values(file: str, data: bytes) -> dict[str, float]:
+    """Return the numbers of a reward file by name. Raises ValueError if there are none."""
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it has more than {MAX_BYTES} bytes")
+    try:
+        content: Any = float(data) if file == TEXT_FILE else json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if file == TEXT_FILE:
+        content = {"reward": content}
+    if not isinstance(content, dict) or not content or len(content) > MAX_VALUES:
+        raise ValueError("it must be an object with named numbers")
+    for name, value in content.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"'{name}' is no finite number")
+    return {name: float(value) for name, value in content.items()}
+
+
+def _choose(values: Mapping[str, float], name: str) -> tuple[float, dict[str, float]]:
+    chosen = next(iter(values)) if len(values) == 1 else name
+    if chosen not in values:
+        raise ValueError(f"it has {', '.join(values)}. Set environment.reward to one of them")
+    others = {f"tests/{key}": value for key, value in values.items() if key != chosen}
+    return values[chosen], others

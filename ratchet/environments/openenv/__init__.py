@@ -1,0 +1,1 @@
+"""Environments of OpenEnv, played over their servers (docs/integrations/openenv.md)."""

@@ -1,0 +1,296 @@
+"""Play environments of OpenEnv 0.10 over their servers: actions are texts, or calls of tools.
+
+A task is a seed, which `reset` passes to the server. Each instance has a session of its own. What
+the server says of rewards and ends counts; a server that errs, dies or does not answer fails the
+attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ratchet.config.sections import EnvironmentConfig
+from ratchet.environments.adapters.seeded_tasks import SeededTasks
+from ratchet.environments.openenv.process import ServerProcess
+from ratchet.environments.openenv.session import (
+    Answer,
+    InvalidAction,
+    OpenEnvError,
+    OpenEnvSession,
+    open_episode,
+    read_schema,
+)
+from ratchet.errors import ConfigError
+from ratchet.protocols import Step
+from ratchet.types import Message, Split, Task, ToolCall
+
+# Errors of a tool call that are the server's, not the policy's.
+SERVER_FAULTS = ("timeout", "transport_error")
+
+
+class OpenEnvConfig(EnvironmentConfig):
+    """An environment of OpenEnv, on a server or in a package (docs/integrations/openenv.md)."""
+
+    builds: ClassVar[str] = "ratchet.environments.openenv.environment:OpenEnv"
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+
+    url: str | None = Field(
+        None, pattern="^https?://", description="Address of a server, such as http://host:8000."
+    )
+    path: Path | None = Field(
+        None, description="Directory of a package with openenv.yaml, whose server is started."
+    )
+    python: str | None = Field(
+        None,
+        description="With path: interpreter that has openenv and what the package needs; null: "
+        "this one.",
+    )
+    sessions: int = Field(
+        64, gt=0, description="With path: maximum number of sessions of the server at once."
+    )
+    actions: Literal["text", "tools"] = Field(
+        "text",
+        description="text: a message is a field of the action; tools: the policy calls the "
+        "server's (MCP) tools, and a message without a call ends the episode.",
+    )
+    action_field: str | None = Field(
+        None, description="With text: field of the action; null: its only required one."
+    )
+    prompt: str = Field(
+        "{observation}",
+        description="First message: {observation} is the text of the observation, {name} one of "
+        "its fields.",
+    )
+    reply: str = Field("{observation}", description="Further messages, likewise.")
+    reset: dict[str, Any] = Field({}, description="Further arguments of the server's reset.")
+    test_tasks: int = Field(100, ge=1, description="Number of held-out seeds, from 0 on.")
+    max_turns: int = Field(100, ge=1, description="Turns after which an episode is ended.")
+    timeout_s: float = Field(60.0, gt=0, description="Time limit of an answer, in seconds.")
+    replayable: bool = Field(
+        True, description="True if the same seed and the same actions give the same episode."
+    )
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> OpenEnvConfig:
+        if (self.url is None) == (self.path is None):
+            raise ValueError("must have either url (a running server) or path (a package)")
+        return self
+
+
+class OpenEnvServer:
+    """The server of an environment, which all copies share. It starts when it is needed.
+
+    Attributes:
+        url: Address of the server; "" before its start.
+        action_field: Field of the action that a message fills; "" if actions are calls.
+    """
+
+    def __init__(self, config: OpenEnvConfig) -> None:
+        self.url, self.action_field = "", ""
+        self._config = config
+        self._process: ServerProcess | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the server of a package, and read the schema of actions. Blocks.
+
+        Raises ConfigError or DataError; further calls do nothing.
+        """
+        config = self._config
+        with self._lock:
+            if self.url:
+                return
+            url = config.url or ""
+            if config.path is not None:
+                self._process = ServerProcess(
+                    config.path, config.python or sys.executable, config.sessions, config.timeout_s
+                )
+                url = self._process.url
+            if config.actions == "text":
+                self.action_field = self._find_field(url)
+            self.url = url
+
+    def describe_end(self) -> str:
+        """Return how the process of a package ended; "" if it has not."""
+        return "" if self._process is None else self._process.describe_end()
+
+    def _find_field(self, url: str) -> str:
+        schema = read_schema(url, self._config.timeout_s).get("action", {})
+        fields = [name for name in schema.get("properties", {}) if name != "metadata"]
+        required = schema.get("required", [])
+        field = self._config.action_field
+        candidates = [field] if field else required or fields
+        others = set(required) - set(candidates[:1])
+        if len(candidates) != 1 or candidates[0] not in fields or others:
+            raise ConfigError(
+                f"environment.action_field={field}: the server's action has the fields "
+                f"{', '.join(fields) or 'none'}, of which {', '.join(required) or 'none'} must be "
+                "given. Set action_field to the only required one, or actions=tools."
+            )
+        return candidates[0]
+
+
+class OpenEnv(SeededTasks):
+    """An environment whose episodes a server plays. Copies share the server, not its sessions."""
+
+    name = "openenv"
+
+    def __init__(self, config: OpenEnvConfig) -> None:
+        self.config = config
+        self.n_test_tasks = config.test_tasks
+        self.replayable = config.replayable
+        self._server = OpenEnvServer(config)
+        self._session: OpenEnvSession | None = None
+        self._tools: Sequence[Mapping[str, Any]] = ()
+
+    def __copy__(self) -> Self:
+        copy = type(self).__new__(type(self))
+        vars(copy).update({**vars(self), "_session": None})
+        return copy
+
+    def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
+        """Return a split's tasks, each a seed, once the server is known to answer.
+
+        Raises ConfigError if it does not start or `action_field` is missing, DataError if it does
+        not answer.
+        """
+        self._server.start()
+        return super().tasks(split, seed=seed, start=start)
+
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return self._tools
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """Begin an episode in a new session. Raises OpenEnvError if the server fails."""
+        await self.close()
+        await asyncio.to_thread(self._server.start)
+        config, url = self.config, self._server.url
+        self._session, answer = await self._guard(
+            open_episode(url, config.timeout_s, task.seed, config.reset)
+        )
+        if answer.done:
+            raise OpenEnvError(f"{url} ended the episode of seed {task.seed} at its reset")
+        if config.actions == "tools":
+            listed = await self._ask({"type": "list_tools"})
+            self._tools = [_describe_tool(tool) for tool in listed.observation.get("tools", ())]
+        self._n_turns = 0
+        self._state = text = format_observation(config.prompt, answer.observation)
+        return (Message("user", text),)
+
+    async def step(self, message: Message) -> Step:
+        """Send an action, or several calls. Raises OpenEnvError if the server fails."""
+        self._n_turns += 1
+        is_last = self._n_turns >= self.config.max_turns
+        if self.config.actions == "tools":
+            step = await self._call_tools(message)
+        else:
+            step = await self._send_text(message)
+        if step.done or is_last:
+            await self.close()
+        return Step((), step.reward, True, step.state_key, step.metrics) if is_last else step
+
+    async def _send_text(self, message: Message) -> Step:
+        previous_state, invalid = self._state, 0.0
+        try:
+            answer = await self._ask({self._server.action_field: message.text})
+            text = format_observation(self.config.reply, answer.observation)
+            self._state = text
+        except InvalidAction as error:  # the policy's fault, which it can mend
+            answer, text, invalid = Answer({}, 0.0, False), f"invalid action: {error.detail}", 1.0
+        return Step(
+            messages=() if answer.done else (Message("user", text),),
+            reward=answer.reward,
+            done=answer.done,
+            state_key=previous_state,
+            metrics={"invalid_actions": invalid},
+        )
+
+    async def _call_tools(self, message: Message) -> Step:
+        answers: list[Message] = []
+        reward, done, n_errors = 0.0, not message.tool_calls, 0.0
+        for call in message.tool_calls:
+            answer, text, is_error = await self._call_tool(call)
+            answers.append(Message("tool", text, tool_call_id=call.id))
+            reward, done, n_errors = reward + answer.reward, answer.done, n_errors + is_error
+            if done:
+                break
+        metrics = {"tool_calls": float(len(answers)), "tool_errors": n_errors}
+        return Step(() if done else tuple(answers), reward, done, metrics=metrics)
+
+    async def _call_tool(self, call: ToolCall) -> tuple[Answer, str, bool]:
+        """Return the answer, its text, and True if the call failed."""
+        action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+        try:
+            answer = await self._ask(action)
+        except InvalidAction as error:
+            return Answer({}, 0.0, False), f"invalid call: {error.detail}", True
+        error = answer.observation.get("error")
+        if isinstance(error, dict):
+            if error.get("error_type") in SERVER_FAULTS:
+                raise OpenEnvError(f"{self._server.url} failed at tool '{call.name}': {error}")
+            return answer, str(error.get("message")), True
+        return answer, _format_result(answer.observation.get("result")), False
+
+    async def _ask(self, action: Mapping[str, Any]) -> Answer:
+        """Return the answer to an action. Raises OpenEnvError."""
+        assert self._session is not None, "step before reset"
+        return await self._guard(self._session.step(action))
+
+    async def _guard(self, awaitable: Any) -> Any:
+        """Add to an error of the server how its process ended."""
+        try:
+            return await awaitable
+        except InvalidAction:
+            raise
+        except OpenEnvError as error:
+            raise OpenEnvError(f"{error}{self._server.describe_end()}") from error
+
+    async def close(self) -> None:
+        """End the session. The server of a package ends with the last copy."""
+        if (session := self._session) is not None:
+            self._session = None
+            await session.close()
+
+
+def format_observation(template: str, observation: Mapping[str, Any]) -> str:
+    """Return the template with the fields of an observation.
+
+    {observation} is the only text among the fields, or else all of them as JSON.
+    """
+    fields = {name: value for name, value in observation.items() if name != "metadata"}
+    texts = [value for value in fields.values() if isinstance(value, str)]
+    whole = texts[0] if len(texts) == 1 else json.dumps(fields, ensure_ascii=False)
+    text = template.replace("{observation}", whole)
+    for name, value in fields.items():
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = text.replace(f"{{{name}}}", shown)
+    return text
+
+
+def _describe_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = {
+        "name": str(tool["name"]),
+        "description": str(tool.get("description") or ""),
+        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
+def _format_result(result: Any) -> str:
+    """Return the text of a tool's result: its data, its texts, or all as JSON."""
+    if isinstance(result, dict):
+        data = result.get("data")
+        parts = [part for part in result.get("content") or () if isinstance(part, dict)]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if data is None and texts:
+            return "\n".join(texts)
+        result = result if data is None else data
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

@@ -1,0 +1,175 @@
+"""One session on an OpenEnv server: a WebSocket on which requests and answers alternate.
+
+Source: the package openenv 0.10.0, core/env_server/http_server.py (`/ws`) and types.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ratchet.errors import DataError, RatchetError
+from ratchet.utils.websockets import import_websockets
+
+MAX_ANSWER_BYTES = 64 << 20
+NEEDED_FOR = "environment.kind openenv"
+RETRY_S = 0.05  # pause before a session is asked for again, while the server has none free
+
+
+class OpenEnvError(RatchetError):
+    """The server failed, or answered what the protocol has not: the attempt is failed."""
+
+
+class InvalidAction(OpenEnvError):
+    """The server's schema refuses the action: the policy's fault."""
+
+    def __init__(self, message: str, detail: str) -> None:
+        super().__init__(message)
+        self.detail = detail
+
+
+class NoSessionFree(OpenEnvError):
+    """The server holds as many sessions as it can."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The server's answer to a reset or a step.
+
+    Attributes:
+        reward: 0 if the server gave none.
+    """
+
+    observation: Mapping[str, Any]
+    reward: float
+    done: bool
+
+
+class OpenEnvSession:
+    """A connection with an environment of its own on the server."""
+
+    def __init__(self, socket: Any, url: str, timeout_s: float) -> None:
+        self._socket, self._url, self._timeout_s = socket, url, timeout_s
+
+    @classmethod
+    async def open(cls, url: str, timeout_s: float) -> OpenEnvSession:
+        """Connect to the server at `url`. Raises OpenEnvError if that fails."""
+        websockets = import_websockets(NEEDED_FOR)
+        address = f"ws{url.removeprefix('http').rstrip('/')}/ws"
+        try:
+            socket = await websockets.connect(
+                address, open_timeout=timeout_s, max_size=MAX_ANSWER_BYTES, proxy=None
+            )
+        except (OSError, TimeoutError, websockets.WebSocketException) as error:
+            raise OpenEnvError(f"no OpenEnv server answers at {address}: {error!r}") from error
+        return cls(socket, url, timeout_s)
+
+    async def reset(self, seed: int, options: Mapping[str, Any]) -> Answer:
+        """Begin an episode. Raises OpenEnvError."""
+        return _read_answer(await self._ask("reset", {**options, "seed": seed}))
+
+    async def step(self, action: Mapping[str, Any]) -> Answer:
+        """Take an action. Raises OpenEnvError."""
+        return _read_answer(await self._ask("step", action))
+
+    async def close(self) -> None:
+        """End the session and its environment."""
+        faults = (
+            OSError,
+            TimeoutError,
+            import_websockets(NEEDED_FOR).WebSocketException,
+        )
+        with contextlib.suppress(*faults):
+            async with asyncio.timeout(self._timeout_s):
+                await self._socket.send(json.dumps({"type": "close"}))
+                await self._socket.close()
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                # A server that is full says so, and closes, before it is asked.
+                with contextlib.suppress(import_websockets(NEEDED_FOR).ConnectionClosed):
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
+                text = await self._socket.recv()
+        except TimeoutError:
+            raise OpenEnvError(
+                f"{self._url} did not answer {kind} within {self._timeout_s:g} s"
+            ) from None
+        except (OSError, import_websockets(NEEDED_FOR).WebSocketException) as error:
+            raise OpenEnvError(f"{self._url} broke off during {kind}: {error!r}") from error
+        try:
+            message = json.loads(text)
+            answer_kind, content = message["type"], message["data"]
+            content = dict(content)
+        except (ValueError, LookupError, TypeError):
+            raise OpenEnvError(f"{self._url} answered {kind} with {text[:200]!r}") from None
+        if answer_kind == "error":
+            raise _make_error(self._url, kind, content)
+        if answer_kind != "observation":
+            raise OpenEnvError(f"{self._url} answered {kind} with a message '{answer_kind}'")
+        return content
+
+
+def _make_error(url: str, kind: str, content: Mapping[str, Any]) -> OpenEnvError:
+    code = content.get("code")
+    text = f"{url} failed at {kind}: {content.get('message')} ({code})"
+    if code == "CAPACITY_REACHED":
+        return NoSessionFree(text)
+    if code == "VALIDATION_ERROR" and kind == "step":
+        errors = [str(error.get("msg")) for error in content.get("errors") or ()]
+        return InvalidAction(text, "; ".join(errors)[:500] or "it does not fit the schema")
+    return OpenEnvError(text)
+
+
+async def open_episode(
+    url: str, timeout_s: float, seed: int, options: Mapping[str, Any]
+) -> tuple[OpenEnvSession, Answer]:
+    """Return a new session and its first answer.
+
+    While the server has no session free, it is asked again for up to `timeout_s` seconds.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        session = await OpenEnvSession.open(url, timeout_s)
+        try:
+            return session, await session.reset(seed, options)
+        except NoSessionFree as error:
+            await session.close()
+            if asyncio.get_running_loop().time() > deadline:
+                raise OpenEnvError(
+                    f"{error}. Let the server hold as many sessions as attempts run at once "
+                    "(max_concurrent_envs)."
+                ) from error
+            await asyncio.sleep(RETRY_S)
+        except BaseException:
+            await session.close()
+            raise
+
+
+def _read_answer(content: Mapping[str, Any]) -> Answer:
+    observation, reward, done = (content.get(key) for key in ("observation", "reward", "done"))
+    if not isinstance(observation, dict) or not isinstance(done, bool):
+        raise OpenEnvError(f"the server's answer has no observation: {str(content)[:200]}")
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        raise OpenEnvError(f"the server's reward is {reward!r}, it must be a finite number")
+    return Answer(observation, float(reward or 0.0), done)
+
+
+def read_schema(url: str, timeout_s: float) -> Mapping[str, Any]:
+    """Return the JSON schemas of the server's actions and observations.
+
+    Raises DataError if the server does not answer.
+    """
+    import httpx2
+
+    try:
+        response = httpx2.get(f"{url.rstrip('/')}/schema", timeout=timeout_s, trust_env=False)
+        response.raise_for_status()
+        return response.json()
+    except (httpx2.HTTPError, ValueError) as error:
+        raise DataError(f"no OpenEnv server answers at {url}/schema: {error!r}") from error

@@ -1,0 +1,184 @@
+"""Play attempts with a policy of messages, whose tokens are not known.
+
+Such attempts can be judged and counted but not trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ratchet.data.chat.renderer import Tools
+from ratchet.errors import DataError, RatchetError
+from ratchet.experience.rollout.episode import (
+    PromptMemo,
+    check_messages,
+    check_step,
+    get_offered_tools,
+)
+from ratchet.protocols import Environment
+from ratchet.types import (
+    Failed,
+    Message,
+    Outcome,
+    Owner,
+    Sampling,
+    Task,
+    Trajectory,
+    Truncated,
+    Turn,
+)
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
+
+UNKNOWN_TOKEN = -1  # stands for each token, because only messages are known
+
+
+class AttemptFailed(RatchetError):
+    """The policy gave no usable answer; `reason` is the reason of the `Failed` outcome."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Reply(NamedTuple):
+    """A turn of the policy.
+
+    Attributes:
+        n_malformed: Number of tool calls that can't be read.
+        is_cut: True if the message ended at the length limit.
+    """
+
+    message: Message
+    n_malformed: int = 0
+    is_cut: bool = False
+
+
+@dataclass
+class AttemptState:
+    """The state of one attempt."""
+
+    task: Task
+    environment: Environment
+    messages: list[Message]
+    tools: Tools | None = None
+    n_tokens: int = 0  # number of tokens that the model wrote
+    turns: list[Turn] = field(default_factory=list)
+    metrics: dict[str, float] = field(
+        default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
+    )
+
+    def make_trajectory(
+        self, attempt: int, temperature: float, outcome: Outcome | None
+    ) -> Trajectory:
+        length = 1 + self.n_tokens
+        owner = np.full(length, Owner.POLICY, np.int8)
+        owner[0] = Owner.PROMPT
+        return Trajectory(
+            tokens=np.full(length, UNKNOWN_TOKEN, np.int64),
+            owner=owner,
+            trainable=np.zeros(length, np.bool_),
+            rollout_logprobs=np.zeros(length, np.float32),
+            versions=np.full(length, -1, np.int32),
+            attempt=attempt,
+            temperature=temperature,
+            turns=tuple(self.turns),
+            messages=tuple(self.messages),
+            outcome=outcome,
+            metrics=self.metrics,
+        )
+
+
+class MessagePlayer(ABC):
+    """A player, like `EpisodePlayer`, whose policy gives messages.
+
+    Attributes:
+        max_turns: Number of turns after which an attempt is truncated.
+        timeout_s: Seconds for a whole attempt; None sets no limit.
+    """
+
+    max_turns: int
+    timeout_s: float | None
+
+    @abstractmethod
+    async def answer(
+        self,
+        state: AttemptState,
+        sampling: Sampling,
+        turn_index: int,
+        stop_strings: tuple[str, ...],
+    ) -> Reply | None:
+        """Return the policy's turn after the messages of `state`; None ends the attempt.
+
+        Raises AttemptFailed if there is none.
+        """
+
+    async def play(
+        self,
+        task: Task,
+        environment: Environment,
+        sampling: Sampling,
+        *,
+        attempt: int,
+        memo: PromptMemo | None = None,
+    ) -> list[Trajectory]:
+        """Play one attempt, and return its trajectory without a reward.
+
+        A policy without a usable answer fails the attempt. Environment faults and timeouts fail as
+        with any other player. `memo` has no effect, because nothing is tokenized.
+        """
+        state = AttemptState(task, environment, list(task.messages))
+        time_limit = asyncio.timeout(self.timeout_s)
+        outcome: Outcome | None
+        try:
+            async with time_limit:
+                outcome = await self._play_episode(state, sampling)
+        except TimeoutError:
+            outcome = Failed(
+                "timeout", f"not over after {self.timeout_s:g} s and {len(state.turns)} turns"
+            )
+        except AttemptFailed as failure:
+            outcome = Failed(failure.reason, str(failure))
+        except (UserCodeFailed, DataError) as failure:
+            outcome = Failed("environment", str(failure))
+        return [state.make_trajectory(attempt, sampling.temperature, outcome)]
+
+    async def _play_episode(self, state: AttemptState, sampling: Sampling) -> Outcome | None:
+        task, environment = state.task, state.environment
+        state.messages = list(
+            check_messages(await run_guarded(lambda: environment.reset(task)), "reset", environment)
+        )
+        if environment.has_tools:
+            state.tools = await get_offered_tools(environment, task) or None
+            state.metrics["malformed_tool_calls"] = 0.0
+        for turn_index in range(self.max_turns):
+            stop_strings = tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
+            start = 1 + state.n_tokens
+            reply = await self.answer(state, sampling, turn_index, stop_strings)
+            if reply is None:
+                return Truncated()
+            end = 1 + state.n_tokens
+            state.messages.append(reply.message)
+            state.metrics["turns"] += 1
+            if state.tools is not None:
+                state.metrics["malformed_tool_calls"] += reply.n_malformed
+            if reply.is_cut:
+                state.turns.append(Turn(start, end, cut=True))
+                return Truncated()
+            step = check_step(
+                await run_guarded(lambda reply=reply: environment.step(reply.message)), environment
+            )
+            state.turns.append(
+                Turn(start, end, step.reward, step.state_key, terminated=step.done, cut=False)
+            )
+            for name, value in (step.metrics or {}).items():
+                state.metrics[name] = state.metrics.get(name, 0.0) + float(value)
+            if step.done:
+                return None
+            state.messages.extend(step.messages)
+        state.metrics["turn_limit"] = 1.0
+        return Truncated()

@@ -1,0 +1,16 @@
+"""Import the optional package websockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ratchet.errors import MissingDependency
+
+
+def import_websockets(needed_for: str) -> Any:
+    """Return the package. Raises MissingDependency, which names the extra that has it."""
+    try:
+        import websockets
+    except ImportError as error:
+        raise MissingDependency("websockets", extra="openenv", needed_for=needed_for) from error
+    return websockets

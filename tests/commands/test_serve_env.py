@@ -1,0 +1,137 @@
+"""`ratchet serve-env`: OpenEnv's clients, and Ratchet's own, play any environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from websockets.asyncio.client import connect
+
+from ratchet.commands.serve_env import build_served_setup
+from ratchet.config.resolve import build, resolve
+from ratchet.errors import ConfigError
+from ratchet.types import Message, ToolCall
+
+CLIENT = Path(__file__).parents[2] / ".venv" / "clients" / "bin" / "python"
+PLAY = """
+import json, sys
+from openenv import GenericEnvClient
+with GenericEnvClient(base_url=sys.argv[1]).sync() as env:
+    first = env.reset(seed=3)
+    text = first.observation["text"]
+    last = env.step({"message": "".join(sorted(text.rstrip("=")))})
+    state = env.state()
+    again = env.reset(seed=3)
+    wrong = env.step({"message": "no"})
+print(json.dumps([text, last.reward, last.done, state["step_count"],
+                  again.observation["text"] == text, wrong.reward]))
+"""
+
+
+@pytest.fixture
+def serve():
+    processes = []
+
+    def start(*arguments):
+        command = [sys.executable, "-m", "ratchet", "serve-env", *arguments, "--port", "0"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        line = process.stdout.readline()
+        return re.search(r"http://[\d.:]+", line)[0]
+
+    yield start
+    for process in processes:
+        process.terminate()
+        assert process.wait(timeout=30) == 0
+        process.stdout.close()
+
+
+def play(url, *messages, **keys):
+    environment = build(resolve("environment", {"kind": "openenv", "url": url, **keys}))
+    task = next(environment.tasks("test", seed=0, start=3))
+
+    async def play_once():
+        prompt = await environment.reset(task)
+        steps = [await environment.step(message) for message in messages]
+        await environment.close()
+        return prompt[0].text, steps
+
+    return asyncio.run(play_once())
+
+
+async def ask(url, *requests):
+    async with connect(url.replace("http", "ws") + "/ws", proxy=None) as socket:
+        answers = []
+        for request in requests:
+            await socket.send(request if isinstance(request, str) else json.dumps(request))
+            answers.append(json.loads(await socket.recv()))
+        return answers
+
+
+def test_ratchets_own_client_plays_answers_and_tools(serve):
+    url = serve("sorting", "digits=3")
+    prompt, _ = play(url, prompt="{text}", action_field="message")
+    right = "".join(sorted(prompt.rstrip("=")))
+    _, steps = play(url, Message("assistant", right))
+    assert [(step.reward, step.done) for step in steps] == [(1.0, True)]
+    _, steps = play(url, Message("assistant", "no"))
+    assert [(step.reward, step.done) for step in steps] == [(0.0, True)]
+    call = ToolCall("call_0", "calculator", {"expression": "6*7"})
+    url = serve("tool_use", "problems={kind: arithmetic}", "tools=[{kind: calculator}]")
+    _, steps = play(url, Message("assistant", tool_calls=(call,)), actions="tools")
+    assert [message.text for message in steps[0].messages] == ["42"]
+
+
+def test_wrong_requests_get_errors_and_harm_nothing(serve):
+    url = serve("sorting", "--sessions", "1")
+    answers = asyncio.run(
+        ask(
+            url,
+            "{",
+            "[]",
+            {"type": "jump"},
+            {"type": "step", "data": {"message": "1"}},
+            {"type": "reset", "data": {"seed": -1}},
+            {"type": "reset", "data": {"seed": 0, "split": "all"}},
+            {"type": "reset", "data": {"seed": 1}},
+            {"type": "step", "data": {"text": "1"}},
+            {"type": "state"},
+        )
+    )
+    codes = [answer["data"].get("code") for answer in answers]
+    assert codes[:3] == ["INVALID_JSON", "VALIDATION_ERROR", "UNKNOWN_TYPE"]
+    assert codes[3:6] == ["EXECUTION_ERROR", "VALIDATION_ERROR", "VALIDATION_ERROR"]
+    assert codes[6:] == [None, "VALIDATION_ERROR", None]
+    assert answers[8]["data"]["step_count"] == 0
+
+    async def overfill():
+        async with connect(url.replace("http", "ws") + "/ws", proxy=None) as socket:
+            await socket.send(json.dumps({"type": "reset"}))
+            await socket.recv()
+            return await ask(url, {"type": "reset"})
+
+    (full,) = asyncio.run(overfill())
+    assert full["data"]["code"] == "CAPACITY_REACHED"
+    assert asyncio.run(ask(url, {"type": "reset"}))[0]["type"] == "observation"
+
+
+def test_keys_are_for_kinds_alone(tmp_path):
+    with pytest.raises(ConfigError, match="is for a kind of environment"):
+        build_served_setup(str(tmp_path / "recipe.yaml"), ["digits=3"])
+
+
+@pytest.mark.slow
+def test_openenvs_client_plays(serve, require):
+    require(str(CLIENT), "the environment of clients, which `make` installs")
+    url = serve("sorting", "digits=3")
+    played = subprocess.run(
+        [CLIENT, "-c", PLAY, url], check=True, capture_output=True, text=True, timeout=120
+    )
+    text, reward, done, n_steps, is_same, wrong = json.loads(played.stdout)
+    assert re.fullmatch(r"\d{3}=", text)
+    assert (reward, done, n_steps, is_same, wrong) == (1.0, True, 1, True, 0.0)
