@@ -79,8 +79,7 @@ NOT_MIRRORED = 74  # exit status: the run is finished, but its upload is incompl
 class _StopAfterStep(StopRequest):
     """A stop request made by a signal: the loop finishes its step and saves.
 
-    forwarded: True under torchrun, which forwards signals. Then a second signal does not stop the
-      process at once (see `handle_stop_signals`).
+    forwarded: True under torchrun, where a second signal is ignored (see `handle_stop_signals`).
     """
 
     def __init__(self, *, forwarded: bool) -> None:
@@ -106,8 +105,7 @@ class TrainingSession:
         changed_recipe: True if the recipe was changed for this resumption, so that a stage that
             ended early may continue.
         try_s: Seconds of training after which each stage ends early; None sets no limit.
-        lengths: Numbers of steps of stages that set `passes`, with the environments that were
-            opened to count them and lines for the log; None if no stage sets it.
+        lengths: Numbers of steps, environments and log lines of stages that set `passes`, or None.
         mirror: Uploads the run to a remote address; None keeps it local.
         notes: Sentences for the beginning of run.log and the console.
     """

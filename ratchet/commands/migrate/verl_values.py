@@ -471,10 +471,7 @@ def custom_reward(prefix: str) -> Conversion:
 
 
 def max_replaced(value: Any, config: PeerConfig) -> int:
-    """Return the maximum number of extra batches that replace filtered groups.
-
-    verl's 0 or less means no limit, which becomes 1000.
-    """
+    """Return the maximum number of batches of replacements; no limit (0 in verl) becomes 1000."""
     count = numbers.whole(value)
     return count if count > 0 else 1000
 
@@ -488,10 +485,7 @@ def betas(value: Any, config: PeerConfig) -> list[int | float]:
 
 
 def samples(value: Any, config: PeerConfig) -> int:
-    """Return the number of sampled attempts.
-
-    If verl makes a single attempt, the greedy attempt that is always made here replaces it.
-    """
+    """Return the number of sampled attempts; a single one becomes the greedy attempt."""
     count = numbers.whole(value, least=0)
     return count if count > 1 else 0
 

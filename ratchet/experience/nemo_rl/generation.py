@@ -62,7 +62,7 @@ def refuse_media(media: Sequence[Placed]) -> None:
 def get_weights_version(policy_generation: Any) -> int:
     """Return the version of a generator's weights, or 0 if it has none."""
     # It may be of any class.
-    return int(getattr(policy_generation, "version", 0))
+    return int(policy_generation.version) if hasattr(policy_generation, "version") else 0
 
 
 def get_sampling(

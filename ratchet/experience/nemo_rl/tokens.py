@@ -72,8 +72,8 @@ def get_log_renderer(tokenizer: TokenizerType, raw_observations: bool = False) -
 
 
 def _convert(tokenizer: HubTokenizer) -> Tokenizer:
-    # Tokenizers written in Python have none.
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # Tokenizers written in Python have no backend.
+    backend = tokenizer.backend_tokenizer if hasattr(tokenizer, "backend_tokenizer") else None
     if not isinstance(backend, tokenizers.Tokenizer):
         name = type(tokenizer).__name__
         raise ConfigError(
