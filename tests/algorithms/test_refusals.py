@@ -126,7 +126,7 @@ STAGES: list[tuple[RunConfig, str]] = [
         recipe({"kind": "grpo"}, sampling={"top_p": 0.9}),
         "or algorithm.correction if the algorithm has that key",
     ),
-    (recipe({"kind": "grpo"}, sampling={"temperature": 0.0}), "set it above 0"),
+    (recipe({"kind": "grpo"}, sampling={"temperature": 0.0}), "set sampling.temperature above 0"),
     (
         recipe(
             {

@@ -105,7 +105,7 @@ def test_what_was_interrupted_goes_on_with_the_same_adapter_alone(files, monkeyp
     )
     for other in (files / "other", None):
         with pytest.raises(
-            CheckpointError, match="of an interrupted conversion with another source"
+            CheckpointError, match="belongs to an interrupted conversion with another source"
         ):
             convert(files / "base", files / "merged", "dcp", adapter=other)
     heard = convert(files / "base", files / "merged", "dcp", adapter=files / "adapter")

@@ -98,7 +98,7 @@ def test_what_cannot_be_is_refused_before_the_run(changes, message):
 def test_a_generator_that_records_nothing_is_refused(monkeypatch):
     config = recipe()
     policy = build_policy(config)
-    policy.generator.validator = type(policy.generator.validator)(11, 64, None)
+    policy.generator.records_routes = False
     with pytest.raises(
         ConfigError,
         match=r"Engine does not record. Set generator.kind=engine, or algorithm.router.replay=false",

@@ -119,12 +119,12 @@ REFUSED += [
     ),
     (
         f"{MEGATRON} optimizer.ema_decay=0.9",
-        "the optimizer of learner.kind=megatron keeps none: remove it",
+        "learner.kind=megatron keeps none: remove optimizer.ema_decay",
     ),
     (f"{MEGATRON} learner.dp_shard=2", "learner.dp_shard: unknown key"),
     (
         f"{MEGATRON} cluster.colocated=true",
-        "learner.kind=megatron never frees its own: set it to dtensor",
+        "learner.kind=megatron never frees its own: set learner.kind=dtensor",
     ),
 ]
 REFUSED_ON_RAY = [

@@ -4,6 +4,7 @@ of equal tokens. What spans are is tested in test_spans.py."""
 import asyncio
 import math
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -247,7 +248,7 @@ def test_the_advantage_is_the_teachers_span_against_the_policys(merged):
 
 def test_what_the_teacher_has_no_tokens_for_is_left_out():
     student, teacher = byte_tokenizer(), character_tokenizer("0123456789=")
-    aligned = AlignedTeacher(None, student, teacher, max_positions=64)  # pyright: ignore[reportArgumentType]
+    aligned = AlignedTeacher(SimpleNamespace(can_offload=False), student, teacher, max_positions=64)  # pyright: ignore[reportArgumentType]
     for written in ("1a", "é"):
         tokens = [*student.encode("7="), *student.encode(written)[:2]]
         made = aligned.translate(tokens, [False] * 2 + [True] * (len(tokens) - 2))
@@ -355,7 +356,9 @@ def test_rows_of_several_writers_keep_their_text(row, teacher):
     """The teacher reads the student's text, and each token that is asked about has a span of it."""
     name, tokens, asked = row
     student, teaching = of_kind(name), of_kind(teacher)
-    made = AlignedTeacher(None, student, teaching, max_positions=10**6).translate(tokens, asked)  # pyright: ignore
+    made = AlignedTeacher(
+        SimpleNamespace(can_offload=False), student, teaching, max_positions=10**6
+    ).translate(tokens, asked)  # pyright: ignore
     mine, theirs = segments(student, tokens), segments(teaching, made.tokens)
     assert [student.decode(part) for _, part in mine] == [
         teaching.decode(part) for _, part in theirs

@@ -82,6 +82,8 @@ def matrices(seed, n, rows, columns):
 class Kept:
     """Of `Generator` what a link calls: takes weights of any name, at the commit."""
 
+    adopted = shares_weights = False
+
     def __init__(self):
         self.version, self.held, self.staged, self.refuses = 0, {}, [], None
 

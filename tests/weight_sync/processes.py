@@ -11,13 +11,12 @@ from pathlib import Path
 
 from learners.ranks import CONTEXT
 
-from ratchet.errors import RatchetError
+from ratchet.errors import WorkerDied
 
 
-class RankDied(RatchetError):
+class RankDied(WorkerDied):
     def __init__(self, rank):
-        super().__init__(f"rank {rank} died")
-        self.rank = rank
+        super().__init__(f"rank {rank} died", role="policy", rank=rank, host="localhost")
 
 
 class Processes:

@@ -195,7 +195,7 @@ def test_another_algorithm_is_shown_beside_the_step_and_changes_nothing(run):
     ("change", "why"),
     [
         ("batch_size=3", "only algorithm, optimizer, learner"),
-        ("algorithm.kl.coef=0.1", "role 'reference', which the run lacks"),
+        ("algorithm.kl.coef=0.1", "role 'reference', of which the run has no weights"),
         ("algorithm.clip_hihg=0.1", "clip_hihg"),
     ],
 )

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import MediaLimits, decode_image, fetch
-from ratchet.environments.games.rendering import COLOURS, SHAPES, blank, draw, draw_board
+from ratchet.environments.games.rendering import COLOURS, SHAPES, create_image, draw, draw_board
 from ratchet.environments.toy.drawn_shapes import Shapes, Thing
 from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
 from ratchet.testing import check_environment
@@ -165,7 +165,7 @@ def test_what_can_not_be_asked_is_refused(settings, why):
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_every_shape_stays_in_its_box_and_differs_from_the_others(shape):
     def drawn(name):
-        image = blank(24, 24)
+        image = create_image(24, 24)
         draw(image, (name, COLOURS["red"]), (4, 6, 17, 19))
         return np.asarray(image)
 
