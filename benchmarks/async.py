@@ -88,13 +88,9 @@ async def measure(
     from ratchet.executors.freeze import freeze
     from ratchet.experience.sources.prompt_ledger import PromptLedger
     from ratchet.testing.simulated import SlowLearner
-    from ratchet.training.from_config import (
-        build_executor,
-        build_policy,
-        build_run,
-        start_processes,
-    )
+    from ratchet.training.from_config import build_executor, build_policy, start_processes
     from ratchet.training.loop import train
+    from ratchet.training.stage_from_config import build_run
 
     config = freeze(RunConfig.model_validate(make_recipe(cluster, rollouts, steps)))
     executor = build_executor(config)

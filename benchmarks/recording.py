@@ -46,9 +46,10 @@ from ratchet.observe.records.writer import Recorder
 from ratchet.observe.tracing.perfetto import open_trace
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
 from ratchet.training.metering import make_meter
+from ratchet.training.stage_from_config import build_run
 from ratchet.types import Group
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"

@@ -41,13 +41,8 @@ from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import read_file, write_text
 from ratchet.executors.freeze import has_compiled_kernels
 from ratchet.learners.config import LocalConfig
-from ratchet.training.from_config import (
-    build_env_setup,
-    build_executor,
-    build_policy,
-    build_stage_spec,
-    start_processes,
-)
+from ratchet.training.from_config import build_executor, build_policy, start_processes
+from ratchet.training.stage_from_config import build_env_setup, build_stage_spec
 
 
 def make_config() -> RunConfig:

@@ -19,7 +19,8 @@ import torch
 
 import ratchet as rt
 from ratchet.config.loader import load_config
-from ratchet.training.from_config import build_env_setup, build_policy, build_run
+from ratchet.training.from_config import build_policy
+from ratchet.training.stage_from_config import build_env_setup, build_run
 
 torch.set_num_threads(1)  # as in the recipe, so that training gives the same weights
 

@@ -17,8 +17,12 @@ from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.errors import ConfigError
 from ratchet.evals.results import EvalResults
 from ratchet.observe.summary import get_installed_versions
-from ratchet.training.from_config import build_env_setup, build_eval_env_setup, build_stage_spec
 from ratchet.training.stage import EnvSetup, StageSpec
+from ratchet.training.stage_from_config import (
+    build_env_setup,
+    build_eval_env_setup,
+    build_stage_spec,
+)
 from ratchet.types import Sampling, Task
 
 NO_TASKS = "the recipe sets evaluation.tasks=0, so there is nothing to evaluate on: add --tasks N"

@@ -41,7 +41,7 @@ NOT_COMPARED_NAMES = (
 # Modules of a run that take long to import; processes are forked with them loaded.
 PRELOADED_MODULES = (
     "ratchet.testing.kill_and_resume",
-    "ratchet.training.from_config",
+    "ratchet.training.stage_from_config",
     *(("tensorboard.compat.proto.event_pb2",) if has_tensorboard() else ()),
 )
 

@@ -1,19 +1,15 @@
-"""Build the parts of a run from a configuration; `ratchet.training.build` puts them together."""
+"""Build the policy of a run from a configuration, and start the processes that all stages share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ratchet.config.base import Section
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build, import_object
-from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, get_default_rewards
-from ratchet.config.sections import EnvironmentConfig
+from ratchet.config.schema import ModelConfig, RunConfig
 from ratchet.data.chat.chat_templates import set_printed_date
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.template_defaults import remove_defaults
@@ -21,29 +17,21 @@ from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import Processor, load_processor
 from ratchet.data.tokenizer_config import AutoTokenizerConfig, TokenizerConfig
-from ratchet.environments.build import build_environment
 from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig
 from ratchet.executors.freeze import use_kernels
 from ratchet.executors.placement import ResourceRequest
-from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import DistributedConfig, DTensorConfig
 from ratchet.learners.distributed.topology import build_topology
 from ratchet.models.load import find_model, init_policy, load_policy
-from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import DecoderPolicy, PolicyModel
-from ratchet.protocols import Environment, Reward
-from ratchet.rewards.weighted_sum import compose_rewards
-from ratchet.training.build import make_run
 from ratchet.training.generator_workers import get_generator_resources, start_generators
 from ratchet.training.roles import check_media_readers, check_roles, check_routers
-from ratchet.training.run import StageRun
-from ratchet.training.stage import EnvSetup, Policy, StageSpec, WorkerRolloutSpec
-from ratchet.types import Sampling
+from ratchet.training.stage import Policy
 from ratchet.utils.object_store import is_address
 from ratchet.worker_protocols import Executor
 
@@ -78,7 +66,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     )
     colocated_role = (
         learner_resources[0].role
-        if _is_colocated(config) and learner_resources and not on_cpu
+        if is_colocated(config) and learner_resources and not on_cpu
         else None
     )
     generator_resources = get_generator_resources(
@@ -103,7 +91,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     return policy
 
 
-def _is_colocated(config: RunConfig) -> bool:
+def is_colocated(config: RunConfig) -> bool:
     return isinstance(config.cluster, ClusterConfig) and config.cluster.colocated
 
 
@@ -307,166 +295,6 @@ def get_tokenizer_config(config: RunConfig) -> TokenizerConfig:
     """
     section = config.tokenizer
     return section if isinstance(section, TokenizerConfig) else TokenizerConfig()
-
-
-def build_env_setup(stage: StageConfig, environment: Environment | None = None) -> EnvSetup:
-    """Return the environment and rewards of a stage.
-
-    Args:
-        stage: The stage.
-        environment: Its environment, if it has been built already.
-    """
-    agent: Any = stage.agent  # `Any`: the schema adds the server's keys to the agent's section
-    agent_server = (
-        LOCAL_SERVER
-        if agent is None
-        else AgentServerSettings(agent.ignore, agent.host, agent.public_host)
-    )
-    return EnvSetup(
-        environment or build_environment(stage.environment),
-        reward=build_reward(stage.rewards),
-        eval_reward=build_reward(stage.eval_rewards),
-        agent=None if agent is None else build(agent),
-        agent_server=agent_server,
-        second_opinion=build_reward(stage.sentinels.second_opinion),
-        canaries=None
-        if stage.sentinels.canaries is None
-        else build_environment(stage.sentinels.canaries),
-        evaluation=None
-        if stage.evaluation.environment is None
-        else _build_other_env_setup(stage, stage.evaluation.environment),
-    )
-
-
-def build_eval_env_setup(environment: EnvironmentConfig) -> EnvSetup:
-    """Return the setup of an environment that is judged by its own reward."""
-    return EnvSetup(
-        build_environment(environment), reward=build_reward(get_default_rewards(environment))
-    )
-
-
-def _build_other_env_setup(stage: StageConfig, section: EnvironmentConfig) -> EnvSetup:
-    environment = build_environment(section)
-    return EnvSetup(environment, reward=build_reward(choose_eval_rewards(stage, environment)))
-
-
-def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequence[Section]:
-    """Return the rewards that judge held-out answers in `environment`, which is built already.
-
-    An `evaluation.environment` is judged by its own reward, or by the rewards of its steps. If it
-    has neither, `eval_rewards` judge, unless they are only the default of the stage's environment.
-    """
-    section = stage.evaluation.environment
-    if section is None:
-        return stage.eval_rewards
-    rewards = get_default_rewards(section)
-    if rewards or environment.judges:
-        return rewards
-    is_environment_default = stage.eval_rewards == get_default_rewards(stage.environment)
-    return () if is_environment_default else stage.eval_rewards
-
-
-def build_reward(sections: Sequence[Section]) -> Reward | None:
-    """Return the weighted sum of the rewards.
-
-    Returns None without rewards. The environment's steps then give the reward.
-    """
-    return compose_rewards(sections) if sections else None
-
-
-def build_run(
-    config: RunConfig,
-    index: int,
-    policy: Policy,
-    *,
-    directory: Path = Path("runs"),
-    environment: Environment | None = None,
-    **run_fields: Any,
-) -> StageRun:
-    """Return the run of stage `index`, whose step numbers follow those of the earlier stages.
-
-    Args:
-        config: The recipe.
-        index: The stage.
-        policy: The model to train.
-        directory: The run directory.
-        environment: The stage's environment, if it has been built already.
-        run_fields: Further arguments of `make_run`, and fields of `StageRun`.
-    """
-    stage = config.stages[index]
-    spec = replace(
-        build_stage_spec(config, index),
-        directory=directory,
-        adapter=build_adapter(config, index, directory),
-    )
-    return make_run(
-        policy,
-        build_env_setup(stage, environment),
-        build(stage.algorithm),
-        spec,
-        save_every=stage.checkpoint.every,
-        **run_fields,
-    )
-
-
-def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
-    """Return the specification of stage `index`."""
-    stage = config.stages[index]
-    return StageSpec(
-        name=stage.name,
-        steps=stage.n_steps,
-        batch_size=stage.batch_size,
-        sampling=Sampling(**dict(stage.sampling)),
-        optimizer=stage.optimizer,
-        learner=stage.learner,
-        evaluation=stage.evaluation,
-        rollouts=stage.rollouts,
-        examples=stage.examples,
-        curriculum=stage.curriculum,
-        seed=config.seed,
-        start_step=sum(earlier.n_steps for earlier in config.stages[:index]),
-        parity=stage.parity,
-        sentinels=stage.sentinels,
-        algorithm=stage.algorithm,
-        weight_sync=stage.weight_sync,
-        colocated=_is_colocated(config),
-        worker_rollouts=_make_worker_rollouts(config, stage),
-    )
-
-
-def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> WorkerRolloutSpec | None:
-    """Return what workers need to play the stage's groups, or None if they do not."""
-    if not stage.is_played_by_workers:
-        return None
-    tokenizer_config = get_tokenizer_config(config)
-    return WorkerRolloutSpec(
-        stage.environment.model_dump(mode="json"),
-        [reward.model_dump(mode="json") for reward in stage.rewards],
-        stage.rollouts,
-        get_chat_template(config),
-        tokenizer_config.tool_format,
-        tokenizer_config.date,
-    )
-
-
-def build_adapter(config: RunConfig, index: int, directory: Path) -> Adapter | None:
-    """Return the adapter that a stage trains in place of the model's weights.
-
-    Args:
-        config: The recipe.
-        index: The stage.
-        directory: The run directory.
-    """
-    stage = config.stages[index]
-    if stage.lora is None:
-        return None
-    base = get_adapter_base_dir(config, index, directory)
-    path = str(config.model.path)
-    # The adapter's files name its base model, and are read from other working directories too.
-    if base is None and Path(path).is_dir():
-        base = Path(path)
-    location = path if base is None else str(base.absolute())
-    return Adapter(stage.lora, seed=config.seed, base_model=location)
 
 
 def get_adapter_base_dir(config: RunConfig, index: int, directory: Path) -> Path | None:

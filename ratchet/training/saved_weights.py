@@ -25,14 +25,10 @@ from ratchet.protocols import Learner
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.resolve import fetch_run_model
 from ratchet.runs.run_dir import AVERAGE, MODEL, START, RunDirectory
-from ratchet.training.from_config import (
-    build_adapter,
-    build_policy,
-    get_adapter_base_dir,
-    resolve_resume_config,
-)
+from ratchet.training.from_config import build_policy, get_adapter_base_dir, resolve_resume_config
 from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
+from ratchet.training.stage_from_config import build_adapter
 from ratchet.utils import failpoints
 from ratchet.utils.object_store import is_address
 

@@ -42,7 +42,6 @@ from ratchet.training.checkpointing import CheckpointSaver, refuse_lost_checkpoi
 from ratchet.training.from_config import (
     build_executor,
     build_policy,
-    build_run,
     check_stages,
     resolve_resume_config,
     start_processes,
@@ -65,6 +64,7 @@ from ratchet.training.saved_weights import (
     localize_model,
 )
 from ratchet.training.stage import Policy
+from ratchet.training.stage_from_config import build_run
 from ratchet.utils import failpoints
 from ratchet.utils.temp_dirs import sweep
 

@@ -6,8 +6,9 @@ import pytest
 
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, RatchetError
-from ratchet.training.from_config import build_policy, build_run, check_stages
+from ratchet.training.from_config import build_policy, check_stages
 from ratchet.training.loop import train
+from ratchet.training.stage_from_config import build_run
 
 SPARSE = {
     "preset": "tiny-moe",

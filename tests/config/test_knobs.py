@@ -32,8 +32,9 @@ from ratchet.generators.engine.model_runner import ModelRunner
 from ratchet.learners.compute.forward import Forward
 from ratchet.models.decoder import Decoder
 from ratchet.sandbox import Isolation
-from ratchet.training.from_config import build_env_setup, build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
+from ratchet.training.stage_from_config import build_env_setup, build_run
 from ratchet.training.start import start_run
 from ratchet.types import Owner, Sampling
 from ratchet.utils.thread_pool import ThreadPool

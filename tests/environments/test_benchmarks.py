@@ -24,7 +24,7 @@ from ratchet.data.presets.benchmarks import ALIASES, BENCHMARK_NAMES, BENCHMARKS
 from ratchet.data.presets.lookup import PUBLISHED
 from ratchet.errors import DataError
 from ratchet.testing import answered
-from ratchet.training.from_config import build_reward
+from ratchet.training.stage_from_config import build_reward
 from ratchet.types import Task
 
 

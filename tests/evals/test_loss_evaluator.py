@@ -20,8 +20,9 @@ from ratchet.evals import loss_evaluator
 from ratchet.evals.evaluator import Evaluator
 from ratchet.evals.loss_evaluator import HeldOutLoss, LossEvaluator
 from ratchet.evals.stage_evaluator import CombinedEvaluator
-from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.run import StageRun
+from ratchet.training.stage_from_config import build_run
 from ratchet.training.start import start_run
 
 QUESTIONS = [f"What is {a} plus {b}?" for a in range(8) for b in range(8)]

@@ -19,8 +19,9 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.evals.evaluator import Evaluator
 from ratchet.evals.loss_evaluator import LossEvaluator, compute_correlation
 from ratchet.evals.pair_evaluator import PairEvaluator
-from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.run import StageRun
+from ratchet.training.stage_from_config import build_run
 from ratchet.training.start import start_run
 
 ENVIRONMENT = {"kind": "sorting", "digits": 3}

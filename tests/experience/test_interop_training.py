@@ -16,8 +16,9 @@ from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.experience.config import MessageLogConfig
 from ratchet.testing import check_environment
-from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
+from ratchet.training.stage_from_config import build_run
 
 COPYING = {
     "kind": "message_log",

@@ -43,8 +43,9 @@ from ratchet.models.transformers.policy import TransformersPolicy
 from ratchet.protocols import Shard, WeightSync
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_generator
-from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
+from ratchet.training.stage_from_config import build_run
 from ratchet.types import Sampling, StopReason
 from ratchet.utils.temp_dirs import OWNER_FILE
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender

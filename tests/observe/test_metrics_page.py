@@ -36,10 +36,11 @@ from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeLearner
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.synthetic_update import Update, differentiate
-from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.generator_workers import make_recovering_weight_sync
 from ratchet.training.loop import train
 from ratchet.training.metering import PeakRate, StageMeter
+from ratchet.training.stage_from_config import build_run
 from ratchet.types import Failed, Scored
 from ratchet.weight_sync.factory import SyncEndpoints
 

@@ -12,8 +12,9 @@ from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.executors.freeze import freeze
 from ratchet.testing.fakes import FakeSource
-from ratchet.training.from_config import build_policy, build_run, start_processes
+from ratchet.training.from_config import build_policy, start_processes
 from ratchet.training.loop import train
+from ratchet.training.stage_from_config import build_run
 from ratchet.types import Group
 from ratchet.worker_protocols import Executor
 

@@ -13,8 +13,9 @@ from ratchet.errors import ConfigError
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.freeze import freeze
 from ratchet.executors.local import LocalExecutor
-from ratchet.training.from_config import build_policy, build_run, check_stages, start_processes
+from ratchet.training.from_config import build_policy, check_stages, start_processes
 from ratchet.training.loop import train
+from ratchet.training.stage_from_config import build_run
 
 RECIPE = {
     "name": "probe",

@@ -27,7 +27,7 @@ from ratchet.rewards.answers.similarity import (
 )
 from ratchet.testing import answered, check_reward, conversation
 from ratchet.testing.builders import make_trajectory
-from ratchet.training.from_config import build_reward
+from ratchet.training.stage_from_config import build_reward
 from ratchet.types import Failed, Message, Task, Truncated
 
 

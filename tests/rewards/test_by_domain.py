@@ -8,7 +8,7 @@ from ratchet.config.loader import load_config
 from ratchet.config.resolve import resolve
 from ratchet.errors import ConfigError
 from ratchet.testing import answered, check_reward
-from ratchet.training.from_config import build_reward
+from ratchet.training.stage_from_config import build_reward
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated, Turn
 
 DOMAINS = {

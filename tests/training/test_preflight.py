@@ -9,8 +9,9 @@ import yaml
 from ratchet.cli.errors import WRONG_INPUT
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError, RatchetError
-from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.preflight import run_preflight
+from ratchet.training.stage_from_config import build_run
 from ratchet.training.start import start_run
 from ratchet.utils.user_frames import describe_user_error
 

@@ -29,8 +29,9 @@ from ratchet.models.flops import DecoderCost
 from ratchet.models.load import find_model
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MAX_STEPS, MAX_TOKENS
-from ratchet.training.from_config import build_env_setup, build_renderer
+from ratchet.training.from_config import build_renderer
 from ratchet.training.stage import EnvSetup
+from ratchet.training.stage_from_config import build_env_setup
 from ratchet.types import Task
 
 MIB = 2**20

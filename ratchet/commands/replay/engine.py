@@ -34,17 +34,13 @@ from ratchet.protocols import Learner, Source
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.recipe_changes import restore_earlier_config
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.from_config import (
-    build_adapter,
-    build_policy,
-    build_stage_spec,
-    resolve_resume_config,
-)
+from ratchet.training.from_config import build_policy, resolve_resume_config
 from ratchet.training.loop import train
 from ratchet.training.roles import make_roles
 from ratchet.training.run import StageRun
 from ratchet.training.saved_weights import load_start_state, localize_model
 from ratchet.training.stage import Policy
+from ratchet.training.stage_from_config import build_adapter, build_stage_spec
 from ratchet.types import Group, Medium, Placed
 from ratchet.utils.temp_dirs import TemporaryFolder
 

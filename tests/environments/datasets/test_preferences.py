@@ -18,8 +18,9 @@ from ratchet.errors import DataError
 from ratchet.experience.sources.offline import PairSource, TextRenderer
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing import check_environment
-from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
+from ratchet.training.stage_from_config import build_run
 from ratchet.types import Comparison, LabelledAnswer, Message
 
 

@@ -11,8 +11,9 @@ from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextOnlyMixin
-from ratchet.training.from_config import build_policy, build_run
+from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
+from ratchet.training.stage_from_config import build_run
 from ratchet.types import Failed, Message, Sampling, Truncated
 
 EOS = 99

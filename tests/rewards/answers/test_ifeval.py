@@ -12,7 +12,7 @@ from ratchet.rewards.answers import ifeval
 from ratchet.rewards.answers.ifeval import IFEvalConfig
 from ratchet.rewards.answers.ifeval_checks import CHECKS, follows_instruction, split_sentences
 from ratchet.testing import answered, check_reward
-from ratchet.training.from_config import build_reward
+from ratchet.training.stage_from_config import build_reward
 from ratchet.types import Failed, Message, Task
 
 ENGLISH = "The old man walked slowly along the river and thought about the years that had gone by"

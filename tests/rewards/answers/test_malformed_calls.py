@@ -15,7 +15,7 @@ from ratchet.experience.rollout.metrics import measure_groups
 from ratchet.protocols import Step
 from ratchet.testing import answered
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
-from ratchet.training.from_config import build_reward
+from ratchet.training.stage_from_config import build_reward
 from ratchet.types import Failed, Message, Sampling, Scored, Task, Truncated
 
 TASK = Task("t/0", (Message("user", "?"),), answer="7")
