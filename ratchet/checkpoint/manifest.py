@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ratchet.errors import CheckpointError
+from ratchet.observe.write_files import sync
 from ratchet.utils.object_store import stays_inside
 from ratchet.utils.safe_read import parse_json
 
@@ -49,6 +50,23 @@ def write_manifest(directory: Path, step: int, meta: Mapping[str, Any]) -> None:
     # NaN is allowed, because an accuracy that could not be measured must not prevent saving. Python
     # reads back the `NaN` that it writes.
     (directory / MANIFEST).write_text(seal(body), encoding="utf-8")
+
+
+def replace_manifest_meta(
+    directory: Path, step: int, meta: Mapping[str, Any], draft_directory: Path
+) -> None:
+    """Replace the metadata in the manifest of `step` at once; its list of files stays.
+
+    Args:
+        draft_directory: An existing directory on the same disk.
+
+    Raises CheckpointError if the manifest is invalid, and OSError if it can't be written.
+    """
+    body = read_body(directory, _read_manifest(directory), step)
+    draft = draft_directory / MANIFEST
+    draft.write_text(seal({**body, "meta": dict(meta)}), encoding="utf-8")
+    sync(draft)
+    draft.replace(directory / MANIFEST)
 
 
 def is_json_value(value: Any) -> bool:

@@ -94,10 +94,17 @@ def _refuse_non_numbers(annotation: Any, value: Any, item_label: str = "") -> No
     if not isinstance(value, bool | str):
         return
     accepted = _list_leaf_types(annotation)
+    expected = "a number" if float in accepted else "a whole number"
     if accepted and accepted <= {int, float, type(None)}:
-        expected = "a number" if float in accepted else "a whole number"
         raise PydanticCustomError(
             "not_a_number", "{item}must be {expected}", {"item": item_label, "expected": expected}
+        )
+    # A field that also takes words, such as "auto"
+    if isinstance(value, bool) and accepted & {int, float} and bool not in accepted:
+        raise PydanticCustomError(
+            "not_a_number",
+            "{item}must be {expected} or a word",
+            {"item": item_label, "expected": expected},
         )
 
 

@@ -29,7 +29,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ratchet.checkpoint.manifest import Checkpoint, is_json_value, verify_checkpoint, write_manifest
+from ratchet.checkpoint.manifest import (
+    Checkpoint,
+    is_json_value,
+    replace_manifest_meta,
+    verify_checkpoint,
+    write_manifest,
+)
 from ratchet.errors import CheckpointError
 from ratchet.observe.write_files import sync
 from ratchet.utils import failpoints
@@ -114,6 +120,26 @@ class CheckpointStore:
         # Prune only now that the new checkpoint is on disk.
         self.tidy()
         return final
+
+    def replace_meta(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Replace the metadata of a checkpoint, which stays whole if the process is killed.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it can't be written.
+        """
+        assert is_json_value(dict(meta)), f"{meta} would change in a round trip through JSON"
+        final = self.root / f"step-{step:08d}"
+        # The draft is beside the checkpoint, because a file in it that its manifest does not list
+        # would make it invalid.
+        draft = self.root / f".tmp-{step}-{uuid.uuid4().hex[:12]}"
+        try:
+            draft.mkdir()
+            replace_manifest_meta(final, step, meta, draft)
+            sync(final)
+        except OSError as error:
+            raise CheckpointError(f"{final} can't be written: {error}") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
     def tidy(self) -> None:
         """Prune, and remove the drafts and partly deleted checkpoints of a killed process.

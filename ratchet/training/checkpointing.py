@@ -220,7 +220,21 @@ class CheckpointSaver:
         if run.sentinels is not None:
             run.sentinels.restore(meta["sentinels"])
         await run.weight_sync.push(version=checkpoint.step)
+        if run.progress.unevaluated is not None:
+            await run.make_up_evaluation()
+            self._replace_progress(run, checkpoint)
         failpoints.point("resume.done")
+
+    def _replace_progress(self, run: StageRun, checkpoint: Checkpoint) -> None:
+        """Store the progress and the score of a checkpoint that has been evaluated after a restore.
+
+        A checkpoint that only a stop request asked for gets no score, so that it is never the best
+        one: a run that nothing stopped would not have it.
+        """
+        score = self._score[1] if run.is_save_due(checkpoint.step) else None
+        meta = {**checkpoint.meta, "progress": asdict(run.progress), "score": score}
+        with self._tolerate_errors():
+            self.store.replace_meta(checkpoint.step, meta)
 
     async def end_with_best(self, run: StageRun) -> None:
         """Load the stage's best checkpoint if `checkpoint.end_with=best` and one was scored."""
@@ -252,6 +266,17 @@ def _load(run: StageRun, checkpoint: Checkpoint) -> None:
     for role, learner in run.roles.items():
         failpoints.point("resume.role")
         learner.load(checkpoint.path / role)
+
+
+def get_last_logged_step(checkpoint: Checkpoint | None) -> int:
+    """Return the last step whose metrics a resumed run keeps; -1 if it keeps none.
+
+    If the evaluation after the checkpoint's step was put off, the step is logged again, with the
+    evaluation.
+    """
+    if checkpoint is None:
+        return -1
+    return checkpoint.step - (checkpoint.meta["progress"].get("unevaluated") is not None)
 
 
 def refuse_lost_checkpoints(

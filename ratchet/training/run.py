@@ -126,6 +126,8 @@ class Progress:
     best: float | None = None  # best value of the early-stopping metric
     fruitless: int = 0  # evaluations in a row without an improvement
     ended: bool = False  # stopped early, or by `limit_s`
+    # Metrics of the latest step, if a stop request skipped the evaluation that was due after it.
+    unevaluated: dict[str, float | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -359,18 +361,18 @@ class StageRun:
         steps_done = step + 1
         self.done = steps_done
         self._check_time_limits()
-        # A stop request skips evaluations, so that the run saves at once. The evaluation after the
-        # last step is kept, because no later step could make up for it.
-        is_evaluation_due = (
-            self._is_due(steps_done, self.evaluate_every) and self.stop.status is None
-        )
-        if self._is_last_step or is_evaluation_due:
+        # A stop request puts evaluations off until the run is resumed, so that it saves at once.
+        # The evaluation after the last step is not put off, because it ends the stage.
+        is_due = self._is_due(steps_done, self.evaluate_every)
+        is_put_off = is_due and self.stop.status is not None and not self._is_last_step
+        if self._is_last_step or (is_due and not is_put_off):
             with TRACER.phase(STEPS, "evaluate", steps_done):
                 await self.evaluate()
         findings = await self._check_reward_hacking(steps_done, groups)
         failpoints.point("step.log")
         flushed = self.metrics.flush(steps_done)
-        if is_evaluation_due:
+        self.progress.unevaluated = dict(flushed) if is_put_off else None
+        if is_due and not is_put_off:
             self._update_patience(flushed)
         for observe in self.observers:
             observe(steps_done, flushed)
@@ -385,6 +387,26 @@ class StageRun:
         if self.save is not None and (is_end or self._is_due(steps_done, self.save_every)):
             with TRACER.phase(STEPS, "save", steps_done):
                 await self.save(self, steps_done)
+
+    async def make_up_evaluation(self) -> None:
+        """Evaluate the restored weights, if a stop request put that off, and log the whole step.
+
+        So early stopping and the best checkpoint depend on the same evaluations as in a run that
+        nothing stopped. Sentinels do not see these metrics.
+        """
+        step_metrics, self.progress.unevaluated = self.progress.unevaluated, None
+        if step_metrics is None:
+            return
+        with TRACER.phase(STEPS, "evaluate", self.done):
+            await self.evaluate()
+        metrics = step_metrics | dict(self.metrics.flush(self.done))
+        self._update_patience(metrics)
+        for observe in self.observers:
+            observe(self.done, metrics)
+
+    def is_save_due(self, steps_done: int) -> bool:
+        """True if a run that nothing stops saves a checkpoint after this step."""
+        return self._is_due(steps_done, self.save_every)
 
     def _update_patience(self, metrics: Mapping[str, float | None]) -> None:
         """End the stage after this step if `patience` evaluations brought no improvement."""

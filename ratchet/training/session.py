@@ -38,7 +38,11 @@ from ratchet.runs.live_status import serve_status
 from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.run_dir import ADAPTER, RunDirectory
 from ratchet.training.build import RolesWrapper
-from ratchet.training.checkpointing import CheckpointSaver, refuse_lost_checkpoints
+from ratchet.training.checkpointing import (
+    CheckpointSaver,
+    get_last_logged_step,
+    refuse_lost_checkpoints,
+)
 from ratchet.training.from_config import (
     build_executor,
     build_policy,
@@ -188,7 +192,7 @@ class TrainingSession:
             refuse_lost_checkpoints(self.directory, self.store, self.config.stages[0])
             self.ledger.cut(0)
         kept_step = 0 if checkpoint is None else checkpoint.step
-        self.sinks = self._open_sinks(-1 if checkpoint is None else kept_step)
+        self.sinks = self._open_sinks(get_last_logged_step(checkpoint))
         is_background = self.config.device != "cpu" or any(
             isinstance(stage.learner, DistributedConfig) for stage in self.config.stages
         )

@@ -189,4 +189,4 @@ def test_passages_are_spread_over_the_run():
 def test_every_failpoint(name, script, tmp_path, capsys):
     result = script.measure(name, tmp_path / name, passages=1, at_random=4, seed=1)
     assert not any(verdict.differences for verdict in result.verdicts), capsys.readouterr().out
-    assert script.table([result]).count("\n") > 25
+    assert script.make_table([result]).count("\n") > 25

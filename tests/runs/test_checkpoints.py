@@ -112,6 +112,19 @@ def test_a_step_is_saved_once(root: Path) -> None:
     assert_whole(store.latest(), 1)
 
 
+def test_replaced_metadata_leave_the_checkpoint_whole(root: Path) -> None:
+    store = CheckpointStore(root)
+    final = save(store, 1)
+    store.replace_meta(1, {"score": 0.5})
+    checkpoint = CheckpointStore(root).latest()
+    assert checkpoint is not None
+    assert checkpoint.meta == {"score": 0.5}
+    assert (checkpoint.path / "run.json").read_text() == '{"position": 7}'
+    assert names(root) == {final.name}
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        store.replace_meta(2, {})
+
+
 def test_meta_must_survive_json(root: Path) -> None:
     store = CheckpointStore(root)
     for meta in ({"pair": (1, 2)}, {"deep": [{"numbers": {1: 2}}]}, {"x": {1}}):

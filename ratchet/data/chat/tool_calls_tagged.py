@@ -16,10 +16,12 @@ from ratchet.data.chat.tool_call_arguments import (
     read_named_call,
 )
 
+# The white space after an argument belongs to its pattern, and that before the first one to none:
+# a pattern that began with white space would be tried anew at each of many spaces.
 GLM_ARGUMENT = re.compile(
-    r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+    r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
 )
-MINIMAX_ARGUMENT = re.compile(r'\s*<parameter name="([^"]*)">(.*?)</parameter>\s*', re.DOTALL)
+MINIMAX_ARGUMENT = re.compile(r'<parameter name="([^"]*)">(.*?)</parameter>\s*', re.DOTALL)
 
 
 def read_glm(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
@@ -65,14 +67,19 @@ def _read_invoke(block: str, tools: Tools) -> Call | None:
 
 def _read_call(name: str, arguments: str, argument: re.Pattern[str], tools: Tools) -> Call | None:
     """Return the call, or None if the text has anything but arguments that match the pattern."""
-    name = name.strip()
-    if not name or "<" in name or argument.sub("", arguments):
+    name, arguments = name.strip(), arguments.lstrip()
+    if not name or "<" in name:
         return None
     types = find_parameter_types(tools, name)
-    pairs = ((key.strip(), value) for key, value in argument.findall(arguments))
-    values: dict[str, Any] = {
-        key: convert_argument(value, types.get(key, "string")) for key, value in pairs
-    }
+    values: dict[str, Any] = {}
+    position = 0
+    while position < len(arguments):
+        match = argument.match(arguments, position)
+        if match is None:
+            return None
+        key = match[1].strip()
+        values[key] = convert_argument(match[2], types.get(key, "string"))
+        position = match.end()
     return name, values
 
 

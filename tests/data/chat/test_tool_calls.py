@@ -206,6 +206,17 @@ def test_nothing_that_a_model_writes_raises(text, family):
         assert json.loads(json.dumps(given_, allow_nan=False)) == given_
 
 
+@pytest.mark.parametrize("family", FORMATS)
+def test_a_megabyte_of_white_space_in_a_call_is_read_at_once(family):
+    openings = {
+        "glm": "<tool_call>add<arg_key>a</arg_key>",
+        "minimax": '<minimax:tool_call><invoke name="add">',
+        "kimi": "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>",
+    }
+    text = openings.get(family, "<tool_call>") + " " * 2**20 + "x</tool_call></invoke>"
+    assert FORMATS[family].parse(text, TOOLS).calls == ()
+
+
 def test_arguments_may_be_nested_but_not_without_end():
     nested = {"a": {}}
     for _ in range(MAX_DEPTH - 4):
