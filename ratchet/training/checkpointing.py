@@ -21,7 +21,8 @@ from ratchet.observe.summary import StageSummary
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.remote_sync import FileSnapshot, Mirror
 from ratchet.runs.run_dir import RunDirectory, list_config_differences
-from ratchet.training.run import Progress, StageRun
+from ratchet.runs.stage_progress import Progress
+from ratchet.training.run import StageRun
 from ratchet.utils import failpoints
 
 log = logging.getLogger(__name__)

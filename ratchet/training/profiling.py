@@ -15,7 +15,7 @@ from ratchet.config.schema import RunConfig
 from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.observe.tracing.profiler import ProfiledStage, Profiler
 from ratchet.protocols import Learner, LossTerm
-from ratchet.training.run import Progress
+from ratchet.runs.stage_progress import Progress
 from ratchet.training.stage import Policy
 from ratchet.utils.tracer import TRACER
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ from ratchet.observe.sentinels import Sentinels
 from ratchet.observe.summary import StageSummary
 from ratchet.observe.tracing.profiler import Profiler
 from ratchet.protocols import Learner, WeightSync
+from ratchet.runs.stage_progress import Progress, StopRequest
 from ratchet.types import Group
 from ratchet.utils import failpoints
 from ratchet.utils.tracer import TRACER, span
@@ -95,53 +96,6 @@ OUT_OF_TIME = 75
 MIN_LIMITED_STEPS = 3
 # Exit status EX_NOPERM when a sentinel paused the run. Inspect it, then resume.
 PAUSED = 77
-
-
-class StopRequest:
-    """A request to end the loop after the current step and save.
-
-    It comes from a signal handler, a sentinel or a time limit. `status` is the exit status of the
-    process. None means that no stop is requested.
-    """
-
-    def __init__(self) -> None:
-        self.status: int | None = None
-
-
-@dataclass
-class Progress:
-    """The progress of a stage so far, interruptions included. It is saved in checkpoints."""
-
-    seconds: float = 0.0  # training alone: evaluation and saving are not counted
-    trained_tokens: float = 0.0
-    generated_tokens: float = 0.0
-    computed_tokens: float = 0.0  # of all rows, prompts included
-    silent_steps: int = 0  # steps without a gradient: all advantages were 0
-    accuracy_before: float | None = None
-    accuracy: float | None = None  # the latest
-    # True if `accuracy` is a share: no reward of an evaluation was below 0 or above 1.
-    is_share: bool = True
-    loss_before: float | None = None  # on held-out tasks
-    loss: float | None = None  # on held-out tasks, the latest
-    best: float | None = None  # best value of the early-stopping metric
-    fruitless: int = 0  # evaluations in a row without an improvement
-    ended: bool = False  # stopped early, or by `limit_s`
-    # Metrics of the latest step, if a stop request skipped the evaluation that was due after it.
-    unevaluated: dict[str, float | None] | None = None
-
-
-@dataclass(frozen=True)
-class StagePosition:
-    """The position from which a stage goes on: its start, or a checkpoint."""
-
-    step: int  # finished steps of the whole run
-    progress: Progress = field(default_factory=Progress)
-    state: AlgoState = field(default_factory=AlgoState)
-
-    @classmethod
-    def from_meta(cls, step: int, meta: Mapping[str, Any]) -> StagePosition:
-        """Return the position that the metadata of a checkpoint describe."""
-        return cls(step, Progress(**meta["progress"]), AlgoState(**meta["state"]))
 
 
 @dataclass

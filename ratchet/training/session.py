@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import logging
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
@@ -37,6 +36,7 @@ from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.live_status import serve_status
 from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.run_dir import ADAPTER, RunDirectory
+from ratchet.runs.stage_progress import Progress, StagePosition, StopAfterStep, StopRequest
 from ratchet.training.build import RolesWrapper
 from ratchet.training.checkpointing import (
     CheckpointSaver,
@@ -53,14 +53,7 @@ from ratchet.training.from_config import (
 from ratchet.training.loop import train
 from ratchet.training.metering import log_stage, make_meter, warn_of_steps_without_signal
 from ratchet.training.profiling import StageProfiling, choose_profiled_stage
-from ratchet.training.run import (
-    PAUSED,
-    Observer,
-    Progress,
-    StagePosition,
-    StageRun,
-    StopRequest,
-)
+from ratchet.training.run import PAUSED, Observer, StageRun
 from ratchet.training.saved_weights import (
     export_models,
     keep_base,
@@ -78,22 +71,6 @@ log = logging.getLogger("ratchet.train")
 # Error numbers of a disk that is full, over quota, read-only or broken.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 NOT_MIRRORED = 74  # exit status: the run is finished, but its upload is incomplete
-
-
-class _StopAfterStep(StopRequest):
-    """A stop request made by a signal: the loop finishes its step and saves.
-
-    forwarded: True under torchrun, where a second signal is ignored (see `handle_stop_signals`).
-    """
-
-    def __init__(self, *, forwarded: bool) -> None:
-        super().__init__()
-        self.forwarded = forwarded
-
-    def request(self, number: signal.Signals) -> None:
-        self.status = 128 + number
-        hint = "" if self.forwarded else "; Ctrl-C or SIGTERM to stop at once"
-        log.warning("%s: finishing this step, then saving%s", number.name, hint)
 
 
 class TrainingSession:
@@ -155,7 +132,7 @@ class TrainingSession:
     async def run(self) -> int:
         """Run to the end or to a stop request, and return the exit status."""
         prepare_process(self.config.threads)
-        stop = _StopAfterStep(forwarded=TorchrunRank.from_environment() is not None)
+        stop = StopAfterStep(forwarded=TorchrunRank.from_environment() is not None)
         log_file = log_to(self.directory.log, console=self.console)
         signal_handlers = handle_stop_signals(stop.request, forwarded=stop.forwarded)
         with log_file, signal_handlers, serve_status(self.directory):

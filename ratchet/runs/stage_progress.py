@@ -1,0 +1,76 @@
+"""The progress of a stage that checkpoints keep, and requests to stop the stage."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ratchet.algorithms.base import AlgoState
+
+log = logging.getLogger("ratchet.train")
+
+
+class StopRequest:
+    """A request to end the loop after the current step and save.
+
+    It comes from a signal handler, a sentinel or a time limit. `status` is the exit status of the
+    process. None means that no stop is requested.
+    """
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+
+
+class StopAfterStep(StopRequest):
+    """A stop request made by a signal: the loop finishes its step and saves.
+
+    forwarded: True under torchrun, where a second signal is ignored (see `handle_stop_signals`).
+    """
+
+    def __init__(self, *, forwarded: bool) -> None:
+        super().__init__()
+        self.forwarded = forwarded
+
+    def request(self, number: signal.Signals) -> None:
+        self.status = 128 + number
+        hint = "" if self.forwarded else "; Ctrl-C or SIGTERM to stop at once"
+        log.warning("%s: finishing this step, then saving%s", number.name, hint)
+
+
+@dataclass
+class Progress:
+    """The progress of a stage so far, interruptions included. It is saved in checkpoints."""
+
+    seconds: float = 0.0  # training alone: evaluation and saving are not counted
+    trained_tokens: float = 0.0
+    generated_tokens: float = 0.0
+    computed_tokens: float = 0.0  # of all rows, prompts included
+    silent_steps: int = 0  # steps without a gradient: all advantages were 0
+    accuracy_before: float | None = None
+    accuracy: float | None = None  # the latest
+    # True if `accuracy` is a share: no reward of an evaluation was below 0 or above 1.
+    is_share: bool = True
+    loss_before: float | None = None  # on held-out tasks
+    loss: float | None = None  # on held-out tasks, the latest
+    best: float | None = None  # best value of the early-stopping metric
+    fruitless: int = 0  # evaluations in a row without an improvement
+    ended: bool = False  # stopped early, or by `limit_s`
+    # Metrics of the latest step, if a stop request skipped the evaluation that was due after it.
+    unevaluated: dict[str, float | None] | None = None
+
+
+@dataclass(frozen=True)
+class StagePosition:
+    """The position from which a stage goes on: its start, or a checkpoint."""
+
+    step: int  # finished steps of the whole run
+    progress: Progress = field(default_factory=Progress)
+    state: AlgoState = field(default_factory=AlgoState)
+
+    @classmethod
+    def from_meta(cls, step: int, meta: Mapping[str, Any]) -> StagePosition:
+        """Return the position that the metadata of a checkpoint describe."""
+        return cls(step, Progress(**meta["progress"]), AlgoState(**meta["state"]))
