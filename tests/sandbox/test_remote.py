@@ -116,7 +116,7 @@ def test_absent_and_weak_services_are_refused_at_once(service, tmp_path):
         made(service, offers="landlock")
     service.shared = str(tmp_path)
     with pytest.raises(
-        SandboxError, match="leave files for the next one, weaker than the declared namespaces"
+        SandboxError, match=r"offers=namespaces is wrong: .* can read files of the one before"
     ):
         made(service)
     made(service, at_least=Isolation.SECCOMP, offers="seccomp").close()
@@ -156,7 +156,7 @@ def test_a_session_keeps_files_directory_and_variables(sandbox):
         await session.close()
         with pytest.raises(SandboxError, match="closed"):
             await session.get()
-        with pytest.raises(SandboxError, match="has no images"):
+        with pytest.raises(SandboxError, match="it runs no images"):
             await sandbox.open("python:3.11")
 
     asyncio.run(main())

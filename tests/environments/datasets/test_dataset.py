@@ -543,7 +543,7 @@ def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp
                                                                 "a string"),
         ({"q": "", "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is empty: write a prompt"),
         ({"prompt": "Q"}, {"columns": {"answer": "gold"}}, "no column 'gold'; the row has prompt: "
-                                                           "name yours in `columns`"),
+                                                           "name one of these"),
         ({"prompt": "Q", "m": {"x": 1}}, {"columns": {"answer": "m.y"}}, "no column 'm.y'; 'm' of "
                                                                          "the row has x: name"),
         ({"prompt": "Q", "answer": ["a"]}, {}, "column 'answer' is an array, must be text or a "

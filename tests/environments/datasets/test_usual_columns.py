@@ -256,5 +256,7 @@ def test_plain_text_has_no_prompt_to_answer(tmp_path: Path):
 
 def test_so_few_rows_that_none_is_held_out(tmp_path: Path):
     environment = made(tmp_path / "a.jsonl", [{"prompt": "Q", "answer": "A"}], test_share=0.1)
-    with pytest.raises(DataError, match=r"test_share=0.1 of so few rows .* evaluation.tasks: 0"):
+    with pytest.raises(
+        DataError, match=r"test_share=0.1 holds out none of so few rows.* evaluation.tasks: 0"
+    ):
         environment.tasks("test", seed=0)
