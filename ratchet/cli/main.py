@@ -278,7 +278,7 @@ def serve_env(
     keys: Annotated[list[str] | None, typer.Argument(help="Keys of the kind: digits=4")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Anybody who reaches it can play.")
+        str, typer.Option(help="Address to listen on. Every client that reaches it can play.")
     ] = "127.0.0.1",
     sessions: Annotated[int, typer.Option(min=1, help="Maximum number of sessions.")] = 64,
 ) -> None:
