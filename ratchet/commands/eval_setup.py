@@ -1,4 +1,4 @@
-"""What an evaluation is made of: its settings, tasks, rewards and sampling."""
+"""Prepare an evaluation: its settings, tasks, rewards and sampling."""
 
 from __future__ import annotations
 

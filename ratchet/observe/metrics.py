@@ -157,7 +157,7 @@ def _convert_to_floats(name: str, values: Samples) -> list[float]:
     is_sequence = isinstance(values, list | tuple) or (
         isinstance(values, np.ndarray) and values.ndim
     )
-    samples: Sequence[Any] = values if is_sequence else [values]  # pyright: ignore[reportAssignmentType]
+    samples: Any = values if is_sequence else [values]
     if text := next((sample for sample in samples if isinstance(sample, str)), None):
         raise TypeError(f"metric '{name}' is the text {text!r}, not a number")
     return [float(sample) for sample in samples]

@@ -16,9 +16,8 @@ from ratchet.evals.stage_evaluator import CombinedEvaluator, StageEvaluator
 from ratchet.experience.seeds import derive_seed
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.protocols import Learner
-from ratchet.training.managers import make_manager
 from ratchet.training.roles import get_max_row_length
-from ratchet.training.sources import SOURCES, make_pairs
+from ratchet.training.sources import SOURCES, make_manager, make_pairs
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Sampling, Task
 

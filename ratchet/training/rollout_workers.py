@@ -15,7 +15,7 @@ from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.protocols import Generator
 from ratchet.training.generator_workers import WorkerPlacement, make_generator
-from ratchet.training.managers import make_manager_with_player, make_player
+from ratchet.training.sources import make_manager_with_player, make_player
 from ratchet.training.stage import EnvSetup, WorkerRolloutSpec
 from ratchet.training.stage_from_config import build_reward
 from ratchet.types import Sampling, Task
@@ -35,8 +35,8 @@ class GroupRank(GeneratorRank):
 
         Args:
             stage: The stage's environment, rewards and rollout limits.
-            max_context: See `ratchet.training.managers.make_manager`.
-            needs_reward: See `ratchet.training.managers.make_manager`.
+            max_context: See `ratchet.training.sources.make_manager`.
+            needs_reward: See `ratchet.training.sources.make_manager`.
         """
         await self.leave()
         set_printed_date(stage.date)

@@ -87,7 +87,9 @@ class CollectiveTransport(WeightTransport):
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=join_timeout)
         group_store = dist.PrefixStore(f"{self.key}/{rank}", store)
         if self.backend == "nccl":
-            return dist.ProcessGroupNCCL(group_store, group_rank, 1 + self.n_receivers)  # pyright: ignore[reportCallIssue]
+            # Its type stub lacks this constructor.
+            create_group: Any = dist.ProcessGroupNCCL
+            return create_group(group_store, group_rank, 1 + self.n_receivers)
         group = dist.ProcessGroupGloo(group_store, group_rank, 1 + self.n_receivers, join_timeout)
         group._set_default_timeout(timedelta(seconds=self.timeout_s))
         return group

@@ -277,8 +277,8 @@ def _read_dsml_call(block: str) -> Call | None:
     return name, arguments
 
 
-# Marks are searched in this order, because the templates of GLM and Qwen3-Coder also contain the mark
-# of Hermes.
+# Marks are searched in this order, because the templates of GLM and Qwen3-Coder also contain
+# Hermes's mark.
 FORMATS: Mapping[str, ToolFormat] = {
     tool_format.name: tool_format
     for tool_format in (
