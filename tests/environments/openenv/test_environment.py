@@ -47,10 +47,11 @@ def call(number, name="call_0"):
 
 async def play(environment, *messages, index=3):
     task = next(environment.tasks("test", seed=0, start=index))
-    prompt = await environment.reset(task)
-    steps = [await environment.step(message) for message in messages]
-    await environment.close()
-    return prompt, steps
+    try:
+        prompt = await environment.reset(task)
+        return prompt, [await environment.step(message) for message in messages]
+    finally:
+        await environment.close()
 
 
 def test_an_episode_of_texts(server):
