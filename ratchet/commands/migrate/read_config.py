@@ -14,6 +14,7 @@ from ratchet.commands.migrate.numbers import InvalidValue, number, parse_hydra_w
 from ratchet.commands.migrate.yaml_dialects import ConfigReader, Dialect
 from ratchet.errors import ConfigError
 
+SAME_PLACE = ("_here_", "_global_")  # Hydra's names for the place of an entry of `defaults`
 MANDATORY = "???"  # OmegaConf's mark of a value that must be set on the command line
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 # Resolvers that NeMo RL registers, with two arguments each.
@@ -127,14 +128,18 @@ def _is_file(path: Path) -> bool:
 def _parse_defaults_entry(entry: Any) -> Iterator[tuple[str, str]]:
     """Yield (section, file without suffix) for an entry of `defaults`.
 
-    The entry is a file, or {group@section: file}.
+    The entry is file, file@section, or {group@section: file}. The sections `_here_` and `_global_`
+    stand for the place of the file that has the entry.
     """
     if not isinstance(entry, Mapping):
-        yield "", str(entry)
+        name, _, section = str(entry).partition("@")
+        yield ("" if section in SAME_PLACE else section), name
         return
     for key, name in entry.items():
         group, has_section, section = str(key).removeprefix("override ").partition("@")
-        yield (section if has_section else group.replace("/", ".")), f"{group}/{name}"
+        if not has_section:
+            section = group.replace("/", ".")
+        yield ("" if section in SAME_PLACE else section), f"{group}/{name}"
 
 
 def _merge(base: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

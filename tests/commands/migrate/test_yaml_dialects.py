@@ -173,6 +173,19 @@ def test_a_malformed_json_file(tmp_path: Path, text: str, words: str) -> None:
         read_config(path)
 
 
+def test_defaults_name_the_section_of_a_file(tmp_path: Path) -> None:
+    """As ROLL's agentic files do: `- ../config/traj_envs@_here_`."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "envs.yaml").write_text("custom_envs: {size: 6}\n")
+    path = tmp_path / "runs" / "agentic.yaml"
+    path.parent.mkdir()
+    entries = ["../config/envs@_here_", "../config/envs@val", "{../config@_here_: envs}"]
+    path.write_text(f"defaults: [{', '.join(entries)}]\nseed: 1\n")
+    source = read_source(path)
+    assert source.values == {"custom_envs.size": 6, "val.custom_envs.size": 6, "seed": 1}
+    assert not source.unresolved
+
+
 @pytest.mark.fault("I4")
 def test_defaults_that_multiply_files(tmp_path: Path) -> None:
     for level in range(9):
