@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from ratchet.commands.migrate.nemo_rl.peer import NEMO_RL
 from ratchet.commands.migrate.numbers import InvalidValue
+from ratchet.commands.migrate.other_tasks import refuse_other_tasks
 from ratchet.commands.migrate.read_config import FlatConfig, read_source
 from ratchet.commands.migrate.roll import ROLL
 from ratchet.commands.migrate.table import (
@@ -147,13 +148,14 @@ class ImportResult:
 def read_config(path: Path, peer: str | None = None) -> ImportResult:
     """Import a file.
 
-    Raises ConfigError if the file can't be read, or if the peer or the kind of training can't be
-    detected from its keys.
+    Raises ConfigError if the file can't be read, if the peer or the kind of training can't be
+    detected from its keys, or if its task has no conversion.
     """
     source = read_source(path)
     chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
     if path.suffix not in (".sh", ".bash", ".txt") and chosen_peer.dialect != "omegaconf":
         source = read_source(path, chosen_peer.dialect)
+    refuse_other_tasks(chosen_peer.name, source.values, path)
     method_name = chosen_peer.detect_method(source.values)
     if not method_name:
         raise ConfigError(

@@ -1,0 +1,51 @@
+"""Files whose task has no conversion are refused, and never become another task."""
+
+from pathlib import Path
+
+import pytest
+
+from ratchet.commands.migrate.importer import read_config
+from ratchet.errors import ConfigError
+
+NEMO_RL = "policy: {model_name: m}\ngrpo: {num_prompts_per_step: 8}\ncluster: {gpus_per_node: 1}\n"
+ROLL = "pretrain: m\nrollout_batch_size: 8\nactor_train: {model_args: {dtype: bf16}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            ROLL + "train_env_manager: {tags: [A]}\ncustom_envs: {A: {env_type: sokoban}}",
+            r"plays ROLL's environments \(sokoban\).*environment.kind=sokoban",
+        ),
+        (ROLL + "student_train: {model_args: {dtype: bf16}}", "distills on-policy"),
+        (ROLL + "is_pure_opd: true", "distills on-policy"),
+        (NEMO_RL + "env: {should_use_nemo_gym: true, math: {num_workers: 8}}", "is nemo_gym"),
+        (
+            NEMO_RL + "env: {math: {num_workers: 8}, sliding_puzzle_game: {size: 3}}",
+            "is sliding_puzzle_game.*environment.kind=sliding_puzzle",
+        ),
+        (NEMO_RL + "data: {default: {env_name: reward_model}}", "kind: reward_model"),
+        (NEMO_RL + "data: {default: {env_name: clevr-cogent}}", "is clevr-cogent.*kind=vlm"),
+    ],
+)
+def test_another_task_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_config(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ROLL + "is_pure_opd: false",
+        NEMO_RL + "env: {math: {num_workers: 8}}",
+        NEMO_RL + "data: {default: {env_name: dapo}}\nenv: {dapo: {num_workers: 8}}",
+        "policy: {model_name: m}\nsft: {max_num_steps: 8}\nenv: {nemo_gym: {a: 1}}\n",
+    ],
+)
+def test_questions_are_converted(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(text)
+    assert read_config(path).recipe["environment"]["kind"] == "dataset"
