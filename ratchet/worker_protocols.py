@@ -1,4 +1,4 @@
-"""What groups of worker processes, and the executors that start them, must provide."""
+"""Protocols of groups of worker processes, and of the executors that start them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Workers(Ranks, Protocol):
     """The ranks of one role, each a process with a component of its own.
 
     `ratchet.executors.worker_group.WorkerGroup` implements it. Ranks run a call at the same time,
-    and each rank runs one call after another. `each` gives each rank arguments of its own.
+    and each rank runs one call after another. `each` calls a method with different arguments for
+    each rank. The methods with `_now` block, for callers that can't await.
     """
 
     @property
@@ -34,19 +35,21 @@ class Workers(Ranks, Protocol):
     async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Build the component of each rank.
 
-        factory: "module:callable", called with the rank's place (rank, world_size, rendezvous,
-            device, ...) and `arguments`.
+        Args:
+            factory: "module:callable", called with the rank's place (rank, world_size, rendezvous,
+                device, ...) and `arguments`.
+            arguments: Keyword arguments, the same for all ranks.
         """
         ...
 
     def within(self, timeout_s: float, *, owner: str = "driver") -> Workers:
-        """Return the same workers with another deadline for calls."""
+        """Return the same workers with another time limit for calls, and the name of the caller."""
         ...
 
     async def call(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]: ...
     async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
     def call_now(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]:
-        """Call all ranks and block until they return, for callers that can't await."""
+        """Call a method on all ranks, and block until all have returned."""
         ...
 
     def build_now(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None: ...
@@ -56,7 +59,7 @@ class Workers(Ranks, Protocol):
 
 @runtime_checkable
 class Executor(Protocol):
-    """An executor starts components: in this process (`spawn`) or in worker groups (`group`)."""
+    """An executor, which starts components in this process (`spawn`) or in worker groups."""
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any: ...
     def plan(self, needs: Sequence[Any]) -> None:
@@ -69,8 +72,11 @@ class Executor(Protocol):
     def group(self, role: str, rank: int | None = None) -> Workers:
         """Start the processes of a role of the plan.
 
-        rank: start only this rank, as a group of one, if the ranks are independent. A second call
-            after the process ended starts a new process on the same accelerators.
+        Args:
+            role: A role of the plan.
+            rank: Start only this rank, as a group of one, which requires independent ranks; None
+                starts all ranks. A second call, after the process ended, starts a new process on
+                the same accelerators.
         """
         ...
 

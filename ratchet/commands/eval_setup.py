@@ -26,7 +26,7 @@ from ratchet.training.stage_from_config import (
 from ratchet.types import Sampling, Task
 
 NO_TASKS = "the recipe sets evaluation.tasks=0, so there is nothing to evaluate on: add --tasks N"
-MAX_NEW_TOKENS = 2048  # length limit of an answer without a recipe
+MAX_NEW_TOKENS = 2048  # default limit of an answer without a recipe
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,21 @@ class EndpointSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings of an evaluation. None takes the value of the recipe.
+    """Settings of an evaluation. A setting that is None is taken from the recipe.
 
     Attributes:
-        recipe: A recipe to use instead of the target's.
-        on: A benchmark, a kind of environment, or an import path.
+        recipe: A recipe to use instead of the target's; None uses the target's.
+        on: A benchmark, a kind of environment, or an import path of one.
         overrides: `key=value`, with keys of the environment that `on` names.
         tasks: The number of held-out tasks.
-        samples: Sampled attempts per task, beside the greedy one.
+        samples: The number of sampled attempts per task, beside the greedy one.
         greedy: True also makes one attempt per task at temperature 0.
-        pass_threshold: The minimum reward of a sampled attempt that counts as passed.
+        pass_threshold: The minimum reward at which a sampled attempt counts as passed.
+        temperature: The temperature of sampled attempts.
+        max_new_tokens: The maximum number of tokens of an answer.
+        seed: The seed of the evaluation.
         generator: The kind of the generator, for a target that is a model.
-        step: The step of the target's checkpoint; None takes the trained model.
+        step: The step of the target's checkpoint to evaluate; None: its trained model.
         endpoint: Settings for a target that is an endpoint.
     """
 
@@ -85,13 +88,16 @@ def build_eval_setup(
 ) -> tuple[EnvSetup, StageSpec]:
     """Return the environment setup and the stage spec for an evaluation.
 
-    Settings that `evaluation` does not override are those of the recipe's last stage.
+    Settings that `evaluation` does not override are those of the recipe's last stage. Without a
+    recipe (`config` None) they are the library's defaults.
+
+    Raises ConfigError for settings that contradict each other.
     """
     if config is None:
         spec = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
     else:
-        # No step is trained. With a length of 1 step, the data need not be read to turn `passes`
-        # into steps.
+        # No step is trained. Shortening the stages to 1 step avoids reading the data, which would
+        # otherwise be needed to convert `passes` into steps.
         spec = build_stage_spec(shorten(config, 1)[0], len(config.stages) - 1)
     if evaluation.on is not None:
         section = make_env_section(evaluation.on, evaluation.overrides)
@@ -127,13 +133,14 @@ def build_eval_setup(
             "--temperature"
         )
     if not evaluation.greedy and not evaluation.samples:
-        raise ConfigError("--no-greedy and --samples 0 leave no attempt: give --samples")
+        raise ConfigError("--no-greedy and --samples 0 leave no attempt: give --samples N")
     return setup, replace(
         spec, evaluation=spec.evaluation.model_copy(update=settings), seed=evaluation.seed
     )
 
 
 def require_judge(setup: EnvSetup) -> None:
+    """Raise ConfigError if nothing judges the answers: neither a reward nor the environment."""
     if not setup.judges:
         raise ConfigError(
             "the environment has no reward to judge answers: name another by --on KIND, or a "
@@ -165,7 +172,7 @@ def add_metadata(
     tasks: Sequence[Task],
     sampling: Sampling,
 ) -> EvalResults:
-    """Return the results with a description of what was evaluated, and how."""
+    """Return the results with `about`, which describes what was evaluated, and how."""
     about = {
         "target": target,
         "generator": generator,

@@ -1,7 +1,7 @@
 """Run `ratchet serve-env`: serve an environment by OpenEnv's protocol.
 
-A connection is a session with an environment of its own. A reset begins the task whose position in
-the split is the seed. Actions are {"message": text}, or calls of the environment's tools as MCP
+Each connection is a session with an environment of its own. The seed of a reset is the position of
+the task in its split. Actions are {"message": text}, or calls of the environment's tools as MCP
 environments of OpenEnv take them.
 
 Source: the package openenv 0.10.0, core/env_server/http_server.py (`/ws`) and types.py.
@@ -52,7 +52,13 @@ class RequestError(Exception):
 
 @dataclass
 class PlaySession:
-    """The state of one connection."""
+    """The state of one connection.
+
+    Attributes:
+        episode: The current or latest episode; None before the first reset.
+        n_steps: Number of steps of the episode so far.
+        is_done: True if a reset must come before the next step.
+    """
 
     setup: EnvSetup
     environment: Environment
@@ -69,7 +75,7 @@ class PlaySession:
             state = {"episode_id": self.episode_id, "step_count": self.n_steps, "task_id": task_id}
             return "state", state
         if kind not in ("reset", "step"):
-            raise RequestError("UNKNOWN_TYPE", f"there are reset, step, state, close, no {kind!r}")
+            raise RequestError("UNKNOWN_TYPE", f"type {kind!r}: send reset, step, state or close")
         if not isinstance(data, dict):
             raise RequestError("VALIDATION_ERROR", "data must be an object")
         return "observation", await (self._reset(data) if kind == "reset" else self._step(data))
@@ -77,7 +83,8 @@ class PlaySession:
     async def _reset(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         seed, split = data.get("seed") or 0, data.get("split", "train")
         if not isinstance(seed, int) or seed < 0 or split not in SPLITS:
-            raise RequestError("VALIDATION_ERROR", "seed must be 0 or more, split train or test")
+            message = f"seed={seed!r} must be 0 or more, split={split!r} must be train or test"
+            raise RequestError("VALIDATION_ERROR", message)
         task = next(self.environment.tasks(split, seed=0, start=seed), None)
         if task is None:
             raise RequestError("VALIDATION_ERROR", f"the {split} split has no task {seed}")
@@ -118,7 +125,7 @@ class PlaySession:
         ]
 
     async def _judge(self, episode: AttemptState) -> float | None:
-        """Return the reward of the whole episode; None if there is no reward function."""
+        """Return the reward functions' reward of the episode; None if there are none."""
         reward = self.setup.reward
         if reward is None:
             return None
@@ -130,11 +137,18 @@ class PlaySession:
 
 
 def _is_unjudged(step: Step) -> bool:
+    """True if the episode ended, and the environment gave no reward for its last step."""
     return step.done and step.reward is None
 
 
 def _read_action(data: Mapping[str, Any], index: int) -> Message:
-    """Return the policy's message. Raises RequestError for anything but a message or a call."""
+    """Return an action as the policy's message.
+
+    Raises RequestError if it is neither a message nor a call.
+
+    Args:
+        index: Number of earlier steps of the episode, which becomes the id of a call.
+    """
     if isinstance(data.get("message"), str):
         return Message("assistant", data["message"])
     name, arguments = data.get("tool_name"), data.get("arguments", {})
@@ -156,6 +170,8 @@ class EnvironmentServer:
     """A server of one environment. Each connection plays a copy of it.
 
     Args:
+        setup: The environment and its rewards.
+        name: Name of the environment, for /metadata.
         sessions: Maximum number of connections that play at once.
     """
 
@@ -163,7 +179,7 @@ class EnvironmentServer:
         self._setup, self._name, self._n_free = setup, name, sessions
 
     def answer_http(self, connection: Any, request: Any) -> Any:
-        """Return the answer to a plain request; None for the WebSocket."""
+        """Return the answer to a plain HTTP request; None for the WebSocket."""
         pages: Mapping[str, Any] = {
             "/health": {"status": "healthy"},
             "/metadata": {"name": self._name, "description": f"Ratchet's {self._name}"},
@@ -183,7 +199,7 @@ class EnvironmentServer:
         """Answer the requests of one connection until it closes."""
         if self._n_free <= 0:
             fault = {"message": "all sessions are in use", "code": "CAPACITY_REACHED"}
-            # The client may not read an answer that comes before its request.
+            # The refusal waits for the first request: a client may not read an answer before that.
             async for _ in socket:
                 await socket.send(json.dumps({"type": "error", "data": fault}))
                 return
@@ -208,12 +224,12 @@ async def _answer_text(session: PlaySession, text: str | bytes) -> str | None:
     try:
         request = json.loads(text)
         if not isinstance(request, dict):
-            raise RequestError("VALIDATION_ERROR", "a request is an object")
+            raise RequestError("VALIDATION_ERROR", "a request must be a JSON object")
         if request.get("type") == "close":
             return None
         kind, data = await session.answer(request)
     except (ValueError, RecursionError) as error:
-        kind, data = "error", {"message": f"no JSON: {error}", "code": "INVALID_JSON"}
+        kind, data = "error", {"message": f"invalid JSON: {error}", "code": "INVALID_JSON"}
     except RequestError as error:
         errors = [{"msg": str(error)}] if error.code == "VALIDATION_ERROR" else []
         kind, data = "error", {"message": str(error), "code": error.code, "errors": errors}
@@ -225,14 +241,16 @@ async def _answer_text(session: PlaySession, text: str | bytes) -> str | None:
 
 
 def build_served_setup(target: str, overrides: list[str]) -> EnvSetup:
-    """Return the environment and rewards of a recipe's last stage, or of a kind with its keys.
+    """Return the environment and rewards to serve. Raises ConfigError.
 
-    Raises ConfigError.
+    Args:
+        target: A recipe, of which the last stage is served, or a kind of environment.
+        overrides: `key=value` with keys of that kind; a recipe takes none.
     """
     if not target.endswith((".yaml", ".yml")):
         return build_eval_env_setup(make_env_section(target, overrides))
     if overrides:
-        raise ConfigError(f"'{overrides[0]}' is for a kind of environment: change the recipe")
+        raise ConfigError(f"'{overrides[0]}' is for a kind of environment: set it in {target}")
     return build_env_setup(load_config(Path(target)).stages[-1])
 
 
@@ -245,9 +263,18 @@ def serve_environment(
     sessions: int,
     say: Callable[[str], None],
 ) -> None:
-    """Serve an environment until a stop signal. Raises ConfigError or DataError."""
+    """Serve an environment until a stop signal. Raises ConfigError or DataError.
+
+    Args:
+        target: As for `build_served_setup`.
+        overrides: As for `build_served_setup`.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        sessions: Maximum number of connections that play at once.
+        say: Shows the line with the server's address.
+    """
     setup = build_served_setup(target, overrides)
-    next(setup.environment.tasks("train", seed=0))  # raises what is wrong with it
+    next(setup.environment.tasks("train", seed=0))  # faults show before the start
     asyncio.run(_serve(EnvironmentServer(setup, target, sessions), host, port, say))
 
 

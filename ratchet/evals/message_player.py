@@ -1,6 +1,6 @@
-"""Play attempts with a policy of messages, whose tokens are not known.
+"""Play attempts with a policy that gives messages, and no tokens.
 
-Such attempts can be judged and counted but not trained on.
+Such attempts can be judged and counted, but not trained on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ratchet.types import (
 )
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
-UNKNOWN_TOKEN = -1  # stands for each token, because only messages are known
+UNKNOWN_TOKEN = -1  # the id of every token in a trajectory, because only messages are known
 
 
 class AttemptFailed(RatchetError):
@@ -49,6 +49,7 @@ class Reply(NamedTuple):
     """A turn of the policy.
 
     Attributes:
+        message: The message.
         n_malformed: Number of tool calls that can't be read.
         is_cut: True if the message ended at the length limit.
     """
@@ -75,6 +76,10 @@ class AttemptState:
     def make_trajectory(
         self, attempt: int, temperature: float, outcome: Outcome | None
     ) -> Trajectory:
+        """Return the trajectory so far. Its first position stands for the whole prompt.
+
+        Each further position stands for one token that the model wrote.
+        """
         length = 1 + self.n_tokens
         owner = np.full(length, Owner.POLICY, np.int8)
         owner[0] = Owner.PROMPT
@@ -94,7 +99,7 @@ class AttemptState:
 
 
 class MessagePlayer(ABC):
-    """A player, like `EpisodePlayer`, whose policy gives messages.
+    """Base class of players like `EpisodePlayer` whose policy gives messages.
 
     Attributes:
         max_turns: Number of turns after which an attempt is truncated.
@@ -112,9 +117,16 @@ class MessagePlayer(ABC):
         turn_index: int,
         stop_strings: tuple[str, ...],
     ) -> Reply | None:
-        """Return the policy's turn after the messages of `state`; None ends the attempt.
+        """Return the policy's turn after the messages of `state`; None truncates the attempt.
 
-        Raises AttemptFailed if there is none.
+        It adds the turn's tokens to `state.n_tokens`. Raises AttemptFailed if the policy gives no
+        usable answer.
+
+        Args:
+            state: The attempt so far.
+            sampling: The sampling settings.
+            turn_index: Number of earlier turns of the policy.
+            stop_strings: Strings that end an answer, from `sampling` and the environment.
         """
 
     async def play(
@@ -128,8 +140,8 @@ class MessagePlayer(ABC):
     ) -> list[Trajectory]:
         """Play one attempt, and return its trajectory without a reward.
 
-        A policy without a usable answer fails the attempt. Environment faults and timeouts fail as
-        with any other player. `memo` has no effect, because nothing is tokenized.
+        The attempt fails if the policy gives no usable answer, if the environment has a fault, or
+        after `timeout_s`. `memo` has no effect, because nothing is tokenized.
         """
         state = AttemptState(task, environment, list(task.messages))
         time_limit = asyncio.timeout(self.timeout_s)

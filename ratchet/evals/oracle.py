@@ -13,7 +13,7 @@ ORACLE = "oracle"  # the target of `ratchet eval`
 
 @dataclass(frozen=True)
 class OraclePlayer(MessagePlayer):
-    """A player whose turns are those of the task's demonstration."""
+    """A player that gives the assistant messages of the task's demonstration."""
 
     max_turns: int = 64
     timeout_s: float | None = None
@@ -25,7 +25,7 @@ class OraclePlayer(MessagePlayer):
         turn_index: int,
         stop_strings: tuple[str, ...],
     ) -> Reply | None:
-        """Return the demonstration's next turn; None after its last.
+        """Return the demonstration's next turn; None after its last one.
 
         Raises AttemptFailed if the task has no demonstration.
         """

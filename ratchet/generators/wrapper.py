@@ -1,4 +1,4 @@
-"""The base class of generators that wrap another generator."""
+"""Forward the calls of a generator to a wrapped generator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ratchet.types import Completion, Placed, Sampling
 
 
 class GeneratorWrapper(Generator):
-    """The base class of generator wrappers: forwards every call to `inner`."""
+    """Base class of generators that wrap another one: it forwards every call to `inner`."""
 
     def __init__(self, inner: Generator) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""The progress of a stage that checkpoints keep, and requests to stop the stage."""
+"""The progress of a stage, which checkpoints keep, and requests to stop the stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class StopRequest:
 class StopAfterStep(StopRequest):
     """A stop request made by a signal: the loop finishes its step and saves.
 
-    forwarded: True under torchrun, where a second signal is ignored (see `handle_stop_signals`).
+    Attributes:
+        forwarded: True under torchrun, where a second signal is ignored (see
+            `handle_stop_signals`).
     """
 
     def __init__(self, *, forwarded: bool) -> None:
@@ -49,16 +51,16 @@ class Progress:
     generated_tokens: float = 0.0
     computed_tokens: float = 0.0  # of all rows, prompts included
     silent_steps: int = 0  # steps without a gradient: all advantages were 0
-    accuracy_before: float | None = None
+    accuracy_before: float | None = None  # before the first step
     accuracy: float | None = None  # the latest
-    # True if `accuracy` is a share: no reward of an evaluation was below 0 or above 1.
+    # True if `accuracy` can be shown as a percentage: all rewards of evaluations were in [0, 1].
     is_share: bool = True
-    loss_before: float | None = None  # on held-out tasks
+    loss_before: float | None = None  # on held-out tasks, before the first step
     loss: float | None = None  # on held-out tasks, the latest
     best: float | None = None  # best value of the early-stopping metric
     fruitless: int = 0  # evaluations in a row without an improvement
     ended: bool = False  # stopped early, or by `limit_s`
-    # Metrics of the latest step, if a stop request skipped the evaluation that was due after it.
+    # Metrics of the latest step, if a stop request skipped the evaluation due after that step.
     unevaluated: dict[str, float | None] | None = None
 
 
@@ -66,11 +68,11 @@ class Progress:
 class StagePosition:
     """The position from which a stage goes on: its start, or a checkpoint."""
 
-    step: int  # finished steps of the whole run
+    step: int  # number of finished steps of the whole run
     progress: Progress = field(default_factory=Progress)
     state: AlgoState = field(default_factory=AlgoState)
 
     @classmethod
     def from_meta(cls, step: int, meta: Mapping[str, Any]) -> StagePosition:
-        """Return the position that the metadata of a checkpoint describe."""
+        """Return the position of a checkpoint after `step`, whose metadata are `meta`."""
         return cls(step, Progress(**meta["progress"]), AlgoState(**meta["state"]))

@@ -1,4 +1,4 @@
-"""Build container images of folders with a Dockerfile."""
+"""Build container images from folders with a Dockerfile."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BUILD_LOCK = threading.Lock()
 
 
 def build_image(engine: DockerEngine, folder: Path, timeout_s: float) -> str:
-    """Return the name of the folder's image, which is built unless the engine has it.
+    """Build the folder's image unless the engine has it, and return its name.
 
     The name is a hash of the folder's files, so a changed folder has another image. Raises
     SandboxError if the build fails.
 
     Args:
         folder: The build context. It has a file named Dockerfile.
-        timeout_s: Longest time without any output of the builder.
+        timeout_s: Maximum number of seconds without output of the builder.
     """
     context = _pack(folder)
     image = f"ratchet-task:{hashlib.sha256(context).hexdigest()[:24]}"

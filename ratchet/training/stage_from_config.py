@@ -1,4 +1,4 @@
-"""Build the run of a stage from a configuration; `ratchet.training.build` joins its parts."""
+"""Build the parts of a stage's run from a recipe; `ratchet.training.build` assembles them."""
 
 from __future__ import annotations
 
@@ -58,22 +58,28 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
 
 
 def build_eval_env_setup(environment: EnvironmentConfig) -> EnvSetup:
-    """Return the setup of an environment that is judged by its own reward."""
+    """Return the setup of an environment with its default rewards, for an evaluation."""
     return EnvSetup(
         build_environment(environment), reward=build_reward(get_default_rewards(environment))
     )
 
 
 def _build_other_env_setup(stage: StageConfig, section: EnvironmentConfig) -> EnvSetup:
+    """Return the setup of `evaluation.environment`, whose section is `section`."""
     environment = build_environment(section)
     return EnvSetup(environment, reward=build_reward(choose_eval_rewards(stage, environment)))
 
 
 def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequence[Section]:
-    """Return the rewards that judge held-out answers in `environment`, which is built already.
+    """Return the rewards that judge held-out answers; none if the environment's steps do.
 
-    An `evaluation.environment` is judged by its own reward, or by the rewards of its steps. If it
-    has neither, `eval_rewards` judge, unless they are only the default of the stage's environment.
+    Without an `evaluation.environment` these are the stage's `eval_rewards`. With one they are its
+    default rewards, or none if its steps have rewards. If it has neither, they are `eval_rewards`,
+    unless those are only the default rewards of the stage's environment.
+
+    Args:
+        stage: The stage.
+        environment: The environment of the evaluation, already built.
     """
     section = stage.evaluation.environment
     if section is None:
@@ -86,9 +92,9 @@ def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequenc
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:
-    """Return the weighted sum of the rewards.
+    """Return the weighted sum of the rewards; None if there are none.
 
-    Returns None without rewards. The environment's steps then give the reward.
+    With None the environment's steps give the reward.
     """
     return compose_rewards(sections) if sections else None
 
@@ -106,7 +112,7 @@ def build_run(
 
     Args:
         config: The recipe.
-        index: The stage.
+        index: Index of the stage.
         policy: The model to train.
         directory: The run directory.
         environment: The stage's environment, if it has been built already.
@@ -169,11 +175,11 @@ def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> WorkerRollou
 
 
 def build_adapter(config: RunConfig, index: int, directory: Path) -> Adapter | None:
-    """Return the adapter that a stage trains in place of the model's weights.
+    """Return the adapter that a stage trains instead of the model's weights; None without `lora`.
 
     Args:
         config: The recipe.
-        index: The stage.
+        index: Index of the stage.
         directory: The run directory.
     """
     stage = config.stages[index]

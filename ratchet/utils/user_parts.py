@@ -12,12 +12,13 @@ Base = TypeVar("Base")
 
 
 def complete(part: Any, base: type[Base]) -> Base:
-    """Add the members of `base` that an object lacks to its class, and return the object.
+    """Add each member of `base` that `part` lacks to the class of `part`, and return `part`.
 
-    The class itself gets them, so that copies of the object and its other instances are complete
+    The class gets them, so that copies of the object and its other instances are complete
     too. Members that `base` leaves abstract are not added.
     """
-    # A built-in type can't be changed. Its objects lack the abstract members too.
+    # A built-in type can't be changed. Its objects also lack the abstract members, so they are no
+    # valid parts in any case.
     if isinstance(part, base) or type(part).__module__ == "builtins":
         return part
     abstract = base.__dict__.get("__abstractmethods__", frozenset())

@@ -8,7 +8,11 @@ from ratchet.errors import MissingDependency
 
 
 def import_websockets(needed_for: str) -> Any:
-    """Return the package. Raises MissingDependency, which names the extra that has it."""
+    """Return the package. Raises MissingDependency if it is not installed.
+
+    Args:
+        needed_for: The feature that needs the package, for the error.
+    """
     try:
         import websockets
     except ImportError as error:

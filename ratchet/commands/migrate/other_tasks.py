@@ -1,4 +1,4 @@
-"""Refuse configurations whose task has no conversion, so that none becomes another task."""
+"""Refuse configurations whose task can't be converted: the recipe would train on another task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ratchet.errors import ConfigError
 
 # NeMo RL's environments that are converted: questions with a checked answer.
 NEMO_RL_MATH = frozenset({"math", "math_multi_reward", "dapo"})
-# Flags beside the environments in NeMo RL's section `env`.
+# Keys of NeMo RL's section `env` that are flags. The other keys are environments.
 NEMO_RL_FLAGS = frozenset(
     {
         "should_use_nemo_gym",
@@ -30,7 +30,7 @@ def refuse_other_tasks(peer: str, values: Mapping[str, Any], path: Path) -> None
     """Raise ConfigError if the file trains on a task that the importer does not convert.
 
     Args:
-        peer: Key of the library in `PEERS`.
+        peer: Key in `PEERS` of the library that the file is for.
         values: The file's values by dotted key.
         path: The file, for the error.
     """
@@ -38,12 +38,13 @@ def refuse_other_tasks(peer: str, values: Mapping[str, Any], path: Path) -> None
     problem = None if find is None else find(values)
     if problem is not None:
         raise ConfigError(
-            f"{path}: {problem} The other keys can be taken from `ratchet import` of a file of "
-            "this library that trains on questions."
+            f"{path}: {problem} To convert its other keys, run `ratchet import` on a copy that "
+            "trains on questions."
         )
 
 
 def _find_roll_task(values: Mapping[str, Any]) -> str | None:
+    """Return sentences on the task and its fix; None if the task is converted."""
     sections = {key.partition(".")[0] for key in values}
     if "train_env_manager" in sections:
         kinds = {
@@ -66,6 +67,7 @@ def _find_roll_task(values: Mapping[str, Any]) -> str | None:
 
 
 def _find_nemo_rl_task(values: Mapping[str, Any]) -> str | None:
+    """Return sentences on the task and its fix; None if the task is converted."""
     if not any(key.startswith(("grpo.", "ppo.", "distillation.")) for key in values):
         return None
     names = {

@@ -1,4 +1,4 @@
-"""Read the arguments of tool calls: JSON values, and plain text that a tool's schema types."""
+"""Read the arguments of tool calls: JSON values, or plain text converted by the tool's schema."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def _require_encodable(values: object) -> None:
 
 
 def is_too_deep(value: object) -> bool:
+    """True if a JSON value is nested more than `MAX_DEPTH` levels deep."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH + 1):
         next_level: list[object] = []
@@ -62,7 +63,10 @@ def is_too_deep(value: object) -> bool:
 
 
 def read_call(value: object) -> Call | None:
-    """Return the call in a JSON object, or None. Its arguments may be an object, or JSON text."""
+    """Return the call in a JSON value, or None if it is malformed.
+
+    Its key `arguments` or `parameters` may be an object, or the JSON text of one.
+    """
     if not isinstance(value, dict):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -82,11 +86,12 @@ def parse_single_value(text: str) -> Any:
 
 
 def read_named_call(name: str, arguments: str) -> Call | None:
+    """Return the call with this name and JSON text of arguments, or None if it is malformed."""
     return read_call({"name": name.strip(), "arguments": arguments})
 
 
 def find_parameter_types(tools: Tools, name: str) -> dict[str, Any]:
-    """Return the JSON type of each parameter of a tool."""
+    """Return the JSON type of each parameter of the tool `name`; {} for an unknown tool."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:

@@ -1,5 +1,7 @@
 """Parsers of tool calls whose name and arguments stand between tags: GLM, MiniMax and Kimi.
 
+Each parser returns the text outside the calls, and the calls. A malformed call is None.
+
 Sources: the chat templates of GLM-4.5, MiniMax-M2 and Kimi-K2.
 """
 
@@ -16,8 +18,9 @@ from ratchet.data.chat.tool_call_arguments import (
     read_named_call,
 )
 
-# The white space after an argument belongs to its pattern, and that before the first one to none:
-# a pattern that began with white space would be tried anew at each of many spaces.
+# A pattern takes the white space after its argument, but none before it: a pattern that began with
+# white space would be tried anew at each of many spaces. `_read_call` strips the white space before
+# the first argument.
 GLM_ARGUMENT = re.compile(
     r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
 )
@@ -58,6 +61,7 @@ def read_minimax(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
 
 
 def _read_invoke(block: str, tools: Tools) -> Call | None:
+    """Return the call in the text after `<invoke name="`, or None if it is malformed."""
     body, is_closed, after = block.partition("</invoke>")
     name, is_named, arguments = body.partition('">')
     if not is_closed or not is_named or after.strip():

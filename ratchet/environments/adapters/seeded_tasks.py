@@ -1,4 +1,4 @@
-"""Tasks that are seeds, for environments which `reset(seed)` begins."""
+"""A base class of environments whose tasks are seeds of episodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ class SeededTasks(Environment):
     """A base class of environments whose tasks are seeds.
 
     Attributes:
-        n_test_tasks: Number of held-out seeds, from 0 on.
+        n_test_tasks: Number of held-out tasks, whose seeds are 0 to n_test_tasks - 1. The seeds of
+            training tasks are random and at least n_test_tasks.
+        judges: True, because the steps have rewards.
     """
 
     name: str
@@ -23,7 +25,10 @@ class SeededTasks(Environment):
     judges = True
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Return a split's tasks. Messages only name the task: `reset` returns the prompt."""
+        """Return a split's tasks from position `start`; the train split is endless.
+
+        A task's message only names it: `reset` returns the prompt.
+        """
         if split == "test":
             return (self._make_task(split, i, i) for i in range(start, self.n_test_tasks))
         return (self._make_task(split, i, self._make_seed(seed, i)) for i in itertools.count(start))

@@ -1,9 +1,10 @@
 """Play tasks in Harbor's format: work with a shell in one session, be judged in another.
 
 The tests run in a new session of the task's image, which gets the agent's files: those of the
-working directory, of /logs/artifacts and of the task's artifacts. So no process, variable or file
-elsewhere of the agent can reach the tests, their files or the reward file. What Harbor counts as an
-error of the verifier (no reward file, one that is no number, a timeout) fails the attempt.
+working directory, of /logs/artifacts and of the task's artifacts. So no process, no variable and
+no other file of the agent can reach the tests, their files or the reward file. What Harbor counts
+as an error of the verifier (no reward file, a reward that is no number, a timeout) fails the
+attempt.
 
 Source: the package harbor 0.25.0, verifier/verifier.py and agents/oracle.py.
 """
@@ -40,12 +41,13 @@ from ratchet.types import Message, Split, Task
 
 SETUP_TIMEOUT_S = 30.0
 MIN_MEMORY_MIB = 64  # the least that a sandbox accepts
-# Directories of a container in Harbor. A placeholder creates each, because only the engine can
-# create directories that any user may write to.
+# Directories that Harbor provides in each container. They are created by putting a placeholder file
+# into each: the sandbox then makes directories that any user may write to, and a command in the
+# session could not.
 LOG_FOLDERS = ("logs/agent", "logs/artifacts", "logs/verifier")
 PLACEHOLDER = ".ratchet-empty"
 REMOVED_AT_ONCE = 200  # paths of one `rm`, so that its command line stays short
-SHOWN_OUTPUT = 2000
+SHOWN_OUTPUT = 2000  # characters of output in an error
 
 
 class HarborConfig(ShellConfig):
@@ -105,7 +107,7 @@ class Harbor(ShellEnvironment):
         return tasks
 
     def rows(self, split: Split) -> Sequence[Task]:
-        """Return a split's tasks. Raises DataError for one that is malformed or not supported."""
+        """Return a split's tasks. Raises DataError if a task is malformed or not supported."""
         return self._rows[split]
 
     @cached_property
@@ -133,7 +135,7 @@ class Harbor(ShellEnvironment):
     def demonstration(self, task: Task) -> Sequence[Message]:
         """Return one command that writes the task's solution/ and runs its solve.sh.
 
-        Raises DataError if there is none, or if it can't be written as a shell block.
+        Raises DataError if the task has no solution, or one that can't be written as a shell block.
         """
         directory = self._find(task)
         files = directory.read_solution()
@@ -146,7 +148,7 @@ class Harbor(ShellEnvironment):
         return (Message("assistant", f"```sh\n{block}\n```"), Message("assistant", "Done."))
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Open a session in the task's image, with the files of its environment."""
+        """Open a session in the task's image, with the files of its environment/ folder."""
         await self.close()
         directory = self._find(task)
         session = await self._open(directory, directory.image)
@@ -166,14 +168,16 @@ class Harbor(ShellEnvironment):
     async def judge(self, attempt: Attempt) -> tuple[float, Mapping[str, float]]:
         """Run the tests in a new session, with the agent's files.
 
-        Raises VerifierError if they give no reward, SandboxError if the sandbox failed.
+        Raises VerifierError if the tests give no reward, SandboxError if the sandbox fails.
         """
         directory = self._find(attempt.task)
         files: dict[str, bytes] = {}
         try:
             for path in directory.kept_paths:
                 files |= await attempt.session.get(path)
-        except TooLarge:  # the agent wrote too much, so its files can't be judged
+        # The agent wrote too much. The reward is 0: if the attempt failed instead, the agent could
+        # avoid a low reward by writing large files.
+        except TooLarge:
             return 0.0, {"tests_refused": 1.0}
         files.pop(f"{directory.workdir}/{PLACEHOLDER}", None)
         await self.close()
@@ -187,7 +191,7 @@ class Harbor(ShellEnvironment):
                 if not has_own_image:
                     await _remove_missing(session, directory.kept_paths, files)
                 await session.put(files)
-            # The reward is 0, because large files could otherwise avoid a low reward.
+            # The agent's files don't fit beside those of the tests. The reward is 0 as above.
             except TooLarge:
                 return 0.0, {"tests_refused": 1.0}
             script = tests.get("tests/test.sh", b"")
@@ -204,10 +208,11 @@ class Harbor(ShellEnvironment):
 
     @property
     def _has_images(self) -> bool:
+        """True if sessions run in container images, not with the programs of this machine."""
         return isinstance(self.sandbox, DockerSandbox)
 
     def _read_files(self, directory: TaskDirectory) -> dict[str, bytes]:
-        """Return the files that the session's image lacks, by path relative to the root."""
+        """Return the environment's files that the session's image lacks, by path from the root."""
         return {} if self._has_images and directory.image else directory.read_files()
 
     async def _open(self, directory: TaskDirectory, image: TaskImage) -> Session:
@@ -230,7 +235,15 @@ class Harbor(ShellEnvironment):
         folders: Sequence[str],
         files: Mapping[str, bytes],
     ) -> None:
-        """Write the files, create the folders, set the variables, and enter the workdir."""
+        """Write the files, create the folders, set the variables, and enter the workdir.
+
+        Args:
+            session: A new session.
+            directory: The task.
+            phase: "agent" or "verifier", whose variables are set.
+            folders: Paths relative to the root.
+            files: Contents by path relative to the root.
+        """
         placeholders = {f"{folder}/{PLACEHOLDER}": b"" for folder in folders}
         await session.put({**placeholders, **files})
         removal = shlex.join(["rm", "-f", *placeholders])
@@ -244,9 +257,10 @@ class Harbor(ShellEnvironment):
 
 
 async def _remove_missing(session: Session, paths: Sequence[str], files: dict[str, bytes]) -> None:
-    """Remove the session's files at `paths` that `files` lacks, as the agent removed them.
+    """Remove the session's files below `paths` that are not in `files`: the agent removed them.
 
-    Files that are equal in both are dropped from `files`: they keep their modes in the image.
+    Also delete from `files` each file that the session already has with the same content. It is
+    then not written again, and keeps its mode in the image.
     """
     present: dict[str, bytes] = {}
     for path in paths:
@@ -269,7 +283,7 @@ async def _remove_missing(session: Session, paths: Sequence[str], files: dict[st
 def _check_tests_ended(task: Task, result: Result, outputs: Mapping[str, bytes]) -> None:
     """Raise VerifierError if a limit or a signal ended the tests.
 
-    A reward file may then be the work of a program of the agent, which killed the tests.
+    A program of the agent may then have killed the tests, and written the reward file itself.
     """
     if result.reason is Reason.EXIT and result.exit is not None and result.exit <= 128:
         return
@@ -292,7 +306,7 @@ def _make_task(directory: TaskDirectory, split: Split, instructions: str) -> Tas
 
 
 def _adapt_sandbox(section: Section) -> Section:
-    """Return the sandbox whose sessions begin at the root, in an image that can be changed."""
+    """Return the section, changed for Docker: sessions begin at / and may write to all of it."""
     if not isinstance(section, DockerSandboxConfig):
         return section
     return section.model_copy(update={"read_only": False, "workdir": "/"})
@@ -314,17 +328,23 @@ def _check_local(task: TaskDirectory, waived: Sequence[Waiver]) -> None:
 
 
 def _get_interpreter(script: bytes) -> str:
-    """Return the words before a script's path: sandboxes may not run files of their scratch."""
+    """Return the command that runs a script: that of its #! line, else sh.
+
+    The script is passed to its interpreter, because a sandbox may forbid executing the files that
+    were put into it. The result is "" for an empty script, which stands for one that is only in the
+    image.
+    """
     first_line = script.split(b"\n", 1)[0].decode("utf-8", "replace")
     return first_line[2:].strip() if first_line.startswith("#!") else "sh" if script else ""
 
 
 def _export(variables: Mapping[str, str]) -> str:
+    """Return shell commands that set variables, each followed by `&&`."""
     return "".join(f"export {name}={shlex.quote(value)} && " for name, value in variables.items())
 
 
 def _write_command(path: str, data: bytes, task: Task) -> str:
-    """Return a shell command that writes a text file."""
+    """Return a shell command that writes a text file. Raises DataError for any other file."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:

@@ -26,7 +26,7 @@ SIZE_IN_MIB = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 
 
 class _Table(BaseModel):
-    """A table of the file. Further keys are kept, so that they can be named."""
+    """A table of the file. Keys outside the schema are kept, so that errors can name them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -74,13 +74,14 @@ class Machine(_Table):
 
     @property
     def has_network(self) -> bool:
+        """True if the task may use a network. `network_mode` overrides `allow_internet`."""
         if "network_mode" not in self.model_fields_set and self.allow_internet is False:
             return False
         return self.network_mode != "no-network"
 
     @property
     def memory_mib(self) -> int | None:
-        """Return the memory in MiB; None if the task names none."""
+        """Return the memory in MiB, from `memory` ("2G") or `memory_mb`; None if neither is set."""
         if self.memory is None:
             return self.memory_mb
         unit = self.memory.strip()[-1:].upper()
@@ -105,7 +106,7 @@ class Verification(Phase):
 
     @property
     def is_separate(self) -> bool:
-        """True if the tests have an image of their own."""
+        """True in separate mode, which [verifier.environment] implies unless a mode is set."""
         mode = self.environment_mode
         return mode == "separate" or (mode is None and self.environment is not None)
 
@@ -141,7 +142,8 @@ class Manifest(_Table):
 def read_manifest(directory: Path, waived: frozenset[Waiver]) -> Manifest:
     """Return the directory's `task.toml`.
 
-    Raises DataError if it is malformed, or requires what Ratchet lacks and `waived` does not name.
+    Raises DataError if the file is malformed, or if the task requires a feature that Ratchet lacks
+    and `waived` does not name.
     """
     path = directory / MANIFEST
     try:
@@ -178,7 +180,7 @@ def fill_template(values: Mapping[str, str], path: Path) -> dict[str, str]:
 
 
 def _list_unmet(manifest: Manifest, directory: Path) -> Iterator[tuple[Waiver | None, str]]:
-    """Yield what the task requires and Ratchet lacks, with the waiver's name (None: no waiver)."""
+    """Yield (waiver, sentence) for each unmet requirement; waiver None if it can't be waived."""
     version = tuple(map(int, re.findall(r"\d+", manifest.version or manifest.schema_version)))
     if version[:1] > NEWEST_SCHEMA[:1] or version > NEWEST_SCHEMA:
         yield "unknown_keys", "its schema is newer than 1.4, so it may require unknown features."
@@ -201,7 +203,10 @@ def _list_unmet(manifest: Manifest, directory: Path) -> Iterator[tuple[Waiver | 
         if phase.user is not None:
             yield "user", f"[{table}] user={phase.user}, and all commands run as one user."
         if phase.network_mode not in (None, "no-network"):
-            yield "network", f"[{table}] network_mode={phase.network_mode}; sandboxes have none."
+            yield (
+                "network",
+                f"[{table}] network_mode={phase.network_mode}, and sandboxes have no network.",
+            )
     tables: dict[str, _Table] = {
         "": manifest,
         "agent.": manifest.agent,

@@ -1,6 +1,6 @@
 """Read the reward file that a task's tests wrote.
 
-Source: the package harbor 0.25.0, verifier/verifier.py. What is an error there is one here.
+Source: the package harbor 0.25.0, verifier/verifier.py. What Harbor counts as an error is one here.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from ratchet.errors import RatchetError
 
 FOLDER = "logs/verifier"
-JSON_FILE, TEXT_FILE = "reward.json", "reward.txt"  # the first of them that is there counts
+JSON_FILE, TEXT_FILE = "reward.json", "reward.txt"  # the first one that exists counts
 MAX_BYTES = 1 << 16
 MAX_VALUES = 100
 
 
 class VerifierError(RatchetError):
-    """The tests of a task gave no reward: the attempt is failed, not wrong."""
+    """The tests of a task gave no reward, so the attempt fails. It does not earn 0."""
 
 
 def read_reward(
@@ -27,15 +27,15 @@ def read_reward(
 ) -> tuple[float, dict[str, float]]:
     """Return the reward, and the other numbers of reward.json as metrics.
 
-    A reward file that the tests never name is ignored, if they name the other: a program of the
-    agent that the tests ran may have written it.
+    If the tests' files name only one of reward.json and reward.txt, the other is ignored: a program
+    of the agent that the tests ran may have written it.
 
     Args:
         outputs: Files of /logs/verifier, by path relative to the root.
-        tests: Files of the tests.
-        name: Name of the reward among several numbers.
+        tests: Contents of the tests' files.
+        name: Name of the reward if reward.json has several numbers.
 
-    Raises VerifierError if there is no file, or it has no finite number as reward.
+    Raises VerifierError if there is no reward file, or if its reward is no finite number.
     """
     text = b"\n".join(tests.values())
     named = [file for file in (JSON_FILE, TEXT_FILE) if file.encode() in text]
@@ -58,7 +58,7 @@ def read_reward(
 
 
 def _read_values(file: str, data: bytes) -> dict[str, float]:
-    """Return the numbers of a reward file by name. Raises ValueError if there are none."""
+    """Return the numbers of a reward file by name. Raises ValueError if the file is malformed."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES} bytes")
     try:
@@ -68,7 +68,7 @@ def _read_values(file: str, data: bytes) -> dict[str, float]:
     if file == TEXT_FILE:
         content = {"reward": content}
     if not isinstance(content, dict) or not content or len(content) > MAX_VALUES:
-        raise ValueError("it must be an object with named numbers")
+        raise ValueError(f"it must be an object with 1 to {MAX_VALUES} named numbers")
     for name, value in content.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"'{name}' is no finite number")
@@ -76,6 +76,7 @@ def _read_values(file: str, data: bytes) -> dict[str, float]:
 
 
 def _choose(values: Mapping[str, float], name: str) -> tuple[float, dict[str, float]]:
+    """Return the reward, which is the only number or the one named `name`, and the metrics."""
     chosen = next(iter(values)) if len(values) == 1 else name
     if chosen not in values:
         raise ValueError(f"it has {', '.join(values)}. Set environment.reward to one of them")

@@ -23,7 +23,7 @@ from ratchet.errors import DataError
 DOCKERFILE = "Dockerfile"
 CANARY_LINE = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 MAX_FILE_BYTES = 64 << 20
-# Directories of the verifier: nothing that the agent left there reaches the tests.
+# Directories that the tests get from the task alone, never from the agent.
 RESERVED = ("tests", "solution", "logs/verifier")
 
 
@@ -32,8 +32,10 @@ class TaskImage:
     """The image of a session.
 
     Attributes:
-        name: Name of the image; "": none.
-        folder: Folder with a Dockerfile that it is built from; None: it is not built.
+        name: Name of an existing image; "": none.
+        folder: Folder whose Dockerfile the image is built from; None: it is not built.
+
+    It is false if the task has no image.
     """
 
     name: str = ""
@@ -69,7 +71,7 @@ class TaskDirectory:
         """Return the working directory, relative to the root."""
         named = self.manifest.environment.workdir or self._dockerfile_workdir
         workdir = posixpath.normpath(named or self.default_workdir).lstrip("/")
-        if workdir in ("", ".") or any(_contains(workdir, path) for path in RESERVED):
+        if workdir in ("", ".") or any(_overlap(workdir, path) for path in RESERVED):
             raise DataError(
                 f"{self.path / MANIFEST}: the working directory is /{workdir.lstrip('.')}, whose "
                 "files can't be given to the tests. Set workdir in [environment], such as /app."
@@ -105,22 +107,26 @@ class TaskDirectory:
 
     @cached_property
     def kept_paths(self) -> tuple[str, ...]:
-        """Return the paths whose files the tests get, relative to the root.
+        """Return the paths whose files go from the agent's session to the tests, from the root.
 
-        Tests in an environment of their own get the artifacts, others the working directory too.
+        The tests get /logs/artifacts, the task's artifacts and, unless in separate mode, the
+        working directory.
         """
         paths = ["logs/artifacts"] if self.manifest.verifier.is_separate else [self.workdir]
         paths.append("logs/artifacts")
         for artifact in self.manifest.artifacts:
             source = artifact if isinstance(artifact, str) else str(artifact.get("source", ""))
             path = posixpath.normpath(posixpath.join("/", self.workdir, source)).lstrip("/")
-            if not path or any(_contains(path, other) for other in RESERVED):
-                raise DataError(f"{self.path / MANIFEST}: artifact {source!r} can't be taken.")
+            if not path or any(_overlap(path, other) for other in RESERVED):
+                raise DataError(
+                    f"{self.path / MANIFEST}: artifact {source!r} can't be given to the tests. "
+                    "Name a path apart from /, /tests, /solution and /logs/verifier."
+                )
             paths.append(path)
         return tuple(dict.fromkeys(paths))
 
     def get_variables(self, phase: str) -> dict[str, str]:
-        """Return the variables of the phase "agent", "verifier" or "solution"."""
+        """Return the environment variables of the phase "agent", "verifier" or "solution"."""
         manifest, path = self.manifest, self.path / MANIFEST
         machine: Machine = manifest.environment
         further = {"verifier": manifest.verifier.env, "solution": manifest.solution.env}
@@ -172,12 +178,13 @@ class TaskDirectory:
 
     @property
     def _copies(self) -> Iterator[tuple[Sequence[str], str]]:
-        """Yield the sources, and the target as an absolute path, of each COPY of the folder."""
+        """Yield (sources, absolute target) of each COPY or ADD from the environment's folder."""
         folder = "/"
         for name, arguments in self._instructions:
             if name == "WORKDIR":
                 folder = posixpath.join(folder, arguments.strip("\"'"))
             words = shlex.split(arguments.strip("[]").replace('",', '" '))
+            # --from copies from another stage or image.
             if name not in ("COPY", "ADD") or any(word.startswith("--from") for word in words):
                 continue
             *sources, target = [word for word in words if not word.startswith("--")]
@@ -188,7 +195,7 @@ class TaskDirectory:
 def read_task_directory(
     path: Path, waived: frozenset[Waiver], default_workdir: str
 ) -> TaskDirectory:
-    """Return a task. Raises DataError if a part is missing, malformed or not supported."""
+    """Return a task. Raises DataError if a file is missing, malformed or not supported."""
     manifest = read_manifest(path, waived)
     script = path / "tests" / "test.sh"
     has_tests_in_image = manifest.verifier.is_separate and (path / "tests" / DOCKERFILE).is_file()
@@ -208,9 +215,9 @@ def read_task_directory(
 
 
 def list_task_directories(path: Path) -> list[Path]:
-    """Return the task directories in a directory, by name; the directory itself if it is a task.
+    """Return the task directories in a directory, sorted by name; itself alone if it is a task.
 
-    Raises DataError if there are none.
+    Raises DataError if it has none.
     """
     if (path / MANIFEST).is_file():
         return [path]
@@ -221,7 +228,7 @@ def list_task_directories(path: Path) -> list[Path]:
 
 
 def read_tree(folder: Path) -> dict[str, bytes]:
-    """Return the files in a folder, by relative path; {} if there is no folder.
+    """Return the files in a folder, by relative path; {} if the folder does not exist.
 
     Raises DataError for a link, which could lead out of the task.
     """
@@ -245,10 +252,10 @@ def _list_copied(folder: Path, sources: Sequence[str], target: str) -> Iterator[
     for source in sources:
         relative = posixpath.normpath(source.lstrip("/") or ".")
         if relative.startswith(".."):
-            raise DataError(f"{folder / DOCKERFILE}: {source} leaves the folder.")
+            raise DataError(f"{folder / DOCKERFILE} copies {source}, which is outside {folder}.")
         is_pattern = "*" in relative
-        found = sorted(folder.glob(relative)) if is_pattern else [folder / relative]
-        for path in found:
+        matches = sorted(folder.glob(relative)) if is_pattern else [folder / relative]
+        for path in matches:
             if path.is_dir():
                 below = (file for file in sorted(path.rglob("*")) if file.is_file())
                 pairs = [(f"{target}/{file.relative_to(path).as_posix()}", file) for file in below]
@@ -261,6 +268,6 @@ def _list_copied(folder: Path, sources: Sequence[str], target: str) -> Iterator[
                 yield posixpath.normpath(name).lstrip("/"), file
 
 
-def _contains(path: str, other: str) -> bool:
-    """True if one of two relative paths is the other, or below it."""
+def _overlap(path: str, other: str) -> bool:
+    """True if two relative paths are equal, or one is below the other."""
     return path == other or path.startswith(f"{other}/") or other.startswith(f"{path}/")

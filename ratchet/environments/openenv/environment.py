@@ -1,8 +1,8 @@
 """Play environments of OpenEnv 0.10 over their servers: actions are texts, or calls of tools.
 
-A task is a seed, which `reset` passes to the server. Each instance has a session of its own. What
-the server says of rewards and ends counts; a server that errs, dies or does not answer fails the
-attempt.
+A task is a seed, which `reset` passes to the server. Each instance has a session of its own. The
+server decides on rewards and on the end of an episode. If it reports an error, dies or does not
+answer, the attempt fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ratchet.errors import ConfigError
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task, ToolCall
 
-# Errors of a tool call that are the server's, not the policy's.
+# Types of tool errors that are the server's fault, not the policy's.
 SERVER_FAULTS = ("timeout", "transport_error")
 
 
@@ -86,11 +86,11 @@ class OpenEnvConfig(EnvironmentConfig):
 
 
 class OpenEnvServer:
-    """The server of an environment, which all copies share. It starts when it is needed.
+    """The server that all copies of an environment share. It starts when it is needed.
 
     Attributes:
         url: Address of the server; "" before its start.
-        action_field: Field of the action that a message fills; "" if actions are calls.
+        action_field: Field of the action that a message fills; "" if actions are tool calls.
     """
 
     def __init__(self, config: OpenEnvConfig) -> None:
@@ -119,10 +119,11 @@ class OpenEnvServer:
             self.url = url
 
     def describe_end(self) -> str:
-        """Return how the process of a package ended; "" if it has not."""
+        """Return how the package's server ended; "" if it has not, or if `url` names the server."""
         return "" if self._process is None else self._process.describe_end()
 
     def _find_field(self, url: str) -> str:
+        """Return the field of the action that messages fill. Raises ConfigError if unclear."""
         schema = read_schema(url, self._config.timeout_s).get("action", {})
         fields = [name for name in schema.get("properties", {}) if name != "metadata"]
         required = schema.get("required", [])
@@ -132,8 +133,8 @@ class OpenEnvServer:
         if len(candidates) != 1 or candidates[0] not in fields or others:
             raise ConfigError(
                 f"environment.action_field={field}: the server's action has the fields "
-                f"{', '.join(fields) or 'none'}, of which {', '.join(required) or 'none'} must be "
-                "given. Set action_field to the only required one, or actions=tools."
+                f"{', '.join(fields) or 'none'}, and requires {', '.join(required) or 'none'}. "
+                "Set action_field to the only required one, or actions=tools."
             )
         return candidates[0]
 
@@ -157,10 +158,10 @@ class OpenEnv(SeededTasks):
         return copy
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Return a split's tasks, each a seed, once the server is known to answer.
+        """Return a split's tasks, each a seed. Start the server first, if that has not been done.
 
-        Raises ConfigError if it does not start or `action_field` is missing, DataError if it does
-        not answer.
+        Raises ConfigError if the server does not start, or its action has no field for messages;
+        DataError if it does not answer.
         """
         self._server.start()
         return super().tasks(split, seed=seed, start=start)
@@ -186,7 +187,10 @@ class OpenEnv(SeededTasks):
         return (Message("user", text),)
 
     async def step(self, message: Message) -> Step:
-        """Send an action, or several calls. Raises OpenEnvError if the server fails."""
+        """Send the message as one action, or each of its tool calls as one.
+
+        Raises OpenEnvError if the server fails.
+        """
         self._n_turns += 1
         is_last = self._n_turns >= self.config.max_turns
         if self.config.actions == "tools":
@@ -240,12 +244,12 @@ class OpenEnv(SeededTasks):
         return answer, _format_result(answer.observation.get("result")), False
 
     async def _ask(self, action: Mapping[str, Any]) -> Answer:
-        """Return the answer to an action. Raises OpenEnvError."""
+        """Return the server's answer to an action. Raises OpenEnvError."""
         assert self._session is not None, "step before reset"
         return await self._guard(self._session.step(action))
 
     async def _guard(self, awaitable: Any) -> Any:
-        """Add to an error of the server how its process ended."""
+        """Return the result of a request. An OpenEnvError says how the server's process ended."""
         try:
             return await awaitable
         except InvalidAction:
@@ -261,9 +265,10 @@ class OpenEnv(SeededTasks):
 
 
 def format_observation(template: str, observation: Mapping[str, Any]) -> str:
-    """Return the template with the fields of an observation.
+    """Return the template filled with the fields of an observation, except `metadata`.
 
-    {observation} is the only text among the fields, or else all of them as JSON.
+    {observation} is the text field if there is exactly one, else all fields as JSON. {name} is the
+    field of that name, as JSON unless it is a text.
     """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     texts = [value for value in fields.values() if isinstance(value, str)]
@@ -276,6 +281,7 @@ def format_observation(template: str, observation: Mapping[str, Any]) -> str:
 
 
 def _describe_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the definition of an MCP tool in the form of chat completions."""
     function = {
         "name": str(tool["name"]),
         "description": str(tool.get("description") or ""),
@@ -285,7 +291,7 @@ def _describe_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _format_result(result: Any) -> str:
-    """Return the text of a tool's result: its data, its texts, or all as JSON."""
+    """Return the text of a tool's result: its `data`, else its text parts, else all as JSON."""
     if isinstance(result, dict):
         data = result.get("data")
         parts = [part for part in result.get("content") or () if isinstance(part, dict)]

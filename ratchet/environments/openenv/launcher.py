@@ -15,8 +15,8 @@ import uvicorn
 
 
 def allow_sessions(count):
-    """Let apps that are created from now on hold `count` sessions at once, if they can."""
-    # Not an import statement: Ratchet itself does not need the package.
+    """Let apps created from now on hold `count` sessions at once, if their class allows it."""
+    # No import statement, because type checks of Ratchet run without the package.
     http_server = importlib.import_module("openenv.core.env_server.http_server")
     original = http_server.HTTPEnvServer.__init__
 

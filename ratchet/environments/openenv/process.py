@@ -15,7 +15,7 @@ from ratchet.errors import ConfigError
 
 MANIFEST = "openenv.yaml"
 DEFAULT_APP = "server.app:app"
-SHOWN_ERROR = 2000
+SHOWN_ERROR = 2000  # characters of the server's error output in an error
 
 
 class ServerProcess:
@@ -24,7 +24,7 @@ class ServerProcess:
     Args:
         package: Directory of the package, as `openenv init` writes it.
         python: Interpreter with `openenv` and the package's requirements.
-        sessions: Number of sessions at once, if the environment allows several.
+        sessions: Maximum number of sessions at once, if the environment allows several.
         timeout_s: Seconds that the start may take.
 
     Raises:
@@ -64,6 +64,7 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
 
     def _read_port(self, timeout_s: float) -> str:
+        """Return the line in which the launcher prints its port; "" without one in time."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         ready, _, _ = select.select(

@@ -18,15 +18,19 @@ from ratchet.utils.websockets import import_websockets
 
 MAX_ANSWER_BYTES = 64 << 20
 NEEDED_FOR = "environment.kind openenv"
-RETRY_S = 0.05  # pause before a session is asked for again, while the server has none free
+RETRY_S = 0.05  # pause between two attempts to get a session, while the server has none free
 
 
 class OpenEnvError(RatchetError):
-    """The server failed, or answered what the protocol has not: the attempt is failed."""
+    """The server failed, or broke the protocol. The attempt fails."""
 
 
 class InvalidAction(OpenEnvError):
-    """The server's schema refuses the action: the policy's fault."""
+    """The server's schema refuses the action, which is the policy's fault.
+
+    Attributes:
+        detail: The reason, for the policy.
+    """
 
     def __init__(self, message: str, detail: str) -> None:
         super().__init__(message)
@@ -42,7 +46,7 @@ class Answer:
     """The server's answer to a reset or a step.
 
     Attributes:
-        reward: 0 if the server gave none.
+        reward: The reward; 0 if the server gave none.
     """
 
     observation: Mapping[str, Any]
@@ -92,7 +96,8 @@ class OpenEnvSession:
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                # A server that is full says so, and closes, before it is asked.
+                # A full server sends an error and closes before it reads a request. The request
+                # then can't be sent, but the error can still be received.
                 with contextlib.suppress(import_websockets(NEEDED_FOR).ConnectionClosed):
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 text = await self._socket.recv()
@@ -116,6 +121,7 @@ class OpenEnvSession:
 
 
 def _make_error(url: str, kind: str, content: Mapping[str, Any]) -> OpenEnvError:
+    """Return the exception for the server's error `content` in answer to a request of `kind`."""
     code = content.get("code")
     text = f"{url} failed at {kind}: {content.get('message')} ({code})"
     if code == "CAPACITY_REACHED":
@@ -129,9 +135,10 @@ def _make_error(url: str, kind: str, content: Mapping[str, Any]) -> OpenEnvError
 async def open_episode(
     url: str, timeout_s: float, seed: int, options: Mapping[str, Any]
 ) -> tuple[OpenEnvSession, Answer]:
-    """Return a new session and its first answer.
+    """Return a new session, and the answer to its reset.
 
-    While the server has no session free, it is asked again for up to `timeout_s` seconds.
+    While the server has no session free, this tries again for up to `timeout_s` seconds. Raises
+    OpenEnvError.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
@@ -154,9 +161,9 @@ async def open_episode(
 def _read_answer(content: Mapping[str, Any]) -> Answer:
     observation, reward, done = (content.get(key) for key in ("observation", "reward", "done"))
     if not isinstance(observation, dict) or not isinstance(done, bool):
-        raise OpenEnvError(f"the server's answer has no observation: {str(content)[:200]}")
+        raise OpenEnvError(f"the server's answer lacks observation or done: {str(content)[:200]}")
     if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        raise OpenEnvError(f"the server's reward is {reward!r}, it must be a finite number")
+        raise OpenEnvError(f"the server's reward is {reward!r}, but must be a finite number")
     return Answer(observation, float(reward or 0.0), done)
 
 

@@ -63,7 +63,8 @@ class Attempt:
     """The state of one attempt.
 
     Attributes:
-        seconds: Wall time of all its commands.
+        n_commands: Number of commands so far.
+        seconds: Wall time of all commands so far.
     """
 
     task: Task
@@ -109,7 +110,11 @@ class ShellEnvironment(Rows):
         ]
 
     async def step(self, message: Message) -> Step:
-        """Run the commands of a message; judge after the last one, or if there is none."""
+        """Run the commands of a message.
+
+        The attempt ends and is judged if the message has no command, or if no command or no time is
+        left.
+        """
         attempt = self._attempt
         assert attempt is not None, "step before reset"
         commands = extract_commands(message)
@@ -146,8 +151,8 @@ class ShellEnvironment(Rows):
 def extract_commands(message: Message) -> list[tuple[str, str | None]]:
     """Return (tool call id, command) for each command of a message.
 
-    The command is None if the call is not a valid call of `bash`. In a message without tool calls
-    the last code block is the command, with "" as its id.
+    The command is None for a tool call that is not a valid call of `bash`. In a message without
+    tool calls the last code block is the only command, and its id is "".
     """
     if message.tool_calls:
         return [(call.id, _read_command(call)) for call in message.tool_calls]
@@ -164,7 +169,8 @@ def format_result(result: Result, max_chars: int) -> str:
     """Return the text that the agent sees after a command.
 
     It is the output and the error output of the command, without their middle if they have more
-    than `max_chars` characters. For a failed command it also has the reason of the failure.
+    than `max_chars` characters. If the command failed or printed nothing, a last line says how it
+    ended, such as [exit code 1].
     """
     text = (result.stdout + result.stderr).decode("utf-8", "replace")
     if len(text) > max_chars:

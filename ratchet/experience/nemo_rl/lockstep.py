@@ -33,7 +33,14 @@ async def play_in_lockstep(
     task_to_env: Environments,
     pad_id: int,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Play all rows in lockstep."""
+    """Play all rows in lockstep, and return the played batch and its metrics.
+
+    Args:
+        player: Plays each row.
+        input_batch: The rows.
+        task_to_env: The environment of each `task_name`.
+        pad_id: The token that pads batches of prompts.
+    """
     rows = split_rows(input_batch)
     barrier = RowBarrier[Any](len(rows))
     names = dict.fromkeys(row["task_name"] for row in rows)
@@ -69,7 +76,7 @@ async def play_in_lockstep(
 
 @dataclass(frozen=True)
 class _LockstepGenerator:
-    """The generator of one row. Its requests are batched with the requests of the other rows."""
+    """The generator of one row, whose requests are batched with those of the other rows."""
 
     barrier: RowBarrier[Any]
     row: int

@@ -18,10 +18,11 @@ Environments = Mapping[str, EnvironmentInterface[Any]]
 
 
 def split_rows(batch: BatchedDataDict[DatumSpec]) -> list[dict[str, Any]]:
+    """Return the rows of a batch. Raises DataError if a column that each row needs is missing."""
     for column in ("message_log", "task_name"):
         if column not in batch:
             raise DataError(
-                f"the batch has no column '{column}': `collate` makes one of DatumSpecs"
+                f"the batch has no column '{column}': make the batch by `collate` from DatumSpecs"
             )
     return [{name: column[row] for name, column in batch.items()} for row in range(batch.size)]
 
@@ -31,9 +32,14 @@ def make_batch(
     results: Sequence[tuple[dict[str, Any], dict[str, Any]]],
     task_to_env: Environments,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Return the played rows as a batch in order, and all metrics.
+    """Return the played rows as a batch, in the order of `input_batch`, and all metrics.
 
-    The environments post-process the batch.
+    The environments post-process the batch. Failed rows get a loss multiplier of 0.
+
+    Args:
+        input_batch: The batch that was played. Its other columns are kept.
+        results: The state and the sample of each row, as the row's player returns them.
+        task_to_env: The environment of each `task_name`.
     """
     states = [state for state, _ in results]
     samples = [sample for _, sample in results]
@@ -47,6 +53,7 @@ def make_batch(
     failed = torch.tensor([sample["failed"] for sample in samples], dtype=torch.bool)
     multiplier = batch.get("loss_multiplier", torch.ones(len(results)))
     batch["loss_multiplier"] = torch.as_tensor(multiplier).masked_fill(failed, 0.0)
+    # A part of the reward is NaN for a failed row without it, and 0 for other rows without it.
     for part in dict.fromkeys(name for sample in samples for name in sample["reward_parts"]):
         values = [
             float(state[part]) if part in state else math.nan if sample["failed"] else 0.0

@@ -3,7 +3,7 @@
 A request means what the same conversation means to chat completions, token by token: text blocks
 are joined, a `tool_result` is a message of the tool, and thinking stands before the answer within
 <think> marks, as the chat templates of reasoning models read and write it. An answer's reasoning
-stays in its text, so that a client which sends it back extends the recorded tokens.
+stays in its text, so that the recorded tokens are extended when a client sends the answer back.
 
 Sources: Anthropic's API reference, and the types of its Python client 2.14.
 """
@@ -52,7 +52,7 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_t
 
 
 class _Block(EchoedModel):
-    cache_control: dict[str, Any] | None = None  # caching changes no token
+    cache_control: dict[str, Any] | None = None  # no effect: caching changes no token
 
 
 class _Text(_Block):
@@ -76,7 +76,7 @@ class _ToolUse(_Block):
 
 
 class _ToolResult(_Block):
-    """The result of a call. `is_error` has no effect: the text says what went wrong."""
+    """The result of a call. `is_error` has no effect: the text should say what went wrong."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -200,7 +200,7 @@ class _ContextManagement(WireModel):
 
 
 class CountTokensRequest(SamplingFields):
-    """A conversation in Anthropic's form, whose tokens are counted."""
+    """A request to count the tokens of a conversation."""
 
     messages: Annotated[
         list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -210,7 +210,7 @@ class CountTokensRequest(SamplingFields):
     tool_choice: _ToolChoice | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool | None = None
-    # These would change tokens, and can't be followed.
+    # These would change tokens in ways that are not supported, so only their defaults pass.
     thinking: _NoThinking | None = None
     output_config: _OutputConfig | None = None
     output_format: None = None
@@ -254,7 +254,7 @@ class CountTokensRequest(SamplingFields):
 
 
 class MessagesRequest(CountTokensRequest):
-    """A request for a message."""
+    """A request for a message: the fields of `CountTokensRequest`, and the length limit."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
 
@@ -264,7 +264,11 @@ class MessagesRequest(CountTokensRequest):
 
 @dataclass(frozen=True, slots=True)
 class MessagesFormat:
-    """The form of a message, whose id is `name`."""
+    """Write the reply to a request as an Anthropic message.
+
+    Attributes:
+        name: Id of the message.
+    """
 
     request: ChatRequest
     name: str
@@ -279,8 +283,7 @@ class MessagesFormat:
         }
 
     def write_opening(self) -> Iterator[str]:
-        """Yield the start of the message. Its tokens are counted at the end, when it is rendered
-        and sampled."""
+        """Yield the start of the message. Its token counts are 0 here; `write_end` has them."""
         message = {
             **self._write_header(),
             "content": [],
@@ -291,7 +294,7 @@ class MessagesFormat:
         yield format_named_event({"type": "message_start", "message": message})
 
     def write_content(self, reply: ChatReply) -> Iterator[str]:
-        """Yield each block as one piece."""
+        """Yield the events of each block, with its content in one delta."""
         for index, block in enumerate(_write_blocks(reply)):
             if block["type"] == "text":
                 start = {**block, "text": ""}
@@ -310,7 +313,7 @@ class MessagesFormat:
                 yield format_named_event(event)
 
     def write_end(self, reply: ChatReply) -> Iterator[str]:
-        """Yield the reason of the end, and usage."""
+        """Yield the stop reason and the token counts, then the end of the message."""
         event = {
             "type": "message_delta",
             "delta": _describe_end(reply),
@@ -324,7 +327,7 @@ class MessagesFormat:
         yield format_named_event(describe_error(error))
 
     def keep(self, reply: ChatReply) -> None:
-        """Do nothing: messages are not referred to."""
+        """Do nothing: no request of this API refers to an earlier message."""
 
     def _write_header(self) -> dict[str, Any]:
         return {
@@ -343,7 +346,7 @@ def describe_error(error: ApiError) -> dict[str, Any]:
 
 
 def _write_blocks(reply: ChatReply) -> list[dict[str, Any]]:
-    """Return the text of an answer and its calls. An empty answer is an empty text."""
+    """Return an answer's blocks: its text and its calls, or one empty text block."""
     message = reply.message
     calls = [
         {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}

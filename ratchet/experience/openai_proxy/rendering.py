@@ -1,4 +1,4 @@
-"""Render and tokenize beside the event loop, within limits of size."""
+"""Run rendering and tokenizing in threads beside the event loop, and bound the size of texts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ratchet.data.chat.renderer import Renderer
 # Threads that render prompts outside the event loop. They run in parallel, because tokenizing
 # releases the GIL.
 RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
-# Maximum number of characters that a tokenizer's normalisation may merge into one.
+# Maximum number of characters that a tokenizer's normalisation (such as NFKC) merges into one.
 MAX_MERGED_CHARS = 4
 T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Return the result of work with texts, done beside the event loop.
+    """Return the result of `work`, run in a thread so that the event loop goes on.
 
     Rendering, tokenizing or decoding a long text takes seconds, and no other request should wait
     for that.
@@ -27,6 +27,5 @@ async def run_in_thread(work: Callable[[], T]) -> T:
 
 
 def count_max_chars(renderer: Renderer, max_context: int) -> int:
-    """Return the number of characters that a context can hold at most."""
-    # Normalisation such as NFKC may merge several characters into one.
+    """Return an upper bound on the characters of a text with `max_context` tokens."""
     return MAX_MERGED_CHARS * renderer.tokenizer.max_token_chars * max_context

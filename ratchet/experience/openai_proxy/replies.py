@@ -1,7 +1,7 @@
 """Answer conversations with the policy, in the form of the client's API: whole or streamed.
 
-Every API that takes conversations passes here, so that all have the same sessions, records of
-tokens and disconnects. Only `ReplyFormat` differs.
+All APIs answer conversations by this module, so that sessions, recorded tokens and disconnects are
+handled alike. They differ only in their `ReplyFormat`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class ReplyFormat(Protocol):
         ...
 
     def write_content(self, reply: ChatReply) -> Iterable[str]:
-        """Return the events of the answer, before the one that ends it."""
+        """Return the events with the answer's content, up to the event that ends the answer."""
         ...
 
     def write_end(self, reply: ChatReply) -> Iterable[str]:
-        """Return the events from the one that ends the answer."""
+        """Return the event that ends the answer, and all events after it."""
         ...
 
     def write_error(self, error: ApiError) -> Iterable[str]:
-        """Return the events of an error after the opening."""
+        """Return the events of an error that occurs after the opening."""
         ...
 
     def keep(self, reply: ChatReply) -> None:
-        """Keep a delivered reply, if later requests may refer to it."""
+        """Store the reply, if later requests may refer to it."""
         ...
 
 
@@ -77,7 +77,7 @@ async def stream_reply(
         yield event
     try:
         answer, reply = await make_reply(handler, request)
-    except ApiError as error:  # the status has been sent
+    except ApiError as error:  # an event, because the HTTP status has been sent
         for event in form.write_error(error):
             yield event
         return
@@ -92,7 +92,7 @@ async def stream_reply(
 
 
 async def score_completion(handler: RequestHandler, answer: AgentAnswer, n_top: int) -> TokenScores:
-    """Return the recorded log-probabilities of an answer, with alternatives if any are wanted."""
+    """Return the recorded log-probabilities of an answer, with `n_top` alternatives each."""
     recorded_scores = TokenScores.from_completion(answer.completion)
     if not n_top or not len(answer.completion.tokens):
         return recorded_scores
@@ -104,5 +104,5 @@ async def score_completion(handler: RequestHandler, answer: AgentAnswer, n_top: 
 
 
 def name_tokens(handler: RequestHandler, as_ids: bool | None) -> TokenNames:
-    """Return the names of tokens in answers."""
+    """Return how answers name tokens: by text or, if `as_ids`, by id."""
     return TokenNames(handler.renderer.tokenizer, bool(as_ids))

@@ -1,4 +1,4 @@
-"""Keep responses, which later requests of the Responses API may continue from by id."""
+"""Keep responses, so that requests of the Responses API can continue from one by its id."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from ratchet.experience.openai_proxy.wire import WireRequest
 from ratchet.types import Message
 
 MAX_RESPONSES = 1024
-# Bytes of JSON text: the conversation and the body of each response.
+# Limit of all stored responses of a served model, in bytes of JSON text: each response is stored
+# with its conversation.
 MAX_SERVED_BYTES = 2**26
-# An agent goes on from its latest responses, and many attempts run at once.
+# The same limit for an attempt. It is small, because many attempts run at once, and agents continue
+# from their latest responses.
 MAX_ATTEMPT_BYTES = 2**22
 
 
@@ -42,6 +44,13 @@ class StoredResponse:
     def from_values(
         cls, earlier: Sequence[ChatMessage], answer: Message, body: dict[str, Any]
     ) -> StoredResponse:
+        """Return a response for the store.
+
+        Args:
+            earlier: The messages before the answer, without the instructions.
+            answer: The policy's message.
+            body: The response in OpenAI's form.
+        """
         messages = [*(message.to_message() for message in earlier), answer]
         conversation = {"messages": [_write_message(message) for message in messages]}
         return cls(json.dumps(conversation).encode(), json.dumps(body).encode())
@@ -51,7 +60,7 @@ class StoredResponse:
         return len(self.conversation) + len(self.body)
 
     def read_messages(self) -> list[ChatMessage]:
-        """Return the messages of the conversation. Raises ApiError if they are too many."""
+        """Return the messages of the conversation. Raises ApiError if there are too many."""
         return _Conversation.read(self.conversation).messages
 
 
@@ -59,7 +68,7 @@ class ResponseStore:
     """The latest responses of an attempt or of a served model. Older ones are dropped.
 
     Args:
-        max_bytes: Maximum number of bytes of all responses. The latest one may exceed it.
+        max_bytes: Maximum size of all responses together. The latest is kept even if it is larger.
         max_responses: Maximum number of responses.
     """
 
@@ -70,7 +79,7 @@ class ResponseStore:
         self._n_bytes = 0
 
     def add(self, name: str, response: StoredResponse) -> None:
-        """Keep a response under a new id, and drop the oldest ones that exceed the limits."""
+        """Keep a response under the new id `name`, and drop the oldest beyond the limits."""
         self._responses[name] = response
         self._n_bytes += response.n_bytes
         while len(self._responses) > 1 and (
@@ -80,7 +89,7 @@ class ResponseStore:
             self._n_bytes -= dropped.n_bytes
 
     def get(self, name: str) -> StoredResponse | None:
-        """Return a response, or None if it was not stored or has been dropped."""
+        """Return the response with the id `name`; None if it was not stored or has been dropped."""
         return self._responses.get(name)
 
 

@@ -75,7 +75,7 @@ class _OutputItem(_Item):
 
 
 class _ReasoningItem(_Item):
-    """Reasoning, of which the text is read or, if there is none, the summary."""
+    """Reasoning. Its text is read, or its summary if it has no text."""
 
     type: Literal["reasoning"]
     content: str = ""
@@ -96,7 +96,7 @@ Item = Annotated[
     _MessageItem | _CallItem | _OutputItem | _ReasoningItem, Field(discriminator="type")
 ]
 
-
+# The items that together make one message of the assistant.
 _TurnItem = _MessageItem | _CallItem | _ReasoningItem
 
 
@@ -124,7 +124,7 @@ class _Reasoning(WireModel):
 
 
 class ResponsesRequest(SamplingFields):
-    """A validated request for a response."""
+    """A request for a response."""
 
     input: Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
@@ -138,7 +138,7 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    # These would change tokens, and can't be followed.
+    # These would change tokens in ways that are not supported, so only values without effect pass.
     text: _TextConfig | None = None
     reasoning: _Reasoning | None = None
     truncation: Literal["disabled"] | None = None
@@ -158,7 +158,7 @@ class ResponsesRequest(SamplingFields):
     @field_validator("input", mode="before")
     @classmethod
     def _list_items(cls, value: Any) -> Any:
-        """Return the items, each with a type: a message may lack it."""
+        """Return the items, each with a type: clients may leave out the type of a message."""
         if isinstance(value, str):
             return [{"type": "message", "role": "user", "content": value}]
         if not isinstance(value, list):
@@ -214,7 +214,8 @@ class ResponsesRequest(SamplingFields):
         """Return the request for a chat completion.
 
         Args:
-            conversation: The messages so far, without the instructions.
+            conversation: The messages so far, those of an earlier response included. They lack the
+                instructions.
 
         Raises:
             ApiError: 400 for a conversation that can't be answered.
@@ -236,7 +237,10 @@ class ResponsesRequest(SamplingFields):
 
 
 def _continues(turn: Sequence[_TurnItem], item: _Item) -> bool:
-    """True if an item belongs to the message of the assistant's items before it."""
+    """True if `item` belongs to the same message of the assistant as the items of `turn`.
+
+    A call always does. A text or reasoning does only directly after reasoning.
+    """
     if isinstance(item, _CallItem):
         return True
     is_assistant = isinstance(item, _ReasoningItem) or (
@@ -246,7 +250,7 @@ def _continues(turn: Sequence[_TurnItem], item: _Item) -> bool:
 
 
 def _join_turn(turn: Sequence[_TurnItem]) -> ChatMessage:
-    """Return the message of the assistant that consists of these items."""
+    """Return the message of the assistant that the items of `turn` make."""
     reasoning = "".join(item.text for item in turn if isinstance(item, _ReasoningItem))
     text = "".join(item.content for item in turn if isinstance(item, _MessageItem))
     calls = [

@@ -22,13 +22,13 @@ from ratchet.experience.openai_proxy.wire import ApiError
 
 
 class ResponsesFormat:
-    """The form of one response.
+    """Write the reply to a request as a response of the Responses API.
 
     Args:
-        request: The request.
+        request: The request that is answered.
         conversation: The messages before the answer, without the instructions.
         name: The id of the response.
-        store: Keeps the response, if the request allows it.
+        store: Store to which `keep` adds the response.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class ResponsesFormat:
         }
 
     def write_opening(self) -> Iterator[str]:
-        """Yield the start of the response."""
+        """Yield the start of the response, which has no output yet."""
         for kind in ("response.created", "response.in_progress"):
             yield self._write_event(kind, response=self._write_response("in_progress"))
 
     def write_content(self, reply: ChatReply) -> Iterator[str]:
-        """Yield each item of the output as one piece."""
+        """Yield the events of each output item, with its content in one delta."""
         status = "completed" if reply.completion.stop.finished else "incomplete"
         for index, item in enumerate(self._write_items(reply, status)):
             is_message = item["type"] == "message"
@@ -132,7 +132,7 @@ class ResponsesFormat:
         return format_named_event(event)
 
     def _write_items(self, reply: ChatReply, status: str) -> list[dict[str, Any]]:
-        """Return the text of an answer and its calls. An empty answer is an empty text."""
+        """Return an answer's items: its text and its calls, or one empty text."""
         message, suffix = reply.message, self.name.removeprefix("resp")
         part = {
             "type": "output_text",
@@ -161,7 +161,7 @@ class ResponsesFormat:
         return [*([text] if message.text or not calls else []), *calls]
 
     def _write_response(self, status: str) -> dict[str, Any]:
-        """Return a response without output."""
+        """Return the fields of a response that do not depend on the answer."""
         request = self.request
         return {
             **self._echo,

@@ -1,7 +1,7 @@
-"""Make Arrow arrays from their buffers, and read them as NumPy arrays.
+"""Make Arrow arrays from buffers, and read their buffers as NumPy arrays.
 
-`pyarrow.array` and `to_numpy` import pandas wherever it is installed, which costs a training time
-and memory for nothing.
+`pyarrow.array` and `to_numpy` would import pandas if it is installed. Training has no use for
+pandas, and would pay for the import with time and memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def make_array(
 
     Args:
         values: A NumPy array, or a sequence in which None is null.
-        kind: The type of the array. Numbers are converted to it like by `ndarray.astype`.
-        null_N: True for each null of a NumPy array.
+        kind: The type of the array. Numbers are converted to it as by `ndarray.astype`.
+        null_N: [N], true for each null of a NumPy array; None: it has no null.
 
     Raises:
         UnicodeEncodeError: A text has half of a surrogate pair.
@@ -39,7 +39,7 @@ def make_array(
 
 
 def read_array(array: pa.Array) -> NDArray[Any]:
-    """Return the numbers or booleans of an array. Nulls have any value."""
+    """Return the numbers or booleans of an array. The value at a null is undefined."""
     start, end = array.offset, array.offset + len(array)
     data = array.buffers()[1]
     if pa.types.is_boolean(array.type):

@@ -142,7 +142,7 @@ def test_a_full_server_is_asked_again(server):
 
 
 def test_what_can_not_be_played_is_refused(server, tmp_path):
-    with pytest.raises(ConfigError, match="has the fields text, note, of which text must be given"):
+    with pytest.raises(ConfigError, match="has the fields text, note, and requires text"):
         make(server, action_field="note").tasks("test", seed=0)
     with pytest.raises(DataError, match="no OpenEnv server answers"):
         build(resolve("environment", {"kind": "openenv", "url": "http://127.0.0.1:1"})).tasks(
