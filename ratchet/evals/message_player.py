@@ -49,7 +49,7 @@ class Reply(NamedTuple):
     """A turn of the policy.
 
     Attributes:
-        message: The message.
+        message: The message of the turn.
         n_malformed: Number of tool calls that can't be read.
         is_cut: True if the message ended at the length limit.
     """
@@ -119,8 +119,8 @@ class MessagePlayer(ABC):
     ) -> Reply | None:
         """Return the policy's turn after the messages of `state`; None truncates the attempt.
 
-        It adds the turn's tokens to `state.n_tokens`. Raises AttemptFailed if the policy gives no
-        usable answer.
+        A subclass that knows the number of tokens of the turn adds it to `state.n_tokens`. Raises
+        AttemptFailed if the policy gives no usable answer.
 
         Args:
             state: The attempt so far.

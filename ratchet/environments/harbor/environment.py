@@ -306,7 +306,7 @@ def _make_task(directory: TaskDirectory, split: Split, instructions: str) -> Tas
 
 
 def _adapt_sandbox(section: Section) -> Section:
-    """Return the section, changed for Docker: sessions begin at / and may write to all of it."""
+    """Return the section. A Docker session is set to begin at / and to have a writable image."""
     if not isinstance(section, DockerSandboxConfig):
         return section
     return section.model_copy(update={"read_only": False, "workdir": "/"})

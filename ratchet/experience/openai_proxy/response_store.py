@@ -68,7 +68,7 @@ class ResponseStore:
     """The latest responses of an attempt or of a served model. Older ones are dropped.
 
     Args:
-        max_bytes: Maximum size of all responses together. The latest is kept even if it is larger.
+        max_bytes: Maximum bytes of all responses together. The latest is kept even if it is larger.
         max_responses: Maximum number of responses.
     """
 

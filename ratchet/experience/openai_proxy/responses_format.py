@@ -161,7 +161,7 @@ class ResponsesFormat:
         return [*([text] if message.text or not calls else []), *calls]
 
     def _write_response(self, status: str) -> dict[str, Any]:
-        """Return the fields of a response that do not depend on the answer."""
+        """Return a response with this status, but without output, usage and error."""
         request = self.request
         return {
             **self._echo,
