@@ -219,17 +219,24 @@ class EnvironmentServer:
             await run_guarded(session.environment.close)
 
 
+def _read_request(text: str | bytes) -> dict[str, Any]:
+    """Return a request. Raises RequestError."""
+    try:
+        request = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("INVALID_JSON", f"invalid JSON: {error}") from error
+    if not isinstance(request, dict):
+        raise RequestError("VALIDATION_ERROR", "a request must be a JSON object")
+    return request
+
+
 async def _answer_text(session: PlaySession, text: str | bytes) -> str | None:
     """Return the answer to a request as JSON; None if the request closes the session."""
     try:
-        request = json.loads(text)
-        if not isinstance(request, dict):
-            raise RequestError("VALIDATION_ERROR", "a request must be a JSON object")
+        request = _read_request(text)
         if request.get("type") == "close":
             return None
         kind, data = await session.answer(request)
-    except (ValueError, RecursionError) as error:
-        kind, data = "error", {"message": f"invalid JSON: {error}", "code": "INVALID_JSON"}
     except RequestError as error:
         errors = [{"msg": str(error)}] if error.code == "VALIDATION_ERROR" else []
         kind, data = "error", {"message": str(error), "code": error.code, "errors": errors}

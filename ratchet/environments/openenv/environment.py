@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -273,11 +274,13 @@ def format_observation(template: str, observation: Mapping[str, Any]) -> str:
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     texts = [value for value in fields.values() if isinstance(value, str)]
     whole = texts[0] if len(texts) == 1 else json.dumps(fields, ensure_ascii=False)
-    text = template.replace("{observation}", whole)
-    for name, value in fields.items():
-        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        text = text.replace(f"{{{name}}}", shown)
-    return text
+    values = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in fields.items()
+    }
+    values["observation"] = whole
+    # In one pass: braces inside an observation stay as they are.
+    return re.sub(r"\{([^{}]*)\}", lambda match: values.get(match[1], match[0]), template)
 
 
 def _describe_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:

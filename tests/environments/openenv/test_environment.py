@@ -212,3 +212,9 @@ def test_a_package_of_openenvs_scaffold_trains_and_replays(
     assert max(filter(None, rewards[0])) > 0
     replayed = ratchet("replay", "runs/first", "--step", 2)
     assert (replayed.returncode, "bit-equal" in replayed.stdout) == (0, True)
+
+
+def test_an_observation_is_filled_in_once():
+    observation = {"text": "write {reward}", "reward": 3, "metadata": {"x": 1}}
+    assert format_observation("{observation} ({reward})", observation) == "write {reward} (3)"
+    assert format_observation("{text} {other}", observation) == "write {reward} {other}"
