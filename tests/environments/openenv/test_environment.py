@@ -16,6 +16,7 @@ from pages import written
 from pydantic import ValidationError
 
 from ratchet.config.resolve import build, resolve
+from ratchet.environments.openenv.environment import format_observation
 from ratchet.environments.openenv.process import ServerProcess
 from ratchet.environments.openenv.session import OpenEnvError, read_schema
 from ratchet.errors import ConfigError, DataError
