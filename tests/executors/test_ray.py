@@ -159,7 +159,7 @@ def test_generators_on_ray(executor, tmp_path, monkeypatch):
     def dies_once(router, *start):
         began(router, *start)
         doomed.append(router)
-        os.kill(router.queues[1].group.members[0].pid, signal.SIGKILL)
+        os.kill(router.queues[1].process.members[0].pid, signal.SIGKILL)
 
     began = GeneratorPool.start
     monkeypatch.setattr(GeneratorPool, "start", dies_once)
