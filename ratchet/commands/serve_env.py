@@ -14,7 +14,7 @@ import copy
 import json
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ratchet.executors.signals import STOP_SIGNALS
 from ratchet.protocols import Environment, Step
 from ratchet.training.stage import EnvSetup
 from ratchet.training.stage_from_config import build_env_setup, build_eval_env_setup
-from ratchet.types import Message, Scored, ToolCall
+from ratchet.types import Message, Scored, Task, ToolCall
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 from ratchet.utils.websockets import import_websockets
 
@@ -65,7 +65,7 @@ class PlaySession:
     episode: AttemptState | None = None
     episode_id: str | None = None
     n_steps: int = 0
-    is_done: bool = field(default=True)
+    is_done: bool = True
 
     async def answer(self, request: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         """Return the type and the data of the answer to a request. Raises RequestError."""
@@ -85,7 +85,11 @@ class PlaySession:
         if not isinstance(seed, int) or seed < 0 or split not in SPLITS:
             message = f"seed={seed!r} must be 0 or more, split={split!r} must be train or test"
             raise RequestError("VALIDATION_ERROR", message)
-        task = next(self.environment.tasks(split, seed=0, start=seed), None)
+
+        async def find_task() -> Task | None:
+            return next(self.environment.tasks(split, seed=0, start=seed), None)
+
+        task = await run_guarded(find_task)
         if task is None:
             raise RequestError("VALIDATION_ERROR", f"the {split} split has no task {seed}")
         messages = await run_guarded(lambda: self.environment.reset(task))

@@ -150,6 +150,9 @@ class MessagePlayer(ABC):
             async with time_limit:
                 outcome = await self._play_episode(state, sampling)
         except TimeoutError:
+            # Without an expired limit, the policy raised it.
+            if not time_limit.expired():
+                raise
             outcome = Failed(
                 "timeout", f"not over after {self.timeout_s:g} s and {len(state.turns)} turns"
             )

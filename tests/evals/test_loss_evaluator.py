@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, DataError
 from ratchet.evals import loss_evaluator
 from ratchet.evals.evaluator import Evaluator
-from ratchet.evals.loss_evaluator import HeldOutLoss, LossEvaluator
+from ratchet.evals.loss_evaluator import HeldOutLoss, LossEvaluator, _split_groups
 from ratchet.evals.stage_evaluator import CombinedEvaluator
 from ratchet.training.from_config import build_policy
 from ratchet.training.run import StageRun
@@ -277,3 +278,11 @@ def test_patience_ends_a_stage_whose_loss_does_not_fall(llama: Path, tmp_path: P
     (tmp_path / "recipe.yaml").write_text(json.dumps(settings))
     assert start_run(tmp_path / "recipe.yaml", [], tmp_path / "run", command="test") == 0
     assert "eval/loss was no better in 2 evaluations" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_parts_are_whole_groups_within_the_limit(monkeypatch):
+    monkeypatch.setattr("ratchet.evals.loss_evaluator.MAX_PART_TOKENS", 10)
+    batch = SimpleNamespace(
+        group_S=torch.tensor([0, 0, 1, 1, 2, 3]), lengths_S=torch.tensor([3, 3, 2, 3, 12, 4])
+    )
+    assert list(_split_groups(batch)) == [[0, 1], [2, 3], [4], [5]]

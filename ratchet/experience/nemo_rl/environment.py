@@ -18,6 +18,7 @@ from torch import Tensor
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
+from ratchet.utils.user_parts import complete
 
 Metadata = TypeVar("Metadata")
 
@@ -198,19 +199,13 @@ def get_environment(
             "it there"
         )
     environment = task_to_env[task_name]
-    return ActorEnvironment(environment) if _is_ray_actor(environment) else environment
+    if _is_ray_actor(environment):
+        return ActorEnvironment(environment)
+    return complete(environment, EnvironmentInterface)
 
 
 def _is_ray_actor(environment: Any) -> bool:
     return hasattr(environment, "_actor_id") and hasattr(environment.step, "remote")
-
-
-def has_option(environment: EnvironmentInterface[Any], name: str) -> bool:
-    """Return `raw_observations` or `judges_cut_answers` of an environment.
-
-    A class that has the methods of `EnvironmentInterface` alone need not have these.
-    """
-    return getattr(environment, name, False)
 
 
 def post_process(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.attempt import MessageLogDialogue, StepFunction
-from ratchet.experience.nemo_rl.environment import EnvironmentInterface, has_option
+from ratchet.experience.nemo_rl.environment import EnvironmentInterface
 from ratchet.experience.nemo_rl.generation import get_sampling, get_weights_version
 from ratchet.experience.nemo_rl.metrics import measure_sample
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
@@ -66,10 +66,10 @@ class RowPlayer:
         memo.key = (list(messages), None)
         memo.tokens = concatenate_tokens(log).numpy()
         dialogue = MessageLogDialogue(
-            step_function, judges_cut_answers=has_option(environment, "judges_cut_answers")
+            step_function, judges_cut_answers=environment.judges_cut_answers
         )
         dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
-        renderer = get_log_renderer(self.tokenizer, has_option(environment, "raw_observations"))
+        renderer = get_log_renderer(self.tokenizer, environment.raw_observations)
         player = EpisodePlayer(
             generator, renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns
         )

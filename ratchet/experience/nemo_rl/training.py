@@ -19,12 +19,12 @@ from ratchet.experience.nemo_rl.attempt import MessageLogDialogue, step_alone
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.environment import (
     EnvironmentInterface,
-    has_option,
     post_process,
 )
 from ratchet.experience.nemo_rl.specs import DatumSpec, as_message
 from ratchet.protocols import Step
 from ratchet.types import Group, Message, Split, Task, Trajectory
+from ratchet.utils.user_parts import complete
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,8 @@ class MessageLogEnvironment(Rows):
     replayable = False  # the interface need not be deterministic
 
     def __init__(self, config: MessageLogConfig) -> None:
-        self.interface: EnvironmentInterface[Any] = import_object(config.interface)(
-            **config.arguments
-        )
+        interface = import_object(config.interface)(**config.arguments)
+        self.interface: EnvironmentInterface[Any] = complete(interface, EnvironmentInterface)
         self.data = import_object(config.data)
         self.path = config.data
         self.interface_name = type(self.interface).__name__
@@ -77,7 +76,7 @@ class MessageLogEnvironment(Rows):
     def _make_dialogue(self) -> MessageLogDialogue:
         return MessageLogDialogue(
             partial(step_alone, self.interface),
-            judges_cut_answers=has_option(self.interface, "judges_cut_answers"),
+            judges_cut_answers=self.interface.judges_cut_answers,
         )
 
     @property
