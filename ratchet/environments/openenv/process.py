@@ -6,12 +6,13 @@ import re
 import select
 import subprocess
 import tempfile
-import time
 import weakref
 from importlib.resources import files
 from pathlib import Path
 
 from ratchet.errors import ConfigError
+from ratchet.processes.process_group import kill_group
+from ratchet.utils.safe_read import read_text
 
 MANIFEST = "openenv.yaml"
 DEFAULT_APP = "server.app:app"
@@ -38,7 +39,7 @@ class ServerProcess:
                 f"environment.path={package} has no {MANIFEST}. Name a directory that `openenv "
                 "init` wrote."
             )
-        app = re.search(r"^app:\s*([\w.]+:\w+)", manifest.read_text(encoding="utf-8"), re.MULTILINE)
+        app = re.search(r"^app:\s*([\w.]+:\w+)", read_text(manifest), re.MULTILINE)
         launcher = str(files("ratchet.environments.openenv").joinpath("launcher.py"))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         command = [python, "-P", launcher, app[1] if app else DEFAULT_APP, str(sessions)]
@@ -66,10 +67,7 @@ class ServerProcess:
     def _read_port(self, timeout_s: float) -> str:
         """Return the line in which the launcher prints its port; "" without one in time."""
         assert self._process.stdout is not None
-        deadline = time.monotonic() + timeout_s
-        ready, _, _ = select.select(
-            [self._process.stdout], [], [], max(0.0, deadline - time.monotonic())
-        )
+        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         return self._process.stdout.readline().decode("ascii", "replace").strip() if ready else ""
 
     def _read_errors(self) -> str:
@@ -87,7 +85,7 @@ class ServerProcess:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
+    kill_group(process.pid)  # the server's own child processes too
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
