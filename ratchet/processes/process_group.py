@@ -1,18 +1,21 @@
 """Kill a process group, and remove its shared memory.
 
-Libraries remove their segments only if the process ends normally. Every child process imports this
-module, so it imports nothing that takes long.
+Libraries remove their segments only if the process ends normally. Other files that a process has
+mapped, such as the weights of a model in /dev/shm, belong to the user and are never removed. Every
+child process imports this module, so it imports nothing that takes long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
-from collections.abc import Iterator
 from typing import NoReturn
 
 SHARED_MEMORY = "/dev/shm"
+# The names that Python's multiprocessing, PyTorch, NCCL, CUDA, vLLM and Ratchet give to segments.
+SEGMENT_NAME = re.compile(r"(psm_|torch_|nccl-|cuda\.shm\.|ratchet-)[^/]*|[^/]*-cpushm_[^/]*")
 
 
 def kill_group(group: int) -> None:
@@ -35,9 +38,9 @@ def end_group() -> NoReturn:
 
 
 def list_shared_memory(group: int) -> list[str]:
-    """Return the shared-memory files and directories that only this process group uses.
+    """Return the shared-memory segments that only this process group uses.
 
-    These are files that only the group's processes have mapped, and paths named after it
+    These are segments that only the group's processes have mapped, and paths named after it
     (`ratchet-<what>-<group>-<any>`). Call this before killing the group.
     """
     if not os.path.isdir(SHARED_MEMORY):
@@ -46,8 +49,8 @@ def list_shared_memory(group: int) -> list[str]:
     other_paths: set[str] = set()
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            mapped_paths = set(_list_mapped_paths(process))
-            (group_paths if os.getpgid(int(process)) == group else other_paths).update(mapped_paths)
+            segments = list_mapped_segments(process)
+            (group_paths if os.getpgid(int(process)) == group else other_paths).update(segments)
     named_paths = [
         f"{SHARED_MEMORY}/{name}"
         for name in os.listdir(SHARED_MEMORY)
@@ -56,12 +59,18 @@ def list_shared_memory(group: int) -> list[str]:
     return [*sorted(group_paths - other_paths), *named_paths]
 
 
-def _list_mapped_paths(process: str) -> Iterator[str]:
+def list_mapped_segments(process: str = "self") -> list[str]:
+    """Return the paths of the shared-memory segments that a process has mapped.
+
+    process: the process's number, or "self" for this process. Raises OSError if it is gone.
+    """
+    names = set()
     with open(f"/proc/{process}/maps") as maps:
         for line in maps:
-            _, separator, path = line.partition(f" {SHARED_MEMORY}/")
-            if separator and not path.endswith(" (deleted)\n"):
-                yield f"{SHARED_MEMORY}/{path.rstrip()}"
+            name = line.rstrip().partition(f" {SHARED_MEMORY}/")[2]
+            if SEGMENT_NAME.fullmatch(name) and not name.endswith(" (deleted)"):
+                names.add(name)
+    return [f"{SHARED_MEMORY}/{name}" for name in sorted(names)]
 
 
 def remove_paths(paths: list[str]) -> None:

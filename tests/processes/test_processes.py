@@ -228,8 +228,11 @@ def test_no_child_outlives_the_driver(end):
 
 def test_a_killed_group_leaves_nothing_in_shared_memory(tmp_path):
     """What its processes alone have mapped goes, and what is named for it; what others have mapped
-    stays."""
-    names = [f"/dev/shm/mapped-{os.getpid()}-{i}" for i in range(2)]
+    stays, and so do a user's files."""
+    folder = Path(f"/dev/shm/model-{os.getpid()}")
+    folder.mkdir()
+    names = [f"/dev/shm/psm_{os.getpid()}-{i}" for i in range(2)]
+    names += [str(folder / "psm_0"), f"/dev/shm/{os.getpid()}.safetensors"]
     code = (
         "import mmap, sys, time\n"
         "files = [open(name, 'w+b') for name in sys.argv[1:]]\n"
@@ -246,5 +249,7 @@ def test_a_killed_group_leaves_nothing_in_shared_memory(tmp_path):
         with open(names[1], "r+b") as file, mmap.mmap(file.fileno(), 0):
             kill_group(process.pid)
     assert process.returncode == -signal.SIGKILL
-    assert [os.path.exists(path) for path in [*names, named]] == [False, True, False]
-    os.unlink(names[1])
+    assert [os.path.exists(path) for path in [*names, named]] == [False, True, True, True, False]
+    for name in names[1:]:
+        os.unlink(name)
+    folder.rmdir()

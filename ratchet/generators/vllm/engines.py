@@ -25,6 +25,7 @@ from ratchet.generators.engine.sampler import derive_stream
 from ratchet.generators.faults import find_first_nonfinite
 from ratchet.generators.request import EngineCore, GenerationRequest
 from ratchet.generators.vllm.media import check_expanded, collapse_placeholders, make_media_prompt
+from ratchet.processes.process_group import remove_paths
 from ratchet.types import Completion, StopReason
 
 ABORT_AGAIN_S = 0.01  # interval between repeated aborts
@@ -367,6 +368,7 @@ class MultiprocessCore:
         self._requests: dict[str, GenerationRequest] = {}
         self._aborting: asyncio.Task[None] | None = None
         self._is_guarded = False
+        self._shared_memory: list[str] = []  # of vLLM's processes alone
         self._on_files_read = on_files_read
         self._ids = map(str, itertools.count())
 
@@ -416,7 +418,10 @@ class MultiprocessCore:
         """Make vLLM's processes end with this process. Await this before any other call to vLLM."""
         if not self._is_guarded:
             self._is_guarded = True
-            await self.llm.collective_rpc("tie_to_driver", args=(socket.gethostname(), os.getpid()))
+            paths_by_worker = await self.llm.collective_rpc(
+                "tie_to_driver", args=(socket.gethostname(), os.getpid())
+            )
+            self._shared_memory = [path for paths in paths_by_worker for path in paths]
             self._on_files_read()
 
     def cancel(self, request: GenerationRequest) -> None:
@@ -478,6 +483,7 @@ class MultiprocessCore:
         # Finalize vLLM now: its finalizer needs modules that are gone at the interpreter's exit.
         del self.llm
         _end_processes(self._children)
+        remove_paths(self._shared_memory)
 
 
 def _end_processes(children: Iterable[BaseProcess]) -> None:

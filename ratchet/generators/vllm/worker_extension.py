@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratchet.generators.vllm.lora import explain_adapter_damage
 from ratchet.generators.vllm.weights import WeightFileReader
+from ratchet.processes.process_group import list_mapped_segments, remove_paths
 
 DRIVER_POLL_S = 2.0
 
@@ -36,6 +37,8 @@ else:
 def _end_after_driver(driver: int, engine: int) -> None:
     while _is_running(driver):
         time.sleep(DRIVER_POLL_S)
+    # The engine made some of these, and a killed process does not remove its files.
+    remove_paths(list_mapped_segments())
     if os.getppid() == engine:
         os.kill(engine, signal.SIGKILL)
     os._exit(1)
@@ -122,18 +125,21 @@ class VLLMWorkerExtension(_VLLMWorker):
         """Return the version of the last push that was loaded."""
         return self.pushed_version
 
-    def tie_to_driver(self, host: str, driver: int) -> None:
+    def tie_to_driver(self, host: str, driver: int) -> list[str]:
         """End this worker and vLLM's engine when the driver's process ends.
 
-        The files of vLLM's shared memory are unlinked at once, because a killed process would leave
-        them behind. Without this call, an engine whose driver was killed would keep running and
-        hold the accelerator, since it ends only on the driver's request.
+        Without this call, an engine whose driver was killed would keep running and hold the
+        accelerator, since it ends only on the driver's request.
+
+        Files of shared memory that vLLM never unlinks are unlinked at once. Return the other
+        segments that this worker has mapped: vLLM unlinks them at an orderly end only.
         """
         _unlink_shared_memory()
         if socket.gethostname() == host and os.getpid() != driver:
             threading.Thread(
                 target=_end_after_driver, args=(driver, os.getppid()), daemon=True
             ).start()
+        return list_mapped_segments()
 
     def _report_failure(self, reason: str) -> str:
         if self.vllm_config.parallel_config.data_parallel_size > 1:

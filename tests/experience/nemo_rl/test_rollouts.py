@@ -307,6 +307,7 @@ def test_cut_answers_are_judged_where_the_environment_asks():
 def test_an_environment_may_be_a_ray_actor():
     import ray
 
+    ray.shutdown()  # other tests keep theirs
     ray.init(
         num_cpus=1,
         include_dashboard=False,
