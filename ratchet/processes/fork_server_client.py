@@ -15,6 +15,7 @@ from ratchet.errors import WorkerError
 from ratchet.processes.exit_status import describe_exit
 from ratchet.processes.frames import Connection, FrameKind, PeerGone, dump_json
 from ratchet.processes.output_log import read_tail
+from ratchet.processes.process_group import kill_group
 from ratchet.processes.spawn import SpawnedProcess
 from ratchet.utils.temp_dirs import TemporaryFolder
 
@@ -158,6 +159,10 @@ class ForkServer:
                     self._living.pop(report.number).status.set_result(report.parcel.load_json())
                 else:
                     failure = report.parcel.load_json()
-        end = failure or describe_exit(server.wait())[0]
+        status = server.wait()
+        if status != 0:  # it ended without killing its processes, whose own children live on
+            for pid in self._living:
+                kill_group(pid)
+        end = failure or describe_exit(status)[0]
         for process in (*self._started.values(), *self._living.values()):
             process.status.set_exception(WorkerError(f"the fork server ended: {end}"))

@@ -133,5 +133,5 @@ def test_shared_weights_need_no_transport():
 
 
 def test_weights_that_are_not_shared_are_not_taken_for_shared():
-    with pytest.raises(ConfigError, match="Set weight_sync\.kind=auto"):
+    with pytest.raises(ConfigError, match=r"Set weight_sync\.kind=auto"):
         make_weight_sync(resolve("weight_sync", {"kind": "shared"}), SyncEndpoints(ALONE, Kept()))
