@@ -137,7 +137,12 @@ def _are_valid_stop_strings(stops: tuple[Any, ...]) -> bool:
         and len(stops) <= MAX_STOP_STRINGS
         and all(stops)
         and max(map(len, stops)) <= MAX_STOP_STRING_LENGTH
+        and not any(map(_has_surrogate, stops))
     )
+
+
+def _has_surrogate(text: str) -> bool:
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
 # --- checks of each field, whose errors name the smallest fix
@@ -230,6 +235,10 @@ def _check_stop(name: str, value: Any) -> tuple[str, ...]:
                 text,
                 f"has {len(text):,} characters",
                 f"strings of at most {MAX_STOP_STRING_LENGTH:,} characters",
+            )
+        if _has_surrogate(text):
+            raise _make_error(
+                name, text, "has half of a surrogate pair, which no text contains", "other strings"
             )
     if len(value) > MAX_STOP_STRINGS:
         raise _make_error(

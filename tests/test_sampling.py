@@ -48,6 +48,7 @@ WRONG = {
         [1],
         [None],
         ["a" * (MAX_STOP_STRING_LENGTH + 1)],
+        ["a\udc80"],
         ["a"] * (MAX_STOP_STRINGS + 1),
         {"a": 1},
     ],

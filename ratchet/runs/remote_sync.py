@@ -44,6 +44,7 @@ from ratchet.runs.remote_run import (
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils import failpoints
 from ratchet.utils.object_store import get_cached_path
+from ratchet.utils.summarize import summarize_names
 
 log = logging.getLogger(__name__)
 
@@ -298,16 +299,13 @@ class Mirror:
         self._try_push(self.take_snapshot())
         if self.incomplete_reason is None:
             return True
-        missing_names = ", ".join(self._not_uploaded[:MAX_NAMES])
-        if len(self._not_uploaded) > MAX_NAMES:
-            missing_names += " and more"
         path = self.directory.path
         log.error(
             "%s lacks a part of the run (%s). Missing: %s. The complete run is in %s; `ratchet "
             "train --resume %s` tries again",
             self.address,
             self.incomplete_reason,
-            missing_names or "what was written last",
+            summarize_names(self._not_uploaded, MAX_NAMES) or "what was written last",
             path,
             self.address,
         )

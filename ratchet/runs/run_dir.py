@@ -18,6 +18,7 @@ from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.observe.write_files import open_plain, replace_text
 from ratchet.utils import failpoints
 from ratchet.utils.safe_read import read_json
+from ratchet.utils.summarize import summarize_names
 
 log = logging.getLogger(__name__)
 
@@ -267,11 +268,7 @@ def _describe_holder(content: bytes) -> str:
 
 def _describe_differences(old: Any, new: Any) -> str:
     """Return the first differences as text, empty if there are none."""
-    changed = list_config_differences(old, new)
-    text = "; ".join(changed[:MAX_NAMED])
-    if len(changed) > MAX_NAMED:
-        text += f" and {len(changed) - MAX_NAMED} more"
-    return text
+    return summarize_names(list_config_differences(old, new), MAX_NAMED, separator="; ")
 
 
 def list_config_differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -31,10 +31,11 @@ from ratchet.commands.convert.verify import N_TOKENS, explain_missing_logits, sa
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import copy_companions, find_model
 from ratchet.models.lora.files import StoredAdapter, load_adapter
-from ratchet.models.weights.hf_weights import read_json, summarize_names
+from ratchet.models.weights.hf_weights import read_json
 from ratchet.runs.run_dir import ADAPTER, MODEL
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import write_json
+from ratchet.utils.summarize import summarize_names
 from ratchet.weight_sync.checksums import checksum
 
 FILE_BYTES = 2**31

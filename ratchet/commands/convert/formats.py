@@ -33,11 +33,11 @@ from ratchet.models.weights.hf_weights import (
     INDEX,
     WEIGHTS,
     WeightFiles,
-    summarize_names,
 )
 from ratchet.models.weights.weight_layout import WeightPiece
 from ratchet.protocols import Shard
 from ratchet.utils.atomic_files import atomic_path, write_json
+from ratchet.utils.summarize import summarize_names
 
 EMBEDDING = "model.embed_tokens.weight"
 # Prefixes of the names of a causal model's weights. A checkpoint may hold other tensors as well.

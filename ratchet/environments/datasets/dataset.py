@@ -30,7 +30,7 @@ from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.environments.datasets.dataset_rows import DatasetRowReader, RowContents
 from ratchet.environments.datasets.preference_rows import LabelledSteps
 from ratchet.environments.datasets.preferences import GOOD_STEP
-from ratchet.environments.datasets.usual_columns import explain_ambiguous
+from ratchet.environments.datasets.usual_columns import explain_ambiguous, summarize_columns
 from ratchet.environments.single_turn import SingleTurn
 from ratchet.errors import DataError
 from ratchet.types import READ_FROM, Comparison, LabelledAnswer, Message, Split, Task
@@ -179,8 +179,8 @@ class Dataset(SingleTurn):
         name = self.reader.column_names.get(usual_name, usual_name)
         problem = f"column '{name}' is null" if name in contents.values else f"no column '{name}'"
         raise DataError(
-            f"{contents.where}: {problem}; the row has {', '.join(contents.columns)}, but "
-            f"this algorithm learns from {needed_data}: "
+            f"{contents.where}: {problem}; the row has {summarize_columns(contents.columns)}, "
+            f"but this algorithm learns from {needed_data}: "
             f"name yours in `columns`: {{{usual_name}: ...}}, or use another algorithm"
         )
 

@@ -28,6 +28,7 @@ from ratchet.environments.datasets.usual_columns import (
     explain_no_prompt,
     join_input,
     list_candidates,
+    summarize_columns,
 )
 from ratchet.errors import DataError
 from ratchet.types import MediaKind, Message, Part
@@ -115,7 +116,7 @@ class DatasetRowReader:
         contents = parser.parse()
         prompt = self.placer.place(contents.prompt, parser.parse_media(), where)
         if self.config.needs_media and not list_media(prompt):
-            columns = ", ".join(contents.columns)
+            columns = summarize_columns(contents.columns)
             raise DataError(
                 f"{where}: no image and no clip; the row has {columns}: name the column of "
                 f"its media in `columns`: {{images: ...}}"
@@ -458,7 +459,7 @@ class _RowParser:
             problem = (
                 f"column '{name}' is null" if name in self.row.values else f"no column '{name}'"
             )
-            columns = ", ".join(self.non_null_columns) or "no columns"
+            columns = summarize_columns(self.non_null_columns) or "no columns"
             raise DataError(
                 f"{self.where}: {problem}; the row has {columns}: name yours in `columns`: "
                 f"{{{usual_name}: ...}}"

@@ -18,6 +18,7 @@ from ratchet.environments.datasets.usual_columns import (
     explain_ambiguous,
     join_input,
     list_candidates,
+    summarize_columns,
 )
 from ratchet.errors import DataError
 from ratchet.types import Comparison, LabelledAnswer, Message, Role
@@ -379,7 +380,7 @@ class _PreferenceParser:
         return f"'{self.reader.column_names[column]}'"
 
     def list_columns(self) -> str:
-        return f"the row has {', '.join(self.columns) or 'no columns'}"
+        return f"the row has {summarize_columns(self.columns) or 'no columns'}"
 
     def refuse(self, problem: str) -> NoReturn:
         raise DataError(f"{self.where}: {problem}")

@@ -21,6 +21,7 @@ from ratchet.environments.datasets.preference_rows import (
     PreferenceReader,
     PreferenceRow,
 )
+from ratchet.environments.datasets.usual_columns import summarize_columns
 from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import DataError
 from ratchet.types import Comparison, LabelledAnswer, Message, Split, Task
@@ -88,7 +89,7 @@ class Preferences(Rows):
         )
 
     def _raise_missing(self, row: PreferenceRow, column: str, needed: str) -> NoReturn:
-        columns = ", ".join(row.columns)
+        columns = summarize_columns(row.columns)
         raise DataError(
             f"{row.where}: no column '{self._names[column]}'; the row has {columns}, but this "
             f"algorithm learns from {needed}: use a file with such rows, or another algorithm"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from ratchet.utils.summarize import summarize_names
 
 # Names that files use instead of the usual name. A file with two of them is ambiguous.
 ALTERNATIVE_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -14,6 +16,12 @@ ALTERNATIVE_NAMES: Mapping[str, tuple[str, ...]] = {
 # In rows with an instruction, this column has the text that the instruction is about. It may be
 # empty.
 INPUT_COLUMN = "input"
+MAX_COLUMNS = 12  # the number of columns that an error names
+
+
+def summarize_columns(columns: Iterable[str]) -> str:
+    """Return a row's columns for an error, "" if it has none."""
+    return summarize_names(columns, MAX_COLUMNS)
 
 
 def list_candidates(
@@ -68,6 +76,6 @@ def explain_no_prompt(columns: Sequence[str]) -> str:
     if len(others) > 1 and not answers:
         line += f", answer: {others[1]}"
     return (
-        f"no column 'prompt'; the row has {', '.join(columns) or 'no columns'}, and none of "
-        f"{', '.join(known)}: name yours in `columns`: {{{line}}}"
+        f"no column 'prompt'; the row has {summarize_columns(columns) or 'no columns'}, and none "
+        f"of {', '.join(known)}: name yours in `columns`: {{{line}}}"
     )

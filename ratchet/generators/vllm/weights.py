@@ -20,6 +20,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ratchet.errors import ModelError
 from ratchet.protocols import Shard
+from ratchet.utils.summarize import summarize_names
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -125,11 +126,9 @@ class WeightFileWriter:
         if not self._entries and not self._partial_weights:
             return None
         if missing_names := sorted(set(self.shapes) - set(self._entries)):
-            names = ", ".join(missing_names[:5])
-            if len(missing_names) > 5:
-                names += f" and {len(missing_names) - 5} more"
             raise ModelError(
-                f"a push must have all weights, and these are missing or incomplete: {names}"
+                "a push must have all weights, and these are missing or incomplete: "
+                f"{summarize_names(missing_names)}"
             )
         assert self.path is not None, "there are entries, so there is a file"
         entries = dict(self._entries)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ratchet.generators.vllm.lora import explain_adapter_damage
 from ratchet.generators.vllm.weights import WeightFileReader
 from ratchet.processes.process_group import list_mapped_segments, remove_paths
+from ratchet.utils.summarize import summarize_names
 
 DRIVER_POLL_S = 2.0
 
@@ -91,10 +92,9 @@ class VLLMWorkerExtension(_VLLMWorker):
         except (OSError, ValueError) as error:
             return self._report_failure(f"{manifest['path']} can't be read: {error}")
         if damaged_names := reader.list_damaged():
-            names = ", ".join(damaged_names[:5])
             return self._report_failure(
                 f"{len(damaged_names)} weights don't have the checksum that they were sent with: "
-                f"{names}"
+                f"{summarize_names(damaged_names)}"
             )
         self.checked_push = reader
         return ""

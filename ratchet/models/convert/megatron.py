@@ -38,9 +38,9 @@ from ratchet.models.parallel.sharding import (
     check_even,
     find_nearest_divisor,
 )
-from ratchet.models.weights.hf_weights import summarize_names
 from ratchet.models.weights.weight_layout import WeightPiece, cut_blocks
 from ratchet.protocols import Shard
+from ratchet.utils.summarize import summarize_names
 
 Layout = Mapping[str, tuple[WeightPiece, ...]]
 

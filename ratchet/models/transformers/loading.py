@@ -10,6 +10,7 @@ from typing import Any
 from ratchet.config.model_shape.config_json import SIZE_RANGES
 from ratchet.errors import ModelError, RatchetError
 from ratchet.utils import safe_read
+from ratchet.utils.summarize import summarize_names
 from ratchet.utils.terminal_text import get_first_line
 
 READ_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -56,12 +57,9 @@ def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
     """
     missing = sorted(loading["missing_keys"])
     if missing:
-        examples = ", ".join(missing[:3]) + (
-            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        )
         raise ModelError(
-            f"{directory} lacks the weights {examples}, which its config.json requires. Add the "
-            "missing weight files, or correct config.json."
+            f"{directory} lacks the weights {summarize_names(missing, 3)}, which its config.json "
+            "requires. Add the missing weight files, or correct config.json."
         )
 
 

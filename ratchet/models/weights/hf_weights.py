@@ -27,6 +27,7 @@ from ratchet.models.weights.weight_layout import cut_blocks, list_pieces
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import atomic_path, write_json
 from ratchet.utils.object_store import stays_inside
+from ratchet.utils.summarize import summarize_names
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
@@ -82,12 +83,6 @@ def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Non
 
 def _format_shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape))
-
-
-def summarize_names(names: list[str]) -> str:
-    """Return a text with up to five of the names, and the number of all others."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 # --- reading

@@ -17,6 +17,7 @@ from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.environments.datasets.dataset import Dataset
+from ratchet.environments.datasets.usual_columns import explain_no_prompt
 from ratchet.errors import DataError
 from ratchet.experience.sources.offline import SupervisedSource, TextRenderer
 from ratchet.experience.sources.tasks import TaskStream
@@ -260,3 +261,8 @@ def test_so_few_rows_that_none_is_held_out(tmp_path: Path):
         DataError, match=r"test_share=0.1 holds out none of so few rows.* evaluation.tasks: 0"
     ):
         environment.tasks("test", seed=0)
+
+
+def test_an_error_names_few_of_many_columns():
+    text = explain_no_prompt([f"column_{i}" for i in range(1000)])
+    assert "column_11 and 988 more" in text
