@@ -215,8 +215,9 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
         steps.append(build(config.correction))
     if config.whiten:
         steps.append(whiten)
-    if config.advantage_clip is not None:
-        steps.append(partial(clip_advantages, limit=config.advantage_clip))
+    if config.advantage_bounds is not None:
+        low, high = config.advantage_bounds
+        steps.append(partial(clip_advantages, low=low, high=high))
     return tuple(steps)
 
 

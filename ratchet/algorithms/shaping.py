@@ -71,10 +71,14 @@ def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0
     )
 
 
-def scale_rewards(batch: Batch, state: AlgoState, *, factor: float) -> Batch:
-    """Multiply all rewards by a factor, also the rewards of turns."""
+def scale_rewards(batch: Batch, state: AlgoState, *, factor: float, shift: float = 0.0) -> Batch:
+    """Set the reward of each attempt to factor * reward + shift.
+
+    The rewards of turns are multiplied by the factor too; the last step of an attempt gets the
+    shift (see `compute_step_rewards`).
+    """
     return replace(
-        _replace_rewards(batch, factor * batch.rewards_S),
+        _replace_rewards(batch, factor * batch.rewards_S + shift),
         turn_rewards_T=factor * batch.turn_rewards_T,
     )
 

@@ -19,6 +19,8 @@ from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
 
+SCALES = ("std", "batch_std", "none")
+
 
 def attempts(group: str, *rewards: float | None, use: str = "train") -> list[Row]:
     """One row a reward, of two prompt tokens and two trained ones; None: there was nothing to
@@ -45,7 +47,7 @@ def advantages(rows: list[Row], **options) -> list[float]:
     return by_row(estimate(rows, **options))
 
 
-@given(rollouts(), st.sampled_from(["std", "none"]), st.sampled_from([1e-6, 1e-4]))
+@given(rollouts(), st.sampled_from(SCALES), st.sampled_from([1e-6, 1e-4]))
 def test_equals_the_oracle(rows: list[Row], scale: str, epsilon: float):
     batch = estimate(rows, scale=scale, epsilon=epsilon)
     assert batch.need("advantages").dtype == torch.float64
@@ -80,7 +82,7 @@ def test_without_std_only_the_mean_goes():
     assert advantages(attempts("g", 3, 1, 0, 0), scale="none") == [2, 0, -1, -1]
 
 
-@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, 1e17, -0.7])
 def test_equal_rewards_give_exactly_zero(reward: float, scale: str):
     # 0.1 + 0.1 + 0.1 is not 0.3: the mean of equal rewards may be another number
@@ -88,7 +90,7 @@ def test_equal_rewards_give_exactly_zero(reward: float, scale: str):
         assert advantages(attempts("g", *[reward] * n), scale=scale) == [0.0] * n
 
 
-@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_an_attempt_without_a_judged_peer_gets_zero(scale: str):
     assert advantages(attempts("g", 5.0), scale=scale) == [0.0]
     assert advantages(attempts("g", None, 5.0, None), scale=scale) == [0.0] * 3
@@ -168,7 +170,7 @@ def test_rewards_of_another_group_change_nothing():
     assert a[:2] != b[:2]
 
 
-@given(rollouts(), st.sampled_from(["std", "none"]))
+@given(rollouts(), st.sampled_from(SCALES))
 def test_order_of_groups_and_of_attempts_does_not_matter(rows: list[Row], scale: str):
     backwards = rows[::-1]
     torch.testing.assert_close(
@@ -179,7 +181,7 @@ def test_order_of_groups_and_of_attempts_does_not_matter(rows: list[Row], scale:
     )
 
 
-@given(rollouts(), st.sampled_from(["std", "none"]))
+@given(rollouts(), st.sampled_from(SCALES))
 def test_advantages_sum_to_zero_over_the_attempts_of_a_group(rows: list[Row], scale: str):
     found = advantages(rows, scale=scale)
     rows = kept(rows, rows)

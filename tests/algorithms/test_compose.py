@@ -69,20 +69,14 @@ def test_a_mixture_by_hand():
 def test_clipping_equals_the_oracle(rows: list[Row], limit: float):
     batch = on_policy_distillation(filled(rows, *COLUMNS), AlgoState())
     expected = oracle.clip(temporal.on_policy_distillation(rows), limit)
-    found = clip_advantages(batch, AlgoState(), limit=limit).need("advantages")
+    found = clip_advantages(batch, AlgoState(), low=-limit, high=limit).need("advantages")
     torch.testing.assert_close(found, column(kept(rows, expected)), rtol=1e-10, atol=1e-10)
 
 
 def test_clipping_by_hand():
     batch = given_advantages(attempts(1, 0), [0, 5, 1, 0, -2, -0.5])
-    assert clip_advantages(batch, AlgoState(), limit=1.5).need("advantages").tolist() == [
-        0,
-        1.5,
-        1,
-        0,
-        -1.5,
-        -0.5,
-    ]
+    clipped = clip_advantages(batch, AlgoState(), low=-1, high=1.5).need("advantages")
+    assert clipped.tolist() == [0, 1.5, 1, 0, -1, -0.5]
 
 
 @settings(max_examples=60)
@@ -155,7 +149,7 @@ def test_a_pipeline_is_one_after_the_other():
         partial(scale_rewards, factor=2.0),
         rloo,
         drop_truncated,
-        partial(clip_advantages, limit=5.0),
+        partial(clip_advantages, low=-5.0, high=5.0),
     )
     batch = pipeline(filled(rows), AlgoState(), transforms=transforms)
     assert batch.need("advantages").tolist() == [0, 5, 5, 0, -5, -5]

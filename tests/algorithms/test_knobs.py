@@ -195,6 +195,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, {}, "epochs", 1, 2),
     (PG, {}, "group_size", 4, 8),
     (PG, {}, "advantage_clip", None, 0.1),
+    (PG, {}, "advantage_clip", 0.1, (-0.1, 0.2)),
     (PG, {}, "whiten", False, True),
     (PG, {}, "equal_rewards", "keep", "drop"),
     (PG, shaped("length_penalty", coef=0.1), "equal_rewards", "drop", "drop_shaped"),
@@ -211,6 +212,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, {"teacher": "first"}, "teacher_tokens", "same", "aligned"),
     # advantages
     (PG, adv("group_relative"), "advantage.scale", "std", "none"),
+    (PG, adv("group_relative"), "advantage.scale", "std", "batch_std"),
     (PG, adv("group_relative"), "advantage.epsilon", 1e-6, 0.1),
     (PG, adv("rloo"), "advantage.scale", "std", "none"),
     (PG, adv("rloo", scale="std"), "advantage.epsilon", 1e-6, 0.1),
@@ -280,6 +282,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, shaped("length_penalty", coef=0.1), "shaping.0.coef", 0.1, 0.2),
     (PG, shaped("length_penalty", coef=0.1), "shaping.0.free", 0, 3),
     (PG, {**shaped("scale", factor=1.0), **adv("rloo")}, "shaping.0.factor", 1.0, 0.5),
+    (PG, {**shaped("scale", factor=1.0), **adv("turn_returns")}, "shaping.0.shift", 0.0, -1.0),
     (PG, shaped("clip", low=-9.0), "shaping.0.low", -9.0, 1.0),
     (PG, shaped("clip", high=9.0), "shaping.0.high", 9.0, 1.0),
     (PG, {**shaped("normalise", over="batch"), **adv("rloo")}, "shaping.0.over", "batch", "group"),

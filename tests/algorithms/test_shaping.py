@@ -125,10 +125,11 @@ def test_an_answer_cut_off_earns_a_share_of_what_it_would_have_but_no_less_is_ma
 
 
 @settings(max_examples=30)
-@given(episodes(), st.sampled_from([0.5, -2.0, 0.1]))
-def test_scaling_scales_the_rewards_of_turns_too(rows: list[Row], factor: float):
-    batch = shaping.scale_rewards(filled(rows), AlgoState(), factor=factor)
-    scaled = oracle.scale_rewards(rows, factor=factor)
+@given(episodes(), st.sampled_from([(0.5, 0.0), (-2.0, 0.0), (2.0, -1.0)]))
+def test_scaling_scales_the_rewards_of_turns_too(rows: list[Row], line: tuple[float, float]):
+    factor, shift = line
+    batch = shaping.scale_rewards(filled(rows), AlgoState(), factor=factor, shift=shift)
+    scaled = oracle.scale_rewards(rows, factor=factor, shift=shift)
     equal(batch, rows, [row.reward for row in scaled])
     torch.testing.assert_close(
         batch.turn_rewards_T, filled(scaled).turn_rewards_T, equal_nan=True, rtol=1e-15, atol=0

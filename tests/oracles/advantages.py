@@ -78,12 +78,15 @@ def on_tokens(rows: list[Row], advantages: list[float]) -> Ragged:
 def group_relative(rows: list[Row], *, scale: str, epsilon: float) -> list[float]:
     """DeepSeekMath, arXiv:2402.03300, section 4.1.2: (R - mean) / (std + epsilon) over the attempts
     of a group with the sample std (ddof = 1); R - mean where scale="none": Dr. GRPO,
-    arXiv:2503.20783."""
+    arXiv:2503.20783; scale="batch_std" divides by the sample std of all attempts: LitePPO,
+    arXiv:2508.08221."""
     found: dict[Attempt, float] = {}
+    of_all = [r for group in in_order(rows) for r in attempt_returns(rows, group).values()]
+    divisor = std_of(of_all, 1) + epsilon if scale == "batch_std" and len(of_all) > 1 else 1.0
     for group in in_order(rows):
         returns = attempt_returns(rows, group)
         values = standardised(list(returns.values()), epsilon=epsilon, divide=scale == "std")
-        found |= {(group, attempt): a for attempt, a in zip(returns, values, strict=True)}
+        found |= {(group, attempt): a / divisor for attempt, a in zip(returns, values, strict=True)}
     return by_row(rows, found)
 
 

@@ -61,12 +61,12 @@ def clip_rewards(rows: list[Row], *, low: float | None, high: float | None) -> R
     return [None if row.reward is None else clipped(row.reward) for row in rows]
 
 
-def scale_rewards(rows: list[Row], *, factor: float) -> list[Row]:
-    """The rows themselves: rewards of turns are scaled too."""
+def scale_rewards(rows: list[Row], *, factor: float, shift: float) -> list[Row]:
+    """The rows themselves: rewards of turns are scaled too, and not shifted."""
     return [
         replace(
             row,
-            reward=None if row.reward is None else factor * row.reward,
+            reward=None if row.reward is None else factor * row.reward + shift,
             turns=[
                 replace(s, reward=None if s.reward is None else factor * s.reward)
                 for s in row.spans

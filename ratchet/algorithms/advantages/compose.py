@@ -30,9 +30,9 @@ def mixture(
     return batch.fill_tokens(advantages=torch.where(batch.trainable_T, total_T, 0.0))
 
 
-def clip_advantages(batch: Batch, state: AlgoState, *, limit: float) -> Batch:
-    """Clip advantages to [-limit, limit]."""
-    return batch.fill_tokens(advantages=batch.need("advantages").clamp(-limit, limit))
+def clip_advantages(batch: Batch, state: AlgoState, *, low: float, high: float) -> Batch:
+    """Clip advantages to [low, high]."""
+    return batch.fill_tokens(advantages=batch.need("advantages").clamp(low, high))
 
 
 def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:

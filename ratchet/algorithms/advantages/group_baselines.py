@@ -38,17 +38,25 @@ from ratchet.errors import ConfigError
 
 
 def group_relative(
-    batch: Batch, state: AlgoState, *, scale: Scale = "std", epsilon: float = 1e-6
+    batch: Batch,
+    state: AlgoState,
+    *,
+    scale: Literal["std", "batch_std", "none"] = "std",
+    epsilon: float = 1e-6,
 ) -> Batch:
     """Fill GRPO's advantages: A = (R - mean(R of the group)) / (std(R of the group) + epsilon).
 
     Every trainable token of an attempt gets the attempt's advantage. GRPO (arXiv:2402.03300)
     section 4.1.2, with the sample standard deviation (ddof 1). `scale="none"` leaves out the
-    division: Dr. GRPO (arXiv:2503.20783). A is exactly 0 in groups of equal returns and in groups
-    of one attempt.
+    division: Dr. GRPO (arXiv:2503.20783). `scale="batch_std"` divides by the standard deviation of
+    R over the batch, so that groups of almost equal returns are not amplified: LitePPO
+    (arXiv:2508.08221). A is exactly 0 in groups of equal returns and in groups of one attempt.
     """
     attempts = collect_attempts(batch)
-    advantages_A = normalise_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
+    returns_A = attempts.returns_A
+    advantages_A = normalise_by(attempts.groups, returns_A, scale=scale, epsilon=epsilon)
+    if scale == "batch_std" and len(returns_A):
+        advantages_A = advantages_A / (std_by(put_all_in_one_bin(returns_A), returns_A) + epsilon)
     return broadcast_to_tokens(batch, attempts.to_sequences(advantages_A))
 
 

@@ -71,7 +71,11 @@ class GroupRelative(Estimator):
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
 
     kind: Literal["group_relative"] = "group_relative"
-    scale: ScaleField = "std"
+    scale: Literal["std", "batch_std", "none"] = Field(
+        default="std",
+        description="std: divide by the standard deviation of the group (ddof 1). batch_std: by "
+        "that of the batch (LitePPO). none: do not divide.",
+    )
     epsilon: Epsilon = 1e-6
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NegativeFloat, PositiveFloat, model_validator
 
 from ratchet.algorithms.config.advantages import (
     RLOO,
@@ -115,10 +115,10 @@ class PolicyGradientConfig(AlgorithmConfig):
         default=(), description="Reward shaping before advantages are estimated, in this order."
     )
     advantage: Advantage = Field(default=GroupRelative(), description="Advantage estimator.")
-    advantage_clip: float | None = Field(
+    advantage_clip: PositiveFloat | tuple[NegativeFloat, PositiveFloat] | None = Field(
         default=None,
-        gt=0,
-        description="Advantages are clipped to [-advantage_clip, advantage_clip]; null: no clip.",
+        description="Advantages are clipped to [-advantage_clip, advantage_clip], or to a range "
+        "[low, high]; null: no clip.",
     )
     whiten: Whiten = False
     equal_rewards: EqualRewards = "keep"
@@ -175,6 +175,13 @@ class PolicyGradientConfig(AlgorithmConfig):
     def estimators(self) -> tuple[Estimator, ...]:
         """Return the advantage estimators: the parts of a mixture, or the only one."""
         return self.advantage.estimators
+
+    @property
+    def advantage_bounds(self) -> tuple[float, float] | None:
+        """Return the lowest and the highest advantage; None: there is no clip."""
+        if self.advantage_clip is None or isinstance(self.advantage_clip, tuple):
+            return self.advantage_clip
+        return -self.advantage_clip, self.advantage_clip
 
     @property
     def reads(self) -> frozenset[str]:

@@ -84,12 +84,17 @@ class LengthPenalty(ShapingPart):
 
 
 class ScaleRewards(ShapingPart):
-    """A factor on all rewards."""
+    """A factor on all rewards, and a constant added to them."""
 
     function: ClassVar[str] = f"{SHAPING}:scale_rewards"
 
     kind: Literal["scale"] = "scale"
     factor: float = Field(gt=0, description="Factor on all rewards, also those of turns.")
+    shift: float = Field(
+        default=0.0,
+        description="Added to the reward of each attempt after the factor. factor 2 and shift -1 "
+        "turn rewards from 0 to 1 into rewards from -1 to 1.",
+    )
 
 
 class ClipRewards(ShapingPart):

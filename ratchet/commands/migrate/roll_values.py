@@ -141,8 +141,9 @@ def estimator(value: Any, config: PeerConfig) -> Any:
             f"norm_mean_type={mean} and norm_std_type={std} are not known here: set "
             "algorithm.shaping"
         )
-    if mean == "group" and std in ("group", None):
-        scale = {"algorithm.advantage.scale": "std" if std == "group" else "none"}
+    group_scales = {"group": "std", "batch": "batch_std", None: "none"}
+    if mean == "group" and std in group_scales:
+        scale = {"algorithm.advantage.scale": group_scales[std]}
         return Values({"algorithm.kind": "grpo", **scale}, "the baseline is the group's mean")
     shaping = _reward_clip(config) + (
         [{"kind": "normalise", "over": std, "center": mean == std}] if std else []

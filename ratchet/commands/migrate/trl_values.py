@@ -255,16 +255,10 @@ def loss(value: Any, config: PeerConfig) -> Any:
 
 
 def reward_scale(value: Any, config: PeerConfig) -> Any:
-    if value in (True, "group", "none", False):
-        scale = "std" if value in (True, "group") else "none"
-        return Values({"algorithm.advantage.scale": scale, "algorithm.advantage.epsilon": 1e-4})
-    if value == "batch":
-        return Values(
-            {"algorithm.advantage.scale": "none", "algorithm.whiten": True},
-            "advantages are normalised over all tokens of the batch here, and divided by the "
-            "standard deviation of its rewards there",
-        )
-    return Dropped("algorithm.advantage.scale is std or none")
+    scales = {True: "std", "group": "std", "batch": "batch_std", "none": "none", False: "none"}
+    if value not in scales:
+        return Dropped("algorithm.advantage.scale is std, batch_std or none")
+    return Values({"algorithm.advantage.scale": scales[value], "algorithm.advantage.epsilon": 1e-4})
 
 
 def rewards(value: Any, config: PeerConfig) -> Any:

@@ -221,11 +221,11 @@ def test_rewards_are_clipped_and_scaled_before_the_length_counts(section: str) -
     # From [0, 2] to [-1, 1], the default of target_max: a factor of 1, and a shift.
     assert result.flat["algorithm.shaping"] == [
         {"kind": "clip", "low": 0.0, "high": 2.0},
+        {"kind": "scale", "factor": 1.0, "shift": -1.0},
         {"kind": "overlong_penalty", "max_length": 64, "buffer": 16, "factor": 1.0},
     ]
-    assert "shifted by -1" in item(result, f"{section}.{SCALING}.enabled").note
     scaled = from_keys(section, **{**keys, f"{section}.{SCALING}.source_max": 1.0}).flat
-    assert scaled["algorithm.shaping"][1] == {"kind": "scale", "factor": 2.0}
+    assert scaled["algorithm.shaping"][1] == {"kind": "scale", "factor": 2.0, "shift": -1.0}
 
 
 def test_an_empty_range_of_rewards_is_told() -> None:

@@ -62,11 +62,14 @@ def estimator(value: Any, config: PeerConfig) -> Any:
 
 def advantage_clip(value: Any, config: PeerConfig) -> Any:
     low, high = (config[f"grpo.advantage_clip_{side}"] for side in ("low", "high"))
-    if low is None or high is None or numbers.number(low) != -numbers.number(high):
+    if low is None or high is None or not numbers.number(low) < 0 < numbers.number(high):
         return Dropped(
-            f"algorithm.advantage_clip is one bound for both sides, but these are {low} and {high}"
+            "algorithm.advantage_clip is a bound below 0 and one above 0, but these are "
+            f"{low} and {high}"
         )
-    return numbers.real(high)
+    if numbers.number(low) == -numbers.number(high):
+        return numbers.real(high)
+    return [numbers.real(low), numbers.real(high)]
 
 
 GRPO = (

@@ -150,14 +150,9 @@ def _scale_rewards(section: str, config: PeerConfig) -> Values | Inert | Dropped
     factor = (target_high - target_low) / (high - low)
     shift = target_low - factor * low
     steps: list[dict[str, Any]] = [{"kind": "clip", "low": low, "high": high}]
-    if factor != 1:
-        steps.append({"kind": "scale", "factor": factor})
-    note = (
-        f"rewards are also shifted by {shift:g} there, which a baseline, a critic or whiten removes"
-        if shift
-        else ""
-    )
-    return Values({"algorithm.shaping": steps}, note)
+    if (factor, shift) != (1, 0):
+        steps.append({"kind": "scale", "factor": factor} | ({"shift": shift} if shift else {}))
+    return Values({"algorithm.shaping": steps})
 
 
 def _penalise_length(section: str, config: PeerConfig) -> Values | Inert | Dropped:
