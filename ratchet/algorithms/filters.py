@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ratchet.algorithms.advantages.common import collect_attempts, count_by, mean_by
 from ratchet.algorithms.advantages.compose import Transform
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
@@ -50,8 +51,25 @@ def drop_silent_groups(batch: Batch, state: AlgoState) -> Batch:
     rows get advantage 0.
     """
     signal_S = batch.need("has_signal") if batch.has("has_signal") else _has_signal(batch)
-    advantages_T = torch.where(signal_S[batch.sequence_T], batch.need("advantages"), 0.0)
-    return keep_rows(batch, signal_S).fill_tokens(advantages=advantages_T)
+    return _keep_groups(batch, signal_S)
+
+
+def drop_by_mean_reward(batch: Batch, state: AlgoState, *, low: float, high: float) -> Batch:
+    """Remove groups whose mean reward is outside of [low, high] from the final mask.
+
+    The mean is that of the column `judged_rewards`, over the scored training attempts of the group.
+    It tells how difficult a prompt is for the policy. A group without such attempts stays. Removed
+    rows get advantage 0.
+    """
+    attempts = collect_attempts(replace(batch, rewards_S=batch.need("judged_rewards")))
+    mean_G = mean_by(attempts.groups, attempts.rewards_A)
+    is_kept_G = ((mean_G >= low) & (mean_G <= high)) | (count_by(attempts.groups) == 0)
+    return _keep_groups(batch, is_kept_G[batch.group_S])
+
+
+def _keep_groups(batch: Batch, kept_S: Tensor) -> Batch:
+    advantages_T = torch.where(kept_S[batch.sequence_T], batch.need("advantages"), 0.0)
+    return keep_rows(batch, kept_S).fill_tokens(advantages=advantages_T)
 
 
 def _has_signal(batch: Batch) -> Tensor:

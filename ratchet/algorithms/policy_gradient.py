@@ -28,7 +28,12 @@ from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import CorrectionConfig, KLConfig
 from ratchet.algorithms.config.shaping import ShapingPart
-from ratchet.algorithms.filters import drop_silent_groups, drop_truncated, note_signal
+from ratchet.algorithms.filters import (
+    drop_by_mean_reward,
+    drop_silent_groups,
+    drop_truncated,
+    note_signal,
+)
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_reward, kl_penalty, report_kl_coef
 from ratchet.algorithms.loss_aggregation import WEIGHTINGS, fixed_length, positive_mean, valued_mean
 from ratchet.algorithms.losses.common import entropy_bonus, nll, value_loss
@@ -86,6 +91,7 @@ def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
         greedy_baseline="greedy" in config.reads,
         reads_reward=config.reads_reward,
         reads_parts="parts" in config.reads,
+        mean_reward_range=config.mean_reward_range,
         replays_routes=config.router is not None and config.router.replay,
         exempt=_list_exemptions(config),
     )
@@ -190,7 +196,7 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     changes to advantages.
     """
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
-    if config.positive_nll_coef > 0:
+    if config.positive_nll_coef > 0 or config.mean_reward_range is not None:
         steps.append(copy_judged_rewards)
     estimator: Transform = build(config.advantage)
     if config.equal_rewards == "drop" and _adds_signal(config.shaping):
@@ -209,6 +215,9 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     steps.append(estimator)
     if config.equal_rewards != "keep":
         steps.append(drop_silent_groups)
+    if config.mean_reward_range is not None:
+        low, high = config.mean_reward_range
+        steps.append(partial(drop_by_mean_reward, low=low, high=high))
     if config.truncated == "drop":
         steps.append(drop_truncated)
     if config.correction is not None:

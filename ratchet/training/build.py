@@ -187,7 +187,11 @@ def _make_batcher(
     source.ledger = ledger or source.ledger
     stage_source = source
     if isinstance(source, RolloutSource):
-        is_informative = partial(has_learning_signal, by_parts=algorithm.reads_parts)
+        is_informative = partial(
+            has_learning_signal,
+            by_parts=algorithm.reads_parts,
+            mean_reward_range=algorithm.mean_reward_range,
+        )
         stage_source = _wrap_source(
             source, rollout_policy, setup, spec, is_informative, end_step=end_step
         )

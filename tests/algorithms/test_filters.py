@@ -8,14 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles import shaping as oracle
 from oracles.cases import episodes, filled, groups, kept
 from oracles.ragged import Row, flat, token_mean, weights_of
 
 from ratchet.algorithms.advantages.group_baselines import gdpo, group_relative
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.filters import drop_silent_groups, drop_truncated
+from ratchet.algorithms.filters import drop_by_mean_reward, drop_silent_groups, drop_truncated
 from ratchet.algorithms.loss_aggregation import token_mean as token_mean_weights
+from ratchet.algorithms.shaping import copy_judged_rewards, scale_rewards
 from ratchet.batch import Batch
 from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
@@ -94,6 +96,26 @@ def test_everything_but_the_mask_stays(filtered: Callable[..., Batch]):
     assert torch.equal(after.need("advantages"), before.need("advantages"))
     assert after.train_S.tolist() == [True, True, False, False]
     assert after.trainable_T.tolist() == [False, True, True] * 2 + [False] * 6
+
+
+@settings(max_examples=60)
+@given(rows=episodes(), low=st.sampled_from([-1.0, 0.0, 0.3]), high=st.sampled_from([0.3, 1.0]))
+def test_groups_by_mean_reward_equal_the_oracle(rows: list[Row], low: float, high: float):
+    _, batch = silenced(rows)
+    batch = drop_by_mean_reward(
+        copy_judged_rewards(batch, AlgoState()), AlgoState(), low=low, high=high
+    )
+    stays = oracle.keep_by_mean_reward(rows, low, high)
+    assert batch.train_S.tolist() == kept(rows, stays)
+
+
+def test_the_bounds_of_mean_rewards_count_and_shaping_does_not():
+    rows = attempts("a", 0, 0, 0, 1) + attempts("b", 0, 1) + attempts("c", 1, 1, 1, 0)
+    before = copy_judged_rewards(filled(rows), AlgoState())
+    shaped = group_relative(scale_rewards(before, AlgoState(), factor=9.0), AlgoState())
+    batch = drop_by_mean_reward(shaped, AlgoState(), low=0.25, high=0.5)
+    assert batch.train_S.tolist() == [True] * 6 + [False] * 4
+    assert not batch.need("advantages")[batch.sequence_T >= 6].any()
 
 
 def estimated(rows: list[Row], *columns: str) -> Batch:

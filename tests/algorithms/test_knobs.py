@@ -199,6 +199,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, {}, "whiten", False, True),
     (PG, {}, "equal_rewards", "keep", "drop"),
     (PG, shaped("length_penalty", coef=0.1), "equal_rewards", "drop", "drop_shaped"),
+    (PG, {}, "mean_reward_range", None, (0.4, 1.0)),
     (PG, {}, "truncated", "keep", "drop"),
     (PG, AGAIN, "old_logprobs", "learner", "sampler"),
     (PG, {}, "entropy_coef", 0.0, 0.1),

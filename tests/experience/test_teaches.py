@@ -50,6 +50,12 @@ def test_rewards_as_judged_decide(outcomes, expected: bool):
     assert has_learning_signal(group(*outcomes)) is expected
 
 
+def test_mean_rewards_outside_the_range_teach_nothing():
+    hard = group(Scored(1.0), Scored(0.0), Scored(0.0), Scored(0.0), Failed("sandbox"))
+    assert has_learning_signal(hard, mean_reward_range=(0.25, 0.9))
+    assert not has_learning_signal(hard, mean_reward_range=(0.3, 0.9))
+
+
 def test_parts_decide_only_where_the_algorithm_reads_them():
     balanced = group(
         Scored(1.0, {"right": 1.0, "form": 0.0}), Scored(1.0, {"right": 0.0, "form": 1.0})

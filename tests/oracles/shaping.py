@@ -143,5 +143,14 @@ def drop_silent_groups(rows: list[Row]) -> list[bool]:
     return [row.takes_part and row.group in loud for row in rows]
 
 
+def keep_by_mean_reward(rows: list[Row], low: float, high: float) -> list[bool]:
+    """Whether a row stays, by the mean of the rewards of its group's attempts."""
+    stays = {}
+    for group in {row.group for row in rows}:
+        rewards = list(attempt_rewards(rows, group).values())
+        stays[group] = not rewards or low <= sum(rewards) / len(rewards) <= high
+    return [row.takes_part and stays[row.group] for row in rows]
+
+
 def drop_truncated(rows: list[Row]) -> list[bool]:
     return [row.takes_part and not row.truncated for row in rows]

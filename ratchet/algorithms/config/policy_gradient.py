@@ -122,6 +122,13 @@ class PolicyGradientConfig(AlgorithmConfig):
     )
     whiten: Whiten = False
     equal_rewards: EqualRewards = "keep"
+    mean_reward_range: tuple[float, float] | None = Field(
+        default=None,
+        description="Lowest and highest mean reward of a group that trains, as in [0.1, 0.9]: "
+        "groups outside are removed from the loss, because their prompts are too hard or too easy. "
+        "The reward is the one before shaping. rollouts.dynamic_sampling replaces these groups "
+        "too. null: no limits.",
+    )
     truncated: Literal["keep", "drop"] = Field(
         default="keep",
         description="Attempts whose last answer was cut off by a token limit. keep: they train. "
@@ -277,6 +284,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             self._check_rloo,
             self._check_signal,
             self._check_equal_rewards,
+            self._check_mean_reward_range,
             self._check_critic,
             self._check_teacher,
             self._check_weighting,
@@ -344,6 +352,21 @@ class PolicyGradientConfig(AlgorithmConfig):
             raise ValueError(
                 f"{effect}, but with kl.place=reward every group has a signal: set kl.place=loss, "
                 "or equal_rewards=keep"
+            )
+
+    def _check_mean_reward_range(self) -> None:
+        """Raise ValueError if the range is empty, or if no reward is read."""
+        if self.mean_reward_range is None:
+            return
+        low, high = self.mean_reward_range
+        if low > high:
+            raise ValueError(
+                f"mean_reward_range is empty, because {low:g} is above {high:g}: exchange them"
+            )
+        if all(part.signal == "teacher" for part in self.estimators):
+            raise ValueError(
+                f"mean_reward_range is not read with advantage {_kind(self.advantage)}, which "
+                "needs no reward: remove mean_reward_range"
             )
 
     def _check_critic(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from ratchet.data.codec import from_plain, to_plain
@@ -28,7 +29,12 @@ MISMATCH = "batch/correction/kl"  # the metric that `ConcurrencyController` comp
 log = logging.getLogger(__name__)
 
 
-def has_learning_signal(group: Group, *, by_parts: bool = False) -> bool:
+def has_learning_signal(
+    group: Group,
+    *,
+    by_parts: bool = False,
+    mean_reward_range: tuple[float, float] | None = None,
+) -> bool:
     """True if the rewards in a group differ; otherwise no attempt is better than another.
 
     Rewards are compared as judged, before the algorithm's shaping: DAPO (arXiv:2503.14476) eq. 8
@@ -37,8 +43,14 @@ def has_learning_signal(group: Group, *, by_parts: bool = False) -> bool:
     Args:
         group: The group.
         by_parts: Compare each named part of the rewards too, for algorithms that read parts.
+        mean_reward_range: The mean reward over attempts must be in this range; None: no limits.
     """
     rows = [row for row in group.trajectories if row.use == "train" and row.reward is not None]
+    if mean_reward_range is not None and rows:
+        reward_by_attempt = {row.attempt: row.reward for row in rows if row.reward is not None}
+        low, high = mean_reward_range
+        if not low <= fmean(reward_by_attempt.values()) <= high:
+            return False
     if by_parts:
         return len({(row.reward, *sorted(row.reward_parts.items())) for row in rows}) > 1
     return len({row.reward for row in rows}) > 1
