@@ -4,7 +4,6 @@ checkpoints."""
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +21,7 @@ from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.resolve import fetch_run_record, list_runs_at
 from ratchet.runs.run_dir import RunDirectory, list_config_differences
-from ratchet.runs.without_steps import has_no_finished_step
+from ratchet.runs.without_steps import has_no_finished_step, remove_run_without_steps
 from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console, shorten_text
 
@@ -348,8 +347,7 @@ def clean_runs(directory: Path, *, confirmed: bool) -> None:
         if not Confirm.ask(f"remove these {len(runs_without_steps)} runs?", console=console):
             return
     for run in runs_without_steps:
-        with run.locked():
-            shutil.rmtree(run.path)
+        remove_run_without_steps(run)
     console.print(f"removed {len(runs_without_steps)}")
 
 

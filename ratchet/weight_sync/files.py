@@ -1,8 +1,8 @@
 """Sync weights through files in a directory that learner ranks and receivers share.
 
-Each rank writes its blocks as a safetensors file, in one directory per version. A directory gets
-its final name once it is complete. The previous version's directory is removed after the commit.
-The files of a failed push are removed before the next push.
+Each rank writes its blocks as a safetensors file, in one directory per version, all in a temporary
+folder of this process. A directory gets its final name once it is complete. The previous version's
+directory is removed after the commit. The files of a failed push are removed before the next push.
 
 Peak extra memory:
 - learner rank: the bytes of its own blocks, while they are converted and written;
@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ratchet.errors import WeightSyncError
+from ratchet.utils.temp_dirs import TemporaryFolder
 from ratchet.weight_sync.checksums import as_bytes, copy_with_checksum
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
@@ -102,7 +103,8 @@ def _make_key(part: SentPart) -> str:
 class FilesWeightSync(PushWeightSync[FilesTransport]):
     """A weight sync that pushes weights through files.
 
-    directory: used by this weight sync only; created if it is absent.
+    directory: created if it is absent. The files are in a temporary folder in it, so that nothing
+    else in the directory is changed, and several runs may use it.
     """
 
     transport_class = FilesTransport
@@ -112,6 +114,7 @@ class FilesWeightSync(PushWeightSync[FilesTransport]):
     ) -> None:
         super().__init__(senders, receivers, **options)
         self.directory = directory.absolute()
+        self._folder: TemporaryFolder | None = None
         # The directories of the committed push and of the latest complete one. They are not found
         # by modification times, which are wrong if the clock was set back.
         self._committed: Path | None = None
@@ -120,10 +123,13 @@ class FilesWeightSync(PushWeightSync[FilesTransport]):
     async def _transfer(
         self, blocks: Sequence[Sequence[WeightBlock]], base: int | None, version: int
     ) -> tuple[list[list[SentPart]], FilesTransport]:
-        draft = self.directory / f".draft-{uuid.uuid4().hex[:8]}"
-        complete = self.directory / f"push-{version}-{draft.name[-8:]}"
+        if self._folder is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._folder = TemporaryFolder("weights", parent=self.directory)
+        draft = self._folder.path / f".draft-{uuid.uuid4().hex[:8]}"
+        complete = self._folder.path / f"push-{version}-{draft.name[-8:]}"
         self._remove_others(self._committed)
-        draft.mkdir(parents=True)
+        draft.mkdir()
         parts = await self._send(replace(self.transport, directory=str(draft)), base, version)
         draft.rename(complete)
         self._latest = complete
@@ -136,10 +142,13 @@ class FilesWeightSync(PushWeightSync[FilesTransport]):
 
     async def close(self) -> None:
         await super().close()
-        self._remove_others(None)
+        if self._folder is not None:
+            self._folder.close()
 
     def _remove_others(self, keep: Path | None) -> None:
         """Remove all pushes, complete or not, except `keep`."""
-        for path in (*self.directory.glob("push-*"), *self.directory.glob(".draft-*")):
-            if path != keep:
-                shutil.rmtree(path, ignore_errors=True)
+        if self._folder is not None:
+            for name in ("push-*", ".draft-*"):
+                for path in self._folder.path.glob(name):
+                    if path != keep:
+                        shutil.rmtree(path, ignore_errors=True)

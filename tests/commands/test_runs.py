@@ -14,7 +14,7 @@ from ratchet.cli.main import app
 from ratchet.commands.runs import describe_run, find_runs, list_run_rows, prune_runs
 from ratchet.errors import DataError, RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.runs.without_steps import has_no_finished_step
+from ratchet.runs.without_steps import has_no_finished_step, remove_run_without_steps
 from ratchet.training import start
 from ratchet.training.preflight import PreflightReport
 from ratchet.training.start import start_run
@@ -191,6 +191,54 @@ def test_what_a_user_put_there_and_what_is_under_way_stay(place: Path, broken: P
         assert not has_no_finished_step(RunDirectory(broken))
         assert start_run(place / "recipe.yaml", ["steps=1"], None, command="train") == 0
     assert Path("runs/recipe-2/model").is_dir()
+
+
+def test_no_command_removes_files_of_a_user_beside_a_run_without_steps(broken: Path) -> None:
+    for name in (".git/HEAD", ".env", ".hidden.partial"):
+        (broken / name).parent.mkdir(exist_ok=True)
+        (broken / name).write_text("mine")
+    assert "removed 1" in said("clean", "runs", "--yes")
+    left = sorted(path.name for path in broken.iterdir())
+    assert left == [".env", ".git", ".hidden.partial"]
+    assert (broken / ".git/HEAD").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["evals/mine.json", "steps/mine.partial", "profile/mine", "base/mine", "sentinels/.mine"],
+)
+def test_a_file_of_a_user_in_a_directory_of_a_run_keeps_the_run(broken: Path, name: str) -> None:
+    (broken / name).parent.mkdir(exist_ok=True)
+    (broken / name).write_text("mine")
+    assert not has_no_finished_step(RunDirectory(broken))
+    assert "every run has steps" in said("clean", "runs", "--yes")
+    assert (broken / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_locked_once", [False, True])
+def test_a_config_of_a_user_is_no_run_without_steps(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_locked_once: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(place / "recipe.yaml", "config.yaml")
+    Path(".git").mkdir()
+    if is_locked_once:  # such as by `ratchet train --resume .`
+        with RunDirectory(Path()).locked():
+            pass
+    recipe = Path("config.yaml").read_text()
+    with pytest.raises(RunDirectoryError, match="holds a run"):
+        start_run(Path("config.yaml"), ["steps=1"], ".", command="train")
+    assert "every run has steps" in said("clean", ".", "--yes")
+    assert Path("config.yaml").read_text() == recipe
+    assert Path(".git").is_dir()
+
+
+def test_a_run_that_goes_on_while_it_is_to_be_removed_stays(place: Path, broken: Path) -> None:
+    run = RunDirectory(broken)
+    shutil.copytree(place / "a" / "steps", broken / "steps", dirs_exist_ok=True)
+    with pytest.raises(RunDirectoryError, match="has changed and is not removed"):
+        remove_run_without_steps(run)
+    assert any(run.steps.glob("*.parquet"))
 
 
 @pytest.mark.parametrize("kept", ["model", "checkpoints", "steps", "metrics.jsonl"])

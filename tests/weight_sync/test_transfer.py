@@ -172,6 +172,23 @@ def test_a_generator_of_another_model_refuses_before_anything_moves(shape, said)
     assert generator.version == 0
 
 
+def test_files_of_a_user_in_the_directory_stay(tmp_path):
+    names = ("push-notes/mine", "push-1-abcdef01/mine", ".draft-mine/mine", "rank-0.safetensors")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    links = []
+    for _ in range(2):  # the second run shares the directory of the first
+        link = LINKS["files"](local(SHAPE)[1], LocalRank(WeightReceiver(engine())), tmp_path)
+        asyncio.run(link.push(1))
+        links.append(link)
+    assert len(list(tmp_path.glob("*/push-1-*/rank-0.safetensors"))) == 2
+    for link in links:
+        asyncio.run(link.close())
+    left = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert left == sorted(tmp_path / name for name in names)
+
+
 def test_several_receivers_get_the_same(tmp_path):
     ranks = Processes(2, "weight_sync.components:RowsRank")
     receivers = Processes(2, "weight_sync.components:KeptIntake")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -45,6 +46,10 @@ class StepFacts:
     @property
     def is_complete(self) -> bool:
         return self.groups == self.drawn
+
+
+# The name of a Parquet file, by the steps of its first and last rows.
+RECORD_NAME = re.compile(r"\d{8,}-\d{8,}\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
         body = parse_json(line)
         if body.pop("check") != _compute_checksum(body):
             raise ValueError("its checksum does not match")
+        if not RECORD_NAME.fullmatch(body["name"]):
+            raise ValueError(f"{body['name']!r} is no name of a record file")
         steps = tuple(StepFacts(**facts) for facts in body.pop("steps"))
         return RecordFile(**body, steps=steps)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -26,7 +26,14 @@ from ratchet.batch import Batch
 from ratchet.config.schema import RecordConfig
 from ratchet.errors import DataError
 from ratchet.observe.records.media import MEDIA, collect_sources, write_media
-from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts, hash_file, read_index
+from ratchet.observe.records.reader import (
+    INDEX,
+    RECORD_NAME,
+    RecordFile,
+    StepFacts,
+    hash_file,
+    read_index,
+)
 from ratchet.observe.records.schema import LEARNED, SCHEMA
 from ratchet.observe.records.table import build_table
 from ratchet.observe.sinks import SINK_ERRORS
@@ -280,7 +287,12 @@ def _write_table(path: Path, table: pa.Table) -> None:
 
 
 def _remove_unknown(directory: Path, known_names: Set[str]) -> None:
-    """Remove record files and drafts whose names are not in `known_names`."""
+    """Remove record files and drafts whose names are not in `known_names`.
+
+    Other files belong to the user, who may keep a table of their own beside the record.
+    """
     for path in directory.iterdir():
-        if path.name not in known_names and path.suffix in (".parquet", ".partial"):
+        # A draft is named `.NAME.partial`.
+        name = path.name.removeprefix(".").removesuffix(".partial")
+        if path.name not in known_names and RECORD_NAME.fullmatch(name):
             path.unlink()

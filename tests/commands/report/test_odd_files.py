@@ -144,7 +144,7 @@ def test_a_report_takes_the_place_of_plain_files_alone(run: Path, tmp_path: Path
 @pytest.mark.fault("S20")
 def test_a_pipe_among_the_records_is_not_waited_for(run: Path) -> None:
     (run / "steps").mkdir()
-    file = RecordFile("a.parquet", 1, "", (StepFacts(1, "rl", 1, 1, 1),))
+    file = RecordFile("00000001-00000001.parquet", 1, "", (StepFacts(1, "rl", 1, 1, 1),))
     (run / "steps" / INDEX).write_text(file.line())
     os.mkfifo(run / "steps" / file.name)
     runs = RunReaders(run.parent)

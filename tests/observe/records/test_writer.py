@@ -26,7 +26,7 @@ from ratchet.observe.records.media import (
     restore_value,
     shorten_value,
 )
-from ratchet.observe.records.reader import INDEX, Record
+from ratchet.observe.records.reader import INDEX, Record, RecordFile, StepFacts
 from ratchet.observe.records.schema import SCALARS, SCHEMA
 from ratchet.observe.records.table import build_table
 from ratchet.observe.records.writer import MAX_STEPS, Recorder
@@ -324,6 +324,14 @@ def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_interrupted(tmp_pa
     assert sum(path.parent.name == MEDIA for path in files[0]) == 4
 
 
+def test_tables_of_a_user_beside_the_record_stay(tmp_path):
+    Recorder(RecordConfig(), tmp_path, seed=3).close()
+    for name in ("mine.parquet", "mine.partial"):
+        (tmp_path / name).write_text("mine")
+    Recorder(RecordConfig(), tmp_path, seed=3, keep_through=1).close()
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.parquet", "mine.partial", INDEX}
+
+
 def files_in(directory):
     return {
         path.relative_to(directory): path.read_bytes()
@@ -480,6 +488,22 @@ def test_a_bit_that_changed_is_found(tmp_path):
     index.write_bytes(index.read_bytes().replace(b'"rows": 11', b'"rows": 12', 1))
     with pytest.raises(DataError, match="line 1 was changed"):
         Record(tmp_path)
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path, caplog):
+    (tmp_path / "mine.parquet").write_text("mine")
+    facts = (StepFacts(1, "rl", 1, 1, 1),)
+    entries = (
+        RecordFile(name, 2**40, "", facts)
+        for name in ("../mine.parquet", "00000001-00000001.parquet")
+    )
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / INDEX).write_text("".join(entry.line() for entry in entries))
+    recorder = Recorder(RecordConfig(max_gib=1), tmp_path / "steps", seed=3, keep_through=9)
+    recorder.add(10, "rl", some_groups(), columned(some_groups()), ones, {})
+    recorder.close()
+    assert "'../mine.parquet' is no name of a record file" in caplog.text
+    assert (tmp_path / "mine.parquet").read_text() == "mine"
 
 
 def test_a_sample_is_the_same_each_time_and_is_no_whole_step(tmp_path):
