@@ -14,9 +14,8 @@ from pydantic import ValidationError
 
 from ratchet.commands.migrate.nemo_rl.peer import NEMO_RL
 from ratchet.commands.migrate.numbers import InvalidValue
-from ratchet.commands.migrate.other_tasks import refuse_other_tasks
 from ratchet.commands.migrate.read_config import FlatConfig, read_source
-from ratchet.commands.migrate.roll import ROLL
+from ratchet.commands.migrate.roll.peer import ROLL
 from ratchet.commands.migrate.table import (
     ABSENT,
     Dropped,
@@ -70,6 +69,7 @@ class Item:
     is_default: bool = False  # True if the value is the peer's default, not set in the file
     covered_by: str = ""  # another key of the peer, whose conversion also uses this key's value
     inert: bool = False  # True if this value of the key changes no result in Ratchet
+    unused_note: str = ""  # why the value has no effect, if no conversion uses it
 
     @property
     def status(self) -> ItemStatus:
@@ -145,17 +145,27 @@ class ImportResult:
         return nested
 
 
+class UnconvertedTask(ConfigError):
+    """The file trains on a task, or by a method, that the importer does not convert."""
+
+
 def read_config(path: Path, peer: str | None = None) -> ImportResult:
     """Import a file.
 
     Raises ConfigError if the file can't be read, if the peer or the kind of training can't be
-    detected from its keys, or if its task has no conversion.
+    detected from its keys, and UnconvertedTask if its task has no conversion.
     """
     source = read_source(path)
     chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
     if path.suffix not in (".sh", ".bash", ".txt") and chosen_peer.dialect != "omegaconf":
         source = read_source(path, chosen_peer.dialect)
-    refuse_other_tasks(chosen_peer.name, source.values, path)
+    find_other_task = chosen_peer.find_other_task
+    problem = None if find_other_task is None else find_other_task(source.values)
+    if problem is not None:
+        raise UnconvertedTask(
+            f"{path}: {problem} To convert its other keys, run `ratchet import` on a copy that "
+            "trains on questions."
+        )
     method_name = chosen_peer.detect_method(source.values)
     if not method_name:
         raise ConfigError(
@@ -184,7 +194,7 @@ def convert(peer: Peer, method_name: str, source: FlatConfig) -> ImportResult:
         unresolved=source.unresolved,
         repeated=source.repeated,
     )
-    _apply(result, method, PeerConfig(source.values, method.defaults))
+    _apply(result, method, PeerConfig(source.values, method.defaults, path=source.path))
     return result
 
 
@@ -237,7 +247,9 @@ def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, is_defau
     if value is None:
         return Item(key, None, {row.recipe_key: row.null}, row.note, is_default)
     if row.covered_by:
-        return Item(key, value, {}, "", is_default, row.covered_by)
+        result = None if row.convert is None else row.convert(value, config)
+        unused = result.reason if isinstance(result, Inert) else ""
+        return Item(key, value, {}, "", is_default, row.covered_by, unused_note=unused)
     if not row.recipe_key and row.convert is None:
         return Item(key, value, {}, row.note, is_default, inert=row.inert)
     try:
@@ -362,9 +374,13 @@ def _drop_unused(
             note="" if item.covered_by else item.note,
             covered_by=using_keys[0],
         )
+    if not item.covered_by and list(item.recipe_keys.values()) == [item.value]:
+        return replace(item, recipe_keys={}, note="other keys set the same value", inert=True)
     if not item.covered_by:
         reason = f"is not taken over: {', '.join(item.recipe_keys)} does not depend on it"
         return replace(item, recipe_keys={}, note="; ".join(filter(None, [item.note, reason])))
+    if item.unused_note:
+        return replace(item, covered_by="", note=item.unused_note, inert=True)
     main = item_by_key.get(_get_main_key(item))
     if main is None:
         return replace(

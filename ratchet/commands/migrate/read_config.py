@@ -40,6 +40,7 @@ class FlatConfig:
     Attributes:
         values: The values by dotted key; a list is one value.
         unresolved: The keys that could not be resolved: key -> text and reason.
+        path: The config file.
         repeated: Overrides that a later override in the script replaced: key -> replaced value as
             text.
     """
@@ -47,6 +48,7 @@ class FlatConfig:
     values: dict[str, Any]
     unresolved: dict[str, str] = field(default_factory=dict)
     repeated: dict[str, str] = field(default_factory=dict)
+    path: Path | None = None
 
 
 def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:
@@ -55,7 +57,7 @@ def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:
     Raises ConfigError if it is missing, is neither YAML nor JSON nor a script with overrides, or
     sets a key twice.
     """
-    source = FlatConfig({})
+    source = FlatConfig({}, path=path)
     reader = ConfigReader(dialect)
     if path.suffix in (".sh", ".bash", ".txt"):
         try:
@@ -87,7 +89,7 @@ def _read_yaml(
     resolved = path.resolve()
     if resolved in including_files:
         raise ConfigError(f"{path}: the files in `defaults` refer to each other in a circle")
-    content = reader.read_yaml(path)
+    content = reader.read_yaml(path, may_be_empty=bool(including_files))
     defaults = content.pop("defaults", None)
     merged: dict[str, Any] = {}
     for entry in defaults if isinstance(defaults, list) else [defaults]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers
 from ratchet.commands.migrate.table import Dropped, PeerConfig, Values
-from ratchet.data.presets.datasets import PRESETS
+from ratchet.data.presets.datasets import PRESETS, Preset
 
 # Notes on keys, shown to users. "there" means the peer, "here" means Ratchet.
 PRECISION = (
@@ -150,7 +150,7 @@ def sinks(value: Any, project: Any) -> Any:
     )
 
 
-def training_data(value: Any, config: PeerConfig) -> Any:
+def training_data(value: Any, config: PeerConfig) -> Values:
     """Convert the names of data: files, a published dataset, or an id on the hub."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if all(FILE_PATTERN.search(name) for name in names):
@@ -160,10 +160,7 @@ def training_data(value: Any, config: PeerConfig) -> Any:
         if len(names) > 1
         else ""
     )
-    ids = {_normalise_name(name): name for name in PRESETS} | {
-        _normalise_name(preset.hub): name for name, preset in PRESETS.items()
-    }
-    dataset = ids.get(_normalise_name(names[0]))
+    dataset = find_preset_name(names[0])
     note = "the preset maps the dataset's columns (docs/data.md)" if dataset else ""
     return Values(
         {"environment.preset": dataset} if dataset else {"environment.hub": names[0]},
@@ -171,10 +168,26 @@ def training_data(value: Any, config: PeerConfig) -> Any:
     )
 
 
+def find_preset_name(name: str) -> str | None:
+    """Return the name of the preset of a dataset, given by its name or its id on the hub."""
+    ids = {normalise_name(preset_name): preset_name for preset_name in PRESETS}
+    ids |= {normalise_name(preset.hub): preset_name for preset_name, preset in PRESETS.items()}
+    normalised = normalise_name(name)
+    # tulu3_sft_mixture is tulu3_sft.
+    return ids.get(normalised) or ids.get(normalised.removesuffix("mixture"))
+
+
+def find_preset(name: str) -> Preset | None:
+    """Return the preset of a dataset; None if it has none."""
+    preset_name = find_preset_name(name)
+    return None if preset_name is None else PRESETS[preset_name]
+
+
 def as_list(value: Any, config: PeerConfig) -> Any:
     """Convert a single value to a list; a list stays unchanged."""
     return value if isinstance(value, list) else [value]
 
 
-def _normalise_name(name: str) -> str:
+def normalise_name(name: str) -> str:
+    """Return a dataset's name in lower case without punctuation, for comparisons."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

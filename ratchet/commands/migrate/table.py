@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ratchet.commands.migrate import numbers
@@ -27,11 +28,18 @@ class PeerConfig:
         values: The values in the file.
         defaults: The peer's own defaults.
         read_keys: The keys that conversions have read.
+        path: The config file; None if the values come from none.
     """
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
     read_keys: set[str] = field(default_factory=set)
+    path: Path | None = None
+
+    def find_file(self, name: str) -> Path | None:
+        """Return a file that the config names, from one of the directories above the config."""
+        folders = [] if self.path is None else self.path.resolve().parents
+        return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
     def __getitem__(self, key: str) -> Any:
         """Return the file's value, which is None for null, or else the peer's default.
@@ -97,7 +105,8 @@ class KeyRow:
             to set instead.
         convert: A function that returns the value of `recipe_key`, or `Values`, `Dropped` or
             `Inert`; None copies the value.
-        covered_by: Another key of the peer, whose conversion also uses this key's value.
+        covered_by: Another key of the peer, whose conversion also uses this key's value. `convert`
+            then only tells whether the value has no effect.
         default: The peer's default, if it differs from Ratchet's.
         null: The value of `recipe_key` if the peer's value is null; ABSENT: null sets nothing.
         inert: True if the missing counterpart changes no training result.
@@ -168,6 +177,8 @@ class Peer:
         detect_method: A function that returns the name of a configuration's method; "" if the
             method can't be detected.
         methods: The methods by name.
+        find_other_task: A function that returns sentences on a task that is not converted, and on
+            its remedy; None if the task is converted. None: all tasks are.
         dialect: The YAML dialect of the library's files.
     """
 
@@ -177,6 +188,7 @@ class Peer:
     marks: tuple[str, ...]
     detect_method: Callable[[Mapping[str, Any]], str]
     methods: Mapping[str, Method]
+    find_other_task: Callable[[Mapping[str, Any]], str | None] | None = None
     dialect: Dialect = "omegaconf"
 
     def count_marks(self, values: Mapping[str, Any]) -> int:
@@ -217,6 +229,15 @@ def only_if(
         return value if convert is None else convert(value, config)
 
     return checked
+
+
+def choose_inert(name: Any, reason: str) -> Conversion:
+    """Return a conversion of a key that Ratchet has only with the value `name`."""
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        return Inert(reason) if value == name else Dropped(f"{value} has no counterpart: {reason}")
+
+    return convert
 
 
 def only_value(name: str, reason: str) -> Conversion:
@@ -263,9 +284,17 @@ def at_least_0(value: Any, config: PeerConfig) -> int:
     return max(0, numbers.whole(value, least=-1))
 
 
-def covered(key: str, *keys: str) -> Iterator[KeyRow]:
-    """Yield rows of `keys` that the conversion of `key` covers."""
-    return (KeyRow(name, covered_by=key) for name in keys)
+def covered(key: str, *keys: str, convert: Conversion | None = None) -> Iterator[KeyRow]:
+    """Yield rows of `keys` that the conversion of `key` covers.
+
+    `convert` may return `Inert` for values without effect.
+    """
+    return (KeyRow(name, covered_by=key, convert=convert) for name in keys)
+
+
+def off_at(*values: Any) -> Conversion:
+    """Return a conversion for covered keys: these values have no effect."""
+    return lambda value, config: Inert("off there") if value in values else None
 
 
 def dropped(reason: str, *keys: str) -> Iterator[KeyRow]:
@@ -275,6 +304,20 @@ def dropped(reason: str, *keys: str) -> Iterator[KeyRow]:
     `no_effect`.
     """
     return (KeyRow(key, note=reason) for key in keys)
+
+
+def switches(reason: str, *keys: str) -> Iterator[KeyRow]:
+    """Yield rows of switches without counterpart, which have no effect if they are off there."""
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        return Inert("off there") if is_off(value) else Dropped(reason)
+
+    return (KeyRow(key, note=reason, convert=convert) for key in keys)
+
+
+def is_off(value: Any) -> bool:
+    """Return True if the value turns a switch off: false, 0, "none" or empty."""
+    return value in (False, 0, "none", "") or value == [] or value == {}
 
 
 def no_effect(reason: str, *keys: str) -> Iterator[KeyRow]:

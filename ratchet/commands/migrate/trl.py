@@ -360,5 +360,5 @@ TRL = Peer(
         "KTOConfig": Method({"algorithm.kind": "kto", **DATASET}, KTO),
         "RLOOConfig": Method({"algorithm.kind": "rloo", **JUDGED_DATASET}, (LEARNING_RATE, *RLOO)),
     },
-    "yaml",
+    dialect="yaml",
 )

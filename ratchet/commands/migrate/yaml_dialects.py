@@ -82,7 +82,7 @@ class ConfigReader:
     n_files: int = 0
     _ancestors: set[int] = field(default_factory=set)  # ids of the nodes around the one being read
 
-    def read_yaml(self, path: Path) -> dict[str, Any]:
+    def read_yaml(self, path: Path, *, may_be_empty: bool = False) -> dict[str, Any]:
         """Return the keys and values of a YAML file. Raises ConfigError."""
         try:
             loader: Any = LOADERS[self.dialect](self.read_text(path))
@@ -94,6 +94,8 @@ class ConfigReader:
             raise ConfigError(f"{location}: is not YAML: {detail}") from error
         except ConfigError as error:
             raise error if str(path) in str(error) else ConfigError(f"{path}, {error}") from error
+        if content is None and may_be_empty:
+            return {}
         return _require_section(content, path)
 
     def read_json(self, path: Path) -> dict[str, Any]:

@@ -244,7 +244,7 @@ ROLL: Values = {
     "rewards.*": None,
     "rewards.a.worker_cls": "x.MathRuleRewardWorker",
     "rewards.a.tag_included": ["b"],
-    "rewards.c.worker_cls": "x.CodeSandboxRewardWorker",
+    "rewards.c.worker_cls": "x.MultipleChoiceBoxedRuleRewardWorker",
     "actor_infer.strategy_args.strategy_name": "vllm",
     "actor_infer.device_mapping": "list(range(0,4))",
     "actor_infer.generating_args.stop_strings": ["a"],
@@ -417,4 +417,9 @@ PROFILES: Mapping[str, Mapping[str, list[Values]]] = {
     },
 }
 # by peer: rows whose value no recipe shows, with the reason
-EXEMPT: Mapping[str, Mapping[str, str]] = {}
+EXEMPT: Mapping[str, Mapping[str, str]] = {
+    "nemo-rl": {
+        f"data.default.{name}": "needs a file: test_prompt_files_are_taken_over"
+        for name in ("prompt_file", "system_prompt_file")
+    }
+}

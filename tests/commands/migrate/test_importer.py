@@ -210,9 +210,9 @@ def test_roll_rewards_are_of_the_domains() -> None:
     assert domains == {
         "deepmath_103k": [{"kind": "math"}],
         "aime": [{"kind": "math"}],
-        "KodCode": [{"kind": "code"}],
     }
-    assert "llm_judge is left out" in note_on(result, "rewards.llm_judge.worker_cls")
+    assert result.flat["environment.keep"] == [{"column": "tag", "one_of": list(domains)}]
+    assert "its rows are left out" in note_on(result, "rewards.llm_judge.worker_cls")
     # 8 accelerators, 2 of them on each data rank
     assert result.flat["algorithm.minibatches"] == 64 * 8 // (1 * 32 * 4)
 

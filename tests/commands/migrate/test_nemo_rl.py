@@ -233,3 +233,48 @@ def test_an_empty_range_of_rewards_is_told() -> None:
     result = from_keys("grpo", **keys)
     assert "algorithm.shaping" not in result.flat
     assert "empty range" in item(result, f"grpo.{SCALING}.enabled").note
+
+
+# --- what belongs to the task and to the adapter
+
+
+def test_prompt_files_are_taken_over(tmp_path: Path) -> None:
+    """They are named from the root of the repository, somewhere above the file."""
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts/cot.txt").write_text("Use \\boxed{{}}:\n{}")
+    (tmp_path / "prompts/system.txt").write_text("Be brief.")
+    path = tmp_path / "configs" / "a.yaml"
+    path.parent.mkdir()
+    path.write_text(
+        "policy: {model_name: m}\ngrpo: {num_prompts_per_step: 8}\n"
+        "data: {train: {dataset_name: OpenMathInstruct-2}, default: {prompt_file: prompts/cot.txt,"
+        " system_prompt_file: prompts/system.txt}}\n"
+    )
+    flat = read_config(path).flat
+    assert flat["environment.prompt"] == "Use \\boxed{}:\n{problem}"
+    assert flat["environment.system"] == "Be brief."
+
+
+def test_an_adapter_on_megatron_is_one_here() -> None:
+    peft = {"enabled": True, "dim": 128, "alpha": 512, "target_modules": []}
+    values = {f"policy.megatron_cfg.peft.{key}": value for key, value in peft.items()}
+    result = from_keys("grpo", **{"policy.megatron_cfg.enabled": True, **values})
+    assert result.recipe["lora"] == {"rank": 128, "alpha": 512.0, "target_modules": "all-linear"}
+    off = from_keys("grpo", **{"policy.megatron_cfg.enabled": False, **values})
+    assert "lora" not in off.recipe
+
+
+def test_a_switch_that_is_off_is_no_loss() -> None:
+    keys = {
+        "policy.megatron_cfg.enabled": True,
+        "policy.megatron_cfg.freeze_moe_router": False,
+        "policy.draft.enabled": False,
+        "policy.precision": "bfloat16",
+        "loss_fn.force_on_policy_ratio": False,
+    }
+    assert from_keys("grpo", **keys).dropped == []
+    keys |= {"policy.megatron_cfg.freeze_moe_router": True, "policy.precision": "float16"}
+    assert {item.peer_key for item in from_keys("grpo", **keys).dropped} == {
+        "policy.megatron_cfg.freeze_moe_router",
+        "policy.precision",
+    }

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.commands.migrate.importer import read_config
-from ratchet.errors import ConfigError
+from ratchet.commands.migrate.importer import UnconvertedTask, read_config
 
 NEMO_RL = "policy: {model_name: m}\ngrpo: {num_prompts_per_step: 8}\ncluster: {gpus_per_node: 1}\n"
 ROLL = "pretrain: m\nrollout_batch_size: 8\nactor_train: {model_args: {dtype: bf16}}\n"
@@ -16,14 +15,25 @@ ROLL = "pretrain: m\nrollout_batch_size: 8\nactor_train: {model_args: {dtype: bf
     [
         (
             ROLL + "train_env_manager: {tags: [A]}\ncustom_envs: {A: {env_type: sokoban}}",
-            r"plays ROLL's environments \(sokoban\).*environment.kind=sokoban",
+            r"plays ROLL's environment sokoban.*environment.kind=sokoban",
         ),
         (ROLL + "student_train: {model_args: {dtype: bf16}}", "distills on-policy"),
         (ROLL + "is_pure_opd: true", "distills on-policy"),
+        ("student_pretrain: m\nstudent: {model_args: {dtype: bf16}}", "distills off-policy"),
+        (ROLL + "validation: {data_args: {image_max_pixels: 64}}", "images.*kind=vlm"),
+        (ROLL + "rewards: {a: {worker_cls: x.LLMJudgeRewardWorker}}", "only reward is LLMJudge"),
+        (ROLL + "use_topr_neg_loss_coef: 1.0", "policy loss is topr.*loss.kind=topr"),
+        (ROLL + "adv_estimator: step_reinforce", "step_reinforce is not converted"),
         (NEMO_RL + "env: {should_use_nemo_gym: true, math: {num_workers: 8}}", "is nemo_gym"),
         (
             NEMO_RL + "env: {math: {num_workers: 8}, sliding_puzzle_game: {size: 3}}",
             "is sliding_puzzle_game.*environment.kind=sliding_puzzle",
+        ),
+        (NEMO_RL + "data: {train: [{dataset_name: a}, {dataset_name: b}]}", "mixes 2 datasets"),
+        (NEMO_RL + "data: {train: {dataset_name: clevr-cogent}}", "has images.*kind=vlm"),
+        (
+            NEMO_RL.replace("8}", "8, adv_estimator: {name: opd}}"),
+            "opd is not converted.*on_policy_distillation",
         ),
         (NEMO_RL + "data: {default: {env_name: reward_model}}", "kind: reward_model"),
         (NEMO_RL + "data: {default: {env_name: clevr-cogent}}", "is clevr-cogent.*kind=vlm"),
@@ -32,7 +42,7 @@ ROLL = "pretrain: m\nrollout_batch_size: 8\nactor_train: {model_args: {dtype: bf
 def test_another_task_is_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UnconvertedTask, match=words):
         read_config(path)
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate.nemo_rl import placement as place
 from ratchet.commands.migrate.nemo_rl import values as to
+from ratchet.commands.migrate.nemo_rl.engine import ENGINE, context
 from ratchet.commands.migrate.nemo_rl.placement import DTENSOR, GENERATION, MEGATRON
 from ratchet.commands.migrate.table import (
     KeyRow,
     at_least_0,
     choose,
+    choose_inert,
     covered,
     dropped,
     flag,
     no_effect,
     number,
+    off_at,
     only_if,
     positive,
     real,
+    switches,
     whole,
 )
 
@@ -110,11 +114,15 @@ COMMON = (
         "learner.cpu_offload",
         convert=place.when_megatron(False, place.flag_if_distributed),
     ),
-    KeyRow(f"{DTENSOR}.lora_cfg.dim", "lora.rank", convert=to.lora(whole)),
-    KeyRow(f"{DTENSOR}.lora_cfg.alpha", "lora.alpha", convert=to.lora(real)),
-    KeyRow(f"{DTENSOR}.lora_cfg.dropout", "lora.dropout", convert=to.lora(number)),
-    KeyRow(
-        f"{DTENSOR}.lora_cfg.target_modules", "lora.target_modules", convert=to.lora(to.targets)
+    *(
+        KeyRow(f"{section}.{name}", recipe_key, convert=to.lora(convert, section))
+        for section in to.ADAPTERS
+        for name, recipe_key, convert in (
+            ("dim", "lora.rank", whole),
+            ("alpha", "lora.alpha", real),
+            ("dropout", "lora.dropout", number),
+            ("target_modules", "lora.target_modules", to.targets(section)),
+        )
     ),
     KeyRow(
         "policy.sequence_packing.train_mb_tokens",
@@ -144,13 +152,13 @@ COMMON = (
     ),
     KeyRow("cluster.num_nodes", "cluster", convert=place.convert_nodes),
     KeyRow("cluster.gpus_per_node", covered_by=f"{DTENSOR}.enabled"),
-    *dropped("learner and generator set their accelerators", "cluster.*"),
-    *dropped(
+    *no_effect("learner and generator set their accelerators", "cluster.*"),
+    *no_effect(
         "checkpoint.metric is eval/accuracy, or any other logged metric",
         "checkpointing.metric_name",
         "checkpointing.higher_is_better",
     ),
-    *dropped(
+    *no_effect(
         "the run writes model/ in Hugging Face form; `ratchet convert` converts it",
         "checkpointing.*",
     ),
@@ -165,48 +173,65 @@ COMMON = (
     *no_effect(
         shared.PACKING, "policy.sequence_packing.*", "policy.make_sequence_length_divisible_by"
     ),
-    *dropped(
-        shared.PRECISION,
-        "policy.precision",
-        f"{GENERATION}.vllm_cfg.precision",
-        f"{GENERATION}.vllm_cfg.kv_cache_dtype",
-    ),
-    *dropped(
-        "the limits are the model's context and sampling.max_new_tokens",
-        "policy.max_total_sequence_length",
-        "data.max_input_seq_length",
+    *(
+        KeyRow(name, note="the limits are the model's context and max_new_tokens", convert=context)
+        for name in ("policy.max_total_sequence_length", "data.max_input_seq_length")
     ),
     *no_effect(shared.KV_CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
-    *covered(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size"),
-    *covered(f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size"),
-    KeyRow(f"{MEGATRON}.optimizer.clip_grad", note="repeats policy.max_grad_norm, which counts"),
-    KeyRow(f"{DTENSOR}.lora_cfg.enabled", covered_by=f"{DTENSOR}.lora_cfg.dim"),
+    *covered(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size", convert=off_at(1)),
+    *covered(f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size", convert=off_at(1)),
+    *(KeyRow(f"{section}.enabled", covered_by=f"{section}.dim") for section in to.ADAPTERS),
     KeyRow(f"{DTENSOR}.lora_cfg.match_all_linear", covered_by=f"{DTENSOR}.lora_cfg.target_modules"),
-    *dropped(
-        "is a detail of the adapter that has no key here",
-        f"{DTENSOR}.lora_cfg.*",
-        f"{MEGATRON}.peft.*",
+    *(
+        KeyRow(f"{section}.*", note=to.ADAPTER_NOTE, convert=to.lora(to.adapter_detail, section))
+        for section in to.ADAPTERS
     ),
-    *dropped(
-        "is a switch of the peer's engine that learners lack", f"{DTENSOR}.*", f"{MEGATRON}.*"
-    ),
-    *dropped(shared.NUMERICS, "policy.*"),
+    *ENGINE,
     KeyRow("data.train.split", "environment.train_split"),
     KeyRow("data.train.input_key", "environment.columns", convert=to.column("prompt")),
     KeyRow("data.default.input_key", "environment.columns", convert=to.column("prompt")),
     KeyRow("data.train.output_key", "environment.columns", convert=to.column("answer")),
     KeyRow("data.default.output_key", "environment.columns", convert=to.column("answer")),
+    KeyRow("data.default.prompt_file", "environment.prompt", convert=to.prompt),
+    KeyRow("data.default.system_prompt_file", "environment.system", convert=to.system_prompt),
     KeyRow("data.validation.data_path", "environment.test", convert=shared.as_list),
-    *dropped(shared.DATA_LOADER, "data.shuffle", "data.num_workers", "data.add_*", "data.*"),
-    *covered("logger.wandb_enabled", "logger.wandb.*"),
-    *covered("logger.mlflow_enabled", "logger.mlflow.*"),
-    *covered("logger.swanlab_enabled", "logger.swanlab.*"),
-    *no_effect("metrics always go to metrics.jsonl and the terminal", "logger.*"),
+    KeyRow(
+        "data.shuffle",
+        note="rows are shuffled here",
+        convert=choose_inert(True, "rows are shuffled here too"),
+    ),
+    *no_effect(shared.DATA_LOADER, "data.num_workers", "data.use_multiple_dataloader"),
+    *no_effect("the environment is chosen by the task", "data.default.env_name"),
+    *no_effect("seed is the run's seed here", "data.train.seed"),
+    *no_effect("rows are read by their columns here", "data.default.processor"),
+    *dropped("the chat template decides which tokens are added", "data.add_*"),
     *dropped(
+        "environment.test or evaluation.environment holds the tasks of evaluation",
+        "data.validation.*",
+    ),
+    *dropped(
+        "a tenth of the prompts of a dataset without a test split is held out here",
+        "data.train.split_validation_size",
+    ),
+    *switches(shared.DATA_LOADER, "data.*"),
+    *covered("logger.wandb_enabled", "logger.wandb.project"),
+    *covered("logger.mlflow_enabled", "logger.mlflow.experiment_name"),
+    *covered("logger.swanlab_enabled", "logger.swanlab.project"),
+    *no_effect("metrics always go to metrics.jsonl and the terminal", "logger.*"),
+    *no_effect("rewards have processes of their own", "env.*.num_workers"),
+    *(
+        KeyRow(
+            f"env.{name}.math_verify_impl",
+            note="answers are compared by math-verify here",
+            convert=choose_inert("hf_math_verify", "answers are compared by math-verify here too"),
+        )
+        for name in ("math", "dapo")
+    ),
+    *switches(
         "rewards and environments are chosen by kind (docs/rewards.md, docs/environments.md)",
         "env.*",
     ),
-    *dropped(
+    *switches(
         "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
         "reward_penalties.*",
     ),
@@ -229,14 +254,14 @@ def common_rows(section: str) -> tuple[KeyRow, ...]:
             f"{section}.val_period", "evaluation.every", EVALUATION_NOTE, at_least_0, default=10
         ),
         KeyRow(f"{section}.seed", "seed", convert=whole, default=42),
-        *dropped(
+        *no_effect(
             "evaluation always runs before and after each stage here",
             f"{section}.val_at_start",
             f"{section}.val_at_end",
+            f"{section}.val_start_at",
         ),
-        *dropped(
+        *no_effect(
             "evaluation.tasks is the number of held-out tasks",
-            f"{section}.max_val_samples",
             f"{section}.val_*",
         ),
         *COMMON,

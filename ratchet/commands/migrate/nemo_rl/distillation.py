@@ -5,23 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.nemo_rl import values as to
 from ratchet.commands.migrate.nemo_rl.common import common_rows
+from ratchet.commands.migrate.nemo_rl.engine import section_rows
 from ratchet.commands.migrate.nemo_rl.rollouts import rollout_rows
 from ratchet.commands.migrate.table import (
     Dropped,
     Inert,
     KeyRow,
     PeerConfig,
-    dropped,
     no_effect,
+    switches,
     whole,
 )
-from ratchet.errors import ConfigError
 
 # A key of the loss that only distillation across tokenizers has.
 CROSS_TOKENIZER = "loss_fn.gold_loss"
@@ -37,22 +36,11 @@ TEACHER_SETTINGS = (
     "megatron_cfg.tensor_model_parallel_size",
     "megatron_cfg.pipeline_model_parallel_size",
     "megatron_cfg.expert_model_parallel_size",
-    "megatron_cfg.expert_tensor_parallel_size",
     "megatron_cfg.context_parallel_size",
     "megatron_cfg.sequence_parallel",
     "precision",
     "max_total_sequence_length",
 )
-
-
-def check_on_policy(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a file of distillation across tokenizers, which is off-policy."""
-    if CROSS_TOKENIZER in values:
-        raise ConfigError(
-            f"{CROSS_TOKENIZER} is of NeMo RL's off-policy distillation across tokenizers, which "
-            "has no counterpart. Write a recipe with algorithm.kind=on_policy_distillation and "
-            "teacher_tokens=aligned."
-        )
 
 
 def _objective(value: Any, config: PeerConfig) -> Any:
@@ -100,14 +88,11 @@ DISTILLATION = (
         "teacher.scheduler",
         "teacher.max_grad_norm",
         "teacher.generation.*",
-        "teacher.offload_optimizer_for_logprob",
         "teacher.train_global_batch_size",
         "teacher.dtensor_cfg.activation_checkpointing",
-        "teacher.dtensor_cfg.lora_cfg.*",
         "teacher.megatron_cfg.activation_checkpointing",
         "teacher.megatron_cfg.optimizer.*",
         "teacher.megatron_cfg.scheduler.*",
-        "teacher.megatron_cfg.distributed_data_parallel_config.*",
     ),
     *no_effect(
         shared.MICRO_BATCHES,
@@ -124,7 +109,8 @@ DISTILLATION = (
         KeyRow(f"teacher.{name}", note=to.SHARED_NOTE, convert=to.like_policy(name, "the teacher"))
         for name in TEACHER_SETTINGS
     ),
-    *dropped("the teacher runs on the student's learner, with its settings", "teacher.*"),
+    *section_rows("teacher"),
+    *switches("the teacher runs on the student's learner, with its settings", "teacher.*"),
     *rollout_rows("distillation", prompts=128, attempts=1),
     *common_rows("distillation"),
 )

@@ -12,6 +12,7 @@ from ratchet.commands.migrate.nemo_rl.common import common_rows
 from ratchet.commands.migrate.nemo_rl.policy_gradient import LOSS, reward_rows
 from ratchet.commands.migrate.nemo_rl.rollouts import rollout_rows
 from ratchet.commands.migrate.table import (
+    Conversion,
     Dropped,
     Inert,
     KeyRow,
@@ -20,7 +21,10 @@ from ratchet.commands.migrate.table import (
     covered,
     dropped,
     no_effect,
+    only_if,
 )
+
+LEAVE_ONE_OUT = "use_leave_one_out_baseline"
 
 
 def _estimator_flag(name: str, config: PeerConfig) -> bool:
@@ -60,6 +64,15 @@ def estimator(value: Any, config: PeerConfig) -> Any:
     )
 
 
+def _with_group_baseline(convert: Conversion) -> Conversion:
+    """Return the conversion, limited to files whose advantages are those of GRPO."""
+    return only_if(
+        lambda config: config["grpo.adv_estimator.name"] in (None, "grpo"),
+        convert,
+        "the estimator there does not read it",
+    )
+
+
 def advantage_clip(value: Any, config: PeerConfig) -> Any:
     low, high = (config[f"grpo.advantage_clip_{side}"] for side in ("low", "high"))
     if low is None or high is None or not numbers.number(low) < 0 < numbers.number(high):
@@ -74,12 +87,24 @@ def advantage_clip(value: Any, config: PeerConfig) -> Any:
 
 GRPO = (
     KeyRow(
-        "grpo.use_leave_one_out_baseline",
+        f"grpo.{LEAVE_ONE_OUT}",
         "algorithm.kind, algorithm.advantage.scale",
-        convert=advantage,
+        convert=only_if(
+            lambda config: config[f"grpo.adv_estimator.{LEAVE_ONE_OUT}"] is None,
+            _with_group_baseline(advantage),
+            "grpo.adv_estimator overrides it",
+        ),
         default=True,
     ),
-    KeyRow("grpo.normalize_rewards", covered_by="grpo.use_leave_one_out_baseline", default=True),
+    KeyRow("grpo.normalize_rewards", covered_by=f"grpo.{LEAVE_ONE_OUT}", default=True),
+    KeyRow(
+        f"grpo.adv_estimator.{LEAVE_ONE_OUT}",
+        "algorithm.kind, algorithm.advantage.scale",
+        convert=_with_group_baseline(advantage),
+    ),
+    KeyRow(
+        "grpo.adv_estimator.normalize_rewards", covered_by=f"grpo.adv_estimator.{LEAVE_ONE_OUT}"
+    ),
     KeyRow("grpo.adv_estimator.name", "algorithm.kind", convert=estimator),
     *covered("grpo.adv_estimator.name", "grpo.adv_estimator.*"),
     KeyRow("grpo.advantage_clip_low", "algorithm.advantage_clip", convert=advantage_clip),
@@ -106,9 +131,10 @@ GRPO = (
         "grpo.calculate_advantages_on_gpu",
     ),
     *dropped("evaluation.patience stops a run early", "grpo.stop_at_validation_*"),
-    *dropped(
-        "evaluation.samples is the number of attempts per held-out task",
-        "grpo.num_val_generations_per_prompt",
+    KeyRow(
+        "grpo.val_num_generations_per_prompt",
+        covered_by="policy.generation.val_temperature",
+        default=1,
     ),
     *rollout_rows("grpo", prompts=32, attempts=16),
     *reward_rows("grpo"),

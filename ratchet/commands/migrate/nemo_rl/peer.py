@@ -8,9 +8,10 @@ from typing import Any
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate.nemo_rl import values as to
 from ratchet.commands.migrate.nemo_rl.common import common_rows
-from ratchet.commands.migrate.nemo_rl.distillation import DISTILLATION, check_on_policy
+from ratchet.commands.migrate.nemo_rl.distillation import DISTILLATION
 from ratchet.commands.migrate.nemo_rl.grpo import GRPO
 from ratchet.commands.migrate.nemo_rl.ppo import PPO
+from ratchet.commands.migrate.nemo_rl.tasks import find_other_task
 from ratchet.commands.migrate.table import KeyRow, Method, Peer, choose, real, whole
 
 
@@ -55,15 +56,9 @@ SFT = (
 
 
 def _detect_method(values: Mapping[str, Any]) -> str:
-    """Return the name of the trainer whose section the file has; "" if it has none.
-
-    Raises ConfigError for a kind of distillation that has no counterpart.
-    """
+    """Return the name of the trainer whose section the file has; "" if it has none."""
     sections = {key.partition(".")[0] for key in values}
-    name = next((name for name in NEMO_RL.methods if name in sections), "")
-    if name == "distillation":
-        check_on_policy(values)
-    return name
+    return next((name for name in NEMO_RL.methods if name in sections), "")
 
 
 DATASET = {"environment.kind": "dataset"}
@@ -96,4 +91,5 @@ NEMO_RL = Peer(
             {"algorithm.kind": "reward_model", **DATASET}, _offline("rm", shared.PAIR_COLUMNS)
         ),
     },
+    find_other_task,
 )

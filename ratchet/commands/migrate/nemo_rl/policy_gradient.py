@@ -23,6 +23,7 @@ from ratchet.commands.migrate.table import (
     no_effect,
     number,
     only_if,
+    switches,
     whole,
 )
 
@@ -176,6 +177,21 @@ def _penalise_length(section: str, config: PeerConfig) -> Values | Inert | Dropp
     )
 
 
+KL_NOTE = "the ratio to the sampler's policy weights the KL here, without clamps"
+
+
+def _kl_part(value: Any, config: PeerConfig) -> Inert | None:
+    coef = config["loss_fn.reference_policy_kl_penalty"]
+    return None if coef is None or numbers.real(coef) else Inert("the KL penalty is 0 there")
+
+
+def _kl_detail(value: Any, config: PeerConfig) -> Any:
+    coef = config["loss_fn.reference_policy_kl_penalty"]
+    if value is False or not numbers.real(coef):
+        return Inert("off there")
+    return Dropped(KL_NOTE)
+
+
 LOSS = (
     KeyRow("loss_fn.ratio_clip_min", "algorithm.loss", convert=clip, default=0.2),
     KeyRow("loss_fn.ratio_clip_max", "algorithm.loss", convert=clip, default=0.2),
@@ -200,15 +216,13 @@ LOSS = (
     KeyRow(
         "loss_fn.reference_policy_kl_type",
         covered_by="loss_fn.reference_policy_kl_penalty",
+        convert=_kl_part,
         default="k3",
     ),
     KeyRow(
         "loss_fn.use_importance_sampling_correction", "algorithm.correction", convert=correction
     ),
-    KeyRow(
-        "loss_fn.force_on_policy_ratio",
-        note="with minibatches=1 and epochs=1 all ratios are 1",
-    ),
+    *switches("with minibatches=1 and epochs=1 all ratios are 1", "loss_fn.force_on_policy_ratio"),
     KeyRow("loss_fn.positive_example_nll_weight", "algorithm.positive_nll_coef", convert=number),
     *covered(
         "loss_fn.ratio_clip_min",
@@ -222,11 +236,14 @@ LOSS = (
         f"{TIS}_ratio",
         f"{TIS}_ratio_min",
     ),
-    KeyRow("loss_fn.use_kl_in_reward", covered_by="loss_fn.reference_policy_kl_penalty"),
-    *dropped(
-        "the ratio to the sampler's policy weights the KL here, without clamps",
-        "loss_fn.use_on_policy_kl_approximation",
-        "loss_fn.kl_*",
+    KeyRow(
+        "loss_fn.use_kl_in_reward",
+        covered_by="loss_fn.reference_policy_kl_penalty",
+        convert=_kl_part,
+    ),
+    *(
+        KeyRow(name, note=KL_NOTE, convert=_kl_detail)
+        for name in ("loss_fn.use_on_policy_kl_approximation", "loss_fn.kl_*")
     ),
 )
 
@@ -285,12 +302,12 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
             ),
         ),
         *covered(f"{asynchronous}.max_trajectory_age_steps", f"{asynchronous}.enabled"),
-        *dropped(
+        *no_effect(
             "running requests get new weights with each weight sync; generator.keep_kv keeps their "
             "KV cache",
             f"{asynchronous}.*",
         ),
-        *dropped(
+        *switches(
             "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
             f"{section}.penalize_*",
             f"{section}.invalid_tool_call_*",
@@ -301,7 +318,7 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
             "learner",
             f"{section}.seq_logprob_error_threshold",
         ),
-        *dropped(
+        *no_effect(
             "groups are replaced one by one here, without oversampling",
             f"{section}.dynamic_sampling_oversample_ratio",
             f"{section}.batch_multiplier",

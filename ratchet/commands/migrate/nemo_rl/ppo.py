@@ -10,6 +10,7 @@ from typing import Any
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.nemo_rl import values as to
 from ratchet.commands.migrate.nemo_rl.common import common_rows
+from ratchet.commands.migrate.nemo_rl.engine import section_rows
 from ratchet.commands.migrate.nemo_rl.policy_gradient import LOSS, reward_rows
 from ratchet.commands.migrate.nemo_rl.rollouts import rollout_rows
 from ratchet.commands.migrate.table import (
@@ -25,6 +26,7 @@ from ratchet.commands.migrate.table import (
     no_effect,
     number,
     only_if,
+    switches,
     whole,
 )
 
@@ -239,7 +241,8 @@ CRITIC = (
     *no_effect(
         shared.PACKING, "value.sequence_packing.*", "value.make_sequence_length_divisible_by"
     ),
-    *dropped(
+    *section_rows("value"),
+    *switches(
         "the critic runs on the policy's learner, and has its settings but for the learning rate",
         "value.*",
     ),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate.nemo_rl import placement as place
 from ratchet.commands.migrate.nemo_rl import values as to
+from ratchet.commands.migrate.nemo_rl.engine import GENERATOR
 from ratchet.commands.migrate.nemo_rl.placement import GENERATION
-from ratchet.commands.migrate.table import KeyRow, at_least_0, covered, dropped, real, whole
+from ratchet.commands.migrate.table import KeyRow, at_least_0, covered, off_at, real, whole
 
 MINIBATCH_NOTE = "counts answers there; here minibatches is the number of optimizer steps per batch"
 
@@ -33,6 +34,7 @@ def rollout_rows(section: str, *, prompts: int, attempts: int) -> tuple[KeyRow, 
             MINIBATCH_NOTE,
             to.minibatches(section),
         ),
+        KeyRow(f"{section}.max_val_samples", "evaluation.tasks", convert=whole),
         KeyRow(f"{section}.max_rollout_turns", "rollouts.max_turns", convert=whole),
         KeyRow(f"{GENERATION}.max_new_tokens", "sampling.max_new_tokens", convert=whole),
         KeyRow(f"{GENERATION}.temperature", "sampling.temperature", convert=real),
@@ -44,22 +46,23 @@ def rollout_rows(section: str, *, prompts: int, attempts: int) -> tuple[KeyRow, 
             note="the model's own end tokens end an answer; set others as text in sampling.stop",
         ),
         KeyRow(f"{GENERATION}.backend", "generator", convert=place.convert_generator),
+        *GENERATOR,
         KeyRow(
-            f"{GENERATION}.vllm_cfg.enforce_eager",
-            note="set generator.enforce_eager, or generator.worker.enforce_eager with workers",
+            f"{GENERATION}.val_temperature",
+            "evaluation",
+            convert=to.sampled_evaluation(section),
         ),
-        *dropped("is set by other keys of generator, or has no switch", f"{GENERATION}.*"),
         KeyRow("data.train.dataset_name", "environment", note=shared.COLUMNS, convert=to.rows),
         KeyRow("data.train.data_path", "environment", note=shared.COLUMNS, convert=to.rows),
         KeyRow("data.dataset_name", "environment", note=shared.COLUMNS, convert=to.rows),
-        KeyRow(
-            "data.default.prompt_file",
-            note="set environment.prompt to the text around a question: '{problem}\nThink first.'",
-        ),
         *covered(
             f"{GENERATION}.backend",
             f"{GENERATION}.colocated.*",
-            f"{GENERATION}.vllm_cfg.*_parallel_size",
             f"{GENERATION}.vllm_cfg.max_model_len",
+        ),
+        *covered(
+            f"{GENERATION}.backend",
+            f"{GENERATION}.vllm_cfg.*_parallel_size",
+            convert=off_at(1),
         ),
     )

@@ -10,13 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
-from ratchet.commands.migrate.nemo_rl.placement import DTENSOR
+from ratchet.commands.migrate.nemo_rl.placement import DTENSOR, MEGATRON, uses_megatron
 from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
+from ratchet.data.presets.datasets import BOXED_REQUEST, PRESETS
 
 WARMUP_NOTE = "counts passes over a batch there and optimizer steps here (x minibatches)"
 # The note of rows that `like_policy` converts.
 SHARED_NOTE = "is the policy's here"
 # The sections of the trainers that sample.
+ADAPTER_NOTE = "is a detail of the adapter that has no key here"
+# The sections of LoRA of the two learners.
+ADAPTERS = (f"{DTENSOR}.lora_cfg", f"{MEGATRON}.peft")
 SAMPLING_SECTIONS = ("grpo", "ppo", "distillation")
 
 
@@ -171,26 +175,87 @@ def optimizer(value: Any, config: PeerConfig) -> Any:
     )
 
 
-def lora(convert: Conversion | None = None) -> Conversion:
-    """Return the conversion, limited to files that enable LoRA."""
+def lora(convert: Conversion | None, section: str) -> Conversion:
+    """Return the conversion, limited to files that enable LoRA in a section of ADAPTERS."""
+    is_megatron = section.startswith(MEGATRON)
     return only_if(
-        lambda config: config.flag(f"{DTENSOR}.lora_cfg.enabled"),
+        lambda config: config.flag(f"{section}.enabled") and uses_megatron(config) == is_megatron,
         convert,
-        "lora_cfg.enabled is false there",
+        f"{section.rpartition('.')[2]} is not enabled there",
     )
 
 
-def targets(value: Any, config: PeerConfig) -> Any:
-    key = f"{DTENSOR}.lora_cfg.match_all_linear"
-    matches_all = config[key] is None or config.flag(key)
-    return "all-linear" if matches_all or not value else shared.as_list(value, config)
+def targets(section: str) -> Conversion:
+    """Return the conversion of the modules that get an adapter."""
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        key = f"{section}.match_all_linear"
+        has_switch = section == ADAPTERS[0]
+        matches_all = has_switch and (config[key] is None or config.flag(key))
+        return "all-linear" if matches_all or not value else shared.as_list(value, config)
+
+    return convert
+
+
+def adapter_detail(value: Any, config: PeerConfig) -> Any:
+    """Explain what becomes of a detail of the adapter: its usual value has no effect."""
+    is_usual = value in ("post", "xavier", "zero", True, False) or value == []
+    return Inert("is the usual form of an adapter") if is_usual else Dropped(ADAPTER_NOTE)
 
 
 def rows(value: Any, config: PeerConfig) -> Any:
-    """Convert the training data. The path of a data file overrides `value`, a dataset's name."""
-    return shared.training_data(
+    """Convert the training data. The path of a data file overrides `value`, a dataset's name.
+
+    Without a file of a prompt, questions are asked as they stand there: the preset's request for a
+    boxed answer is left out.
+    """
+    data = shared.training_data(
         config["data.train.data_path"] or config["data.train_data_path"] or value, config
     )
+    preset = PRESETS.get(data.values.get("environment.preset", ""))
+    if preset and preset.prompt.endswith(BOXED_REQUEST) and not config["data.default.prompt_file"]:
+        question = preset.prompt.removesuffix(BOXED_REQUEST)
+        return Values({**data.values, "environment.prompt": question}, data.note)
+    return data
+
+
+def prompt(value: Any, config: PeerConfig) -> Any:
+    """Convert the file with the text around a question, in which {} stands for the question."""
+    path = config.find_file(str(value))
+    name = config["data.train.dataset_name"] or config["data.dataset_name"]
+    preset = shared.find_preset(str(name))
+    column = "prompt" if preset is None else preset.columns.get("prompt", "")
+    if path is None or not column:
+        return Dropped(
+            "set environment.prompt to the text around a question: '{problem}\nThink first.'"
+        )
+    text = path.read_text(encoding="utf-8").replace("{{}}", "\0").replace("{}", f"{{{column}}}")
+    return text.replace("\0", "{}")
+
+
+def system_prompt(value: Any, config: PeerConfig) -> Any:
+    """Convert the file with the system prompt."""
+    path = config.find_file(str(value))
+    if path is None:
+        return Dropped("set environment.system to the text of the system prompt")
+    return path.read_text(encoding="utf-8")
+
+
+def sampled_evaluation(section: str) -> Conversion:
+    """Return the conversion of evaluation's temperature, which counts its answers per task."""
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        temperature = numbers.real(value)
+        if not temperature:
+            return Inert("evaluation is greedy here too")
+        settings = {
+            "greedy": False,
+            "samples": config.whole(f"{section}.val_num_generations_per_prompt", 1),
+            "temperature": temperature,
+        }
+        return Values({f"evaluation.{key}": setting for key, setting in settings.items()})
+
+    return convert
 
 
 def column(column_name: str) -> Conversion:

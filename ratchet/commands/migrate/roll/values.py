@@ -12,65 +12,16 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.numbers import InvalidValue
+from ratchet.commands.migrate.roll.placement import data_ranks
 from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
 
-RANGE = re.compile(r"(?:list\()?range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?(?:,\s*(\d+)\s*)?\)\)?")
-LIST = re.compile(r"(?:list\()?\[([\d,\s]*)\]\)?")
-MAX_DEVICES = 1_000_000  # maximum devices counted in one range
 CORRECTION = "train_infer_correction"
-# ROLL's reward workers by class name, and the corresponding rewards of Ratchet.
+# ROLL's reward workers by class name, and the corresponding rewards of Ratchet. `code` and `ifeval`
+# judge the same, but read other columns than ROLL's data have.
 REWARDS: Mapping[str, Mapping[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
-    "CodeSandboxRewardWorker": {"kind": "code"},
-    "GeneralRuleRewardWorker": {"kind": "ifeval"},
     "MultipleChoiceBoxedRuleRewardWorker": {"kind": "multiple_choice", "require_marker": True},
 }
-
-
-def count_accelerators(role: str, config: PeerConfig) -> int:
-    """Return the number of accelerators of a role, at least 1.
-
-    The role's device_mapping is a sum of Python ranges and lists. It is parsed, never executed.
-    """
-    key = f"{role}.device_mapping"
-    mapping = config[key]
-    if mapping is None:
-        return 1
-    if isinstance(mapping, list):
-        return max(1, len(mapping))
-    return max(1, sum(_count_devices(part.strip(), key) for part in str(mapping).split("+")))
-
-
-def _count_devices(text: str, key: str) -> int:
-    """Return the number of devices in one range or list. Raises InvalidValue for any other text."""
-    if match := LIST.fullmatch(text):
-        return len([device for device in match[1].split(",") if device.strip()])
-    if (match := RANGE.fullmatch(text)) and len(text) < 100:
-        devices = numbers.parse_range(match[1], match[2], match[3])
-        return len(devices[:MAX_DEVICES])
-    raise InvalidValue(
-        f"{key} is {text[:40]!r}, and not of the form list(range(0,8)) or [0,1]: set learner, "
-        "generator and cluster by hand"
-    )
-
-
-def parallel_size(role: str, part: str, config: PeerConfig) -> int:
-    """Return one parallel size of a role, such as its tensor_model_parallel_size."""
-    return config.whole(f"{role}.strategy_args.strategy_config.{part}", 1)
-
-
-def data_ranks(role: str, config: PeerConfig) -> int:
-    """Return a role's data-parallel size: its accelerators over its other parallel sizes."""
-    parts = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    ranks_per_replica = 1
-    for part in parts:
-        ranks_per_replica *= parallel_size(role, part, config)
-    ranks_per_replica *= config.whole(f"{role}.model_args.ulysses_size", 1)
-    return numbers.quotient(
-        count_accelerators(role, config),
-        ranks_per_replica,
-        f"{role}'s accelerators over its parallel sizes",
-    )
 
 
 def rows_per_step(role: str, config: PeerConfig) -> int:
@@ -303,6 +254,8 @@ def filters(value: Any, config: PeerConfig) -> Any:
 
 def rewards(value: Any, config: PeerConfig) -> Any:
     """Convert the reward workers of all domains to one reward, or to rewards by a task's tag."""
+    if str(value).rpartition(".")[2] not in REWARDS:
+        return Dropped(f"it and its rows are left out (environment.keep): {shared.OWN_REWARD}")
     domains: dict[str, Any] = {}
     unknown: list[str] = []
     for key, path in config.values.items():
@@ -315,78 +268,17 @@ def rewards(value: Any, config: PeerConfig) -> Any:
                 tag: [dict(reward)]
                 for tag in config[f"rewards.{match[1]}.tag_included"] or [match[1]]
             }
-    note = f"{', '.join(unknown)} is left out: {shared.OWN_REWARD}" if unknown else ""
-    if not domains:
-        return Dropped(
-            f"{', '.join(unknown)}: {shared.OWN_REWARD}; a judge is rewards: [{{kind: judge, "
-            f"url: ..., model: ...}}]"
-        )
     all_rewards = [reward for domain_rewards in domains.values() for reward in domain_rewards]
     if all(reward == all_rewards[0] for reward in all_rewards) and not unknown:
-        return Values({"rewards": [all_rewards[0]]}, note)
+        return Values({"rewards": [all_rewards[0]]})
+    known_rows = [{"column": "tag", "one_of": list(domains)}]
     return Values(
-        {"rewards": [{"kind": "by_tag", "domains": domains}]},
-        note or "a task's tag selects its rewards",
+        {
+            "rewards": [{"kind": "by_tag", "domains": domains}],
+            **({"environment.keep": known_rows} if unknown else {}),
+        },
+        "a task's tag selects its rewards",
     )
-
-
-def learner(role: str) -> Conversion:
-    """Return a conversion of a role's strategy_name to the learner and its parallel sizes."""
-
-    def convert(value: Any, config: PeerConfig) -> Any:
-        if value not in ("megatron_train", "fsdp2_train"):
-            return Dropped("learner.kind is local, dtensor (FSDP2) or megatron here")
-        if value == "fsdp2_train":
-            if count_accelerators(role, config) == 1:
-                return Values(
-                    {"learner.kind": "local"},
-                    "one accelerator: the learner runs in the main process",
-                )
-            context = config.whole(f"{role}.model_args.ulysses_size", 1)
-            return Values(
-                {
-                    "learner.kind": "dtensor",
-                    "learner.dp_shard": data_ranks(role, config),
-                    **({"learner.context_parallel": context} if context > 1 else {}),
-                }
-            )
-        sizes = {
-            f"learner.{part}_parallel": parallel_size(role, f"{part}_model_parallel_size", config)
-            for part in ("tensor", "pipeline", "expert")
-        }
-        sizes["learner.context_parallel"] = parallel_size(role, "context_parallel_size", config)
-        parallel_sizes = {key: size for key, size in sizes.items() if size > 1}
-        return Values(
-            {
-                "learner.kind": "megatron",
-                "learner.data_parallel": data_ranks(role, config),
-                **parallel_sizes,
-            }
-        )
-
-    return convert
-
-
-def convert_generator(value: Any, config: PeerConfig) -> Any:
-    """Convert vLLM and its parallel size to a generator, or to workers for several replicas."""
-    if value != "vllm":
-        return Dropped(
-            "generator.kind is engine, vllm or hf here: the recipe has the built-in engine"
-        )
-    tensor_parallel = parallel_size("actor_infer", "tensor_parallel_size", config)
-    keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": tensor_parallel}
-    length = "actor_infer.strategy_args.strategy_config.max_model_len"
-    if config[length] is not None:
-        keys["max_context"] = config.whole(length)
-    replicas = max(1, count_accelerators("actor_infer", config) // tensor_parallel)
-    generator = {"kind": "workers", "workers": replicas, "worker": keys} if replicas > 1 else keys
-    megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
-    note = (
-        "vLLM can't be colocated with learner.kind=megatron: check that both fit"
-        if megatron
-        else "if learner and vLLM share accelerators, set cluster: {colocated: true}"
-    )
-    return Values({"generator": generator}, note)
 
 
 def files(value: Any, config: PeerConfig) -> Any:
@@ -438,6 +330,29 @@ def checkpointing(role: str) -> Conversion:
         lambda value, config: not numbers.flag(value),
         "with megatron set learner.recompute",
     )
+
+
+def epochs(value: Any, config: PeerConfig) -> Inert:
+    return Inert("max_steps is the length there too")
+
+
+def precision(value: Any, config: PeerConfig) -> Any:
+    if value in ("bf16", "fp32", "bfloat16", "float32"):
+        return Inert("products are in bfloat16 and weights in float32 here")
+    return Dropped(shared.PRECISION)
+
+
+def messages(value: Any, config: PeerConfig) -> Dropped:
+    return Dropped(
+        f"the column {value} holds the prompt with its system message there; here the column "
+        "prompt is read, without the system message: set environment.system to its text"
+    )
+
+
+def domain_shares(value: Any, config: PeerConfig) -> Any:
+    if numbers.real(value) == 1:
+        return Inert("is the only domain")
+    return Dropped("environment.kind=mixture has parts with weights: here all rows are one set")
 
 
 def kept_checkpoints(value: Any, config: PeerConfig) -> Any:

@@ -1,0 +1,1 @@
+"""Alibaba ROLL: its key tables, and conversions of its values."""

@@ -1,0 +1,123 @@
+"""Find the tasks of ROLL's files that have no conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ratchet.commands.migrate.roll.values import REWARDS
+
+ESTIMATORS = ("gae", "grpo", "reinforce", "gigpo")
+# Policy losses of `pg_variant`, and their counterparts.
+LOSSES = {"topr": "topr", "vanilla": "reinforce", "cispo": "cispo", "kimi15": "kimi"}
+GAMES = frozenset({"sokoban", "frozen_lake"})
+# The remedy for each of ROLL's environments that has no counterpart under the same name.
+ENVIRONMENT_FIXES: Mapping[str, str] = {
+    "roll_math": "Write a recipe with environment.kind=gem.",
+    "roll_qa": "Write a recipe with environment.kind=gem, or qa with a retriever.",
+    "webshop": "Ratchet has no WebShop: serve it by OpenEnv's protocol (environment.kind=openenv).",
+    "deepeyes": "Write an environment whose tool answers with images (docs/environments.md).",
+    "atropos_env": "Ratchet has no client of Atropos.",
+    "openreward_env": "Ratchet has no client of OpenReward.",
+    "rock_tb_native_env": "It needs ROCK's sandboxes: environment.kind=harbor plays such tasks in "
+    "containers.",
+    "sokoban_sandbox": "It needs ROCK's sandboxes: environment.kind=sokoban plays without them.",
+    "sokoban_native_env": "It needs ROCK's sandboxes: environment.kind=sokoban plays without them.",
+}
+# Keys that only data with images, video or audio have, as endings.
+MEDIA_ENDINGS = (".image_max_pixels", ".image_folder", ".video_folder", ".audio_folder")
+
+
+def find_other_task(values: Mapping[str, Any]) -> str | None:
+    """Return a sentence on the file's task and one on its remedy; None if it is converted.
+
+    Args:
+        values: The file's values by dotted key.
+    """
+    sections = {key.partition(".")[0] for key in values}
+    workers = _list_workers(values)
+    if "train_env_manager" in sections:
+        return _describe_environments(values)
+    if sections & {"student_train", "student_infer"} or any(
+        values.get(key) is True for key in ("is_pure_opd", "use_opd")
+    ):
+        return (
+            "the run distills on-policy, which is not converted from ROLL. Write a recipe with "
+            "algorithm.kind=on_policy_distillation or distill_on_policy."
+        )
+    if "student" in sections:
+        return (
+            "the run distills off-policy, which is not converted from ROLL. Write a recipe with "
+            "algorithm.kind=distill_off_policy."
+        )
+    if any(key.endswith(MEDIA_ENDINGS) for key in values) or "DetectionRewardWorker" in workers:
+        return (
+            "the run's data have images, video or audio, whose columns and rewards are not "
+            "converted. Write a recipe with environment.kind=vlm."
+        )
+    return _describe_rewards(workers) or _describe_estimator(values)
+
+
+def _list_workers(values: Mapping[str, Any]) -> set[str]:
+    """Return the class names of the reward workers."""
+    return {
+        str(value).rpartition(".")[2]
+        for key, value in values.items()
+        if key.startswith("rewards.") and key.endswith(".worker_cls")
+    }
+
+
+def _describe_environments(values: Mapping[str, Any]) -> str:
+    tags = values.get("train_env_manager.tags") or []
+    names = tags if isinstance(tags, list) else [tags]
+    kinds = {_find_kind(str(name), values) for name in names}
+    fixes = sorted({_fix_environment(kind) for kind in kinds})
+    title = ", ".join(sorted(kinds)) or "train_env_manager"
+    return (
+        f"the run plays ROLL's environment {title}, which is not converted. "
+        f"{' '.join(fixes) or 'Choose environment.kind by hand (`ratchet help environment`).'}"
+    )
+
+
+def _find_kind(tag: str, values: Mapping[str, Any]) -> str:
+    """Return the env_type of a tag; the tag itself if the file does not define it."""
+    ending = f".{tag}.env_type"
+    return next((str(kind) for key, kind in values.items() if key.endswith(ending)), tag)
+
+
+def _fix_environment(kind: str) -> str:
+    if kind in GAMES:
+        return f"Write a recipe with environment.kind={kind}."
+    if ":" in kind:  # the names of gem's environments
+        return "Write a recipe with environment.kind=gem."
+    return ENVIRONMENT_FIXES.get(
+        kind, "Choose environment.kind by hand (`ratchet help environment`)."
+    )
+
+
+def _describe_rewards(workers: set[str]) -> str | None:
+    """Return sentences on the rewards if none of them is converted; None if there are none."""
+    if not workers or workers & set(REWARDS):
+        return None
+    return (
+        f"the run's only reward is {', '.join(sorted(workers))}, which is not converted. Write a "
+        "recipe with rewards: [{kind: judge, ...}] or a reward of yours (`ratchet new reward`)."
+    )
+
+
+def _describe_estimator(values: Mapping[str, Any]) -> str | None:
+    variant = values.get("actor_train.pg_variant", "ppo")
+    if values.get("use_topr_neg_loss_coef") is not None:
+        variant = "topr"
+    if variant != "ppo":
+        return (
+            f"the run's policy loss is {variant}, which is not converted. Write a recipe with "
+            f"algorithm.loss.kind={LOSSES.get(variant, 'ppo')}."
+        )
+    estimator = values.get("adv_estimator")
+    if estimator is None or estimator in ESTIMATORS:
+        return None
+    return (
+        f"adv_estimator={estimator} is not converted, only {', '.join(ESTIMATORS)}. Set the "
+        "nearest of them in a copy, or choose algorithm.kind by hand (`ratchet help algorithm`)."
+    )
