@@ -224,6 +224,7 @@ DATED = {
     "observe/provenance.py",
     "observe/sinks.py",
     "observe/trackers.py",
+    "observe/tracing/opentelemetry_sink.py",
     "observe/tracing/perfetto.py",
     "runs/run_dir.py",
     "sandbox/docker_api.py",

@@ -19,6 +19,7 @@ from ratchet.cli.data import data
 from ratchet.cli.errors import exit_with_error, is_reader_gone, prepare_streams, say
 from ratchet.cli.evaluation import evaluate
 from ratchet.cli.new import new
+from ratchet.cli.push import push
 from ratchet.cli.recorded import explain, replay, report, status, ui
 from ratchet.cli.runs import Json, runs
 from ratchet.cli.train import Overrides, train
@@ -402,6 +403,7 @@ def convert(
     )
 
 
+app.command()(push)
 app.command()(replay)
 app.command()(explain)
 app.command()(new)

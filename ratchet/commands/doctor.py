@@ -55,6 +55,7 @@ PURPOSES = {
     "mlflow-skinny": ("trackers", "metrics in MLflow"),
     "swanlab": ("trackers", "metrics in SwanLab"),
     "trackio": ("trackers", "metrics in Trackio"),
+    "opentelemetry-sdk": ("opentelemetry", "spans of a run by OTLP"),
     "prometheus-client": ("trackers", "metrics that Prometheus scrapes"),
 }
 # Distributions that contain the same package under another name.

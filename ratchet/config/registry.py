@@ -191,6 +191,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "swanlab": "ratchet.observe.config:SwanlabConfig",
         "trackio": "ratchet.observe.config:TrackioConfig",
         "prometheus": "ratchet.observe.config:PrometheusConfig",
+        "opentelemetry": "ratchet.observe.config:OpenTelemetryConfig",
     },
     "tokenizer": {
         "auto": "ratchet.data.tokenizer_config:AutoTokenizerConfig",

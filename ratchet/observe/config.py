@@ -91,3 +91,27 @@ class PrometheusConfig(Section):
     textfile: str | None = Field(
         None, description="A .prom file for the node exporter's textfile collector; null: none."
     )
+
+
+class OpenTelemetryConfig(Section):
+    """Spans of the run's steps, attempts, requests and rewards, sent by OTLP over HTTP.
+
+    The packages' own variables hold where the recipe says nothing, such as
+    OTEL_EXPORTER_OTLP_HEADERS for a key.
+    """
+
+    builds: ClassVar[str] = "ratchet.observe.tracing.opentelemetry_sink:OpenTelemetrySink"
+
+    kind: Literal["opentelemetry"] = "opentelemetry"
+    endpoint: str | None = Field(
+        None,
+        pattern="^https?://",
+        description="Address of a collector, such as http://host:4318; null: "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, or http://localhost:4318.",
+    )
+    attempts: int = Field(
+        64,
+        ge=0,
+        description="Maximum number of attempts of each phase that are traced, with their requests "
+        "and rewards.",
+    )

@@ -34,7 +34,7 @@ def record_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -
     Raises:
         OSError: The file can't be written.
     """
-    earlier_entries = _read_entries(path)
+    earlier_entries = read_provenance(path)
     entries = [entry for entry in earlier_entries if after_step or "changes" in entry]
     for index, entry in enumerate(entries):
         if "changes" in entry and entry["after_step"] > after_step:
@@ -60,12 +60,12 @@ def record_changes(path: Path, *, after_step: int, changes: Sequence[Mapping[str
     """
     time = datetime.now(UTC).isoformat(timespec="seconds")
     entry = {"after_step": after_step, "time": time, "changes": list(changes)}
-    _write_entries(path, [*_read_entries(path), entry])
+    _write_entries(path, [*read_provenance(path), entry])
 
 
 def read_changes(path: Path) -> list[dict[str, Any]]:
     """Return the entries of changed recipes, oldest first."""
-    return [entry for entry in _read_entries(path) if "changes" in entry]
+    return [entry for entry in read_provenance(path) if "changes" in entry]
 
 
 def _write_entries(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -103,7 +103,8 @@ def _find_commit() -> str | None:
     )
 
 
-def _read_entries(path: Path) -> list[dict[str, Any]]:
+def read_provenance(path: Path) -> list[dict[str, Any]]:
+    """Return all entries, oldest first; [] if the file is absent or damaged."""
     try:
         return read_json(path)
     # A file of an earlier Ratchet, or one edited by hand, must not prevent the new entry.

@@ -56,13 +56,13 @@ class TrackedRun:
     is_resumed: bool = False
 
 
-def import_package(name: str) -> Any:
+def import_package(name: str, extra: str = "trackers") -> Any:
     """Import and return a tracker's package. Raises ConfigError if it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"logging.sinks needs {name}, which is not installed: {suggest_install('trackers')}"
+            f"logging.sinks needs {name}, which is not installed: {suggest_install(extra)}"
         ) from error
 
 

@@ -198,7 +198,8 @@ class StageRun:
 
     async def measure_start(self) -> Mapping[str, float | None]:
         """Evaluate the weights before the stage, and return the metrics."""
-        results = await self.evaluate()
+        with span(STEPS, "evaluate"):
+            results = await self.evaluate()
         self.progress.accuracy_before = results.get("accuracy")
         self.progress.loss_before = results.get("loss")
         return self.metrics.flush(self.first_step)

@@ -1,17 +1,24 @@
 """Announce the parts of a run as spans to the functions that have subscribed.
 
-Stall reports, the profile, the trace and armed failpoints subscribe while they are in use; the
-metric of a phase takes its span's seconds. A process has one tracer, because the components that
-work have no reference to those that report. This module imports nothing of Ratchet.
+Stall reports, the profile, the trace, OpenTelemetry and armed failpoints subscribe while they are
+in use; the metric of a phase takes its span's seconds. A process has one tracer, because the
+components that work have no reference to those that report. This module imports nothing of Ratchet.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-ATTEMPT_TRACK = "attempts"  # the only track whose spans overlap
+# The tracks whose spans overlap. A request to the generator and the judging of an attempt begin in
+# the asyncio task of the attempt.
+ATTEMPT_TRACK = "attempts"
+REQUEST_TRACK = "requests"
+REWARD_TRACK = "rewards"
+
+
+AttributeValue = str | float | Sequence[str] | Sequence[float]
 
 
 class Span:
@@ -22,9 +29,20 @@ class Span:
         name: The part.
         step: The training step, from 1, if the part is a phase of a step; None: it is no phase.
         start_s, end_s: Times on the tracer's clock.
+        attributes: What the block says of itself before it ends, by OpenTelemetry's names.
     """
 
-    __slots__ = ("_clock", "_endings", "_subscribers", "end_s", "name", "start_s", "step", "track")
+    __slots__ = (
+        "_clock",
+        "_endings",
+        "_subscribers",
+        "attributes",
+        "end_s",
+        "name",
+        "start_s",
+        "step",
+        "track",
+    )
 
     def __init__(
         self,
@@ -38,6 +56,7 @@ class Span:
         self.name = name
         self.step = step
         self.start_s = self.end_s = 0.0
+        self.attributes: Mapping[str, AttributeValue] = {}
         self._clock = clock
         self._subscribers = subscribers
         self._endings: list[Callable[[], None]] = []
@@ -90,8 +109,11 @@ class Tracer:
             each for each in self._phase_subscribers if each != subscriber
         )
 
-    def span(self, track: str, name: str) -> AbstractContextManager[object]:
-        """Return a context that marks its block as a part of the run (see `Span`)."""
+    def span(self, track: str, name: str) -> AbstractContextManager[Span | None]:
+        """Return a context that marks its block as a part of the run (see `Span`).
+
+        The context yields None if nothing has subscribed.
+        """
         # Without a trace a span costs as little as no context (0.1 us).
         subscribers = self._subscribers
         return Span(self.clock, subscribers, track, name) if subscribers else _UNHEARD

@@ -125,13 +125,21 @@ def tracked(patch: pytest.MonkeyPatch) -> None:
             "swanlab",
             "trackio",
             "prometheus_client",
+            "opentelemetry.trace",
+            "opentelemetry.context",
+            "opentelemetry.sdk.trace",
+            "opentelemetry.sdk.trace.export",
+            "opentelemetry.sdk.resources",
+            "opentelemetry.exporter.otlp.proto.http.trace_exporter",
         ):
             patched.setitem(sys.modules, package, MagicMock())
         for listens in ("socket.create_server", "ratchet.web.server.ServerThread"):
             patched.setattr(listens, MagicMock())
         run = TrackedRun("run", "id", Path(), {})
         for kind in KINDS["sink"]:
-            build(resolve("sink", {"kind": kind}), run).write(1, {"number": 1.0})
+            sink = build(resolve("sink", {"kind": kind}), run)
+            sink.write(1, {"number": 1.0})
+            sink.close()
 
 
 def by_links() -> None:

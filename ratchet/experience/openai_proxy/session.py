@@ -46,6 +46,7 @@ from ratchet.experience.openai_proxy.wire import (
 from ratchet.experience.rollout.episode import TokenRecord
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, waiting
+from ratchet.observe.tracing.request_span import trace_request
 from ratchet.protocols import Generator
 from ratchet.types import (
     Cancelled,
@@ -431,7 +432,7 @@ class AgentSession:
             raise ApiError(401, "the session has ended", code="session_ended")
         # Generators identify the attempt by context variables, so the request runs in the attempt's
         # context and not in the server's.
-        generation = self.generator.generate(prompt, sampling)
+        generation = trace_request(self.generator.generate(prompt, sampling), len(prompt), sampling)
         task = asyncio.get_running_loop().create_task(generation, context=self._context)
         self._running.add(task)
         try:

@@ -20,6 +20,7 @@ from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import DataError
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
+from ratchet.observe.tracing.request_span import trace_request
 from ratchet.protocols import Environment, Generator, Step
 from ratchet.rewards.deadline import limit_time
 from ratchet.types import (
@@ -353,7 +354,9 @@ class EpisodePlayer:
         with waiting("attempts", GENERATE, "generator", self.timeout_s):
             # Generators without a media parameter serve text prompts too.
             media = [strand.media] if strand.media else []
-            completion = await self.generator.generate(strand.record.tokens(), sampling, *media)
+            tokens = strand.record.tokens()
+            generation = self.generator.generate(tokens, sampling, *media)
+            completion = await trace_request(generation, len(tokens), sampling)
         state.waits_for = "the environment"
         start = strand.record.length
         strand.record.add(Owner.POLICY, completion.tokens, completion)

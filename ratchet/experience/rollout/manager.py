@@ -27,7 +27,7 @@ from ratchet.types import (
     Unjudged,
     is_finite_number,
 )
-from ratchet.utils.tracer import ATTEMPT_TRACK, span
+from ratchet.utils.tracer import ATTEMPT_TRACK, REWARD_TRACK, span
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 from ratchet.utils.user_parts import complete
 
@@ -191,11 +191,17 @@ class RolloutManager:
         try:
             seeded = sampling.seeded(derive_seed(sampling.seed, group_id, attempt))
             retries = 0
-            with span(ATTEMPT_TRACK, f"{group_id}#{attempt}"):
+            with span(ATTEMPT_TRACK, f"{group_id}#{attempt}") as attempt_span:
                 rows = await self._play(task, seeded, attempt, memo)
                 while retries < self.retries and is_retryable(rows[-1].outcome):
                     retries += 1
                     rows = await self._play(task, seeded, attempt, memo, in_new_environment=True)
+                if attempt_span is not None:
+                    attempt_span.attributes = {
+                        "rl.attempt.outcome": type(rows[-1].outcome).__name__.lower(),
+                        "rl.attempt.retries": retries,
+                        "rl.task.tag": task.tag,
+                    }
             if retries:
                 rows = [
                     replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows
@@ -284,10 +290,13 @@ class RolloutManager:
     ) -> list[Outcome]:
         try:
             async with limit_time(self.judge_timeout_s):
-                with waiting(
-                    "attempts", "score", f"reward {type(reward).__name__}", self.judge_timeout_s
-                ):
-                    return await judge_attempts(reward, candidates, task)
+                name = type(reward).__name__
+                waits = waiting("attempts", "score", f"reward {name}", self.judge_timeout_s)
+                with waits, span(REWARD_TRACK, name) as reward_span:
+                    outcomes = await judge_attempts(reward, candidates, task)
+                    if reward_span is not None:
+                        reward_span.attributes = {"rl.reward.values": _list_rewards(outcomes)}
+                    return outcomes
         except TimeoutError:
             detail = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
             return [Failed("timeout", detail)] * len(candidates)
@@ -351,6 +360,11 @@ async def gather_first(
             task.cancel()
         if unfinished:
             await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+def _list_rewards(outcomes: Sequence[Outcome]) -> list[float]:
+    rewards = [getattr(outcome, "reward", None) for outcome in outcomes]
+    return [reward for reward in rewards if reward is not None]
 
 
 def _copy_task(task: Task) -> Task:

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ratchet.observe.write_files import open_unshared
-from ratchet.utils.tracer import ATTEMPT_TRACK, TRACER, Span, Tracer
+from ratchet.utils.tracer import (
+    ATTEMPT_TRACK,
+    REQUEST_TRACK,
+    REWARD_TRACK,
+    TRACER,
+    Span,
+    Tracer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +74,8 @@ class Trace:
 
     def follow(self, span: Span) -> Callable[[], None] | None:
         """Trace a span that begins. This is a `Subscriber` of the tracer."""
+        if span.track in (REQUEST_TRACK, REWARD_TRACK):
+            return None
         if span.track != ATTEMPT_TRACK:
             return lambda: self._add_span(span)
         if not self._attempts_left:

@@ -1,0 +1,1 @@
+"""`ratchet push`: upload a run's model to a Hugging Face Hub, with a model card."""
