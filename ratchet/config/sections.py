@@ -232,6 +232,12 @@ class GeneratorSection(Section):
         """Return environment variables for the start; the user's own values take precedence."""
         return {}
 
+    def check_arguments(self) -> None:
+        """Raise ConfigError for arguments that the generator's library refuses.
+
+        This starts nothing, and does nothing if the library is not installed.
+        """
+
     def explain_misfit(
         self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool
     ) -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.sections import GeneratorSection
+from ratchet.generators.vllm.arguments import check_arguments, explain_refusal
 
 
 class EngineConfig(GeneratorSection):
@@ -193,6 +194,18 @@ class VLLMConfig(GeneratorSection):
         "must be able to read it. null: shared memory, or the temporary directory if shared memory "
         "is too small.",
     )
+    arguments: dict[str, Any] = Field(
+        {},
+        description="Further arguments of vLLM's engine, by their names in vLLM: "
+        "{kv_cache_dtype: fp8, speculative_config: {method: ngram, num_speculative_tokens: 4}}.",
+    )
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_refused(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if reason := explain_refusal(arguments):
+            raise ValueError(reason)
+        return arguments
 
     @model_validator(mode="after")
     def _check_combinations(self) -> VLLMConfig:
@@ -239,6 +252,9 @@ class VLLMConfig(GeneratorSection):
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
         }
+
+    def check_arguments(self) -> None:
+        check_arguments(self.arguments)
 
     def explain_misfit(
         self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool

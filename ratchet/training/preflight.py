@@ -21,6 +21,7 @@ from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.chat.renderer import Renderer
 from ratchet.environments.build import build_environment
 from ratchet.errors import ConfigError, DataError, RatchetError
+from ratchet.executors import env_vars
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.models.load import find_model, is_hub_id
@@ -95,6 +96,11 @@ def run_preflight(config: RunConfig, *, scan: bool = True) -> PreflightReport:
             renderer = _open_model(config, report)
     else:
         report.opened.append(f"model: {config.model.path} is not on this machine, and not opened")
+    with report.section("generator"):
+        # The first stage's generator serves all stages.
+        generator = config.stages[0].generator.sampler
+        with env_vars.set_env_defaults(generator.environment):
+            generator.check_arguments()
     for stage in config.stages:
         check = _StageCheck(config, stage, renderer, report, scan)
         with report.section(f"stages.{stage.name}"):

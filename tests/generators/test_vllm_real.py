@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import ratchet
 
 PLAY = Path(__file__).parent / "vllm_play.py"
+SAMPLING_PLAY = Path(__file__).parent / "vllm_sampling_play.py"
 pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
 
 
@@ -36,11 +38,42 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
     ],
 )
 def test_play(play):
+    run_play(PLAY, play)
+
+
+def run_play(script, play):
     done = subprocess.run(
-        [sys.executable, str(PLAY), *play.split()], capture_output=True, text=True, timeout=400
+        [sys.executable, str(script), *play.split()], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.endswith("fine\n")
+
+
+@pytest.mark.needs("numba")
+@pytest.mark.parametrize(
+    "play",
+    [
+        "knows_the_refused_arguments",
+        "takes_arguments async",
+        "speculates sync ngram",
+        "speculates async ngram",
+        "speculates sync draft_model",
+    ],
+)
+def test_sampling_play(play):
+    run_play(SAMPLING_PLAY, play)
+
+
+def test_check_refuses_what_vllm_does_not_know(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "{model: {preset: tiny}, tokenizer: {kind: characters}, algorithm: {kind: grpo},"
+        " environment: {kind: sorting}, device: cpu,"
+        " generator: {kind: vllm, arguments: {kv_cache_dtyp: fp8}}}"
+    )
+    done = ratchet("check", recipe)
+    assert done.returncode == 2
+    assert "did you mean 'kv_cache_dtype'" in done.stderr
 
 
 def test_no_process_outlives_a_killed_driver():

@@ -724,12 +724,17 @@ def _descends(path):
     return False
 
 
-if __name__ == "__main__":
+def main(plays):
+    """Run what the command line names, of a module's globals."""
     warnings.simplefilter("ignore")
     signal.alarm(300)  # a hang ends here, with a report of where
     import faulthandler
 
     faulthandler.dump_traceback_later(290)
-    asyncio.run(globals()[sys.argv[1]](*sys.argv[2:]))
+    asyncio.run(plays[sys.argv[1]](*sys.argv[2:]))
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.write("fine\n")
+
+
+if __name__ == "__main__":
+    main(globals())

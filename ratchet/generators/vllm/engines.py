@@ -12,19 +12,21 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib import import_module
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from ratchet.errors import RequestFailed, TrainingError
-from ratchet.generators.engine.sampler import derive_stream
-from ratchet.generators.faults import find_first_nonfinite
+from ratchet.errors import RequestFailed
 from ratchet.generators.request import EngineCore, GenerationRequest
-from ratchet.generators.vllm.media import check_expanded, collapse_placeholders, make_media_prompt
+from ratchet.generators.vllm.media import check_expanded
+from ratchet.generators.vllm.requests import (
+    LoRARequests,
+    PartialCompletion,
+    make_sampling_params,
+    make_vllm_prompt,
+)
 from ratchet.processes.process_group import remove_paths
 from ratchet.types import Completion, StopReason
 
@@ -79,116 +81,6 @@ class VLLMCore(EngineCore, Protocol):
     def close(self) -> None: ...
 
 
-class PartialCompletion:
-    """The partial completion of one request, extended by vLLM's outputs."""
-
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.stop: StopReason | None = None
-
-    def add(self, piece: Any) -> None:
-        """Append new tokens. Tokens after a complete stop string are dropped.
-
-        piece: a `CompletionOutput` with only the new tokens.
-        """
-        logprobs = piece.logprobs or ()
-        for token, entry in (
-            zip(piece.token_ids, logprobs, strict=True) if self.stop is None else ()
-        ):
-            self.tokens.append(token)
-            self.logprobs.append(entry[token].logprob)
-            if self.request.stop_strings is not None and self.request.stop_strings.feed(token):
-                self.stop = StopReason.STOP_STRING
-                break
-        # vLLM versions that check the limit before the stop tokens report "length" for a stop
-        # token at the limit.
-        has_ended = piece.finish_reason in ("stop", "length")
-        if has_ended and self.tokens and self.tokens[-1] in self.request.sampling.stop_ids:
-            self.stop = StopReason.STOP_TOKEN
-        elif piece.finish_reason is not None and self.stop is None:
-            self.stop = self._get_stop_reason(piece.finish_reason)
-
-    def _get_stop_reason(self, finish_reason: str) -> StopReason:
-        if finish_reason == "length":
-            return self.request.reason_at_limit
-        if finish_reason == "abort":
-            return StopReason.ABORTED
-        raise TrainingError(f"vLLM ended a request with '{finish_reason}': its log says why")
-
-    def build_completion(self) -> Completion:
-        """Return the completion of an ended request.
-
-        Raises RequestFailed if its logits weren't finite.
-        """
-        assert self.stop is not None, "the request has not ended"
-        logprobs = np.array(self.logprobs, dtype=np.float32)
-        completion = self.request.complete(
-            np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop
-        )
-        if (index := find_first_nonfinite(logprobs)) is not None:
-            raise RequestFailed(
-                f"vLLM's logits of a request aren't finite (token {index}, weights version "
-                f"{completion.versions[index]}). Leave this prompt out. If every request fails "
-                "like this, go back to the last checkpoint."
-            )
-        return completion
-
-
-def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
-    """Return vLLM's `SamplingParams` of a request.
-
-    streams: True delivers tokens as they are drawn, False all at the end.
-    """
-    params = import_module("vllm.sampling_params")
-    sampling = request.sampling
-    return params.SamplingParams(
-        temperature=sampling.temperature,
-        seed=derive_stream(sampling.seed, sampling.drawn) % 2**63,
-        max_tokens=request.limit - len(request.prompt),
-        stop_token_ids=list(sampling.stop_ids),
-        ignore_eos=True,  # the caller names every id that ends a completion
-        logprobs=0,  # only the logprob of the sampled token
-        detokenize=False,
-        output_kind=params.RequestOutputKind.DELTA
-        if streams
-        else params.RequestOutputKind.FINAL_ONLY,
-    )
-
-
-class LoRARequests(dict[str | None, Any]):
-    """A table of vLLM's `LoRARequest`s by `Sampling.adapter`; None: the policy's adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._numbers = itertools.count(2)  # 1 is the policy's
-
-    def make_factory(self, path: str, name: str | None) -> Callable[..., Any]:
-        """Return a factory of the `LoRARequest` of an adapter in a directory.
-
-        With `load_inplace=True`, the request replaces a loaded adapter of the same number.
-        """
-        number = 1 if name is None else next(self._numbers)
-        return partial(
-            import_module("vllm.lora.request").LoRARequest, f"adapter {number}", number, path
-        )
-
-
-def make_vllm_prompt(request: GenerationRequest, version: int) -> dict[str, Any]:
-    """Return vLLM's prompt of a request.
-
-    Its salt holds the version: vLLM shares prefix-cache blocks among requests of equal salt, so no
-    request reads keys computed with other weights.
-    """
-    salt = f"weights {version}"
-    return {
-        "prompt_token_ids": collapse_placeholders(request),
-        "cache_salt": salt,
-        **make_media_prompt(request, salt),
-    }
-
-
 # --- in this process
 
 
@@ -224,6 +116,7 @@ class InProcessCore:
             executor = import_module("vllm.v1.executor.abstract").Executor.get_class(config)
             engine = import_module("vllm.v1.engine.llm_engine").LLMEngine
             self.llm: Any = engine(config, executor, log_stats=False, multiprocess_mode=False)
+        self.llm.collective_rpc("prepare_sampler")
         on_files_read()
         self.version = 0
         self.loras = LoRARequests()
@@ -367,7 +260,7 @@ class MultiprocessCore:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._requests: dict[str, GenerationRequest] = {}
         self._aborting: asyncio.Task[None] | None = None
-        self._is_guarded = False
+        self._guarding: asyncio.Task[None] | None = None
         self._shared_memory: list[str] = []  # of vLLM's processes alone
         self._on_files_read = on_files_read
         self._ids = map(str, itertools.count())
@@ -415,14 +308,19 @@ class MultiprocessCore:
         return partial_completion.build_completion()
 
     async def _guard(self) -> None:
-        """Make vLLM's processes end with this process. Await this before any other call to vLLM."""
-        if not self._is_guarded:
-            self._is_guarded = True
-            paths_by_worker = await self.llm.collective_rpc(
-                "tie_to_driver", args=(socket.gethostname(), os.getpid())
-            )
-            self._shared_memory = [path for paths in paths_by_worker for path in paths]
-            self._on_files_read()
+        """Make vLLM's processes ready. Await this before any other call to vLLM."""
+        if self._guarding is None:
+            self._guarding = asyncio.get_running_loop().create_task(self._prepare_workers())
+        await asyncio.shield(self._guarding)  # one caller's cancellation is not that of the others
+
+    async def _prepare_workers(self) -> None:
+        """Make vLLM's processes end with this process, and repair their samplers."""
+        paths_by_worker = await self.llm.collective_rpc(
+            "tie_to_driver", args=(socket.gethostname(), os.getpid())
+        )
+        self._shared_memory = [path for paths in paths_by_worker for path in paths]
+        await self.llm.collective_rpc("prepare_sampler")
+        self._on_files_read()
 
     def cancel(self, request: GenerationRequest) -> None:
         for name in [name for name, other in self._requests.items() if other is request]:

@@ -25,6 +25,7 @@ from ratchet.generators.async_engine import AsyncEngine
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.engine.multi_lora import BASE
 from ratchet.generators.engine.stop_strings import TextDecoder
+from ratchet.generators.vllm.arguments import parse_arguments
 from ratchet.generators.vllm.engines import CORES, VLLMCore
 from ratchet.generators.vllm.lora import SUPPORTED_RANKS, AdapterSender
 from ratchet.generators.vllm.media import check_installed, make_media_arguments
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 VERSION = "0.32"  # of vLLM, whose engine core changes with each release
+CPU_STEP_TOKENS = 4096  # of a step, where a prompt is not longer; vLLM's default on a CPU
 SHARED_MEMORY = Path("/dev/shm")
 WORKER_EXTENSION = "ratchet.generators.vllm.worker_extension.VLLMWorkerExtension"
 
@@ -60,6 +62,7 @@ class VLLMGenerator(AsyncEngine):
     Raises:
         MissingDependency: vLLM is not installed.
         ModelError: vLLM can't run the model.
+        ConfigError: vLLM refuses one of `config.arguments`.
         Exception: vLLM's own error if it can't start. No process is left behind.
     """
 
@@ -100,6 +103,7 @@ class VLLMGenerator(AsyncEngine):
             if model.reads_media:
                 self._prepare_media(tokenizer, start_directory)
                 arguments |= make_media_arguments()
+            arguments |= parse_arguments(config.arguments)
             core = CORES[config.engine](
                 arguments,
                 partial(_remove_start_files, start_directory, only_weights=model.reads_media),
@@ -356,6 +360,20 @@ def make_engine_arguments(
         # Pushed weights are unquantised; vLLM quantises them.
         **({} if config.quantise is None else {"quantization": "fp8"}),
         **_make_adapter_arguments(config, on_cpu=on_cpu),
+        **(_make_prefill_arguments(max_context) if on_cpu else {}),
+    }
+
+
+def _make_prefill_arguments(max_context: int) -> dict[str, Any]:
+    """Return the keywords by which each prompt is computed in one step.
+
+    On a CPU, vLLM 0.32 ends with an error when it computes a part of a prompt whose request has a
+    seed, as happens if prompts together have more tokens than a step ("CPU Generator does not use
+    offset").
+    """
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, max_context),
     }
 
 

@@ -14,8 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ratchet.generators.vllm.lora import explain_adapter_damage
 from ratchet.generators.vllm.weights import WeightFileReader
@@ -68,6 +71,30 @@ def _is_running(process_id: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def expand_to_tokens(
+    values_N: torch.Tensor,
+    ends_N: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Return the value of each request once for each of its drafted tokens, [num_tokens].
+
+    It replaces vLLM's `expand_batch_to_tokens` on a CPU. That of vLLM 0.32 returns memory that was
+    never written, so that drafted tokens are sampled and reported at an arbitrary temperature.
+
+    N = requests.
+
+    Args:
+        values_N: of any dtype; `replace_from` becomes `replace_to`.
+        ends_N: cumulative number of drafted tokens.
+        num_tokens: number of drafted tokens; equal to the last of `ends_N`.
+    """
+    values_N = torch.where(values_N == replace_from, replace_to, values_N)
+    counts_N = torch.diff(ends_N, prepend=ends_N.new_zeros(1))
+    return values_N.repeat_interleave(counts_N, output_size=num_tokens)
 
 
 class VLLMWorkerExtension(_VLLMWorker):
@@ -140,6 +167,12 @@ class VLLMWorkerExtension(_VLLMWorker):
                 target=_end_after_driver, args=(driver, os.getppid()), daemon=True
             ).start()
         return list_mapped_segments()
+
+    def prepare_sampler(self) -> None:
+        """Repair vLLM's sampler where it is known to be wrong. Call it before any request."""
+        if self.model_runner.device.type == "cpu":
+            module: Any = import_module("vllm.v1.sample.rejection_sampler")
+            module.expand_batch_to_tokens = expand_to_tokens
 
     def _report_failure(self, reason: str) -> str:
         if self.vllm_config.parallel_config.data_parallel_size > 1:

@@ -21,12 +21,7 @@ from ratchet.generators.config import VLLMConfig
 from ratchet.generators.engine.stop_strings import StopStrings
 from ratchet.generators.request import GenerationRequest
 from ratchet.generators.vllm import generator as vllm
-from ratchet.generators.vllm.engines import (
-    InProcessCore,
-    LoRARequests,
-    MultiprocessCore,
-    PartialCompletion,
-)
+from ratchet.generators.vllm.engines import InProcessCore, MultiprocessCore
 from ratchet.generators.vllm.generator import (
     VLLMGenerator,
     choose_dtype,
@@ -34,6 +29,7 @@ from ratchet.generators.vllm.generator import (
     make_engine_arguments,
     warn_of_version,
 )
+from ratchet.generators.vllm.requests import LoRARequests, PartialCompletion
 from ratchet.generators.vllm.weights import WeightFileReader, WeightFileWriter
 from ratchet.generators.vllm.worker_extension import VLLMWorkerExtension
 from ratchet.models.decoder import Decoder
@@ -249,6 +245,9 @@ class Loads(VLLMWorkerExtension):
             get_model=lambda: torch.nn.Sequential(self.experts, torch.nn.Linear(1, 1))
         )
 
+    def prepare_sampler(self):
+        """It has no sampler."""
+
     def reload_weights(self, **how):
         self.loaded = dict(how["weights_iterator"])
 
@@ -373,7 +372,7 @@ class FakeLLM:
         done = piece(tokens, "stop" if stops else "length", tokens[-1] if stops else None, spans)
         yield SimpleNamespace(outputs=[done], prompt_token_ids=prompt["prompt_token_ids"])
 
-    async def collective_rpc(self, method, args):
+    async def collective_rpc(self, method, args=()):
         self.log.append(method)
         return [getattr(self.worker, method)(*args)]
 
@@ -397,7 +396,7 @@ def generation(monkeypatch, decoder):
         def of(arguments, on_files_read):
             made = object.__new__(core)
             made.llm, made.version, made._running, made._requests = FakeLLM(), 0, {}, {}
-            made._ids, made._is_guarded, made.loras = map(str, range(1000)), False, LoRARequests()
+            made._ids, made._guarding, made.loras = map(str, range(1000)), None, LoRARequests()
             made._on_files_read = on_files_read
             made.close = lambda: None
             return made
@@ -437,9 +436,12 @@ def test_it_conforms(generation):
 def test_the_models_files_stay_until_the_engine_has_answered(generation, decoder, first):
     policy, start = DecoderPolicy(decoder), generation._directory / "start"
     there = []
-    generation.core.llm.worker.tie_to_driver = lambda host, driver: there.append(
-        (start / "model.safetensors").exists()
-    )
+
+    def tie_to_driver(host, driver):
+        there.append((start / "model.safetensors").exists())
+        return []
+
+    generation.core.llm.worker.tie_to_driver = tie_to_driver
     if first == "a request":
         asyncio.run(generation.generate([1], Sampling(max_new_tokens=2)))
     else:
@@ -464,7 +466,8 @@ def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
 
     async def run():
         await DirectWeightSync(learner, generation).push(3)
-        assert llm.log == ["tie_to_driver", "check_push", "pause keep True", "apply_push", "resume"]
+        assert llm.log[:2] == ["tie_to_driver", "prepare_sampler"]
+        assert llm.log[2:] == ["check_push", "pause keep True", "apply_push", "resume"]
         assert generation.version == 3
         assert set(llm.worker.loaded) == {"lm_head.weight", *dict(policy.canonical_weights())}
         llm.log.clear()

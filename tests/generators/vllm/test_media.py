@@ -13,8 +13,8 @@ from PIL import Image
 
 from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.request import GenerationRequest
-from ratchet.generators.vllm.engines import make_vllm_prompt
 from ratchet.generators.vllm.media import check_expanded, check_installed, collapse_placeholders
+from ratchet.generators.vllm.requests import make_vllm_prompt
 from ratchet.types import Medium, Placed, Sampling
 
 PLAY = Path(__file__).parent / "vllm_media_play.py"

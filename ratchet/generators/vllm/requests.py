@@ -1,0 +1,128 @@
+"""Translate requests to vLLM, and its outputs to completions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from ratchet.errors import RequestFailed, TrainingError
+from ratchet.generators.engine.sampler import derive_stream
+from ratchet.generators.faults import find_first_nonfinite
+from ratchet.generators.request import GenerationRequest
+from ratchet.generators.vllm.media import collapse_placeholders, make_media_prompt
+from ratchet.types import Completion, StopReason
+
+
+class PartialCompletion:
+    """The partial completion of one request, extended by vLLM's outputs."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.stop: StopReason | None = None
+
+    def add(self, piece: Any) -> None:
+        """Append new tokens. Tokens after a complete stop string are dropped.
+
+        piece: a `CompletionOutput` with only the new tokens.
+        """
+        logprobs = piece.logprobs or ()
+        for token, entry in (
+            zip(piece.token_ids, logprobs, strict=True) if self.stop is None else ()
+        ):
+            self.tokens.append(token)
+            self.logprobs.append(entry[token].logprob)
+            if self.request.stop_strings is not None and self.request.stop_strings.feed(token):
+                self.stop = StopReason.STOP_STRING
+                break
+        # vLLM versions that check the limit before the stop tokens report "length" for a stop
+        # token at the limit.
+        has_ended = piece.finish_reason in ("stop", "length")
+        if has_ended and self.tokens and self.tokens[-1] in self.request.sampling.stop_ids:
+            self.stop = StopReason.STOP_TOKEN
+        elif piece.finish_reason is not None and self.stop is None:
+            self.stop = self._get_stop_reason(piece.finish_reason)
+
+    def _get_stop_reason(self, finish_reason: str) -> StopReason:
+        if finish_reason == "length":
+            return self.request.reason_at_limit
+        if finish_reason == "abort":
+            return StopReason.ABORTED
+        raise TrainingError(f"vLLM ended a request with '{finish_reason}': its log says why")
+
+    def build_completion(self) -> Completion:
+        """Return the completion of an ended request.
+
+        Raises RequestFailed if its logits weren't finite.
+        """
+        assert self.stop is not None, "the request has not ended"
+        logprobs = np.array(self.logprobs, dtype=np.float32)
+        completion = self.request.complete(
+            np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop
+        )
+        if (index := find_first_nonfinite(logprobs)) is not None:
+            raise RequestFailed(
+                f"vLLM's logits of a request aren't finite (token {index}, weights version "
+                f"{completion.versions[index]}). Leave this prompt out. If every request fails "
+                "like this, go back to the last checkpoint."
+            )
+        return completion
+
+
+def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
+    """Return vLLM's `SamplingParams` of a request.
+
+    streams: True delivers tokens as they are drawn, False all at the end.
+    """
+    params = import_module("vllm.sampling_params")
+    sampling = request.sampling
+    return params.SamplingParams(
+        temperature=sampling.temperature,
+        seed=derive_stream(sampling.seed, sampling.drawn) % 2**63,
+        max_tokens=request.limit - len(request.prompt),
+        stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=True,  # the caller names every id that ends a completion
+        logprobs=0,  # only the logprob of the sampled token
+        detokenize=False,
+        output_kind=params.RequestOutputKind.DELTA
+        if streams
+        else params.RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class LoRARequests(dict[str | None, Any]):
+    """A table of vLLM's `LoRARequest`s by `Sampling.adapter`; None: the policy's adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count(2)  # 1 is the policy's
+
+    def make_factory(self, path: str, name: str | None) -> Callable[..., Any]:
+        """Return a factory of the `LoRARequest` of an adapter in a directory.
+
+        With `load_inplace=True`, the request replaces a loaded adapter of the same number.
+        """
+        number = 1 if name is None else next(self._numbers)
+        return partial(
+            import_module("vllm.lora.request").LoRARequest, f"adapter {number}", number, path
+        )
+
+
+def make_vllm_prompt(request: GenerationRequest, version: int) -> dict[str, Any]:
+    """Return vLLM's prompt of a request.
+
+    Its salt holds the version: vLLM shares prefix-cache blocks among requests of equal salt, so no
+    request reads keys computed with other weights.
+    """
+    salt = f"weights {version}"
+    return {
+        "prompt_token_ids": collapse_placeholders(request),
+        "cache_salt": salt,
+        **make_media_prompt(request, salt),
+    }
