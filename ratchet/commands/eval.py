@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +35,7 @@ from ratchet.evals.message_player import MessagePlayer
 from ratchet.evals.openai_client import EndpointPlayer, get_completions_url, is_endpoint
 from ratchet.evals.oracle import ORACLE, OraclePlayer
 from ratchet.evals.paired_test import compare
-from ratchet.evals.report import format_comparison, format_report, save_report
+from ratchet.evals.report import REPORT, format_comparison, format_report, save_report
 from ratchet.evals.results import RESULTS, EvalResults
 from ratchet.evals.stage_evaluator import StageEvaluator, list_parts
 from ratchet.experience.rollout.manager import RolloutManager
@@ -54,6 +56,7 @@ from ratchet.training.roles import make_roles
 from ratchet.training.saved_weights import split_step
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.utils.object_store import fetch_directory, is_address
+from ratchet.utils.safe_read import read_json
 from ratchet.utils.terminal_text import make_console
 
 log = logging.getLogger(__name__)
@@ -76,9 +79,13 @@ def evaluate_target(
         out: The directory for the results. None: a new directory in the run's `evals`, or in
             `evals` of the working directory if the target is no run.
 
-    Raises ConfigError, and RatchetError if no attempt could be judged.
+    Raises ConfigError, also if `out` has files of these names that are no results, and RatchetError
+    if no attempt could be judged.
     """
     console = make_console()
+    if out is not None:
+        _require_replaceable(out)
+        _require_replaceable(out / "against")
     target, against = _fetch_results(target), against and _fetch_results(against)
     results = _get_results(target, evaluation)
     if results.answers is None and against is not None:
@@ -99,6 +106,19 @@ def evaluate_target(
     _print_and_save(second_results.answers, against, directory, console)
     comparison = compare(results.answers, second_results.answers)
     console.print(Markdown(format_comparison(comparison, target, against)))
+
+
+def _require_replaceable(directory: Path) -> None:
+    """Raise ConfigError if results.json or report.md there was not written by an evaluation."""
+    if not any(os.path.lexists(directory / name) for name in (RESULTS, REPORT)):
+        return
+    with suppress(OSError, ValueError, TypeError):
+        if {"format", "prompts"} <= set(read_json(directory / RESULTS)):
+            return
+    raise ConfigError(
+        f"--out {directory} has a {RESULTS} or {REPORT} of something else, which is not "
+        "overwritten. Name another directory"
+    )
 
 
 @dataclass(frozen=True)

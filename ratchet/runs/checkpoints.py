@@ -43,6 +43,8 @@ from ratchet.utils import failpoints
 logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"step-(\d{8,})")
+# Drafts, and checkpoints that are being deleted. Other hidden entries belong to the user.
+LEFTOVER = re.compile(r"\.(tmp|del)-\d+-[0-9a-f]+")
 
 
 class CheckpointStore:
@@ -224,8 +226,9 @@ class CheckpointStore:
 
     def _remove_drafts(self) -> None:
         """Remove the drafts and partly deleted checkpoints that a killed process left."""
-        for path in (*self.root.glob(".tmp-*"), *self.root.glob(".del-*")):
-            shutil.rmtree(path)
+        for path in self.root.glob(".*"):
+            if LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
 
     def _rename_rejected(self, final: Path) -> None:
         """Rename rejected checkpoints, so that they block no new checkpoint of the same step.

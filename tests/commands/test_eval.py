@@ -233,7 +233,8 @@ def test_keys_belong_to_an_environment_that_is_named(run: Path):
 
 
 def test_the_oracle_plays_the_demonstrations(tmp_path: Path):
-    evaluate_target("oracle", replace(SORTING, samples=2), out=tmp_path / "out")
+    for _ in range(2):  # the second one replaces the results of the first
+        evaluate_target("oracle", replace(SORTING, samples=2), out=tmp_path / "out")
     results = EvalResults.read(tmp_path / "out")
     assert (results.accuracy.value, results.about["samples"]) == (1.0, 0)
     with pytest.raises(ConfigError, match="oracle has no recipe that names tasks"):
@@ -241,6 +242,15 @@ def test_the_oracle_plays_the_demonstrations(tmp_path: Path):
     undemonstrated = EvaluationSettings(on="gymnasium", overrides=["id=FrozenLake-v1"], tasks=1)
     with pytest.raises(RatchetError, match="has no solutions"):
         evaluate_target("oracle", undemonstrated, out=tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["results.json", "report.md", "against/results.json"])
+def test_files_of_a_user_are_not_overwritten(tmp_path: Path, name: str):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"mine": 1}')
+    with pytest.raises(ConfigError, match="of something else, which is not overwritten"):
+        evaluate_target("oracle", SORTING, out=tmp_path)
+    assert (tmp_path / name).read_text() == '{"mine": 1}'
 
 
 def test_mistakes_with_an_api(tmp_path: Path):

@@ -449,6 +449,16 @@ def test_a_rejected_one_survives_later_saves_under_another_name(root: Path) -> N
     assert (rejected / WEIGHTS).read_bytes()[0] == 1
 
 
+def test_hidden_entries_of_a_user_neither_go_nor_stop_a_save(root: Path) -> None:
+    for name in (".tmp-mine", ".del-mine", ".tmp-3", ".tmp-5-mine"):
+        (root / name).mkdir(parents=True)
+    (root / ".tmp-6-abc").write_text("mine")
+    (root / ".del-7-abc").symlink_to(root / ".tmp-mine")
+    before = names(root)
+    save(CheckpointStore(root), 4)
+    assert names(root) == before | {"step-00000004"}
+
+
 def test_tidying_removes_what_a_killed_save_left_and_never_what_is_still_needed(root: Path) -> None:
     generous = CheckpointStore(root, keep=3)
     for step in (1, 2, 3):

@@ -207,6 +207,10 @@ def test_every_checkpoint_converts_to_a_model(folder: Path, tmp_path: Path) -> N
         invoke("convert", str(first / "checkpoints" / place), str(tmp_path / name))
     assert_same_weights(tmp_path / "b", tmp_path / "c")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+    (tmp_path / ".c.source").mkdir()
+    (tmp_path / ".c.source" / "mine").write_text("mine")
+    assert "holds other files" in invoke("convert", f"{first}@4", str(tmp_path / "c"))
+    assert (tmp_path / ".c.source" / "mine").read_text() == "mine"
     assert "has no checkpoint of step 3" in invoke("convert", f"{first}@3", str(tmp_path / "d"))
 
 

@@ -133,6 +133,8 @@ def convert(
     """
     if to not in FORMS:
         raise ConfigError(f"--to {to} is no form of weights: choose one of {', '.join(FORMS)}")
+    if target.is_symlink():  # a directory can't take the place of a link
+        raise ConfigError(f"{target} is a link: give the place that it names, or remove it first")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists: give another place, or delete it first")
     stored = find_stored_model(source, config)
@@ -191,7 +193,18 @@ def _load_adapter(source: str, adapter: Path) -> StoredAdapter:
 
 @contextmanager
 def _lock(partial_dir: Path) -> Iterator[None]:
-    """Lock the partial output directory. Raises CheckpointError if it is locked already."""
+    """Lock the partial output directory.
+
+    Raises CheckpointError if it is locked already, ConfigError if it is no conversion's.
+    """
+    if (
+        partial_dir.exists()
+        and any(partial_dir.iterdir())
+        and not (partial_dir / STATE_DIR).is_dir()
+    ):
+        raise ConfigError(
+            f"{partial_dir} is needed for this conversion, and holds other files: move them away"
+        )
     (partial_dir / STATE_DIR).mkdir(parents=True, exist_ok=True)
     descriptor = os.open(partial_dir / STATE_DIR / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -26,6 +26,7 @@ from ratchet.utils.object_store import (
 )
 
 LAST_FILE = "config.json"  # uploaded last: a directory without it is not taken for a model
+MARKER = ".checkpoint"  # in an exported checkpoint, its identity; nothing without it is removed
 
 
 def convert_paths_or_addresses(
@@ -63,7 +64,8 @@ def convert_paths_or_addresses(
             say=say,
             adapter=_get_local_path(adapter),
         )
-        shutil.rmtree(export_dir, ignore_errors=True)
+        if (export_dir / MARKER).exists():
+            shutil.rmtree(export_dir, ignore_errors=True)
     if not is_remote:
         return
     try:
@@ -103,10 +105,15 @@ def _read_source(
         return str(megatron), config or localize_model(recipe, saved.run).model.path
     manifest_digest = sha256((saved.path / MANIFEST).read_bytes()).hexdigest()
     checkpoint_identity = f"{saved.path.resolve()}\n{manifest_digest}\n"
-    marker = export_dir / ".checkpoint"
+    marker = export_dir / MARKER
     if not marker.is_file() or marker.read_text(encoding="utf-8") != checkpoint_identity:
+        if export_dir.exists() and not marker.exists():
+            raise ConfigError(
+                f"{export_dir} is needed for this conversion, and holds other files: move them away"
+            )
         shutil.rmtree(export_dir, ignore_errors=True)
         export_dir.mkdir(parents=True)
+        marker.touch()  # until the export is complete, the marker is empty
         export_checkpoint(saved, export_dir)
         marker.write_text(checkpoint_identity, encoding="utf-8")
     say(f"step {saved.step} of {saved.run}")

@@ -12,6 +12,7 @@ from ratchet.errors import RunDirectoryError
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.resolve import fetch_run_record
 from ratchet.utils.object_store import is_address
+from ratchet.utils.safe_read import open_file
 
 FILE = "report.html"
 # Maximum number of tokens of a run whose log-probabilities and other numbers are in the file.
@@ -28,8 +29,8 @@ def write_report(places: Sequence[str | Path], out: Path | None = None, *, rollo
             run is at an address.
         rollouts: Number of rollouts of each run whose texts are in the file.
 
-    Raises RunDirectoryError if a place holds no run or the file can't be written; DataError for a
-    record that can't be read.
+    Raises RunDirectoryError if a place holds no run, or the file can't be written or is no report;
+    DataError for a record that can't be read.
     """
     paths = [fetch_run_record(place) for place in places]
     page = make_report_page(open_runs(paths), rollouts=rollouts, max_tokens=MAX_TOKENS)
@@ -38,8 +39,20 @@ def write_report(places: Sequence[str | Path], out: Path | None = None, *, rollo
         # A report that replaced /dev/null would be a plain file, into which other programs would
         # then write the output that they discard.
         raise RunDirectoryError(f"{out} is no plain file; choose another --out")
+    if out.exists() and out.stat().st_size and not _is_report(out, page):
+        raise RunDirectoryError(f"{out} is no report and is not overwritten; choose another --out")
     try:
         replace_text(out.resolve() if out.is_symlink() else out, page)
     except OSError as error:
         raise RunDirectoryError(f"{out} can't be written: {error}; choose another --out") from error
     return out
+
+
+def _is_report(path: Path, page: str) -> bool:
+    """True if a file begins as the page of a report does, also as one of another version."""
+    beginning = page.partition("script-src")[0].encode()
+    try:
+        with open_file(path) as file:
+            return file.read(len(beginning)) == beginning
+    except OSError as error:
+        raise RunDirectoryError(f"{path} can't be read: {error}; choose another --out") from error

@@ -25,8 +25,13 @@ NO_DEFAULT = object()
 
 
 def read_files(directory: RunDirectory) -> dict[str, Any]:
-    """Return the text of `config.yaml`, its keys that differ from defaults, and the log's end."""
+    """Return the text of `config.yaml`, its keys that differ from defaults, and the log's end.
+
+    Links are not followed: a run of another user could show any file of this one.
+    """
     try:
+        if directory.config.is_symlink():
+            raise OSError("it is a link")
         config = read_text(directory.config)
         changed = list_changed_keys(directory.read_config())
     except (OSError, ValueError, RatchetError) as error:
@@ -36,6 +41,8 @@ def read_files(directory: RunDirectory) -> dict[str, Any]:
 
 def _read_log(directory: RunDirectory) -> list[str]:
     """Return the last lines of run.log; [] if there is no run.log."""
+    if directory.log.is_symlink():
+        return ["run.log is a link, and is not followed"]
     return [
         line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]} …"
         for line in read_last_lines(directory.log, MAX_LINES, max_bytes=TAIL_BYTES)

@@ -25,6 +25,7 @@ from ratchet.cli.main import main
 from ratchet.commands.convert import command as tool
 from ratchet.commands.convert.command import convert
 from ratchet.commands.convert.formats import FORMS, detect_form
+from ratchet.commands.convert.run import convert_paths_or_addresses
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import init_policy
 from ratchet.protocols import Shard
@@ -272,6 +273,25 @@ def test_places_and_forms_that_are_none_are_refused(written, tmp_path):
         CheckpointError, match=r"holds no weights of a model: neither model\.safetensors"
     ):
         run(tmp_path, tmp_path / "made", "hf")
+
+
+def test_no_file_of_a_user_is_in_the_way(written, tmp_path):
+    source = written("llama")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="link is a link: give the place that it names"):
+        run(source, tmp_path / "link", "hf")
+    assert not (tmp_path / "nowhere").exists()
+    for name in (".made.partial", ".made.source"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
+    with pytest.raises(ConfigError, match=r"\.made\.partial is needed for this conversion"):
+        run(source, tmp_path / "made", "hf")
+    assert (tmp_path / ".made.partial/mine").read_text() == "mine"
+    (tmp_path / ".made.partial").rename(tmp_path / "elsewhere")
+    convert_paths_or_addresses(
+        str(source), str(tmp_path / "made"), to="hf", config=None, verify=False, say=print
+    )
+    assert (tmp_path / ".made.source/mine").read_text() == "mine"
 
 
 def test_the_command_of_the_page_is_what_it_does(

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from ratchet.commands.report import write_report
+from ratchet.commands.report.files import read_files
 from ratchet.commands.report.metrics import MAX_LINE_BYTES
 from ratchet.commands.report.runs import RunReader
 from ratchet.commands.report.server import RunReaders
 from ratchet.errors import DataError, RunDirectoryError
 from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts
+from ratchet.runs.run_dir import RunDirectory
 
 HERE = os.uname().nodename
 CONTENTS = [
@@ -134,9 +136,14 @@ def test_a_report_takes_the_place_of_plain_files_alone(run: Path, tmp_path: Path
     with pytest.raises(RunDirectoryError, match=r"pipe is no plain file; choose another --out"):
         write_report([run], tmp_path / "pipe", rollouts=0)
     assert (tmp_path / "pipe").is_fifo()
-    (tmp_path / "real").write_text("old")
+    (tmp_path / "real").write_text('{"row": 1}')
     (tmp_path / "link").symlink_to("real")
-    write_report([run], tmp_path / "link", rollouts=0)
+    with pytest.raises(RunDirectoryError, match="link is no report and is not overwritten"):
+        write_report([run], tmp_path / "link", rollouts=0)
+    assert (tmp_path / "real").read_text() == '{"row": 1}'
+    (tmp_path / "real").write_text("")
+    for _ in range(2):  # the second one replaces a report
+        write_report([run], tmp_path / "link", rollouts=0)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_text().startswith("<!doctype html>")
 
@@ -154,3 +161,13 @@ def test_a_pipe_among_the_records_is_not_waited_for(run: Path) -> None:
     with pytest.raises(DataError, match="it is a pipe"):
         write_report([run], rollouts=4)
     answered(run)
+
+
+def test_a_link_in_place_of_the_recipe_or_the_log_shows_no_other_file(
+    run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("name: secret\n")
+    for name in ("config.yaml", "run.log"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(tmp_path / "secret")
+    assert "secret" not in json.dumps(read_files(RunDirectory(run)))

@@ -1,6 +1,7 @@
 """Text without special meaning, to every kind of model: what has no token, what text could
 spell."""
 
+import json
 from contextlib import suppress
 
 import pytest
@@ -117,4 +118,14 @@ def test_a_tokenizer_that_multiplies_texts_is_refused(name, part, tmp_path):
     setattr(backend, name, part)
     Tokenizer(backend).save(tmp_path)
     with pytest.raises(ModelError, match=rf"its {name} makes up to 1,?000? characters of one"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_token_with_an_id_that_takes_all_memory_is_refused(tmp_path):
+    Tokenizer(Backend(bpe())).save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    state = json.loads(path.read_text())
+    state["model"]["vocab"]["far away"] = 2**31
+    path.write_text(json.dumps(state))
+    with pytest.raises(ModelError, match="gives a token the id 2,147,483,648, and at most"):
         load_tokenizer(tmp_path)
