@@ -49,40 +49,73 @@ ApiBody = Annotated[
     str,
     typer.Option(help="For an API: further keys of each request, as JSON; null removes a key."),
 ]
+TasksKind = Annotated[
+    str | None,
+    typer.Option(
+        help="An environment to evaluate on, such as gsm8k or my_pkg.maze:Maze; default: the "
+        "recipe's."
+    ),
+]
+TasksRecipe = Annotated[
+    Path | None,
+    typer.Option(help="Recipe with the environment to evaluate on; default: the run's recipe."),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TARGET",
+        help="Second target, evaluated in the same way and compared with the first, prompt by "
+        "prompt.",
+    ),
+]
+InspectTask = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TASK",
+        help="Evaluate by inspect-ai on this task of its: sums.py, sums.py@name, or a "
+        "registered name.",
+    ),
+]
+Step = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Evaluate the run's checkpoint of this step; default: the run's trained model.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory for the results; default: a new directory in the run's evals/, or in "
+        "./evals/ if TARGET is no run."
+    ),
+]
+
+# What an evaluation by inspect-ai takes; its task sets the rest.
+INSPECT_OPTIONS = (
+    "target",
+    "inspect",
+    "step",
+    "tasks",
+    "temperature",
+    "max_new_tokens",
+    "generator",
+    "out",
+)
 
 
 def evaluate(
+    context: typer.Context,
     target: EvalTarget,
     keys: Annotated[
         list[str] | None,
         typer.Argument(help="Keys of the environment that --on names: path=test.jsonl"),
     ] = None,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            help="An environment to evaluate on, such as gsm8k or my_pkg.maze:Maze; default: the "
-            "recipe's."
-        ),
-    ] = None,
-    recipe: Annotated[
-        Path | None,
-        typer.Option(help="Recipe with the environment to evaluate on; default: the run's recipe."),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TARGET",
-            help="Second target, evaluated in the same way and compared with the first, prompt by "
-            "prompt.",
-        ),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Evaluate the run's checkpoint of this step; default: the run's trained model.",
-        ),
-    ] = None,
+    on: TasksKind = None,
+    recipe: TasksRecipe = None,
+    against: Against = None,
+    step: Step = None,
+    inspect: InspectTask = None,
     tasks: Tasks = None,
     samples: Samples = 4,
     greedy: Annotated[
@@ -95,13 +128,7 @@ def evaluate(
     generator: Annotated[
         str | None, typer.Option(help="engine, vllm or hf; default: the run's kind.")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory for the results; default: a new directory in the run's evals/, or in "
-            "./evals/ if TARGET is no run."
-        ),
-    ] = None,
+    out: Out = None,
     model: ApiModel = None,
     api_key_env: ApiKeyEnv = None,
     concurrency: ApiConcurrency = 16,
@@ -110,6 +137,13 @@ def evaluate(
 ) -> None:
     """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and with
     --against whether it beats another model."""
+    if inspect is not None:
+        _refuse_other_options(context)
+        from ratchet.commands.eval_inspect import InspectSettings, evaluate_by_inspect
+
+        settings = InspectSettings(inspect, step, tasks, temperature, max_new_tokens, generator)
+        evaluate_by_inspect(target, settings, out=out)
+        return
     from ratchet.commands.eval import evaluate_target
     from ratchet.commands.eval_setup import EndpointSettings, EvaluationSettings
 
@@ -129,6 +163,19 @@ def evaluate(
         endpoint=EndpointSettings(model, api_key_env, concurrency, timeout_s, _parse_body(body)),
     )
     evaluate_target(target, evaluation, against=against, out=out)
+
+
+def _refuse_other_options(context: typer.Context) -> None:
+    """Raise ConfigError for an option beside --inspect that only other evaluations take."""
+    value: Any
+    for name, value in context.params.items():
+        source = context.get_parameter_source(name)
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and value and name not in INSPECT_OPTIONS:
+            option = str(value[0]) if name == "keys" else f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} has no effect beside --inspect, whose task sets that: remove {option}"
+            )
 
 
 def _parse_body(text: str) -> dict[str, Any]:

@@ -7,10 +7,12 @@ import asyncio
 import itertools
 import logging
 import os
+import shutil
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -96,14 +98,14 @@ def evaluate_target(
     _print_other_metrics(results, console)
     if results.answers is None:
         return
-    _print_and_save(results.answers, target, out, console)
+    print_and_save(results.answers, target, out, console)
     if against is None:
         return
     second_results = _get_results(against, replace(evaluation, step=None))
     assert second_results.answers is not None, "both targets are evaluated in the same way"
     _print_other_metrics(second_results, console)
     directory = None if out is None else out / "against"
-    _print_and_save(second_results.answers, against, directory, console)
+    print_and_save(second_results.answers, against, directory, console)
     comparison = compare(results.answers, second_results.answers)
     console.print(Markdown(format_comparison(comparison, target, against)))
 
@@ -162,8 +164,26 @@ def _fetch_results(target: str) -> str:
         raise DataError(f"{target} can't be fetched: {error}") from error
 
 
-def _print_and_save(results: EvalResults, target: str, out: Path | None, console: Console) -> None:
-    """Print and write the results, unless they were read from a file."""
+def print_and_save(
+    results: EvalResults,
+    target: str,
+    out: Path | None,
+    console: Console,
+    *,
+    attached: Mapping[str, Path] = MappingProxyType({}),
+) -> None:
+    """Print and write the results, unless they were read from a file.
+
+    Args:
+        results: The results.
+        target: The target; new results of a run go to its directory.
+        out: The directory for the results; None: a new one.
+        console: Where the results are printed.
+        attached: Files to copy into the directory, by their names there.
+
+    Raises:
+        RatchetError: No attempt has a reward.
+    """
     path = Path(target)
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return
@@ -174,6 +194,8 @@ def _print_and_save(results: EvalResults, target: str, out: Path | None, console
         (run.evals if run.used else Path("evals")) / str(results.about.get("on")).replace(":", ".")
     )
     if save_report(results, directory, title):
+        for name, file in attached.items():
+            shutil.copyfile(file, directory / name)
         console.print(f"results {directory}", markup=False, highlight=False, soft_wrap=True)
     attempts = [attempt for prompt in results.prompts for attempt in prompt.attempts]
     if not attempts:

@@ -12,7 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+from command_line import ratchet
 from commands.clients.test_clients import CLIENTS, serve_model, write_model
+
+from ratchet.evals.results import EvalResults
 
 INSPECT = CLIENTS.with_name("inspect")
 TASK = re.compile(r"```python\n# sums.py\n(.*?)```", re.DOTALL)  # in the page
@@ -44,7 +47,10 @@ def write_task(directory: Path, repository: Path, answers: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.needs("fastapi")
 def test_inspect_scores_the_answers_of_a_served_model(
-    repository: Path, tmp_path: Path, require: Callable[[str, str], None]
+    repository: Path,
+    tmp_path: Path,
+    require: Callable[[str, str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     require(str(INSPECT), "make .venv/clients/installed")
     (tmp_path / "model").mkdir()
@@ -77,3 +83,13 @@ def test_inspect_scores_the_answers_of_a_served_model(
         assert usage["output_tokens"] == reply["usage"]["completion_tokens"]
     (score,) = [score for score in log["results"]["scores"] if "mean" in score["metrics"]]
     assert score["metrics"]["mean"]["value"] == 0.5
+
+    monkeypatch.setenv("PATH", str(INSPECT.parent), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    sampling = ["--temperature", 0, "--max-new-tokens", 8]
+    done = ratchet("eval", "model", "--inspect", "sums.py", *sampling, "--out", "results")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = EvalResults.read(Path("results"))
+    assert [prompt.greedy and prompt.greedy.text for prompt in results.prompts] == answers
+    assert (results.accuracy.value, results.accuracy.prompts) == (0.5, 6)
+    assert json.loads(Path("results", "inspect.json").read_text())["status"] == "success"
