@@ -1,7 +1,7 @@
 """Convert values of ROLL's keys to values of recipe keys.
 
-A function of (value, config) converts the key of a row in `roll`. "there" in a note means ROLL;
-"here" means Ratchet.
+Each function of (value, config) converts one ROLL key. The table in `roll.py` says which key it is.
+"there" in a note means ROLL; "here" means Ratchet.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         )
     if value not in ("grpo", "reinforce"):
         return Dropped(
-            "only gae (ppo here), grpo, reinforce and gigpo are converted: the recipe has grpo"
+            "only gae (ppo here), grpo, reinforce and gigpo are converted: the recipe uses grpo"
         )
     mean, std = config["norm_mean_type"], config["norm_std_type"]
     if value == "grpo":
@@ -154,9 +154,9 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         **({"algorithm.shaping": shaping} if shaping else {}),
     }
     note = (
-        f"the only baseline is the mean of the {mean}"
+        f"the only baseline is the {mean} mean"
         if mean
-        else "there is no baseline, as there: grpo has one"
+        else "no baseline, as in ROLL. For one, set algorithm.kind=grpo"
     )
     return Values(keys, note)
 
@@ -238,7 +238,7 @@ def kl_reward(value: Any, config: PeerConfig) -> Any:
             "algorithm.kl.place": "reward",
             **adaptive,
         },
-        "the penalty is k1 of each token, for every kl_penalty there",
+        "the penalty is the k1 estimate of each token, whatever ROLL's kl_penalty is",
     )
 
 
@@ -318,8 +318,8 @@ def rewards(value: Any, config: PeerConfig) -> Any:
     note = f"{', '.join(unknown)} is left out: {shared.OWN_REWARD}" if unknown else ""
     if not domains:
         return Dropped(
-            f"{', '.join(unknown)}: {shared.OWN_REWARD}; a judge is rewards: [{{kind: judge, "
-            f"url: ..., model: ...}}]"
+            f"{', '.join(unknown)}: {shared.OWN_REWARD}; for an LLM judge set rewards: [{{kind: "
+            f"judge, url: ..., model: ...}}]"
         )
     all_rewards = [reward for domain_rewards in domains.values() for reward in domain_rewards]
     if all(reward == all_rewards[0] for reward in all_rewards) and not unknown:
@@ -371,7 +371,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     """Convert vLLM and its parallel size to a generator, or to workers for several replicas."""
     if value != "vllm":
         return Dropped(
-            "generator.kind is engine, vllm or hf here: the recipe has the built-in engine"
+            "generator.kind is engine, vllm or hf here: the recipe uses the built-in engine instead"
         )
     tensor_parallel = parallel_size("actor_infer", "tensor_parallel_size", config)
     keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": tensor_parallel}
@@ -382,7 +382,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     generator = {"kind": "workers", "workers": replicas, "worker": keys} if replicas > 1 else keys
     megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
     note = (
-        "vLLM can't be colocated with learner.kind=megatron: check that both fit"
+        "vLLM can't be colocated with learner.kind=megatron: both need accelerators of their own"
         if megatron
         else "if learner and vLLM share accelerators, set cluster: {colocated: true}"
     )
@@ -402,7 +402,7 @@ def files(value: Any, config: PeerConfig) -> Any:
 
 
 def column(column_name: str) -> Conversion:
-    """Return a conversion of the data's name for the environment's column `column_name`."""
+    """Return a conversion that sets environment.columns.`column_name` to the name in the data."""
     return lambda value, config: Values({f"environment.columns.{column_name}": value})
 
 
