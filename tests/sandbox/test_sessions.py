@@ -93,7 +93,7 @@ def test_one_session_sees_nothing_of_another(sandbox):
 def test_where_commands_cannot_run_there_are_no_sessions():
     sandbox = LocalSandbox(slots=1, at_most=Isolation.LANDLOCK)
     with pytest.raises(
-        SandboxError, match="sessions need isolation by namespaces.* by landlock only"
+        SandboxError, match=r"sessions need isolation by namespaces.* by landlock only"
     ):
         asyncio.run(sandbox.open())
     sandbox.close()
