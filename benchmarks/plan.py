@@ -78,10 +78,10 @@ def predict(
         run_ratchet("plan", str(recipe), *overrides, "--probe", str(probe_s), "--json")
     )
     stages = plan["stages"]
-    shape_bytes = max(stage["shape_bytes"] for stage in stages)
+    computed_peak_bytes = max(stage["computed_peak_bytes"] for stage in stages)
     keys = ("step_s", "processor_s", "probed_steps")
     return (
-        {"peak": plan["peak_bytes"], "by shapes": shape_bytes},
+        {"peak": plan["peak_bytes"], "by shapes": computed_peak_bytes},
         {stage["stage"]: {key: stage[key] for key in keys} for stage in stages},
         [stage["steps"] for stage in stages],
     )

@@ -267,8 +267,8 @@ class Environment(ABC):
     The manager makes as many instances as it needs: shallow copies of each other that share their
     data. An instance keeps the state of an attempt in attributes that `reset` assigns.
 
-    A class of a user need not derive from it: `ratchet.utils.user_parts.complete` adds the members
-    that it lacks.
+    A class of a user need not derive from it: `ratchet.utils.user_parts.add_missing_members` adds
+    the members that it lacks.
 
     Attributes:
         replayable: True if `reset(task)` and the same messages give the same observations.

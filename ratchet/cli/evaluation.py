@@ -109,7 +109,9 @@ def evaluate(
     target: EvalTarget,
     keys: Annotated[
         list[str] | None,
-        typer.Argument(help="Keys of the environment that --on names: path=test.jsonl"),
+        typer.Argument(
+            help="Settings (key=value) for the environment given by --on, such as path=test.jsonl"
+        ),
     ] = None,
     on: TasksKind = None,
     recipe: TasksRecipe = None,

@@ -119,7 +119,7 @@ def _read_stage_values(run: RunDirectory, *path: str) -> list[int]:
 
 
 def _list_finite_metrics(rows: Sequence[Mapping[str, Any]], ending: str) -> list[float]:
-    """Return the finite values of the metrics whose names end so, in the order of the steps."""
+    """Return the finite values of the metrics whose names end with `ending`, by step."""
     return [
         value
         for row in rows
@@ -129,7 +129,7 @@ def _list_finite_metrics(rows: Sequence[Mapping[str, Any]], ending: str) -> list
 
 
 def _find_last(rows: Sequence[Mapping[str, Any]], ending: str) -> float | None:
-    """Return the last finite value of the metrics whose names end so; None if there is none."""
+    """Return the last finite value of the metrics whose names end with `ending`, or None."""
     return next(reversed(_list_finite_metrics(rows, ending)), None)
 
 
@@ -203,8 +203,8 @@ MAX_LINE_CHARS = 300  # characters of a difference that are printed
 def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
     """Print how the first run differs from each of the other runs.
 
-    Compare the keys of the recipe, stages by name, the first step with different metrics, and the
-    last metrics.
+    Print the recipe keys that differ (stages are matched by name), the first step whose metrics
+    differ, and the last values of COMPARED_METRICS.
     """
     runs = [_open_run(path) for path in paths]
     path_pairs = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]

@@ -223,6 +223,7 @@ RENAMED_KEYS: Mapping[str, str] = {
     "opens_by": "full_by_step",
     "passing": "pass_threshold",
     "plays": "worker_runs",
+    "process_random": "uses_global_random",
     "said": "answer_units",
     "towers": "train_encoders",
     "yardstick": "eval_rewards",

@@ -79,6 +79,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "sapo": "ratchet.algorithms.config.named_policy_gradients:SAPOConfig",
         "kimi": "ratchet.algorithms.config.named_policy_gradients:KimiConfig",
         "decoupled_ppo": "ratchet.algorithms.config.named_policy_gradients:DecoupledPPOConfig",
+        # A policy gradient whose advantage is the teacher's logprob of each sampled token minus the
+        # policy's. `distill_on_policy` minimizes a divergence of the two distributions instead.
         "on_policy_distillation": (
             "ratchet.algorithms.config.named_policy_gradients:OnPolicyDistillationConfig"
         ),
@@ -178,6 +180,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "weight_sync": {
         "auto": "ratchet.weight_sync.config:AutoWeightSyncConfig",
+        # Generator and learner use the same tensors, in one process. `shared_memory` copies the
+        # weights to other processes of the host.
         "shared": "ratchet.weight_sync.config:SharedWeightSyncConfig",
         "shared_memory": "ratchet.weight_sync.config:SharedMemoryWeightSyncConfig",
         "cuda_ipc": "ratchet.weight_sync.config:CudaIpcWeightSyncConfig",

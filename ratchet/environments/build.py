@@ -5,9 +5,9 @@ from __future__ import annotations
 from ratchet.config import resolve
 from ratchet.config.base import Section
 from ratchet.protocols import Environment
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 
 
 def build_environment(section: Section) -> Environment:
     """Return the section's environment. A user's plain class gets the members that it lacks."""
-    return complete(resolve.build(section), Environment)
+    return add_missing_members(resolve.build(section), Environment)

@@ -17,14 +17,14 @@ from ratchet.utils.thread_pool import ThreadPool
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
-# Minimum speedup for which all threads share each operation. A smaller one may be noise of a busy
-# machine.
+# Minimum speedup of one worker that uses all threads over several workers with a share each. Below
+# it, several workers are chosen, since the difference may be noise.
 MIN_SHARING_SPEEDUP = 1.2
 MIN_THREAD_SPEEDUP = 1.05  # minimum speedup for which a run takes more than one thread
 TIMED_ROUNDS = 5
-TIMED_ROWS = 512  # rows of the timed products: the number of tokens of a small micro-batch
+TIMED_ROWS = 512  # rows of the timed matrix products: the tokens of a small micro-batch
 USUAL_WIDTH = 128  # hidden size where the model's is not known
-MAX_TIMED_WIDTH = 512  # wider products are faster with more threads on any machine
+MAX_TIMED_WIDTH = 512  # wider matrix products are faster with more threads on any machine
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -86,7 +86,7 @@ def describe_threads() -> str:
 def choose_threads(model: ModelConfig) -> tuple[int, str]:
     """Return the number of threads for a run on the CPU, and the reason in words.
 
-    It is the limit of `find_thread_limit`, or 1 if a layer of the model's width takes hardly longer
+    It is the limit of `find_thread_limit`, or 1 if layers of the model's width take hardly longer
     with one thread. The measurement takes some tens of milliseconds, and reflects the load of other
     programs on the machine.
     """
@@ -96,21 +96,21 @@ def choose_threads(model: ModelConfig) -> tuple[int, str]:
         return limit, reason
     import torch
 
-    layer = make_layer(width)
+    timed_work = make_timed_work(width)
     durations_by_threads: dict[int, list[float]] = {1: [], limit: []}
     previous_threads = torch.get_num_threads()
     try:
         for _ in range(1 + TIMED_ROUNDS):  # in turn, so that other programs slow both alike
             for threads, durations in durations_by_threads.items():
                 torch.set_num_threads(threads)
-                durations.append(measure_once(layer))
+                durations.append(measure_once(timed_work))
     finally:
         torch.set_num_threads(previous_threads)
     one_thread_s, all_threads_s = (
         median(durations[1:]) for durations in durations_by_threads.values()
     )
     slowdown = one_thread_s / all_threads_s
-    ratio = f"with 1 thread a layer takes {slowdown:.2f} times as long as with {limit}"
+    ratio = f"with 1 thread four layers take {slowdown:.2f} times as long as with {limit}"
     return (limit if one_thread_s > all_threads_s * MIN_THREAD_SPEEDUP else 1), f"{reason}; {ratio}"
 
 
@@ -140,18 +140,18 @@ def measure_worker_count(threads: int) -> int:
 
     pool = ThreadPool(workers)
     previous_threads = torch.get_num_threads()
-    layer = make_layer(USUAL_WIDTH)
+    timed_work = make_timed_work(USUAL_WIDTH)
     try:
         torch.set_num_threads(threads)
-        shared_s = measure_shortest(lambda: [layer() for _ in range(workers)])
-        separate_s = measure_shortest(lambda: pool.run([layer] * workers))
+        shared_s = measure_shortest(lambda: [timed_work() for _ in range(workers)])
+        separate_s = measure_shortest(lambda: pool.run([timed_work] * workers))
     finally:
         torch.set_num_threads(previous_threads)
     return 1 if shared_s * MIN_SHARING_SPEEDUP < separate_s else workers
 
 
-def make_layer(width: int) -> Callable[[], None]:
-    """Return a function that computes products of a small model: four feed-forward layers."""
+def make_timed_work(width: int) -> Callable[[], None]:
+    """Return a function that computes the matrix products of four small feed-forward layers."""
     import torch
 
     x = torch.ones(TIMED_ROWS, width)

@@ -88,9 +88,10 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
 def _write_model(
     model: PolicyModel, weights: Mapping[str, SavableTensor], directory: Path, part: ExportedPart
 ) -> None:
-    """Write unsharded weights as a Hugging Face model, as its base model or as its adapter.
+    """Write unsharded weights in Hugging Face format.
 
-    part: which of these three, as in `Learner.export`.
+    part: "all" (adapter merged into the weights), "base" (without the adapter) or "adapter" (the
+        adapter alone).
     """
     adapter_weights = {name: weight for name, weight in weights.items() if name.startswith(PEFT)}
     model_weights = {

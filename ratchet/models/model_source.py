@@ -1,4 +1,7 @@
-"""The source of a model (random weights, directory or Hub id), as the ranks of a learner get it."""
+"""A description of where a model comes from: random weights, a directory or a Hub id.
+
+Each rank of a learner receives it and loads its own part.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The interface of a language model that a learner trains, and the built-in decoder behind it.
 
-T = tokens of packed sequences, n = a subset of them, d = hidden size, V = vocabulary size.
+T = tokens of packed sequences, U = tokens that the decoder computes, after shared prefixes are
+merged, n = a subset of the T tokens, d = hidden size, V = vocabulary size.
 """
 
 from __future__ import annotations

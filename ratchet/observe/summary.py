@@ -47,7 +47,8 @@ class StageSummary:
         loss_before, loss_after: held-out loss; None if it was not measured.
         trained_tokens: number of tokens with a loss.
         generated_tokens: number of sampled tokens (0 in a supervised stage).
-        computed_tokens: number of tokens of all rows, with their prompts.
+        computed_tokens: number of tokens of all rows of the steps' groups, prompts included, also
+            of rows without a loss.
     """
 
     name: str

@@ -72,14 +72,14 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
         # The fork server removes the folder if this process is killed.
-        self._temporary_folder = TemporaryFolder("nursery")
+        self._temporary_folder = TemporaryFolder("fork-server")
         self.folder = self._temporary_folder.path
         self._server: Future[SpawnedProcess] = Future()
         self._started: dict[int, ForkedProcess] = {}  # by number, until the process id is known
         self._living: dict[int, ForkedProcess] = {}  # by process id
         self._numbers = itertools.count()
         self._thread = threading.Thread(
-            target=self._run_server, args=(preload, environment), name="nursery", daemon=True
+            target=self._run_server, args=(preload, environment), name="fork-server", daemon=True
         )
         self._thread.start()
 
@@ -160,7 +160,9 @@ class ForkServer:
                 else:
                     failure = report.parcel.load_json()
         status = server.wait()
-        if status != 0:  # it ended without killing its processes, whose own children live on
+        # The server died before it could kill its processes' groups. Children of the forked
+        # processes may still run.
+        if status != 0:
             for pid in self._living:
                 kill_group(pid)
         end = failure or describe_exit(status)[0]

@@ -24,7 +24,7 @@ from ratchet.types import (
     is_finite_number,
 )
 from ratchet.utils.user_code import is_user_error
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 
 # The parts of a mapping sum to the reward; the parts of Scored need not.
 Verdict = float | Mapping[str, float] | Scored
@@ -185,7 +185,7 @@ def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:
     """
     # A user's class need not derive from `Reward`.
     if hasattr(reward, "score"):
-        return complete(reward, Reward)
+        return add_missing_members(reward, Reward)
     if not callable(reward):
         raise ConfigError(
             f"{reward!r} is no reward: give a function (trajectory, task) -> float, or an object "

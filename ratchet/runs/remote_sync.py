@@ -92,7 +92,8 @@ class Mirror:
         self._digests: dict[str, tuple[FileSnapshot, FileDigest]] = {}  # hashed local files
         self._not_uploaded: list[str] = []  # names that the latest attempt left out
         self._has_written = False  # True once this process has written `mirror.json`
-        self._has_rules = False  # True once `checkpoint_store` has the rules of a stage
+        # True once `checkpoint_store` has a stage's retention rules (which checkpoints to keep).
+        self._has_retention_rules = False
         self._background = BackgroundTask()
 
     # --- before the run
@@ -273,7 +274,7 @@ class Mirror:
             in_background: True uploads in a background thread. If the previous upload still runs,
                 this upload is skipped, and the next one includes its files.
         """
-        self._has_rules = True
+        self._has_retention_rules = True
         if not in_background:
             self._background.settle()
             self._try_push(snapshots)
@@ -293,7 +294,7 @@ class Mirror:
         Otherwise an error is logged that names the missing files.
         """
         self._background.settle()
-        if self._has_rules:
+        if self._has_retention_rules:
             # Prune the checkpoints that were held while the upload thread read them.
             self.checkpoint_store.tidy()
         self._try_push(self.take_snapshot())
@@ -375,7 +376,11 @@ class Mirror:
                     ),
                 )
             except OSError as error:
-                log.info("%s changed since it was noted: %s", name, error)
+                log.info(
+                    "%s was shortened or deleted during this save, so the next save handles it: %s",
+                    name,
+                    error,
+                )
                 return None
         return self._digests[name][1]
 
@@ -413,7 +418,7 @@ class Mirror:
             self.checkpoint_store.select_kept(
                 [checkpoint_by_step[step] for step in sorted(checkpoint_by_step, reverse=True)]
             )
-            if self._has_rules
+            if self._has_retention_rules
             else set(checkpoint_by_step)
         )
         for step in sorted(kept_steps & local_checkpoints.keys(), reverse=True):

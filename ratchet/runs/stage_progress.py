@@ -24,21 +24,21 @@ class StopRequest:
         self.status: int | None = None
 
 
-class StopAfterStep(StopRequest):
+class SignalStopRequest(StopRequest):
     """A stop request made by a signal: the loop finishes its step and saves.
 
     Attributes:
-        forwarded: True under torchrun, where a second signal is ignored (see
+        is_forwarded: True if torchrun forwards signals. A second signal is then ignored (see
             `handle_stop_signals`).
     """
 
-    def __init__(self, *, forwarded: bool) -> None:
+    def __init__(self, *, is_forwarded: bool) -> None:
         super().__init__()
-        self.forwarded = forwarded
+        self.is_forwarded = is_forwarded
 
     def request(self, number: signal.Signals) -> None:
         self.status = 128 + number
-        hint = "" if self.forwarded else "; Ctrl-C or SIGTERM to stop at once"
+        hint = "" if self.is_forwarded else "; Ctrl-C or SIGTERM to stop at once"
         log.warning("%s: finishing this step, then saving%s", number.name, hint)
 
 
@@ -49,7 +49,8 @@ class Progress:
     seconds: float = 0.0  # training alone: evaluation and saving are not counted
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
-    computed_tokens: float = 0.0  # of all rows, prompts included
+    # Tokens of all rows of the steps' groups, prompts included, also of rows without a loss.
+    computed_tokens: float = 0.0
     silent_steps: int = 0  # steps without a gradient: all advantages were 0
     accuracy_before: float | None = None  # before the first step
     accuracy: float | None = None  # the latest

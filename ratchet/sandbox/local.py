@@ -116,7 +116,12 @@ class LocalSandbox:
                 f"the local sandbox has no images, such as {image!r}: name no image, or use the "
                 "docker sandbox"
             )
-        self.strength.require(Isolation.NAMESPACES, "sessions run commands, and this machine")
+        if self.isolation < Isolation.NAMESPACES:
+            reasons = f" ({'; '.join(self.strength.refused)})" if self.strength.refused else ""
+            raise SandboxError(
+                "sessions need isolation by namespaces, and this machine isolates programs by "
+                f"{self.isolation.name.lower()} only{reasons}: use a remote sandbox"
+            )
         return Workspace(self, limits)
 
     def close(self) -> None:
@@ -157,8 +162,8 @@ class _RunHandle:
             slot.stop()
 
 
-# `_run` holds no reference to the sandbox. So a sandbox that is never closed can be
-# garbage-collected, and this does not happen in one of its own threads.
+# `_run` holds no reference to the sandbox. Otherwise a sandbox that was never closed would stay
+# alive during a run, and its finalizer could run in one of its own threads and wait for itself.
 def _run(
     free: queue.SimpleQueue[ForkServerSlot],
     run_handle: _RunHandle,

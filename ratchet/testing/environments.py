@@ -20,7 +20,7 @@ from ratchet.testing.faulty import EpisodeScript
 from ratchet.testing.harness import BrokenRule, DeadlineCaller, require, run_supervised
 from ratchet.testing.rewards import conversation
 from ratchet.types import Message, Split, Task
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 
 SEEDS = (0, 1)
 REQUIRED_METHODS = ("tasks", "reset", "step")
@@ -74,7 +74,7 @@ def list_environment_checks(
     """Return the checks by name. Each raises AssertionError, and relies on the earlier checks."""
     missing = [name for name in REQUIRED_METHODS if not hasattr(environment, name)]
     if not missing:
-        complete(environment, Environment)
+        add_missing_members(environment, Environment)
     tasks: list[Task] = []
     scripts: list[EpisodeScript] = []
 

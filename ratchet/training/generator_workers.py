@@ -22,7 +22,7 @@ from ratchet.kernels import cpu
 from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
 from ratchet.protocols import Generator, WeightSync
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 from ratchet.worker_protocols import Executor, Workers
 
@@ -77,7 +77,7 @@ def make_generator(
     device = "cpu" if config.copies_weights else placement.device
     model = origin.policy(device=device).requires_grad_(False)
     with env_vars.set_env_defaults(config.environment):
-        return complete(build(config, model, tokenizer), Generator)
+        return add_missing_members(build(config, model, tokenizer), Generator)
 
 
 def get_worker_factory(section: GeneratorWorkersConfig) -> str:

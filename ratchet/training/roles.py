@@ -29,7 +29,7 @@ from ratchet.models.policy import UNLIMITED, DecoderPolicy, PolicyModel
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.protocols import Generator, Learner
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 from ratchet.worker_protocols import Workers
 
 # Largest vocabulary whose log-probabilities are all kept: a batch of 8,192 tokens then takes
@@ -134,7 +134,7 @@ def _make_local_roles(
             **({"shared_vocab": shared_vocab} if shared_vocab < role_model.vocab_size else {}),
             **({"replays_routes": True} if algorithm.replays_routes and name == "policy" else {}),
         )
-        return complete(learner, Learner)
+        return add_missing_members(learner, Learner)
 
     adapterless = _list_adapterless_copies(algorithm, model.adapter)
     models = {

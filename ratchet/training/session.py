@@ -36,7 +36,7 @@ from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.live_status import serve_status
 from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.run_dir import ADAPTER, RunDirectory
-from ratchet.runs.stage_progress import Progress, StagePosition, StopAfterStep, StopRequest
+from ratchet.runs.stage_progress import Progress, SignalStopRequest, StagePosition, StopRequest
 from ratchet.training.build import RolesWrapper
 from ratchet.training.checkpointing import (
     CheckpointSaver,
@@ -132,9 +132,9 @@ class TrainingSession:
     async def run(self) -> int:
         """Run to the end or to a stop request, and return the exit status."""
         prepare_process(self.config.threads)
-        stop = StopAfterStep(forwarded=TorchrunRank.from_environment() is not None)
+        stop = SignalStopRequest(is_forwarded=TorchrunRank.from_environment() is not None)
         log_file = log_to(self.directory.log, console=self.console)
-        signal_handlers = handle_stop_signals(stop.request, forwarded=stop.forwarded)
+        signal_handlers = handle_stop_signals(stop.request, forwarded=stop.is_forwarded)
         with log_file, signal_handlers, serve_status(self.directory):
             log.info("%s", self.command)
             for directory in sweep():

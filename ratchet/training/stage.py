@@ -29,7 +29,7 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.policy import PolicyModel
 from ratchet.protocols import Environment, Generator, Reward
 from ratchet.types import Sampling
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 from ratchet.worker_protocols import Workers
 
 
@@ -50,7 +50,8 @@ class Policy:
     ranks: Workers | None = None
 
     def __post_init__(self) -> None:
-        complete(self.generator, Generator)  # it may be of a user's class
+        # A user may pass a plain class: add the members of the base class that it lacks.
+        add_missing_members(self.generator, Generator)
 
     @classmethod
     def create(
@@ -135,13 +136,13 @@ class EnvSetup:
     evaluation: EnvSetup | None = None
 
     def __post_init__(self) -> None:
-        # They may come from Python code: the library's own are complete.
+        # Users may pass plain classes: add the members of the base class that they lack.
         for environment in (self.environment, self.canaries):
             if environment is not None:
-                complete(environment, Environment)
+                add_missing_members(environment, Environment)
         for reward in (self.reward, self.eval_reward, self.second_opinion):
             if reward is not None:
-                complete(reward, Reward)
+                add_missing_members(reward, Reward)
 
     @property
     def judges(self) -> bool:
@@ -185,8 +186,8 @@ class StageSpec:
         batch_size: Groups (prompts or rows) per step.
         examples: Number of distinct training tasks; None for no limit.
         curriculum: The order of tasks; None draws them in random order.
-        start_step: The number of the stage's first step; None continues from the generator's
-            version.
+        start_step: The number of the stage's first step; None starts at the version of the
+            generator's weights, which is the number of steps trained so far.
         algorithm: The section of the algorithm, for learners in other processes.
         weight_sync: The section of the weight sync; None chooses one that fits learner and
             generator.

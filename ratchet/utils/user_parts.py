@@ -1,4 +1,4 @@
-"""Complete a user's environment, generator, learner or reward that lacks members of its base class.
+"""Add to a user's environment, generator, learner or reward the base class's members that it lacks.
 
 Users write plain classes. Each is completed once, where it is built or handed over, so that the
 library reads every member as a plain attribute.
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 Base = TypeVar("Base")
 
 
-def complete(part: Any, base: type[Base]) -> Base:
+def add_missing_members(part: Any, base: type[Base]) -> Base:
     """Add each member of `base` that `part` lacks to the class of `part`, and return `part`.
 
     The class gets them, so that copies of the object and its other instances are complete

@@ -3,8 +3,8 @@
 Each rank copies its blocks to a buffer on its device and sends a handle to the receivers, which map
 the buffer and verify the blocks in place.
 
-Peak extra memory: a copy of the model (as sent), of which each rank has its own blocks on its
-accelerator. Receivers map these without another copy.
+Peak extra memory: one copy of the model in the dtype that is sent, split over the accelerators:
+each holds the blocks of its ranks. Receivers map these without another copy.
 
 This transport has not been run yet, because it can't be tested without an accelerator.
 """
@@ -85,11 +85,11 @@ class CudaIpcTransport(WeightTransport):
         """Map the buffers of all ranks, and return a reader of their parts."""
         buffers = []
         for rank, handle in enumerate(self.handles):
-            mapped_token, bytes_n = _MAPPED_BUFFERS.get((self.session, rank), ("", None))
-            if bytes_n is None or mapped_token != handle.token:
-                bytes_n = handle.rebuild(*handle.arguments)
-                _MAPPED_BUFFERS[self.session, rank] = (handle.token, bytes_n)
-            buffers.append(bytes_n)
+            mapped_token, mapped_buffer_n = _MAPPED_BUFFERS.get((self.session, rank), ("", None))
+            if mapped_buffer_n is None or mapped_token != handle.token:
+                mapped_buffer_n = handle.rebuild(*handle.arguments)
+                _MAPPED_BUFFERS[self.session, rank] = (handle.token, mapped_buffer_n)
+            buffers.append(mapped_buffer_n)
         return lambda rank, part: part.read_from(buffers[rank])
 
     def forget(self) -> None:

@@ -8,7 +8,7 @@ from. After they are applied, each block must have the sender's checksum.
 Peak extra memory:
 - between pushes: the model's bytes at each receiver, and the bytes of its own blocks at each rank;
 - while a block is compared: its bytes, and 9 bytes for each of its elements;
-- at most the memory that the transport needs for a push of whole blocks.
+- during a push: the transport's buffers, at most as large as for a push of whole blocks.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def iterate_changes(
         elif len(changed[0]):
             apply_changed_words(old, *changed)
             block_checksum = checksum(old)
-            yield OutgoingPart(index, "at", changed[0], POSITION_DTYPE)
-            yield OutgoingPart(index, "to", changed[1], changed[1].dtype, block_checksum)
+            yield OutgoingPart(index, "positions", changed[0], POSITION_DTYPE)
+            yield OutgoingPart(index, "values", changed[1], changed[1].dtype, block_checksum)
     last_push.blocks = sent_blocks
     last_push.version = version
 
@@ -161,7 +161,7 @@ class ReceivedWeights:
                 key = (rank, part.block)
                 if part.kind == "whole":
                     self._store_whole(key, values)
-                elif part.kind == "at":
+                elif part.kind == "positions":
                     positions[part.block] = values
                 else:
                     apply_changed_words(
@@ -199,18 +199,20 @@ class ReceivedWeights:
         """Raise DeltaRefused if changes start from a version that this receiver does not have."""
         for rank, rank_parts in enumerate(parts):
             whole_blocks = {part.block for part in rank_parts if part.kind == "whole"}
-            changed = [
+            # Blocks that are not sent whole build on the receiver's version, even if nothing in
+            # them changed.
+            names_not_sent_whole = [
                 block.name
                 for index, block in enumerate(blocks_by_rank[rank])
                 if index not in whole_blocks
             ]
-            if changed and (
+            if names_not_sent_whole and (
                 self.version is None or base != self.version or version <= self.version
             ):
                 current = "none" if self.version is None else f"version {self.version}"
                 raise DeltaRefused(
                     f"changes from version {base} to {version} were refused: the receiver has "
                     f"{current}",
-                    tensor=changed[0],
+                    tensor=names_not_sent_whole[0],
                     rank=rank,
                 )

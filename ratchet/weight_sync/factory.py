@@ -15,7 +15,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 from ratchet.protocols import Generator, Learner, WeightSync
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 from ratchet.weight_sync.config import (
     AutoWeightSyncConfig,
     CollectiveWeightSyncConfig,
@@ -84,7 +84,7 @@ class SyncEndpoints:
 
 def make_weight_sync(section: Section, endpoints: SyncEndpoints) -> WeightSync:
     """Create the weight sync that a recipe's weight_sync section describes."""
-    return complete(build(section, endpoints), WeightSync)
+    return add_missing_members(build(section, endpoints), WeightSync)
 
 
 def auto(config: AutoWeightSyncConfig, endpoints: SyncEndpoints) -> WeightSync:

@@ -65,11 +65,11 @@ class OutgoingPart:
 
     Attributes:
         block: Index of the block among the rank's blocks.
-        kind: "whole" is the whole block. A change is sent as two parts: "at", the changed positions
-            in the flattened block, and "to", their new values.
+        kind: "whole" is the whole block. A change is sent as two parts: "positions",
+            the changed positions in the flattened block, and "values", their new values.
         dtype: The dtype to which the tensor is converted for sending.
-        block_checksum: Only on the "to" part of a change: the checksum of the whole block once the
-            change is applied. "" on other parts.
+        block_checksum: Only on the "values" part of a change: the checksum of the whole block once
+            the change is applied. "" on other parts.
     """
 
     block: int

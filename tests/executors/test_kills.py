@@ -166,9 +166,9 @@ def test_the_drivers_death_leaves_nothing(how):
     assert mine <= shared_before
 
 
-@pytest.mark.parametrize("driver_too", [False, True], ids=["the nursery", "both"])
+@pytest.mark.parametrize("driver_too", [False, True], ids=["the fork server", "both"])
 @pytest.mark.fault("P25")
-def test_a_killed_nursery_leaves_no_folder(driver_too, tmp_path):
+def test_a_killed_fork_server_leaves_no_folder(driver_too, tmp_path):
     """The driver removes it at its end; where that is killed too, the next process that makes or
     sweeps one."""
     environment = {
@@ -199,7 +199,7 @@ def test_a_killed_nursery_leaves_no_folder(driver_too, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_workers_start_again_after_the_nursery_was_killed():
+def test_workers_start_again_after_the_fork_server_was_killed():
     """With it all its workers die; those that are restarted come from a new one."""
     executor = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu", preload=())
     try:

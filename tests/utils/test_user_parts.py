@@ -8,7 +8,7 @@ import pytest
 from ratchet.errors import DataError
 from ratchet.protocols import Environment
 from ratchet.types import Message, Step, Task
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 
 
 class Plain:
@@ -44,7 +44,7 @@ class Teaching(Plain):
 
 def test_what_a_plain_class_lacks_has_its_default():
     plain = Plain()
-    assert complete(plain, Environment) is plain
+    assert add_missing_members(plain, Environment) is plain
     assert copy.copy(plain).stop_strings == ()
     assert (plain.judges, plain.replayable, plain.task_count()) == (True, False, None)
     assert not any((plain.has_tools, plain.has_pairs, plain.has_labelled_answers))
@@ -55,7 +55,7 @@ def test_what_a_plain_class_lacks_has_its_default():
 
 
 def test_what_a_plain_class_has_stays():
-    teaching = complete(Teaching(), Environment)
+    teaching = add_missing_members(Teaching(), Environment)
     assert (teaching.judges, teaching.stop_strings) == (False, ("end",))
     assert (teaching.has_tools, teaching.has_pairs, teaching.has_step_labels) == (True, True, False)
     assert teaching.tools(None) == [{"type": "function"}]
@@ -65,4 +65,4 @@ def test_what_a_plain_class_has_stays():
 def test_a_method_that_is_assigned_to_an_instance_counts():
     plain = Plain.__new__(type("Open", (Plain,), {}))
     plain.tools = lambda task: ["its own"]
-    assert complete(plain, Environment).has_tools
+    assert add_missing_members(plain, Environment).has_tools

@@ -38,7 +38,7 @@ def uses_gae(config: PeerConfig) -> bool:
 
 def choose_estimator(value: Any, config: PeerConfig) -> Any:
     if value not in ESTIMATORS:
-        return Dropped(f"only {', '.join(ESTIMATORS)} are converted: the recipe has grpo")
+        return Dropped(f"only {', '.join(ESTIMATORS)} are converted: the recipe uses grpo")
     note = (
         "truncated attempts are not bootstrapped, as in verl (bootstrap: false); by default "
         "Ratchet uses the critic's estimate"
@@ -277,7 +277,7 @@ def learner(value: Any, config: PeerConfig) -> Any:
 def generator(value: Any, config: PeerConfig) -> Any:
     if value not in ("vllm", "hf"):
         return Dropped(
-            "generator.kind is engine, vllm or hf here: the recipe has the built-in engine"
+            "generator.kind is engine, vllm or hf here: the recipe uses the built-in engine instead"
         )
     if value == "hf":
         return Values({"generator.kind": "hf"})

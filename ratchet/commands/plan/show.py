@@ -142,12 +142,14 @@ def _show_stage(
         console.print(f"on {spec.count} {spec.kind}, at least (from data sheets, not measured):")
         console.print(_make_memory_table(cluster_plan.memory, "memory of one accelerator"))
         console.print(_make_time_table(cluster_plan.seconds_by_phase, stage.steps))
-        console.print(f"limited by {cluster_plan.bottleneck}. In the recipe:\n")
+        console.print(
+            f"limited by {cluster_plan.bottleneck}. To use this layout, set in the recipe:\n"
+        )
         console.print(
             write_text(cluster_plan.layout.make_sections()), markup=False, highlight=False
         )
         return
-    console.print(_make_memory_table(stage.memory, "memory of the process, by shapes"))
+    console.print(_make_memory_table(stage.memory, "memory of the process, computed from shapes"))
     if stage_probe is None:
         console.print("time: unknown without a measurement: add --probe 30")
         return
@@ -174,7 +176,7 @@ def _make_memory_table(memory: MemoryPlan, title: str) -> Table:
     table.add_section()
     table.add_row(
         "peak",
-        "phases by turns" if memory.phases_take_turns else "phases together",
+        "largest phase" if memory.phases_take_turns else "sum of phases",
         f"{memory.peak_bytes / 2**20:,.1f}",
     )
     return table
@@ -216,7 +218,7 @@ def _stage_to_json(
             "held": dict(memory.resident),
             **{name: dict(bytes_by_purpose) for name, bytes_by_purpose in memory.phases.items()},
         },
-        "shape_bytes": memory.peak_bytes,
+        "computed_peak_bytes": memory.peak_bytes,
     }
     if stage_probe is not None:
         stage_json |= {"probed_steps": stage_probe.steps, "processor_s": stage_probe.processor_s}

@@ -98,11 +98,13 @@ def _embed_media(run: RunReader, sample: Sequence[Mapping[str, Any]]) -> dict[st
     """
     urls: dict[str, str] = {}
     for detail in sample:
-        new_kinds: dict[str, MediaKind] = {
+        new_kind_by_name: dict[str, MediaKind] = {
             name: kind for name, kind in collect_names([detail]).items() if name not in urls
         }
         urls |= (
-            run.rollouts.make_media_urls(detail["facts"]["step"], new_kinds) if new_kinds else {}
+            run.rollouts.make_media_urls(detail["facts"]["step"], new_kind_by_name)
+            if new_kind_by_name
+            else {}
         )
         if sum(map(len, urls.values())) > MAX_MEDIA_CHARS:
             break

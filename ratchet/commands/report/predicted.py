@@ -41,14 +41,12 @@ def compare_with_plan(
         stages, accumulate(stage["steps"] for stage in stages), strict=True
     ):
         in_stage = (times["step"] > last_step - stage["steps"] + 1) & (times["step"] <= last_step)
-        for what, key in (("", "step_s"), (", on processors", "processor_s")):
+        for what, key in (("a step", "step_s"), ("processor time of a step", "processor_s")):
             seconds = times[f"time/{key}"][in_stage]
             seconds = seconds[~np.isnan(seconds)]
             if key in stage:
                 measured = float(np.median(seconds)) if len(seconds) else None
-                lines.append(
-                    make_line(f"{stage['stage']}: a step{what}", "s", stage[key], measured)
-                )
+                lines.append(make_line(f"{stage['stage']}: {what}", "s", stage[key], measured))
     return lines
 
 

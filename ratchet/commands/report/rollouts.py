@@ -147,7 +147,7 @@ class Rollouts:
             for position, row in zip(positions, rows, strict=True)
         ]
 
-    def make_media_urls(self, step: int, kinds: Mapping[str, MediaKind]) -> dict[str, str]:
+    def make_media_urls(self, step: int, kind_by_name: Mapping[str, MediaKind]) -> dict[str, str]:
         """Return `data:` URLs of a step's media by name.
 
         Media that are missing, or that browsers do not show, are left out.
@@ -166,7 +166,7 @@ class Rollouts:
         sources = self._media[1]
         urls = {
             name: make_data_url(kind, sources[name])
-            for name, kind in kinds.items()
+            for name, kind in kind_by_name.items()
             if name in sources
         }
         return {name: url for name, url in urls.items() if url is not None}
@@ -240,7 +240,7 @@ class Rollouts:
                 ]
             )
         return {
-            "place": position,
+            "row_index": position,
             "facts": facts,
             "reward_parts": {
                 name: _drop_non_finite(value) for name, value in row["reward_parts"] or ()

@@ -74,22 +74,23 @@ class RunReaders:
         return BINARY, pack({**run.read_facts(), "has_more": has_more}, columns)
 
     def rollouts(self, query: Query) -> tuple[str, bytes]:
+        """Return the columns of the recorded rollouts.
+
+        The query's `known` has the names of the record files whose rows the page already has.
+        """
         return BINARY, self[query["run"]].rollouts.pack_columns(
             query["known"].split(",") if query.get("known") else ()
         )
 
     def details(self, query: Query) -> tuple[str, bytes]:
-        places = [int(place) for place in query["places"].split(",")][:MAX_DETAILS]
-        return JSON, _to_json(self[query["run"]].rollouts.read_details(int(query["step"]), places))
+        return JSON, _to_json(
+            self[query["run"]].rollouts.read_details(int(query["step"]), _read_row_indices(query))
+        )
 
     def media(self, query: Query) -> tuple[str, bytes]:
         rollouts, step = self[query["run"]].rollouts, int(query["step"])
-        kinds = collect_names(
-            rollouts.read_details(
-                step, [int(place) for place in query["places"].split(",")][:MAX_DETAILS]
-            )
-        )
-        return JSON, _to_json(rollouts.make_media_urls(step, kinds))
+        kind_by_name = collect_names(rollouts.read_details(step, _read_row_indices(query)))
+        return JSON, _to_json(rollouts.make_media_urls(step, kind_by_name))
 
     def evaluations(self, query: Query) -> tuple[str, bytes]:
         return JSON, _to_json(list_evaluations(self[query["run"]].directory))
@@ -105,6 +106,11 @@ class RunReaders:
             query["text"], limit=MAX_MATCHES
         )
         return JSON, _to_json({"found": matches, "since": earliest_step})
+
+
+def _read_row_indices(query: Query) -> list[int]:
+    """Return the query's `row_indices`, which count the rollouts of a step from 0."""
+    return [int(index) for index in query["row_indices"].split(",")][:MAX_DETAILS]
 
 
 def _to_json(value: Any) -> bytes:

@@ -53,7 +53,10 @@ class TokenTexts:
         return texts
 
     def find_special(self, ids: Sequence[int]) -> list[int]:
-        """Return the positions of control tokens, whose names ordinary tokens may spell too."""
+        """Return the positions of control tokens.
+
+        The texts alone do not tell: ordinary tokens can also spell `<|im_end|>`.
+        """
         return [position for position, token in enumerate(ids) if token in self._names]
 
     def _decode(self, ids: tuple[int, ...]) -> str:

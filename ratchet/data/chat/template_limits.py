@@ -33,8 +33,8 @@ STEPS_A_CALL = 10
 STEPS_AN_ITEM = 20  # for an item of a list, in a filter that loops in Python
 MAX_CHARS = 1 << 26  # characters of a text, or items of a list, that one operation creates
 MAX_BITS = 4096  # size of an integer
-# Maximum sum of the widths in a format string, and maximum argument of one of GROWING_FUNCTIONS if
-# its value is not text.
+# Maximum sum of the widths in a format string. Also the maximum argument of a filter or method of
+# GROWING_FUNCTIONS that is applied to something other than text.
 MAX_WIDTH = 1 << 20
 
 TEXT_TYPES = (str, bytes)
@@ -156,29 +156,29 @@ def _refuse(reason: str) -> NoReturn:
     raise jinja2.TemplateRuntimeError(reason)
 
 
-# --- step counts that are compiled into a template
+# --- spend nodes, which are compiled into a template
 
 
 class _StepCounter(NodeTransformer):
-    """A transformer of a template's syntax tree that inserts step counts.
+    """A transformer of a template's syntax tree that inserts spend nodes: filters that spend steps.
 
-    Steps are counted in each loop, and before each operation that reads its operands without a
-    call.
+    Steps are counted in each loop, and before each operator (+, ~, comparison, subscript, dict key)
+    that reads its operands, since `MeteredEnvironment.call` does not see it.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        step_count = _make_step_count(node)
+        spend_node = _make_spend_node(node)
         self.generic_visit(node)
         if node.test is not None:  # skipped items never reach the body
-            node.test = nodes.And(step_count, node.test, lineno=node.lineno)
+            node.test = nodes.And(spend_node, node.test, lineno=node.lineno)
         else:
-            node.body.insert(0, nodes.ExprStmt(step_count, lineno=node.lineno))
+            node.body.insert(0, nodes.ExprStmt(spend_node, lineno=node.lineno))
         return node
 
     def _visit_body(self, node: Any) -> nodes.Node:
-        step_count = _make_step_count(node)
+        spend_node = _make_spend_node(node)
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(step_count, lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(spend_node, lineno=node.lineno))
         return node
 
     visit_Macro = visit_CallBlock = visit_Block = _visit_body
@@ -198,13 +198,13 @@ class _StepCounter(NodeTransformer):
             if operand.op in ("in", "notin") or not (
                 is_constant or isinstance(operand.expr, nodes.Const)
             ):
-                operand.expr = _count_reading(operand.expr)
+                operand.expr = _spend_before_reading(operand.expr)
             is_constant = isinstance(operand.expr, nodes.Const)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [_count_reading(part) for part in node.nodes]
+        node.nodes = [_spend_before_reading(part) for part in node.nodes]
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
@@ -212,17 +212,20 @@ class _StepCounter(NodeTransformer):
         if isinstance(node.arg, nodes.Slice):
             node.node = _apply_filter(node.node, SPEND_READING, nodes.Const(False))
         else:
-            node.arg = _count_reading(node.arg)
+            node.arg = _spend_before_reading(node.arg)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        node.key = _count_reading(node.key)
+        node.key = _spend_before_reading(node.key)
         return node
 
 
-def _make_step_count(node: nodes.Node) -> nodes.Expr:
-    """Return a node that spends the steps of one pass through a body with its literal texts."""
+def _make_spend_node(node: nodes.Node) -> nodes.Expr:
+    """Return a node that spends the steps of one pass through a body with its literal texts.
+
+    Its value is always True.
+    """
     texts = [
         *(literal.data for literal in node.find_all(nodes.TemplateData)),
         *(literal.value for literal in node.find_all(nodes.Const)),
@@ -232,7 +235,7 @@ def _make_step_count(node: nodes.Node) -> nodes.Expr:
     return _apply_filter(nodes.Const(base_steps + n_chars // CHARS_A_STEP), SPEND_STEPS)
 
 
-def _count_reading(node: nodes.Expr) -> nodes.Expr:
+def _spend_before_reading(node: nodes.Expr) -> nodes.Expr:
     return node if isinstance(node, nodes.Const) else _apply_filter(node, SPEND_READING)
 
 
@@ -459,7 +462,10 @@ def _count_test_steps(name: str, function: Callable[..., Any]) -> Callable[..., 
 
 
 def _get_passed_arguments(pass_arg: PassArg | None, context: Context) -> tuple[Any, ...]:
-    """Return the first argument of a filter that Jinja passes its context or environment to."""
+    """Return what Jinja passes to a filter before its value.
+
+    That is the context, the evaluation context or the environment, or nothing.
+    """
     match pass_arg:
         case PassArg.context:
             return (context,)

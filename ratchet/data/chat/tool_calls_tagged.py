@@ -1,6 +1,7 @@
 """Parsers of tool calls whose name and arguments stand between tags: GLM, MiniMax and Kimi.
 
-Each parser returns the text outside the calls, and the calls. A malformed call is None.
+Each parser returns the text outside the calls (`read_kimi`: only the text before them), and the
+calls. A malformed call is None.
 
 Sources: the chat templates of GLM-4.5, MiniMax-M2 and Kimi-K2.
 """
@@ -18,9 +19,8 @@ from ratchet.data.chat.tool_call_arguments import (
     read_named_call,
 )
 
-# A pattern takes the white space after its argument, but none before it: a pattern that began with
-# white space would be tried anew at each of many spaces. `_read_call` strips the white space before
-# the first argument.
+# A pattern includes the white space after its argument, so the next argument begins where the match
+# ends, and the last match ends with the text. `_read_call` strips the white space before the first.
 GLM_ARGUMENT = re.compile(
     r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
 )
@@ -88,7 +88,7 @@ def _read_call(name: str, arguments: str, argument: re.Pattern[str], tools: Tool
 
 
 def read_kimi(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """Parse calls of Kimi.
+    """Parse calls of Kimi. Return only the text before their section: what follows it is dropped.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:NUMBER
     <|tool_call_argument_begin|>{...}<|tool_call_end|>...<|tool_calls_section_end|>

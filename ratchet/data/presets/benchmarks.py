@@ -106,10 +106,10 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward="code",
         description="programs, arXiv:2107.03374, with prompts for chat models",
     ),
-    # sanitized (427 rows): task_id, prompt, code, test_imports, test_list, source_file; full (974):
-    # has text for prompt, test_setup_code for test_imports, and adds challenge_test_list; splits
-    # train, test, validation, prompt. Columns checked against: its card, lm-evaluation-harness's
-    # mbpp.yaml.
+    # sanitized (427 rows): task_id, prompt, code, test_imports, test_list, source_file; full (974
+    # rows): the column prompt is named text, test_imports is named test_setup_code, and
+    # challenge_test_list is added; splits train, test, validation, prompt. Columns checked against:
+    # its card, lm-evaluation-harness's mbpp.yaml.
     "mbpp": Preset(
         "google-research-datasets/mbpp",
         {"prompt": benchmark_rows.PROMPT_COLUMN, "id": "task_id", "solution": "code"},
@@ -141,7 +141,7 @@ BENCHMARKS: Mapping[str, Preset] = {
     ),
 }
 
-# Other spellings that `--on` accepts.
+# Other names of benchmarks that `ratchet eval --on` accepts.
 ALIASES: Mapping[str, str] = {
     "math-500": "math_500",
     "mmlu-pro": "mmlu_pro",

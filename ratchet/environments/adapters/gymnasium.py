@@ -39,7 +39,7 @@ class GymnasiumConfig(ResetStepConfig):
         "{observation}",
         description="Further messages, with {observation} or {screen}.",
     )
-    process_random: bool = Field(
+    uses_global_random: bool = Field(
         False,
         description="True for an environment that uses the global generator of Python's random or "
         "of numpy. Its calls then run one at a time, and the generator's state is saved between "
@@ -116,11 +116,12 @@ class GymnasiumEnvironment(ResetStepEnvironment):
                 f"environment.actions names {n_words} actions, but the actions of {self.config.id} "
                 f"are {spaces['action']}"
             )
-        if "{screen}" in self.config.prompt + self.config.reply and sample.render_mode != "ansi":
-            raise ConfigError(
-                "environment.prompt shows {screen}, which is text only with kwargs: {render_mode: "
-                "ansi}"
-            )
+        for name in ("prompt", "reply"):
+            if "{screen}" in getattr(self.config, name) and sample.render_mode != "ansi":
+                raise ConfigError(
+                    f"environment.{name} shows {{screen}}, which is text only with kwargs: "
+                    "{render_mode: ansi}"
+                )
 
     def make_first_observation(self, observation: Any, info: Mapping[str, Any]) -> Observation:
         self._observation = observation

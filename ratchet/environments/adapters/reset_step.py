@@ -34,7 +34,7 @@ class ResetStepConfig(EnvironmentConfig):
     replayable: bool = Field(
         True, description="True if the same seed and the same actions give the same episode."
     )
-    process_random: bool = Field(
+    uses_global_random: bool = Field(
         True,
         description="True for an environment that uses the global generator of Python's random or "
         "of numpy. Its calls then run one at a time, and the generator's state is saved between "
@@ -123,7 +123,7 @@ class ResetStepEnvironment(SeededTasks):
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.to_thread(
-            self._run_with_random_state if self.settings.process_random else _call_directly,
+            self._run_with_random_state if self.settings.uses_global_random else _call_directly,
             function,
         )
 

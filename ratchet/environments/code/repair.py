@@ -32,7 +32,7 @@ class CodeRepairConfig(EnvironmentConfig):
     judge: CodeConfig = Field(
         CodeConfig.model_validate({}), description="Settings for running and judging a program."
     )
-    tries: int = Field(3, ge=1, description="Maximum number of programs in one attempt.")
+    tries: int = Field(3, ge=1, description="Maximum number of programs in one episode.")
     discount: float = Field(
         1.0,
         gt=0,
@@ -53,13 +53,13 @@ SHOWN_CHARS = 500
 class CodeRepair(Environment):
     """An environment of programs with several tries.
 
-    The reward is the result of `code` for the last try, times `discount` for each earlier try.
+    The reward is that of the reward `code` for the last try, times `discount` for each earlier try.
 
     After a failed try the program runs again to produce a hint, which does not change the reward.
     This run contains only the input of one test, or the arguments of one call, so all that the
-    program prints can be shown without leaking other tests. An attempt shows the expected output of
-    at most one input. It shows that output only if copying it into the next program can't earn a
-    reward: all tests must be required, and other inputs must be tested too.
+    program prints can be shown without leaking other tests. All hints of an episode together show
+    the expected output of at most one input. They show it only if copying it into the next program
+    can't earn a reward: all tests must be required, and other inputs must be tested too.
     """
 
     replayable = True
@@ -71,7 +71,7 @@ class CodeRepair(Environment):
         self._code = Code(config.judge)
         self._task: Task | None = None
         self._tries = 0
-        # The input whose expected output was shown in this attempt.
+        # The input whose expected output was shown in this episode.
         self._shown_input: bytes | None = None
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
@@ -156,7 +156,10 @@ class CodeRepair(Environment):
             )
         if explanation.returned is None:
             return f"{where}your program ends without an answer."
-        return f"{where}your program returns\n{explanation.returned}\nand a test fails after it."
+        return (
+            f"{where}your program returns\n{explanation.returned}\n"
+            "and a test that makes this call fails."
+        )
 
     def _shorten_error(self, error: str) -> str:
         shortened = (

@@ -75,7 +75,7 @@ class SplitRows:
 class Dataset(SingleTurn):
     """An environment whose tasks are the rows of a dataset."""
 
-    judges = False  # the recipe needs a reward
+    judges = False  # returns no rewards itself, so the recipe must name one
 
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
@@ -121,8 +121,9 @@ class Dataset(SingleTurn):
     def demonstration(self, task: Task) -> Sequence[Message]:
         """Return the messages to imitate. Raises DataError if the row has none.
 
-        They are the better of two answers, an answer that is labelled as good, the solution (for
-        example the end of a conversation, or plain text), or else the task's answer.
+        They are the first of these that the row has: the preferred answer of a comparison; an
+        answer labelled good; steps all labelled good; the messages to imitate (`solution`); the
+        reference answer.
         """
         contents = self._read_contents(task)
         match contents.judgement:
@@ -336,11 +337,11 @@ class Dataset(SingleTurn):
             if not self.reader.passes_filters(row, where):
                 continue
             contents = self.reader.read(row, where)
-            self.reader.placer.check_media(contents.prompt, where)
+            self.reader.media_placer.check_media(contents.prompt, where)
             # Plain text has no prompt, so it is identified by itself.
             prompt_hash = _hash(
                 [
-                    [message.role, self.reader.placer.make_key(message)]
+                    [message.role, self.reader.media_placer.make_key(message)]
                     for message in contents.prompt or contents.solution
                 ]
             )

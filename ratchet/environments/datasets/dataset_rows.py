@@ -95,7 +95,7 @@ class DatasetRowReader:
             max_mib=media.max_mib,
             urls=media.urls,
         )
-        self.placer = MediaPlacer(config.root, limits)
+        self.media_placer = MediaPlacer(config.root, limits)
         self.filters = (
             *(
                 KeepConfig.model_validate(dict(row_filter))
@@ -114,7 +114,7 @@ class DatasetRowReader:
         """
         parser = _RowParser(self, row, where)
         contents = parser.parse()
-        prompt = self.placer.place(contents.prompt, parser.parse_media(), where)
+        prompt = self.media_placer.place(contents.prompt, parser.parse_media(), where)
         if self.config.needs_media and not list_media(prompt):
             columns = summarize_columns(contents.columns)
             raise DataError(

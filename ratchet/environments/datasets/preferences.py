@@ -71,7 +71,7 @@ class Preferences(Rows):
         )
 
     def demonstration(self, task: Task) -> Messages:
-        """Return the chosen answer, or an answer that is labelled as good (in all its steps).
+        """Return the chosen answer, or an answer labelled good (in all its steps).
 
         Raises DataError for an answer that is labelled as bad.
         """

@@ -177,7 +177,7 @@ class FrozenLake(BoardGame[Lake]):
             ]
         return plan
 
-    def rules(self, in_text: bool = True) -> str:
+    def rules(self, board_is_text: bool = True) -> str:
         slip = (
             f" The ice is slippery: {self.config.slip:.0%} of your steps go to a side instead."
             if self.config.slip
@@ -187,7 +187,7 @@ class FrozenLake(BoardGame[Lake]):
             (PLAYER, GOAL, ICE, HOLE),
             ("the red triangle", "the green square", "light", "dark discs"),
         )
-        you, goal, ice, holes = signs if in_text else drawn
+        you, goal, ice, holes = signs if board_is_text else drawn
         return (
             f"You ({you}) stand on a frozen lake. Walk to the goal ({goal}) over the ice ({ice}) "
             "and stay out of the holes "

@@ -72,7 +72,7 @@ class Game(Procedural, Generic[State]):
     """
 
     def __init__(self, config: GameConfig) -> None:
-        self.max_moves, self.in_words = config.max_moves, config.style == "words"
+        self.max_moves, self.uses_word_style = config.max_moves, config.style == "words"
 
     @abstractmethod
     def start(self, task: Task) -> State:
@@ -121,11 +121,11 @@ class Game(Procedural, Generic[State]):
 
     def write_move(self, move: str) -> str:
         """Return a move as the player writes it."""
-        return move if self.in_words else LETTER_BY_WORD.get(move, move)
+        return move if self.uses_word_style else LETTER_BY_WORD.get(move, move)
 
     def prompt(self, state: State) -> str:
         """Return the first message of a game: the rules, if they are shown, and the state."""
-        return f"{self.rules()}\n\n{self.show(state)}" if self.in_words else self.show(state)
+        return f"{self.rules()}\n\n{self.show(state)}" if self.uses_word_style else self.show(state)
 
     # --- the protocol
 
@@ -177,7 +177,7 @@ class Game(Procedural, Generic[State]):
     def _describe_illegal_move(self, is_illegal: bool) -> str:
         if not is_illegal:
             return ""
-        return "That is no legal move.\n" if self.in_words else "!"
+        return "That is no legal move.\n" if self.uses_word_style else "!"
 
 
 class BoardGame(Game[State]):
@@ -189,36 +189,39 @@ class BoardGame(Game[State]):
     def __init__(self, config: BoardConfig) -> None:
         super().__init__(config)
         self.cell_px = config.cell_px
-        self.in_text, self.in_pictures = config.observation != "image", config.observation != "text"
+        self.shows_text = config.observation != "image"
+        self.shows_picture = config.observation != "text"
 
     @abstractmethod
     def cells(self, state: State) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
         """Return rows of cells: each cell's background and the marks on it."""
 
     @abstractmethod
-    def rules(self, in_text: bool = True) -> str:
+    def rules(self, board_is_text: bool = True) -> str:
         """Return the rules.
 
         Args:
-            in_text: True to name things by their signs in the text, False to describe their look in
-                the picture.
+            board_is_text: True to name things by their signs in the text, False to describe their
+                look in the picture.
         """
 
     def picture(self, state: State) -> Part:
         return embed(draw_board(self.cells(state), self.cell_px))
 
     def observation(self, state: State, prefix: str = "") -> Message:
-        if not self.in_pictures:
+        if not self.shows_picture:
             return super().observation(state, prefix)
-        text = prefix + (self.show(state) if self.in_text else "")
+        text = prefix + (self.show(state) if self.shows_text else "")
         return Message("user", (self.picture(state), *((Part("text", text),) if text else ())))
 
     def messages(self, problem: Problem) -> tuple[Message, ...]:
-        if not self.in_pictures:
+        if not self.shows_picture:
             return super().messages(problem)
         state = self.start(Task("", (), meta=problem.meta))
         return (
-            self.observation(state, f"{self.rules(self.in_text)}\n\n" if self.in_words else ""),
+            self.observation(
+                state, f"{self.rules(self.shows_text)}\n\n" if self.uses_word_style else ""
+            ),
         )
 
 

@@ -112,7 +112,7 @@ class SlidingPuzzle(BoardGame[Board]):
         return True if state == self.solved else None
 
     def show(self, state: Board) -> str:
-        separator = " " if self.in_words or self.size > 3 else ""
+        separator = " " if self.uses_word_style or self.size > 3 else ""
         width = len(str(self.size**2 - 1)) if separator else 1
         cells = [f"{tile or '_':>{width}}" for tile in state]
         return "\n".join(
@@ -146,8 +146,8 @@ class SlidingPuzzle(BoardGame[Board]):
             for (row, column), (home_row, home_column) in positions
         )
 
-    def rules(self, in_text: bool = True) -> str:
-        last, gap = self.size**2 - 1, "_" if in_text else "grey"
+    def rules(self, board_is_text: bool = True) -> str:
+        last, gap = self.size**2 - 1, "_" if board_is_text else "grey"
         return (
             f"Slide the tiles until they stand in order, 1 to {last} row by row, with the gap "
             f"({gap}) last. A move slides the "

@@ -186,12 +186,12 @@ class Sokoban(BoardGame[Room]):
         )
         return replay_moves(task.answer.split() if moves is None else moves)
 
-    def rules(self, in_text: bool = True) -> str:
+    def rules(self, board_is_text: bool = True) -> str:
         signs, drawn = (
             ("@, on a goal +", "$", ".; with a box on it *", "#"),
             ("the blue disc", "orange", "red rings", "dark"),
         )
-        you, boxes, goals, walls = signs if in_text else drawn
+        you, boxes, goals, walls = signs if board_is_text else drawn
         return (
             f"You ({you}) push boxes ({boxes}) onto the goals ({goals}) in a room with walls "
             f"({walls}). You can "

@@ -35,7 +35,7 @@ class TaskImage:
         name: Name of an existing image; "": none.
         folder: Folder whose Dockerfile the image is built from; None: it is not built.
 
-    It is false if the task has no image.
+    A TaskImage without name and folder is falsy: the task has no image.
     """
 
     name: str = ""
@@ -107,7 +107,7 @@ class TaskDirectory:
 
     @cached_property
     def kept_paths(self) -> tuple[str, ...]:
-        """Return the paths whose files go from the agent's session to the tests, from the root.
+        """Return the paths, relative to the root, whose files the tests get from the agent.
 
         The tests get /logs/artifacts, the task's artifacts and, unless in separate mode, the
         working directory.
@@ -135,7 +135,9 @@ class TaskDirectory:
         return fill_template({**machine.env, **further.get(phase, {})}, path)
 
     def read_files(self) -> dict[str, bytes]:
-        """Return the files of an environment without an image, by path relative to the root.
+        """Return the files to copy into a sandbox, by path relative to the root.
+
+        They replace the task's image where the sandbox can't use it, or where there is none.
 
         A Dockerfile's COPY lines are followed, and its other lines are not. Without a Dockerfile
         the whole folder is the working directory.

@@ -109,17 +109,23 @@ class ToolUse(ToolEnvironment):
     def demonstration(self, task: Task) -> Sequence[Message]:
         """Return an episode that evaluates the prompt's expression with the calculator.
 
-        Raises DataError if there is no calculator, or if its result is not the task's answer.
+        Raises DataError if there is no calculator, if the prompt is no expression for it, or if its
+        result is not the task's answer.
         """
+        problem = f"task '{task.id}' has no demonstration with tools"
+        if "calculator" not in self.toolbox:
+            raise DataError(f"{problem}: `tools` lists no calculator")
         expression = re.sub(r"\s*=?\s*\??$", "", task.messages[-1].text)
         try:
-            result = format_value(calculate(expression)) if "calculator" in self.toolbox else None
-        except ToolError:
-            result = None
-        if result is None or result != str(task.answer):
+            result = format_value(calculate(expression))
+        except ToolError as error:
             raise DataError(
-                f"task '{task.id}' has no demonstration with tools: its prompt is not an "
-                "expression for the calculator"
+                f"{problem}: its prompt is not an expression for the calculator: {error}"
+            ) from error
+        if result != str(task.answer):
+            raise DataError(
+                f"{problem}: the calculator's result for its prompt is {result}, and its answer is "
+                f"{str(task.answer)[:100]!r}"
             )
         call = ToolCall("call_0", "calculator", {"expression": expression})
         return (

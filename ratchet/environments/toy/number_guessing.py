@@ -103,7 +103,7 @@ class NumberGuessing(Game[GuessingState]):
     def show(self, state: GuessingState) -> str:
         if not state.hint:
             return f"{state.low}-{state.high}"
-        return HINTS[state.hint] if self.in_words else state.hint
+        return HINTS[state.hint] if self.uses_word_style else state.hint
 
     def key(self, state: GuessingState) -> str:
         return f"{state.low}-{state.high}"

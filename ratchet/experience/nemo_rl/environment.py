@@ -18,11 +18,11 @@ from torch import Tensor
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 
 Metadata = TypeVar("Metadata")
 
-# Name of the single part of a reward without parts, used if other rewards of the batch have parts.
+# Part name given to a scalar reward if other rewards of the batch have named parts.
 SCALAR = "reward"
 
 
@@ -54,9 +54,10 @@ class EnvironmentInterface(ABC, Generic[Metadata]):
     rows are grouped arbitrarily, and several threads may call `step` at once.
 
     Attributes:
-        raw_observations: True appends the tokens of an observation's text alone, in which special
-            tokens count, as NeMo RL does: the environment writes the turn headers, or continues the
-            policy's turn. False (default): the chat template renders observations.
+        raw_observations: True (as in NeMo RL): the observation's text is tokenized without the chat
+            template, and special tokens written in it are parsed. The environment must write the
+            turn headers itself, or may continue the policy's turn. False (default): the chat
+            template renders observations.
         judges_cut_answers: True calls `step` also for an answer that the token budget cut off, and
             counts its reward; the row ends there. False (default): the environment does not get
             such an answer.
@@ -201,7 +202,7 @@ def get_environment(
     environment = task_to_env[task_name]
     if _is_ray_actor(environment):
         return ActorEnvironment(environment)
-    return complete(environment, EnvironmentInterface)
+    return add_missing_members(environment, EnvironmentInterface)
 
 
 def _is_ray_actor(environment: Any) -> bool:

@@ -24,7 +24,7 @@ from ratchet.experience.nemo_rl.environment import (
 from ratchet.experience.nemo_rl.specs import DatumSpec, as_message
 from ratchet.protocols import Step
 from ratchet.types import Group, Message, Split, Task, Trajectory
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,9 @@ class MessageLogEnvironment(Rows):
 
     def __init__(self, config: MessageLogConfig) -> None:
         interface = import_object(config.interface)(**config.arguments)
-        self.interface: EnvironmentInterface[Any] = complete(interface, EnvironmentInterface)
+        self.interface: EnvironmentInterface[Any] = add_missing_members(
+            interface, EnvironmentInterface
+        )
         self.data = import_object(config.data)
         self.path = config.data
         self.interface_name = type(self.interface).__name__

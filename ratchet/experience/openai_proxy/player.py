@@ -117,7 +117,10 @@ async def _stop(agent_task: asyncio.Task[Any]) -> None:
 def _get_outcome(session: AgentSession, error: str) -> Outcome | None:
     latest_answer = session.latest_answer
     if latest_answer is None and session.exhausted_budget:
-        return Failed("prompt_too_long", f"{session.exhausted_budget}: shorten it or drop the task")
+        return Failed(
+            "prompt_too_long",
+            f"{session.exhausted_budget}: shorten the prompt or drop the task",
+        )
     if latest_answer is None and not error:
         return Failed(
             "agent", "it ended without requesting an answer, so there is nothing to learn from"

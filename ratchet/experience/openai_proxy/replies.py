@@ -30,7 +30,7 @@ class ReplyFormat(Protocol):
         ...
 
     def write_content(self, reply: ChatReply) -> Iterable[str]:
-        """Return the events with the answer's content, up to the event that ends the answer."""
+        """Return the events with the answer's content, without the event that ends it."""
         ...
 
     def write_end(self, reply: ChatReply) -> Iterable[str]:
@@ -55,7 +55,7 @@ async def make_reply(
     logprobs = None
     if request.logprobs:
         scores = await score_completion(handler, answer, request.top_logprobs or 0)
-        names = name_tokens(handler, request.return_tokens_as_token_ids)
+        names = make_token_names(handler, request.return_tokens_as_token_ids)
         logprobs = answers.list_logprobs(completion.tokens.tolist(), scores, names)
     stop_string = None
     if completion.stop is StopReason.STOP_STRING:
@@ -103,6 +103,6 @@ async def score_completion(handler: RequestHandler, answer: AgentAnswer, n_top: 
     return last_scores.with_logprobs(answer.completion.logprobs)
 
 
-def name_tokens(handler: RequestHandler, as_ids: bool | None) -> TokenNames:
-    """Return how answers name tokens: by text or, if `as_ids`, by id."""
+def make_token_names(handler: RequestHandler, as_ids: bool | None) -> TokenNames:
+    """Return the `TokenNames` of a reply: tokens by text or, if `as_ids`, by id."""
     return TokenNames(handler.renderer.tokenizer, bool(as_ids))

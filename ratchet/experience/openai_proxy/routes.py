@@ -26,7 +26,7 @@ from ratchet.experience.openai_proxy.rendering import count_max_chars, run_in_th
 from ratchet.experience.openai_proxy.replies import (
     ReplyFormat,
     make_reply,
-    name_tokens,
+    make_token_names,
     score_completion,
     stream_reply,
 )
@@ -130,7 +130,7 @@ class Routes:
         completions = await _cancel_on_disconnect(request, work)
         for completion in completions:
             completion.record_in(handler)
-        names = name_tokens(handler, completion_request.return_tokens_as_token_ids)
+        names = make_token_names(handler, completion_request.return_tokens_as_token_ids)
         write = partial(token_api.write_completions, _new_id("cmpl"), completion_request)
         return await run_in_thread(lambda: JSONResponse(write(completions, names)))
 
@@ -145,7 +145,7 @@ class Routes:
         )
         completion = await _cancel_on_disconnect(request, work)
         completion.record_in(handler)
-        names = name_tokens(handler, True)
+        names = make_token_names(handler, True)
         write = partial(token_api.write_generated, generate_request, completion, names)
         return await run_in_thread(lambda: JSONResponse(write()))
 

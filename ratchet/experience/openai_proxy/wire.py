@@ -1,8 +1,8 @@
 """Read requests of the OpenAI API and of vLLM's additions to it, and refuse what can't be followed.
 
-A field that could change tokens is never ignored. It is refused by name if the policy can't follow
-it, or if it would make the recorded tokens useless for training. Other fields that are not known
-have no effect; `IgnoredFields` counts them.
+A field that could change tokens is refused by name if the policy can't follow it, or if it would
+make the recorded tokens useless for training. It is ignored only if the recipe lists it in
+`agent.ignore`. Other fields that are not known have no effect; `IgnoredFields` counts them.
 
 Sources: the API reference of OpenAI, and the request classes of vLLM 0.32
 (vllm/entrypoints/openai and vllm/entrypoints/scale_out).
@@ -39,8 +39,8 @@ MAX_TOKEN_VALUES = 2**20
 MAX_UNKNOWN_FIELDS = 64  # per request
 MAX_COUNTED_FIELDS = 64  # different names of ignored fields that are counted
 
-# Fields that change tokens or the prompt and can't be followed, with the values that change nothing
-# (None never does).
+# Fields that change tokens or the prompt. They are refused on endpoints whose request class does
+# not declare them, unless they have one of these neutral values. None is always accepted.
 TOKEN_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
@@ -162,8 +162,8 @@ class JsonValueBudget:
 class IgnoredFields:
     """The fields of requests that have no effect, and how often requests had them.
 
-    `names` are fields that might change tokens and are ignored by the recipe's wish. The first
-    request with each ignored field is logged.
+    `names` are fields that might change tokens, and that the recipe's `agent.ignore` lists. The
+    first request with each ignored field is logged.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -285,7 +285,7 @@ class SamplingFields(WireRequest):
 
     @field_validator("top_k")
     @classmethod
-    def _read_off(cls, top_k: int | None) -> int | None:
+    def _normalize_top_k(cls, top_k: int | None) -> int | None:
         return 0 if top_k == -1 else top_k
 
     @property
@@ -294,7 +294,7 @@ class SamplingFields(WireRequest):
         return self.max_tokens
 
 
-# The fields whose values must be those of the run while it trains.
+# Sampling fields that a request may not change during training: they must equal the recipe's.
 DISTRIBUTION_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 

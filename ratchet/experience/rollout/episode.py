@@ -325,7 +325,7 @@ class EpisodePlayer:
                 length = state.strand.record.length
                 detail = (
                     f"the prompt has {length} tokens, the context {self.max_context}: "
-                    "shorten it or drop the task"
+                    "shorten the prompt or drop the task"
                 )
                 return Failed("prompt_too_long", detail)
             ended, outcome = await self._play_turn(state, turn_index, room)

@@ -29,7 +29,7 @@ from ratchet.types import (
 )
 from ratchet.utils.tracer import ATTEMPT_TRACK, REWARD_TRACK, span
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
-from ratchet.utils.user_parts import complete
+from ratchet.utils.user_parts import add_missing_members
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class RolloutManager:
     ) -> None:
         self.player = player
         self.new_environment = new_environment
-        self.reward = None if reward is None else complete(reward, Reward)
+        self.reward = None if reward is None else add_missing_members(reward, Reward)
         self.needs_reward = needs_reward
         self.judge_timeout_s = judge_timeout_s
         self.retries = retries
@@ -222,7 +222,7 @@ class RolloutManager:
         environment = (
             self._idle_environments.pop()
             if self._idle_environments and not in_new_environment
-            else complete(self.new_environment(), Environment)
+            else add_missing_members(self.new_environment(), Environment)
         )
         is_reusable = False
         try:

@@ -17,14 +17,22 @@ from ratchet.errors import CheckpointError
 from ratchet.observe.write_files import AppendFile
 from ratchet.utils import failpoints
 
-Event = Literal["issued", "ready", "trained", "replayed", "filtered", "again", "deferred"]
+Event = Literal[
+    "issued",  # its rollouts begin, with the weights of `version`
+    "ready",  # its rollouts have ended; it waits to be trained on (asynchronous rollouts only)
+    "trained",  # step `step` trained on it for the first time
+    "replayed",  # step `step` trained on it again, from the replay buffer
+    "filtered",  # it is dropped without training, for `reason`
+    "retried",  # it is issued again before new prompts, for `reason` (older ledgers: "again")
+    "deferred",  # its unfinished rollouts were cut off; a later step issues it again
+]
 END_EVENTS = ("trained", "filtered")
 
 
 class PromptLedger:
     """The ledger in a file.
 
-    Lines are written at once; a crash of the machine loses at most those after the last `offset`.
+    Lines are written at once; a crash of the machine loses at most those after the last `sync`.
     `path=None` keeps no ledger.
     """
 
@@ -51,7 +59,7 @@ class PromptLedger:
         self._file.append(lines.encode())
         failpoints.point("ledger.noted")
 
-    def offset(self) -> int:
+    def sync(self) -> int:
         """Flush the file to disk and return its size in bytes."""
         return 0 if self._file is None else self._file.sync()
 
@@ -95,8 +103,10 @@ def find_ledger_faults(
 
     Args:
         lines: The entries, in order.
-        max_staleness: Versions by which the weights of a new group may lie behind its step.
-        max_age: Versions by which the weights of a replayed group may lie behind its step.
+        max_staleness: Maximum of (step that trains on a group) - (version of the weights when it
+            was issued).
+        max_age: Maximum of (step that replays a group) - (oldest version of the weights that
+            sampled it).
     """
     issued: dict[str, int] = {}
     end_counts: Counter[str] = Counter()

@@ -92,7 +92,7 @@ class StreamSource(Source):
     def nack(self, ids: Sequence[str], reason: str) -> None:
         """Draw these groups again before new ones."""
         self._to_redraw.extend(self._pending.pop(group_id) for group_id in ids)
-        self.ledger.note("again", ids, reason=reason)
+        self.ledger.note("retried", ids, reason=reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the metrics of this source, besides the metrics of every run."""
@@ -100,7 +100,7 @@ class StreamSource(Source):
 
     async def snapshot(self) -> Mapping[str, Any]:
         unfinished = [*self._pending.values(), *self._to_redraw]
-        return {**self.stream.snapshot(unfinished), "ledger": self.ledger.offset()}
+        return {**self.stream.snapshot(unfinished), "ledger": self.ledger.sync()}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         self.ledger.cut(state["ledger"])

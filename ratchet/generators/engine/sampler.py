@@ -208,9 +208,10 @@ def draw_tokens(logits_NV: Tensor, uniforms_N: Tensor, settings: SamplingSetting
 def invert_cdf(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
     """Return the first token whose cumulative mass exceeds `uniform * total`, int64 [N].
 
-    `total_N` is the mass of the tokens that may be drawn. The threshold is below the total. So,
-    if the cumulative sum never falls, the returned token has a probability above 0, and comes no
-    later than the first entry that reaches `total`.
+    `total_N` is the mass of the tokens that may be drawn. The threshold is kept below the total, so
+    the result is never past the first entry that reaches `total`. The token's probability is above
+    0. Both hold provided that rounding does not make the cumulative sum decrease (see
+    `draw_tokens`).
     """
     below_total_N = torch.nextafter(total_N, torch.zeros_like(total_N))
     threshold_N = torch.minimum(uniforms_N * total_N, below_total_N)

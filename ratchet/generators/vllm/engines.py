@@ -59,7 +59,7 @@ class VLLMCore(EngineCore, Protocol):
 
     @property
     def loras(self) -> Mapping[str | None, Any]:
-        """Return vLLM's `LoRARequest`s by adapter name; None: the policy's, once loaded."""
+        """Return vLLM's `LoRARequest`s by adapter name; None is the policy's, once it is loaded."""
         ...
 
     async def load_adapter(self, path: str, name: str | None = None) -> None:
@@ -261,7 +261,7 @@ class MultiprocessCore:
         self._requests: dict[str, GenerationRequest] = {}
         self._aborting: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
-        self._shared_memory: list[str] = []  # of vLLM's processes alone
+        self._shared_memory: list[str] = []  # paths that only vLLM uses; `close` removes them
         self._on_files_read = on_files_read
         self._ids = map(str, itertools.count())
 

@@ -41,7 +41,7 @@ else:
 def _end_after_driver(driver: int, engine: int) -> None:
     while _is_running(driver):
         time.sleep(DRIVER_POLL_S)
-    # The engine made some of these, and a killed process does not remove its files.
+    # The engine created some of these files, and it is killed below, so it can't remove them.
     remove_paths(list_mapped_segments())
     if os.getppid() == engine:
         os.kill(engine, signal.SIGKILL)
@@ -54,12 +54,13 @@ def _unlink_shared_memory() -> None:
     vLLM never removes them. When this is called, all workers have opened the files, so no worker
     needs their names any more.
     """
-    # Only workers that share memory have imported this module.
+    # A worker that has not imported `parallel_state` shares no memory through it.
     parallel_state = sys.modules.get("vllm.distributed.parallel_state")
     for reference in parallel_state._groups.values() if parallel_state else ():
         group = reference()
         communicator = None if group is None else group.device_communicator
-        # Accelerators have no `dist_module`, and only one that uses shared memory has a name.
+        # Communicators of accelerators have no `dist_module`. A `dist_module` has a `group_name`
+        # only if it uses shared memory.
         name = getattr(getattr(communicator, "dist_module", None), "group_name", None)
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}_*") if name else ():
             path.unlink(missing_ok=True)  # another worker may have removed it
@@ -132,9 +133,10 @@ class VLLMWorkerExtension(_VLLMWorker):
         return self._report_failure(reason) if reason else ""
 
     def apply_push(self, version: int) -> str:
-        """Load the push that `check_push` accepted. Call it between two steps.
+        """Load the push that `check_push` accepted.
 
-        Return the error's text if loading failed, else "".
+        Call it between two steps of vLLM's engine, while generation is paused. Return the error's
+        text if loading failed, else "".
         """
         reader = self.checked_push
         self.checked_push = None
@@ -188,7 +190,7 @@ class VLLMWorkerExtension(_VLLMWorker):
         if next(model.parameters()).device.type != "cpu":
             return
         for module in model.modules():
-            # Only modules of vLLM have a method, and only experts a kernel.
+            # Only vLLM's own layers have `quant_method`, and only that of experts has `moe_kernel`.
             kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
             if kernel is not None and hasattr(module, "w13_weight"):
                 kernel.fused_experts.process_weights_after_loading(module)

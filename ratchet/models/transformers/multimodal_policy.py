@@ -42,7 +42,7 @@ from ratchet.utils.atomic_files import atomic_path
 SEPARATELY_ENCODED: tuple[MediaKind, ...] = ("image", "video")
 # The token type ids of transformers for placeholders of media; 0 is text.
 MEDIA_TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
-PROBE_TEXT = 3  # text tokens before the first medium of a probe; `PROBE_TEXT + 1` follow each
+N_PROBE_TEXT_TOKENS = 3  # before a probe sequence's first medium; after each medium one more
 
 Media = Sequence[Sequence[Placed]]  # the media of each sequence
 
@@ -77,10 +77,10 @@ class MultimodalPolicy(TransformersPolicy):
         """
         self.train_encoders = train_encoders
         self.files = dict(files or {})
-        self.packs = True  # as in `TransformersPolicy`
+        # Sequences are packed into one forward, unless the checks below find that they then differ.
+        self.packs = True
         super().__init__(model, saved_config=saved_config)
-        if self.packs:
-            self.packs = len(probes) > 1 and self._keeps_media_apart(probes)
+        self.packs = self.packs and len(probes) > 1 and self._keeps_media_apart(probes)
         if probes:
             self._check_media(probes)
         self.requires_grad_(True)
@@ -310,8 +310,8 @@ class MultimodalPolicy(TransformersPolicy):
     def _hide_stray_placeholders(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
         """Yield the tokens, with a text token in place of each placeholder that has no medium.
 
-        Such placeholders were sampled by the policy. The embedding still gets the original tokens
-        inside the context.
+        Such placeholders were sampled by the policy. Inside the `with` block the embedding layer
+        still receives the original tokens.
         """
         stray_NL = (self._find_types(tokens_NL) > 0) & (types_NL == 0)
         if not stray_NL.any():
@@ -361,7 +361,7 @@ class MultimodalPolicy(TransformersPolicy):
         get_rope_index: Any = self.backbone.get_rope_index
         rows_4T = positions_T.expand(4, -1).clone()
         if any(media):
-            # `get_rope_index` reads single numbers, one after the other.
+            # `get_rope_index` reads elements one by one; on an accelerator each read synchronizes.
             tokens_T, types_T = tokens_T.cpu(), types_T.cpu()
         parameters = inspect.signature(get_rope_index).parameters
         for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
@@ -379,10 +379,10 @@ class MultimodalPolicy(TransformersPolicy):
         return (rows_4T if self.packs else rows_4T[1:])[:, None]
 
     def _add_zero_gradients(self, hidden_Td: Tensor) -> Tensor:
-        """Return the hidden states, with a gradient of at least 0 for every trained weight.
+        """Return the hidden states unchanged, connected to every trained encoder weight.
 
-        Without images an encoder would have no gradient. But all ranks must sum the same gradients,
-        and the optimizer must treat weights as in a single process.
+        A weight not used in this forward gets a zero gradient instead of None. Otherwise ranks
+        would reduce different sets of gradients, and the optimizer would skip such weights.
         """
         if not torch.is_grad_enabled() or self.adapter is not None or not self.train_encoders:
             return hidden_Td
@@ -429,12 +429,12 @@ class MultimodalPolicy(TransformersPolicy):
         token = int(self.model.config.image_token_id)
         rows, media = list[Tensor](), list[tuple[Placed, ...]]()
         for row_probes in ([probes[0]], [], [probes[1], probes[0]]):
-            pieces, placed = [self._make_probe_tokens(PROBE_TEXT)], list[Placed]()
+            pieces, placed = [self._make_probe_tokens(N_PROBE_TEXT_TOKENS)], list[Placed]()
             for medium in row_probes:
                 placed.append(Placed(sum(map(len, pieces)), medium))
                 pieces += [
                     torch.full((medium.span,), token, device=self.model.device),
-                    self._make_probe_tokens(PROBE_TEXT + 1),
+                    self._make_probe_tokens(N_PROBE_TEXT_TOKENS + 1),
                 ]
             rows.append(torch.cat(pieces))
             media.append(tuple(placed))
@@ -452,7 +452,7 @@ class MultimodalPolicy(TransformersPolicy):
         lengths = [len(row) for row in rows]
         positions = [torch.arange(n, device=rows[0].device) for n in lengths]
         is_medium = self._find_types(rows[0]) > 0
-        changed_row = torch.where(is_medium, rows[0], (rows[0] + 1) % PROBE_TEXT)
+        changed_row = torch.where(is_medium, rows[0], (rows[0] + 1) % N_PROBE_TEXT_TOKENS)
         try:
             packed = self.hidden(torch.cat(rows), torch.cat(positions), lengths, media=media)
             beside_changed = self.hidden(

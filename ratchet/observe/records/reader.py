@@ -39,7 +39,7 @@ class StepFacts:
     stage: str
     rows: int  # number of recorded trajectories
     groups: int  # number of recorded groups
-    drawn: int  # number of groups that the step drew, recorded or not
+    drawn: int  # number of groups in the step's batch, recorded or not (see `record.groups`)
     # Fingerprints of the weights after the step, by role, if the learner can compute them.
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
@@ -193,7 +193,7 @@ class Record:
         return read_media(path)
 
     def groups(self, step: int) -> list[Group]:
-        """Return all groups that a step drew.
+        """Return all groups of a step's batch.
 
         `Medium.inputs` are empty, because the processor computes them again (see `read_groups`).
         Raises DataError like `step` and `media`, and if only a sample of the groups was recorded.

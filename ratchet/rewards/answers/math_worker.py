@@ -10,7 +10,7 @@ import logging
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-# These loggers report every answer that can't be parsed, and unused deadlines.
+# These loggers warn about every answer that can't be parsed, and that timeouts are disabled.
 for name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 LATEX = (LatexExtractionConfig(boxed_match_priority=0),)

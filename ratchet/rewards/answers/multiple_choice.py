@@ -38,7 +38,7 @@ TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 
 class MultipleChoice(FinalAnswer):
-    """A reward for the right letter. An answer that names two letters chooses none."""
+    """A reward for the right letter. An answer that offers alternatives ("B or C") chooses none."""
 
     name = "multiple_choice"
     bounds = (0.0, 1.0)
@@ -66,7 +66,7 @@ class MultipleChoice(FinalAnswer):
         return float(self.extract_choice(text) == self._read_task_letter(task))
 
     def extract_choice(self, text: str) -> str | None:
-        """Return the letter that a text chooses; None if it names none or more than one."""
+        """Return the letter that a text chooses; None if it has none or offers alternatives."""
         marked = extract_marked_answer(text)
         if marked is not None:
             return self._read_single_letter(marked)

@@ -59,7 +59,8 @@ FRACTION = r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"
 LATEX_REPLACEMENTS = (
     (re.compile(rf"(?<=[0-9]){FRACTION}"), r" \1/\2"),  # a mixed number
     (re.compile(FRACTION), r"\1/\2"),
-    # The next two: thousands, written 1{,}000, 1,\!000 or 1\,000.
+    # The next two: thousands separators (1{,}000, 1,\!000, 1\,000). The second also turns \$ and \%
+    # into $ and %.
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\(?:[!,]|(?=[$%]))"), ""),
     (re.compile("−"), "-"),

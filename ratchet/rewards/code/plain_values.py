@@ -1,5 +1,8 @@
 """Encode plain values as text, to send between a judged function's process and its tests' process.
 
+To foresee further calls, the tests run ahead of unfinished calls (look-ahead, see
+`sandbox_program`), with `Awaited` and `Anything` as results.
+
 This file uses the standard library only: both processes run in the sandbox, which has no Ratchet.
 """
 
@@ -34,8 +37,8 @@ class Anything:
         return 0
 
 
-# Operations whose result is `Anything` again (None in the loop below). The other operations have
-# results of built-in types.
+# Operations that return another `Anything`. The table below marks them with the result None. The
+# other operations have results of built-in types.
 SELF_OPERATIONS = (
     "call getitem add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow "
     "rpow abs neg round and or"
@@ -161,10 +164,11 @@ def send(channel: int, text: str) -> None:
 
 
 def fill_in_answers(call: str, answers: list[str]) -> str | None:
-    """Return `call` with each awaited answer replaced by its value from `answers`.
+    """Return `call` (JSON text) with each {"answer": i} replaced by the result of call i.
 
-    None if an answer is missing or holds no value. Encoded plain values contain no JSON object, so
-    {"answer": i} always stands for an awaited answer.
+    `answers[i]` is the line of call i: JSON text with "value" if the call returned a plain value.
+    None if the line of an awaited call is missing or has no value. Encoded plain values contain no
+    JSON object, so {"answer": i} always stands for an awaited result.
     """
 
     def fill(part: Any) -> Any:

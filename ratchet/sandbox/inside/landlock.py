@@ -15,7 +15,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 BASE_RIGHTS = (1 << 13) - 1
-# (first ABI version with the right, right) of: refer, truncate, ioctl on devices
+# (first ABI version, bit of the right): refer, truncate, ioctl on devices
 NEWER_RIGHTS = ((2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))
 
 

@@ -208,7 +208,7 @@ def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert kept.pop("recipe")["stages"][0]["steps"] == 1
     assert kept == json.loads(done.stdout)
-    assert kept["peak_bytes"] == kept["stages"][0]["shape_bytes"]
+    assert kept["peak_bytes"] == kept["stages"][0]["computed_peak_bytes"]
     with pytest.raises(
         RunDirectoryError,
         match=r"the plan of another recipe; different: stages.0.steps: 1 -> 1000.*remove",

@@ -268,7 +268,8 @@ def test_a_sample_is_whole_groups_of_the_same_tasks(tmp_path):
     runs = [RunReader(make_run(tmp_path / name).path) for name in "ab"]
     samples = [run.rollouts.sample(12, 10**6) for run in runs]
     chosen = [
-        [(d["facts"]["step"], d["place"], d["facts"]["task"]) for d in sample] for sample in samples
+        [(d["facts"]["step"], d["row_index"], d["facts"]["task"]) for d in sample]
+        for sample in samples
     ]
     assert chosen[0] == chosen[1]
     # the first, the last and one between

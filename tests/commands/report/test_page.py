@@ -122,7 +122,8 @@ def test_the_server_answers_what_the_page_asks(ask):
     assert ask("/api/run?run=a&after=1")[0] == 200
     assert ask("/api/rollouts?run=a&known=")[0] == 200
     assert [
-        each["place"] for each in json.loads(ask("/api/details?run=a&step=2&places=0,3")[1])
+        each["row_index"]
+        for each in json.loads(ask("/api/details?run=a&step=2&row_indices=0,3")[1])
     ] == [0, 3]
     assert json.loads(ask("/api/search?run=a&text=good+2.1")[1]) == {
         "found": [[2, 1], [2, 5]],
@@ -151,8 +152,8 @@ def test_a_run_that_begins_later_is_found(ask, tmp_path):
     [
         ("/api/run?run=../a", 400, b"there is no run '../a'"),
         ("/api/run", 400, b"run"),
-        ("/api/details?run=a&step=x&places=0", 400, b"invalid literal"),
-        ("/api/details?run=a&step=9&places=0", 400, b"step 9 is not in the record"),
+        ("/api/details?run=a&step=x&row_indices=0", 400, b"invalid literal"),
+        ("/api/details?run=a&step=9&row_indices=0", 400, b"step 9 is not in the record"),
         ("/api/answers?run=a&name=../../b", 400, b"has no evaluation"),
         ("/etc/passwd", 404, b"no such page"),
         ("/../../etc/passwd", 404, b"no such page"),

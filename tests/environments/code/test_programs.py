@@ -128,7 +128,7 @@ def test_the_call_after_which_a_test_fails_is_shown():
     wrong, right = repaired(task, "    return x\n", "def inc(x):\n    return x + 1\n")
     assert (
         wrong.messages[0].text
-        == "For the call\ninc(41)\nyour program returns\n41\nand a test fails after it."
+        == "For the call\ninc(41)\nyour program returns\n41\nand a test that makes this call fails."
     )
     assert right.reward == 1.0
     later = hint(HIDDEN, "def inc(x):\n    # the second test fails\n    return {41: 42}[x]\n")
@@ -146,7 +146,9 @@ def test_the_call_after_which_a_test_fails_is_shown():
     assert hint(
         {**HIDDEN, "test": "def check(c):\n    assert c(10**5000) == c(x='a')"},
         "def inc(x): return x",
-    ) == ("For the call\ninc(x='a')\nyour program returns\n'a'\nand a test fails after it.")
+    ) == (
+        "For the call\ninc(x='a')\nyour program returns\n'a'\nand a test that makes this call fails."
+    )
 
 
 TELLING = """

@@ -11,7 +11,7 @@ def test_it_is_cut_where_a_checkpoint_ends_and_goes_on_there(tmp_path):
     ledger = PromptLedger(path)
     ledger.note("issued", ["s/0", "s/1"], version=0)
     ledger.note("trained", ["s/0"], step=0)
-    offset = ledger.offset()
+    offset = ledger.sync()
     ledger.note("trained", ["s/1"], step=1)
     ledger.close()
     again = PromptLedger(path)
@@ -82,6 +82,6 @@ def test_replayed_is_no_end_and_has_a_bound_of_its_own(tmp_path):
 def test_without_a_file_nothing_is_kept():
     ledger = PromptLedger()
     ledger.note("issued", ["s/0"], version=0)
-    assert ledger.offset() == 0
+    assert ledger.sync() == 0
     ledger.cut(7)
     ledger.close()

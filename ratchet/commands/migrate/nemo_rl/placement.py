@@ -125,7 +125,7 @@ def flag_if_distributed(value: Any, config: PeerConfig) -> Any:
 def convert_generator(value: Any, config: PeerConfig) -> Any:
     if value != "vllm":
         return Dropped(
-            "generator.kind is engine, vllm or hf here: the recipe has the built-in engine"
+            "generator.kind is engine, vllm or hf here: the recipe uses the built-in engine instead"
         )
     keys: dict[str, Any] = {
         "kind": "vllm",

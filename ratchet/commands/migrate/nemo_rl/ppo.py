@@ -109,7 +109,7 @@ def _estimator(value: Any, config: PeerConfig) -> Any:
             },
             "the advantage is the reward, without a baseline or a critic",
         )
-    return Dropped("only gae and raw_reward are converted: the recipe has gae")
+    return Dropped("only gae and raw_reward are converted: the recipe uses gae")
 
 
 def _lambdas(value: Any, config: PeerConfig) -> Any:

@@ -104,7 +104,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     """Convert vLLM and its parallel size to a generator, or to workers for several replicas."""
     if value != "vllm":
         return Dropped(
-            "generator.kind is engine, vllm or hf here: the recipe has the built-in engine"
+            "generator.kind is engine, vllm or hf here: the recipe uses the built-in engine instead"
         )
     tensor_parallel = parallel_size("actor_infer", "tensor_parallel_size", config)
     keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": tensor_parallel}
@@ -115,7 +115,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     generator = {"kind": "workers", "workers": replicas, "worker": keys} if replicas > 1 else keys
     megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
     note = (
-        "vLLM can't be colocated with learner.kind=megatron: check that both fit"
+        "vLLM can't be colocated with learner.kind=megatron: both need accelerators of their own"
         if megatron
         else "if learner and vLLM share accelerators, set cluster: {colocated: true}"
     )

@@ -1,7 +1,7 @@
 """Convert values of ROLL's keys to values of recipe keys.
 
-A function of (value, config) converts the key of a row in `roll`. "there" in a note means ROLL;
-"here" means Ratchet.
+Each function of (value, config) converts one ROLL key. The tables of this folder say which key it is.
+"there" in a note means ROLL; "here" means Ratchet.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         )
     if value not in ("grpo", "reinforce"):
         return Dropped(
-            "only gae (ppo here), grpo, reinforce and gigpo are converted: the recipe has grpo"
+            "only gae (ppo here), grpo, reinforce and gigpo are converted: the recipe uses grpo"
         )
     mean, std = config["norm_mean_type"], config["norm_std_type"]
     if value == "grpo":
@@ -105,9 +105,9 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         **({"algorithm.shaping": shaping} if shaping else {}),
     }
     note = (
-        f"the only baseline is the mean of the {mean}"
+        f"the only baseline is the {mean} mean"
         if mean
-        else "there is no baseline, as there: grpo has one"
+        else "no baseline, as in ROLL. For one, set algorithm.kind=grpo"
     )
     return Values(keys, note)
 
@@ -189,7 +189,7 @@ def kl_reward(value: Any, config: PeerConfig) -> Any:
             "algorithm.kl.place": "reward",
             **adaptive,
         },
-        "the penalty is k1 of each token, for every kl_penalty there",
+        "the penalty is the k1 estimate of each token, whatever ROLL's kl_penalty is",
     )
 
 
@@ -294,7 +294,7 @@ def files(value: Any, config: PeerConfig) -> Any:
 
 
 def column(column_name: str) -> Conversion:
-    """Return a conversion of the data's name for the environment's column `column_name`."""
+    """Return a conversion that sets environment.columns.`column_name` to the name in the data."""
     return lambda value, config: Values({f"environment.columns.{column_name}": value})
 
 

@@ -22,7 +22,7 @@ const Browser = {
   filters: { run: null, from: "", to: "", least: "", most: "", stage: "", outcome: "", fate: "", environment: "", tag: "", task: "", text: "", readable: true },
   order: "step",
   view: { mode: "conversation", colouring: "logprob" },
-  opened: null, // {run, step, place}
+  opened: null, // {run, step, rowIndex}
   aside: [], // rollouts of the same prompt beside the open one, like `opened`
   hits: null, // rows that the text search found; null without a search
 
@@ -109,7 +109,7 @@ const Browser = {
     if (text) {
       const { found, since } = await this.app.source.search(this.run, text);
       if (text !== this.filters.text) return; // the user has typed more
-      this.hits = new Set(found.map(([step, place]) => this.rollouts.at(step, place)));
+      this.hits = new Set(found.map(([step, rowIndex]) => this.rollouts.at(step, rowIndex)));
       this.since = since;
     }
     this.select();
@@ -167,7 +167,7 @@ const Browser = {
       node.remove();
       this.painted.delete(at);
     }
-    const chosen = this.opened?.run === this.run ? this.rollouts.at(this.opened.step, this.opened.place) : -1;
+    const chosen = this.opened?.run === this.run ? this.rollouts.at(this.opened.step, this.opened.rowIndex) : -1;
     let before = this.spacer;
     for (let at = first; at < last; at++) {
       const node = this.painted.get(at) ?? this.row(at);
@@ -196,7 +196,7 @@ const Browser = {
     const offset = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (!offset || !this.opened) return;
     event.preventDefault();
-    const current = this.rows.indexOf(this.rollouts.at(this.opened.step, this.opened.place));
+    const current = this.rows.indexOf(this.rollouts.at(this.opened.step, this.opened.rowIndex));
     const next = Math.min(this.rows.length - 1, Math.max(0, current + offset));
     const top = next * ROW_HEIGHT;
     if (top < this.list.scrollTop) this.list.scrollTop = top;
@@ -206,25 +206,25 @@ const Browser = {
 
   async open(run, row) {
     const r = run.rollouts;
-    this.opened = { run, step: r.step[row], place: r.place[row] };
+    this.opened = { run, step: r.step[row], rowIndex: r.rowIndex[row] };
     this.aside = [];
     this.paint();
     await this.paintDetail();
   },
 
   async paintDetail() {
-    const { run, step, place } = this.opened;
+    const { run, step, rowIndex } = this.opened;
     const selection = [this.opened, ...this.aside];
     const details = [];
-    for (const item of selection) details.push((await this.app.source.details(item.run, item.step, [item.place]))[0]);
-    if (this.opened.run !== run || this.opened.step !== step || this.opened.place !== place) return; // another was opened meanwhile
+    for (const item of selection) details.push((await this.app.source.details(item.run, item.step, [item.rowIndex]))[0]);
+    if (this.opened.run !== run || this.opened.step !== step || this.opened.rowIndex !== rowIndex) return; // another was opened meanwhile
     const shown = selection.map((item, i) => (details[i] ? rolloutView(item.run, details[i], this.view) : this.absent(item)));
     refill(
       this.detail,
-      this.siblings(run, step, place),
+      this.siblings(run, step, rowIndex),
       this.viewBar(details[0]),
       el("div", { className: "columns", style: { "--n": shown.length } }, shown),
-      this.occurrences(run, step, place),
+      this.occurrences(run, step, rowIndex),
     );
   },
 
@@ -249,9 +249,9 @@ const Browser = {
   },
 
   /** Shows the attempts of the group with their rewards. */
-  siblings(run, step, place) {
+  siblings(run, step, rowIndex) {
     const r = run.rollouts;
-    const row = r.at(step, place);
+    const row = r.at(step, rowIndex);
     const [begin, end] = r.group(row);
     const chips = [];
     for (let i = begin; i < end; i++) {
@@ -263,8 +263,8 @@ const Browser = {
   },
 
   /** Shows where the same task was drawn, in all visible runs. A click puts an attempt beside the open one. */
-  occurrences(run, step, place) {
-    const task = run.rollouts.word("task", run.rollouts.at(step, place));
+  occurrences(run, step, rowIndex) {
+    const task = run.rollouts.word("task", run.rollouts.at(step, rowIndex));
     const lines = this.app.shown.filter((each) => each.rollouts?.count).map((each) => {
       const chips = this.draws(each, task).map(([begin, end]) => this.occurrence(each, begin, end));
       return chips.length > 0 && el("div", { className: "siblings" }, runDot(each), each.name, chips);
@@ -298,7 +298,7 @@ const Browser = {
     const r = run.rollouts;
     const rewards = Array.from(r.reward.subarray(begin, end)).filter((x) => !Number.isNaN(x));
     const mean = rewards.length ? `, reward ${short(rewards.reduce((sum, x) => sum + x, 0) / rewards.length)}` : "";
-    const isRow = (item, row) => item.run === run && r.at(item.step, item.place) === row;
+    const isRow = (item, row) => item.run === run && r.at(item.step, item.rowIndex) === row;
     const rows = Array.from({ length: end - begin }, (_, i) => begin + i);
     const chosen = rows.find((row) => this.aside.some((item) => isRow(item, row)));
     // A click opens an attempt whose texts are available, and not the one that is already open.
@@ -310,14 +310,14 @@ const Browser = {
         className: chosen === undefined ? "draw" : "draw on",
         disabled: !readable.length,
         title: readable.length ? "" : "no texts in this file",
-        onclick: () => this.toggleAside({ run, step: r.step[row], place: r.place[row] }),
+        onclick: () => this.toggleAside({ run, step: r.step[row], rowIndex: r.rowIndex[row] }),
       },
       `step ${r.step[begin]}: ${end - begin}${mean}`,
     );
   },
 
   toggleAside(other) {
-    const isSame = (item) => item.run === other.run && item.step === other.step && item.place === other.place;
+    const isSame = (item) => item.run === other.run && item.step === other.step && item.rowIndex === other.rowIndex;
     if (this.aside.some(isSame)) this.aside = this.aside.filter((item) => !isSame(item));
     else this.aside = [...this.aside, other].slice(-(MAX_COLUMNS - 1));
     this.paintDetail();

@@ -115,11 +115,11 @@ function differingRows(a, b, value, columns) {
   for (const step of steps) {
     const sizes = [a, b].map((run) => run.rollouts.steps[step][0]);
     if (sizes[0] !== sizes[1]) return { steps: steps.length, step, how: `${sizes[0]} and ${sizes[1]} rollouts` };
-    for (let place = 0; place < sizes[0]; place++) {
-      const [i, j] = [a.rollouts.at(step, place), b.rollouts.at(step, place)];
+    for (let rowIndex = 0; rowIndex < sizes[0]; rowIndex++) {
+      const [i, j] = [a.rollouts.at(step, rowIndex), b.rollouts.at(step, rowIndex)];
       if (columns.some((name) => !Object.is(value(a, name, i), value(b, name, j)))) {
         const name = columns.find((column) => !Object.is(value(a, column, i), value(b, column, j)));
-        return { steps: steps.length, step, how: `rollout ${place}: ${name} ${exact(value(a, name, i))} and ${exact(value(b, name, j))}` };
+        return { steps: steps.length, step, how: `rollout ${rowIndex}: ${name} ${exact(value(a, name, i))} and ${exact(value(b, name, j))}` };
       }
     }
   }

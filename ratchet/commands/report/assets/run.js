@@ -179,21 +179,21 @@ class Rollouts {
     return this.words[name].indexOf(word);
   }
 
-  /** Computes the first row of each step, the place of each row in its step, and each row's fate. */
+  /** Computes the first row of each step, the index of each row in its step (`rowIndex`), and each row's fate. */
   derive() {
     const { step, group_index, count } = this;
     this.fates = null; // `fatesByStep` computes them again
     this.starts = new Map();
-    this.place = new Int32Array(count);
+    this.rowIndex = new Int32Array(count);
     this.fate = new Uint8Array(count);
     this.group_end = new Int32Array(count);
-    for (let begin = 0, end = 0, place = 0; begin < count; begin = end) {
+    for (let begin = 0, end = 0, rowIndex = 0; begin < count; begin = end) {
       if (begin === 0 || step[begin] !== step[begin - 1]) {
         this.starts.set(step[begin], begin);
-        place = 0;
+        rowIndex = 0;
       }
       for (end = begin; end < count && step[end] === step[begin] && group_index[end] === group_index[begin]; end++) {
-        this.place[end] = place++;
+        this.rowIndex[end] = rowIndex++;
       }
       this.assignFates(begin, end);
     }
@@ -229,7 +229,7 @@ class Rollouts {
     return [begin, this.group_end[row]];
   }
 
-  at(step, place) {
-    return this.starts.has(step) ? this.starts.get(step) + place : -1;
+  at(step, rowIndex) {
+    return this.starts.has(step) ? this.starts.get(step) + rowIndex : -1;
   }
 }

@@ -33,7 +33,7 @@ class EmbeddedSource {
     const details = JSON.parse(new TextDecoder().decode(await embedded(`sample-${run.index}`)));
     const media = JSON.parse(new TextDecoder().decode(await embedded(`media-${run.index}`)));
     for (const detail of details) withMedia(detail, media);
-    run.sample = new Map(details.map((detail) => [`${detail.facts.step}/${detail.place}`, detail]));
+    run.sample = new Map(details.map((detail) => [`${detail.facts.step}/${detail.row_index}`, detail]));
   }
 
   async files(run) {
@@ -51,21 +51,21 @@ class EmbeddedSource {
   }
 
   /** Details of a step's rollouts; null for a rollout whose texts are not in the file. */
-  async details(run, step, places) {
-    return places.map((place) => run.sample.get(`${step}/${place}`) || null);
+  async details(run, step, rowIndices) {
+    return rowIndices.map((rowIndex) => run.sample.get(`${step}/${rowIndex}`) || null);
   }
 
   has(run, row) {
-    return run.sample.has(`${run.rollouts.step[row]}/${run.rollouts.place[row]}`);
+    return run.sample.has(`${run.rollouts.step[row]}/${run.rollouts.rowIndex[row]}`);
   }
 
-  /** Returns {found, since}. found: [step, place] of each rollout whose messages contain the text. since: the earliest step that
+  /** Returns {found, since}. found: [step, rowIndex] of each rollout whose messages contain the text. since: the earliest step that
    * was searched, null if all were. */
   async search(run, text) {
     const lowercase = text.toLowerCase();
     const contains = (message) => (message.content || "").toLowerCase().includes(lowercase);
     const hits = [...run.sample.values()].filter((detail) => detail.messages.some(contains));
-    return { found: hits.map((detail) => [detail.facts.step, detail.place]), since: null };
+    return { found: hits.map((detail) => [detail.facts.step, detail.row_index]), since: null };
   }
 }
 
@@ -123,19 +123,19 @@ class LiveSource {
     run.recordVersion = run.version.record;
   }
 
-  async details(run, step, places) {
-    const key = (place) => `${run.name}/${step}/${place}`;
-    const missing = places.filter((place) => !this.cachedDetails.has(key(place)));
+  async details(run, step, rowIndices) {
+    const key = (rowIndex) => `${run.name}/${step}/${rowIndex}`;
+    const missing = rowIndices.filter((rowIndex) => !this.cachedDetails.has(key(rowIndex)));
     if (missing.length) {
       if (this.cachedDetails.size > 500) this.cachedDetails.clear();
-      const answer = await this.request("details", { run: run.name, step, places: missing.join(",") });
+      const answer = await this.request("details", { run: run.name, step, row_indices: missing.join(",") });
       const details = await answer.json();
       const withParts = details.filter((detail) => mediaParts(detail).length);
-      const query = { run: run.name, step, places: withParts.map((detail) => detail.place).join(",") };
+      const query = { run: run.name, step, row_indices: withParts.map((detail) => detail.row_index).join(",") };
       const media = withParts.length ? await (await this.request("media", query)).json() : {};
-      for (const detail of details) this.cachedDetails.set(key(detail.place), withMedia(detail, media));
+      for (const detail of details) this.cachedDetails.set(key(detail.row_index), withMedia(detail, media));
     }
-    return places.map((place) => this.cachedDetails.get(key(place)));
+    return rowIndices.map((rowIndex) => this.cachedDetails.get(key(rowIndex)));
   }
 
   has() {
