@@ -108,7 +108,9 @@ def test_the_rules_by_hand():
 
 def test_percentiles_are_values_that_occurred():
     assert compute_percentile([3, 1, 2], 50) == 2
-    assert compute_percentile(list(range(1, 101)), 95) == 95
+    assert compute_percentile([1, 2, 3, 4], 50) == 3
+    assert compute_percentile(list(range(1, 101)), 95) == 96
+    assert compute_percentile([], 50) == 0
     assert compute_percentile([7], 99) == 7
 
 
