@@ -189,15 +189,22 @@ def join_replies(replies: Sequence[EnvironmentReply]) -> EnvironmentReturn[Any]:
     )
 
 
+class MissingEnvironment(DataError, ValueError):
+    """A row's task name has no environment. NeMo RL raises ValueError here."""
+
+
 def get_environment(
     task_to_env: Mapping[str, EnvironmentInterface[Any]], task_name: str
 ) -> EnvironmentInterface[Any]:
-    """Return the environment of a task name, also if it is in a Ray actor, or raise DataError."""
+    """Return the environment of a task name, also if it is in a Ray actor.
+
+    Raises MissingEnvironment.
+    """
     if task_name not in task_to_env:
         names = ", ".join(f"'{name}'" for name in task_to_env)
-        raise DataError(
-            f"task_name '{task_name}' has no environment: task_to_env has {names or 'none'}. Add "
-            "it there"
+        raise MissingEnvironment(
+            f"No environment found for task type: {task_name}, the task_name of a row. task_to_env "
+            f"has {names or 'none'}. Add it there"
         )
     environment = task_to_env[task_name]
     if _is_ray_actor(environment):

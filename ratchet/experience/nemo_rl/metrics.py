@@ -92,6 +92,11 @@ HISTOGRAMS = {
 
 
 def compute_percentile(values: Sequence[float], percent: float) -> float:
-    """Return the least value that at least `percent` % of values do not exceed (nearest rank)."""
-    rank = max(1, math.ceil(percent / 100 * len(values)))
-    return float(sorted(values)[rank - 1])
+    """Return the value at index floor(percent / 100 * n) of the sorted values, or the last one.
+
+    This is the percentile of NeMo RL (nemo_rl/experience/metric_utils.py); 0.0 without values.
+    """
+    if not values:
+        return 0.0
+    rank = int(percent / 100 * len(values))
+    return float(sorted(values)[min(rank, len(values) - 1)])

@@ -44,7 +44,7 @@ from ratchet.experience.nemo_rl.lockstep import play_in_lockstep
 from ratchet.experience.nemo_rl.played_batch import Environments, make_batch, split_rows
 from ratchet.experience.nemo_rl.row import RowPlayer, concatenate_tokens, make_answer_entry
 from ratchet.experience.nemo_rl.specs import DatumSpec, GenerationDatumSpec, MessageLog
-from ratchet.experience.nemo_rl.tokens import TokenizerType, get_log_renderer
+from ratchet.experience.nemo_rl.tokens import TokenizerType, get_answer_decoder
 from ratchet.experience.seeds import derive_seed
 from ratchet.types import Completion, Sampling
 
@@ -319,7 +319,7 @@ def _make_requests(
     budget = room or Sampling().max_new_tokens
     base_sampling = get_sampling(
         policy_generation,
-        get_log_renderer(tokenizer).stop_ids,
+        get_answer_decoder(tokenizer).stop_ids,
         max_new_tokens=budget,
         greedy=greedy,
     )
@@ -345,9 +345,9 @@ def _append_answers(
     tokenizer: TokenizerType,
     include_logprobs: bool,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
-    renderer = get_log_renderer(tokenizer)
+    decoder = get_answer_decoder(tokenizer)
     for log, completion in zip(batch["message_log"], completions, strict=True):
-        text = renderer.parse(completion.tokens.tolist(), completion.stop).text
+        text = decoder.decode(completion.tokens.tolist(), completion.stop)
         entry = make_answer_entry(text, completion.tokens, completion.logprobs)
         log.append(
             entry
@@ -370,7 +370,7 @@ def _append_answers(
 
 
 def _get_pad_id(tokenizer: TokenizerType) -> int:
-    return get_log_renderer(tokenizer).tokenizer.pad_id or 0
+    return get_answer_decoder(tokenizer).pad_id
 
 
 def _run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError
 from ratchet.experience.nemo_rl.specs import DatumSpec, MessageLog, as_message
-from ratchet.types import Message
+from ratchet.types import Message, StopReason
 
 
 @runtime_checkable
@@ -26,6 +27,12 @@ class HubTokenizer(Protocol):
     def special_tokens_map(self) -> Mapping[str, Any]: ...
     @property
     def chat_template(self) -> Any: ...
+
+
+class DecodingTokenizer(Protocol):
+    """The attributes that functions read which decode and render nothing."""
+
+    def batch_decode(self, sequences: Any, *, skip_special_tokens: bool = ...) -> list[str]: ...
 
 
 TokenizerType = Tokenizer | HubTokenizer
@@ -54,6 +61,45 @@ class RawLogRenderer(LogRenderer):
         after = "special" if sampled and sampled[-1] in self._special_ids else "text"
         text = "".join(message.text for message in messages)
         return self.tokenizer.encode(text, allow_special=True, after=after)
+
+
+@dataclass(frozen=True)
+class AnswerDecoder:
+    """The texts of answers, by a tokenizer that may be written in Python (without a fast backend).
+
+    Attributes:
+        stop_ids: The tokens that end an answer.
+        pad_id: The padding token.
+        decode: A function that returns the text of an answer's tokens.
+    """
+
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    decode: Callable[[Sequence[int], StopReason], str]
+
+
+def get_answer_decoder(tokenizer: TokenizerType | DecodingTokenizer) -> AnswerDecoder:
+    """Return the decoder of a tokenizer.
+
+    Raises:
+        ConfigError: The tokenizer neither is a fast one nor has `batch_decode`.
+    """
+    has_backend = isinstance(tokenizer, Tokenizer) or hasattr(tokenizer, "backend_tokenizer")
+    if has_backend or not hasattr(tokenizer, "batch_decode"):
+        fast: Any = tokenizer
+        renderer = get_log_renderer(fast)
+        return AnswerDecoder(
+            renderer.stop_ids,
+            renderer.tokenizer.pad_id or 0,
+            lambda tokens, stop: renderer.parse(tokens, stop).text,
+        )
+    decoding: Any = tokenizer
+    end = getattr(tokenizer, "eos_token_id", None)
+    return AnswerDecoder(
+        () if end is None else (end,),
+        getattr(tokenizer, "pad_token_id", None) or 0,
+        lambda tokens, _: decoding.batch_decode([list(tokens)], skip_special_tokens=True)[0],
+    )
 
 
 @lru_cache(maxsize=8)

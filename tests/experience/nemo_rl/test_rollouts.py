@@ -31,6 +31,7 @@ from ratchet.experience.nemo_rl import BatchedDataDict, WithSampling, collate, m
 from ratchet.experience.nemo_rl.metrics import compute_percentile
 from ratchet.experience.nemo_rl.rollouts import (
     calculate_rewards,
+    generate_responses,
     run_async_multi_turn_rollout,
     run_multi_turn_rollout,
     run_sample_multi_turn_rollout,
@@ -108,7 +109,9 @@ def test_the_rules_by_hand():
 
 def test_percentiles_are_values_that_occurred():
     assert compute_percentile([3, 1, 2], 50) == 2
-    assert compute_percentile(list(range(1, 101)), 95) == 95
+    assert compute_percentile([1, 2, 3, 4], 50) == 3
+    assert compute_percentile(list(range(1, 101)), 95) == 96
+    assert compute_percentile([], 50) == 0
     assert compute_percentile([7], 99) == 7
 
 
@@ -344,7 +347,7 @@ def test_what_is_no_rows_fault_goes_up():
             with pytest.raises(RuntimeError, match="out of memory"):
                 rollout(policy, mixed(), TOKENIZER, {"count": Counting(), "other": Counting()}, 64)
         with pytest.raises(
-            DataError, match="task_name 'other' has no environment: task_to_env has 'count'"
+            DataError, match=r"No environment found for task type: other.*task_to_env has 'count'"
         ):
             rollout(FakeGenerator(by_seed), mixed(), TOKENIZER, {"count": Counting()}, 64)
         bare = BatchedDataDict(
@@ -380,3 +383,22 @@ def test_a_tokenizer_of_transformers_serves_as_well():
         )
         found.append((flat(causes(batch)), flat(metrics)))
     assert found[0] == found[1]
+
+
+class PythonTokenizer:
+    """A tokenizer without a fast backend, as those that are written in Python."""
+
+    eos_token_id, pad_token_id = 2, 0
+
+    def batch_decode(self, sequences, *, skip_special_tokens=True):
+        return [f"{len(tokens)} tokens" for tokens in sequences]
+
+
+def test_answers_are_decoded_by_a_tokenizer_without_a_backend():
+    batch = BatchedDataDict({"message_log": [[]], "stop_strings": [None]})
+    data = BatchedDataDict({"input_ids": torch.tensor([[5]]), "input_lengths": torch.tensor([1])})
+    policy = FakeGenerator(by_seed)
+    batch, (tokens,), _ = generate_responses(
+        policy, data, batch, PythonTokenizer(), torch.tensor([1])
+    )
+    assert batch["message_log"][0][0]["content"] == f"{len(tokens)} tokens"

@@ -86,6 +86,10 @@ def correction(value: Any, config: PeerConfig) -> Any:
         None if config[key] is None else config.number(key)
         for key in (f"{TIS}_ratio_min", f"{TIS}_ratio")
     )
+    if low is not None and high is not None and low > high:
+        raise InvalidValue(
+            f"{TIS}_ratio_min must be <= truncated_importance_sampling_ratio, and {low} > {high}"
+        )
     if level == "none" or high is None:
         lower_bound = {} if low is None or high is None else {"weight_low": low}
         note = "" if high is not None else "has no upper bound, as there: set weight_high"
