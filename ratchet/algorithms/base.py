@@ -159,7 +159,7 @@ class Algorithm:
     reads_reward: False if nothing depends on rewards. Attempts without a reward then train too.
     reads_parts: True if the named parts of the rewards matter. Attempts of equal reward then count
       as different if their parts differ.
-    mean_reward_range: lowest and highest mean reward of a group that trains; None: no limits.
+    mean_reward_range: bounds between which the mean reward of a training group lies; None: none.
     replays_routes: True for router replay: the policy's routers choose the experts that the sampler
       recorded.
     exempt: properties of `ratchet.algorithms.properties` that the algorithm does not have, each

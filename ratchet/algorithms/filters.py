@@ -55,7 +55,7 @@ def drop_silent_groups(batch: Batch, state: AlgoState) -> Batch:
 
 
 def drop_by_mean_reward(batch: Batch, state: AlgoState, *, low: float, high: float) -> Batch:
-    """Remove groups whose mean reward is outside of [low, high] from the final mask.
+    """Remove groups from the final mask unless low < mean reward < high.
 
     The mean is that of the column `judged_rewards`, over the scored training attempts of the group.
     It tells how difficult a prompt is for the policy. A group without such attempts stays. Removed
@@ -63,7 +63,7 @@ def drop_by_mean_reward(batch: Batch, state: AlgoState, *, low: float, high: flo
     """
     attempts = collect_attempts(replace(batch, rewards_S=batch.need("judged_rewards")))
     mean_G = mean_by(attempts.groups, attempts.rewards_A)
-    is_kept_G = ((mean_G >= low) & (mean_G <= high)) | (count_by(attempts.groups) == 0)
+    is_kept_G = ((mean_G > low) & (mean_G < high)) | (count_by(attempts.groups) == 0)
     return _keep_groups(batch, is_kept_G[batch.group_S])
 
 

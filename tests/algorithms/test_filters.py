@@ -109,13 +109,13 @@ def test_groups_by_mean_reward_equal_the_oracle(rows: list[Row], low: float, hig
     assert batch.train_S.tolist() == kept(rows, stays)
 
 
-def test_the_bounds_of_mean_rewards_count_and_shaping_does_not():
+def test_mean_rewards_lie_between_the_bounds_before_shaping():
     rows = attempts("a", 0, 0, 0, 1) + attempts("b", 0, 1) + attempts("c", 1, 1, 1, 0)
     before = copy_judged_rewards(filled(rows), AlgoState())
     shaped = group_relative(scale_rewards(before, AlgoState(), factor=9.0), AlgoState())
-    batch = drop_by_mean_reward(shaped, AlgoState(), low=0.25, high=0.5)
-    assert batch.train_S.tolist() == [True] * 6 + [False] * 4
-    assert not batch.need("advantages")[batch.sequence_T >= 6].any()
+    batch = drop_by_mean_reward(shaped, AlgoState(), low=0.25, high=0.75)
+    assert batch.train_S.tolist() == [False] * 4 + [True] * 2 + [False] * 4
+    assert not batch.need("advantages")[(batch.sequence_T < 4) | (batch.sequence_T >= 6)].any()
 
 
 def estimated(rows: list[Row], *columns: str) -> Batch:

@@ -148,7 +148,7 @@ def keep_by_mean_reward(rows: list[Row], low: float, high: float) -> list[bool]:
     stays = {}
     for group in {row.group for row in rows}:
         rewards = list(attempt_rewards(rows, group).values())
-        stays[group] = not rewards or low <= sum(rewards) / len(rewards) <= high
+        stays[group] = not rewards or low < sum(rewards) / len(rewards) < high
     return [row.takes_part and stays[row.group] for row in rows]
 
 

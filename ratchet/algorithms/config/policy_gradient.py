@@ -124,10 +124,10 @@ class PolicyGradientConfig(AlgorithmConfig):
     equal_rewards: EqualRewards = "keep"
     mean_reward_range: tuple[float, float] | None = Field(
         default=None,
-        description="Lowest and highest mean reward of a group that trains, as in [0.1, 0.9]: "
-        "groups outside are removed from the loss, because their prompts are too hard or too easy. "
-        "The reward is the one before shaping. rollouts.dynamic_sampling replaces these groups "
-        "too. null: no limits.",
+        description="Bounds of a group's mean reward, as in [0.1, 0.9]. A group whose mean is not "
+        "between them, or equals one, is removed from the loss, because its prompt is too hard or "
+        "too easy. The reward is the one before shaping. rollouts.dynamic_sampling replaces these "
+        "groups too. null: no bounds.",
     )
     truncated: Literal["keep", "drop"] = Field(
         default="keep",
@@ -359,9 +359,9 @@ class PolicyGradientConfig(AlgorithmConfig):
         if self.mean_reward_range is None:
             return
         low, high = self.mean_reward_range
-        if low > high:
+        if low >= high:
             raise ValueError(
-                f"mean_reward_range is empty, because {low:g} is above {high:g}: exchange them"
+                f"mean_reward_range is empty, because {low:g} is not below {high:g}: lower {low:g}"
             )
         if all(part.signal == "teacher" for part in self.estimators):
             raise ValueError(

@@ -43,13 +43,14 @@ def has_learning_signal(
     Args:
         group: The group.
         by_parts: Compare each named part of the rewards too, for algorithms that read parts.
-        mean_reward_range: The mean reward over attempts must be in this range; None: no limits.
+        mean_reward_range: The mean reward over attempts must be between these two; None: no
+            bounds.
     """
     rows = [row for row in group.trajectories if row.use == "train" and row.reward is not None]
     if mean_reward_range is not None and rows:
         reward_by_attempt = {row.attempt: row.reward for row in rows if row.reward is not None}
         low, high = mean_reward_range
-        if not low <= fmean(reward_by_attempt.values()) <= high:
+        if not low < fmean(reward_by_attempt.values()) < high:
             return False
     if by_parts:
         return len({(row.reward, *sorted(row.reward_parts.items())) for row in rows}) > 1

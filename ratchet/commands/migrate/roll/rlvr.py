@@ -69,6 +69,9 @@ RLVR = (
     ),
     KeyRow("whiten_advantages", "algorithm.whiten", convert=flag),
     KeyRow("advantage_clip", "algorithm.advantage_clip", convert=real),
+    KeyRow("difficulty_mask", "algorithm.mean_reward_range", convert=to.difficulty),
+    KeyRow("difficulty_low_threshold", covered_by="difficulty_mask", default=0.0),
+    KeyRow("difficulty_high_threshold", covered_by="difficulty_mask", default=1.0),
     KeyRow(
         "reward_clip",
         "algorithm.shaping",
@@ -218,11 +221,9 @@ RLVR = (
     *switches(
         "algorithm.equal_rewards=drop leaves out groups of equal rewards, and "
         "rollouts.dynamic_sampling replaces them; difficulty has no weight",
-        "difficulty_mask",
         "difficulty_loss_weight",
         "length_loss_weight",
     ),
-    *no_effect("counts only with difficulty_mask", "difficulty_*_threshold"),
     *switches(
         "algorithm.shaping has normalise (over group, batch or all batches so far), scale and clip",
         "whiten_rewards",

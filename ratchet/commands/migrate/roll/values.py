@@ -1,6 +1,6 @@
 """Convert values of ROLL's keys to values of recipe keys.
 
-Each function of (value, config) converts one ROLL key. The tables of this folder say which key it is.
+Each function of (value, config) converts one ROLL key, which the tables of this folder name.
 "there" in a note means ROLL; "here" means Ratchet.
 """
 
@@ -110,6 +110,17 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         else "no baseline, as in ROLL. For one, set algorithm.kind=grpo"
     )
     return Values(keys, note)
+
+
+def difficulty(value: Any, config: PeerConfig) -> Any:
+    """Convert difficulty_mask and its thresholds to a range of the group's mean reward."""
+    if not value:
+        return Inert("off there")
+    low, high = (
+        numbers.real(config[f"difficulty_{side}_threshold"], f"difficulty_{side}_threshold")
+        for side in ("low", "high")
+    )
+    return Values({"algorithm.mean_reward_range": [low, high]})
 
 
 def clip(value: Any, config: PeerConfig) -> Any:
