@@ -280,18 +280,6 @@ def calculate_kl(
     return value.reshape(padded.shape)[:, 1:].float()
 
 
-def masked_mean(
-    values: Tensor, mask: Tensor, dim: Any = None, global_normalization_factor: Any = None
-) -> Tensor:
-    """Return a mean as the weights of a loss take it: 0 if the mask is empty."""
-    total = (values * mask).sum(dim)
-    return total / (
-        mask.sum(dim)
-        if global_normalization_factor is None
-        else torch.as_tensor(global_normalization_factor)
-    ).clamp(min=1e-8)
-
-
 class _Estimator:
     """It computes advantages by the recipe of its configuration."""
 
@@ -475,7 +463,7 @@ ROLLOUTS = {
 }
 NAMES: dict[str, dict[str, Any]] = {
     "nemo_rl.algorithms.loss": LOSSES,
-    "nemo_rl.algorithms.utils": {"calculate_kl": calculate_kl, "masked_mean": masked_mean},
+    "nemo_rl.algorithms.utils": {"calculate_kl": calculate_kl},
     "nemo_rl.algorithms.advantage_estimator": ESTIMATORS,
     "nemo_rl.algorithms.grpo": ESTIMATORS,
     "nemo_rl.distributed.batched_data_dict": {"BatchedDataDict": BatchedDataDict},
