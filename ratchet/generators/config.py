@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.sections import GeneratorSection
-from ratchet.generators.vllm.arguments import check_arguments, explain_refusal
+from ratchet.generators.vllm.arguments import check_arguments, explain_refusal, is_speculative
 
 
 class EngineConfig(GeneratorSection):
@@ -112,7 +112,6 @@ class VLLMConfig(GeneratorSection):
     """
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGenerator"
-    reports_kept_mass: ClassVar[bool] = False
     # vLLM replaces lower positive temperatures by this one.
     least_temperature: ClassVar[float] = 0.01
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
@@ -238,6 +237,10 @@ class VLLMConfig(GeneratorSection):
     @property
     def largest_lora_rank(self) -> int:
         return self.lora_rank
+
+    @property
+    def reports_kept_mass(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not is_speculative(self.arguments)
 
     @property
     def accelerators(self) -> int:

@@ -79,7 +79,8 @@ REFUSED = [
         "set recovery=restart, or remove ",
     ),
     (
-        "generator.kind=workers generator.worker.kind=vllm sampling.top_p=0.9",
+        "generator.kind=workers generator.worker.kind=vllm sampling.top_p=0.9 "
+        'generator.worker.arguments={"spec_method":"ngram"}',
         "sampling.top_p=0.9 truncates the distribution",
     ),
     (

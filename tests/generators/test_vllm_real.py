@@ -58,6 +58,10 @@ def run_play(script, play):
         "speculates sync ngram",
         "speculates async ngram",
         "speculates sync draft_model",
+        "keeps_the_same_tokens",
+        "filters sync",
+        "filters async",
+        "trains_with_filters",
     ],
 )
 def test_sampling_play(play):

@@ -360,7 +360,15 @@ def test_weights_that_nobody_can_push_again_end_it():
 def test_the_section():
     made = resolve(
         "generator",
-        {"kind": "workers", "worker": {"kind": "vllm", "tensor_parallel": 2}, "workers": 3},
+        {
+            "kind": "workers",
+            "worker": {
+                "kind": "vllm",
+                "tensor_parallel": 2,
+                "arguments": {"spec_method": "ngram"},
+            },
+            "workers": 3,
+        },
     )
     assert (made.accelerators, made.reports_kept_mass, made.workers) == (2, False, 3)
     assert made.explain_misfit(

@@ -230,9 +230,9 @@ def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[C
         ):
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, and generator "
-                f"{stage.generator.kind_name} doesn't return the kept probability mass, "
-                f"which training needs: set sampling.{key}={off_value:g}, or "
-                "generator.kind=engine",
+                f"{stage.generator.kind_name} doesn't return the kept probability mass, which "
+                f"training needs (vLLM does without speculative decoding): set "
+                f"sampling.{key}={off_value:g}, or generator.kind=engine",
                 f"sampling.{key}",
                 "generator.kind",
             )

@@ -231,15 +231,25 @@ def draw_filtered(
     """
     sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
     cdf_FV = sorted_FV.cumsum(-1)
-    # Top-p keeps tokens until their mass reaches top_p, including the token that reaches it.
-    top_p_count_F = (cdf_FV[:, :-1] < filters.top_p_F[:, None]).sum(-1) + 1
-    min_p_count_F = (sorted_FV >= filters.min_p_F[:, None] * sorted_FV[:, :1]).sum(-1)
-    kept_count_F = torch.minimum(
-        torch.minimum(filters.top_k_F, top_p_count_F), min_p_count_F
-    ).clamp_(min=1, max=probs_FV.shape[1])
+    kept_count_F = count_kept(sorted_FV, cdf_FV, filters)
     total_F = cdf_FV.gather(1, kept_count_F[:, None] - 1)[:, 0]
     rank_F = torch.minimum(invert_cdf(cdf_FV, uniforms_F, total_F), kept_count_F - 1)
     return order_FV.gather(1, rank_F[:, None])[:, 0], total_F.log().clamp_(max=0.0)
+
+
+def count_kept(sorted_FV: Tensor, cdf_FV: Tensor, filters: SamplingFilters) -> Tensor:
+    """Return the number of tokens that all filters keep, int64 [F].
+
+    Args:
+        sorted_FV: probabilities, in descending order.
+        cdf_FV: their cumulative sums.
+    """
+    # Top-p keeps tokens until their mass reaches top_p, including the token that reaches it.
+    top_p_count_F = (cdf_FV[:, :-1] < filters.top_p_F[:, None]).sum(-1) + 1
+    min_p_count_F = (sorted_FV >= filters.min_p_F[:, None] * sorted_FV[:, :1]).sum(-1)
+    return torch.minimum(torch.minimum(filters.top_k_F, top_p_count_F), min_p_count_F).clamp_(
+        min=1, max=sorted_FV.shape[1]
+    )
 
 
 class Sampler:

@@ -42,6 +42,10 @@ class VLLMCore(EngineCore, Protocol):
         """Call a method of every worker and return all results."""
         ...
 
+    async def reports_kept_mass(self) -> bool:
+        """True if completions have the probability mass that sampling filters kept."""
+        ...
+
     async def halt(self, *, clear_cache: bool) -> None:
         """Stop stepping; running requests keep their tokens.
 
@@ -116,7 +120,7 @@ class InProcessCore:
             executor = import_module("vllm.v1.executor.abstract").Executor.get_class(config)
             engine = import_module("vllm.v1.engine.llm_engine").LLMEngine
             self.llm: Any = engine(config, executor, log_stats=False, multiprocess_mode=False)
-        self.llm.collective_rpc("prepare_sampler")
+        self._reports_kept_mass = all(self.llm.collective_rpc("prepare_sampler"))
         on_files_read()
         self.version = 0
         self.loras = LoRARequests()
@@ -203,6 +207,9 @@ class InProcessCore:
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         return self.llm.collective_rpc(method, args=arguments)
 
+    async def reports_kept_mass(self) -> bool:
+        return self._reports_kept_mass
+
     async def halt(self, *, clear_cache: bool) -> None:
         if clear_cache:
             self.llm.reset_prefix_cache(reset_running_requests=True)
@@ -261,6 +268,7 @@ class MultiprocessCore:
         self._requests: dict[str, GenerationRequest] = {}
         self._aborting: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
+        self._reports_kept_mass = False
         self._shared_memory: list[str] = []  # paths that only vLLM uses; `close` removes them
         self._on_files_read = on_files_read
         self._ids = map(str, itertools.count())
@@ -319,7 +327,7 @@ class MultiprocessCore:
             "tie_to_driver", args=(socket.gethostname(), os.getpid())
         )
         self._shared_memory = [path for paths in paths_by_worker for path in paths]
-        await self.llm.collective_rpc("prepare_sampler")
+        self._reports_kept_mass = all(await self.llm.collective_rpc("prepare_sampler"))
         self._on_files_read()
 
     def cancel(self, request: GenerationRequest) -> None:
@@ -352,6 +360,10 @@ class MultiprocessCore:
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         await self._guard()
         return await self.llm.collective_rpc(method, args=arguments)
+
+    async def reports_kept_mass(self) -> bool:
+        await self._guard()
+        return self._reports_kept_mass
 
     async def halt(self, *, clear_cache: bool) -> None:
         # This also clears the cache of image encodings.

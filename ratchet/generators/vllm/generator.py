@@ -148,11 +148,7 @@ class VLLMGenerator(AsyncEngine):
         loaded.
         """
         if sampling.has_filters:
-            raise ConfigError(
-                "vLLM doesn't report the probability mass that its sampling filters keep, which "
-                "training needs: set sampling.top_p=1, top_k=0 and min_p=0, or "
-                "generator.kind=engine"
-            )
+            await self._check_filters()
         if 0 < sampling.temperature < (least_temperature := self.config.least_temperature):
             raise ConfigError(
                 f"sampling.temperature={sampling.temperature:g}, but vLLM would use "
@@ -165,6 +161,21 @@ class VLLMGenerator(AsyncEngine):
                 f"ones ({self._broken_reason}): push again"
             )
         return await super().generate(tokens, sampling, media)
+
+    async def _check_filters(self) -> None:
+        """Raise ConfigError if vLLM can't report the probability mass that its filters keep."""
+        fix = "set sampling.top_p=1, top_k=0 and min_p=0"
+        if not self.config.reports_kept_mass:
+            raise ConfigError(
+                "vLLM's speculative decoding doesn't report the probability mass that sampling "
+                f"filters keep, which training needs: {fix}, or remove it from generator.arguments"
+            )
+        if not await self.core.reports_kept_mass():
+            raise ConfigError(
+                "vLLM's second model runner doesn't report the probability mass that sampling "
+                "filters keep, which training needs: set VLLM_USE_V2_MODEL_RUNNER=0 in the "
+                f"environment, or {fix}"
+            )
 
     async def pause(self) -> None:
         await super().pause()
@@ -350,7 +361,7 @@ def make_engine_arguments(
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": True,
         "enable_sleep_mode": not on_cpu,
-        "logprobs_mode": "processed_logprobs",  # after temperature; filters are not in use
+        "logprobs_mode": "processed_logprobs",  # after temperature and filters
         "worker_extension_cls": WORKER_EXTENSION,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",

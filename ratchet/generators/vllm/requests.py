@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -25,6 +25,7 @@ class PartialCompletion:
         self.request = request
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.log_kept_mass: list[float] = []
         self.stop: StopReason | None = None
 
     def add(self, piece: Any) -> None:
@@ -38,6 +39,8 @@ class PartialCompletion:
         ):
             self.tokens.append(token)
             self.logprobs.append(entry[token].logprob)
+            if self.request.sampling.has_filters:
+                self.log_kept_mass.append(_read_log_kept_mass(entry, token))
             if self.request.stop_strings is not None and self.request.stop_strings.feed(token):
                 self.stop = StopReason.STOP_STRING
                 break
@@ -64,7 +67,12 @@ class PartialCompletion:
         assert self.stop is not None, "the request has not ended"
         logprobs = np.array(self.logprobs, dtype=np.float32)
         completion = self.request.complete(
-            np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop
+            np.array(self.tokens, dtype=np.int64),
+            logprobs,
+            np.array(self.log_kept_mass, dtype=np.float32)
+            if self.request.sampling.has_filters
+            else None,
+            self.stop,
         )
         if (index := find_first_nonfinite(logprobs)) is not None:
             raise RequestFailed(
@@ -73,6 +81,15 @@ class PartialCompletion:
                 "like this, go back to the last checkpoint."
             )
         return completion
+
+
+def _read_log_kept_mass(entry: Mapping[int, Any], token: int) -> float:
+    """Return the log of the mass that the filters kept, from a token's two logprobs.
+
+    entry: as `ratchet.generators.vllm.sampler` has vLLM report them.
+    """
+    filtered = next(other.logprob for id, other in entry.items() if id != token)
+    return min(entry[token].logprob - filtered, 0.0)  # rounding may give more than 0
 
 
 def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
@@ -88,7 +105,12 @@ def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
         max_tokens=request.limit - len(request.prompt),
         stop_token_ids=list(sampling.stop_ids),
         ignore_eos=True,  # the caller names every id that ends a completion
-        logprobs=0,  # only the logprob of the sampled token
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        # 0: only the logprob of the sampled token. 1: a second one, after the filters
+        # (`ratchet.generators.vllm.sampler`).
+        logprobs=int(sampling.has_filters),
         detokenize=False,
         output_kind=params.RequestOutputKind.DELTA
         if streams

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ratchet.generators.vllm.lora import explain_adapter_damage
+from ratchet.generators.vllm.sampler import report_unfiltered
 from ratchet.generators.vllm.weights import WeightFileReader
 from ratchet.processes.process_group import list_mapped_segments, remove_paths
 from ratchet.utils.summarize import summarize_names
@@ -170,11 +171,20 @@ class VLLMWorkerExtension(_VLLMWorker):
             ).start()
         return list_mapped_segments()
 
-    def prepare_sampler(self) -> None:
-        """Repair vLLM's sampler where it is known to be wrong. Call it before any request."""
+    def prepare_sampler(self) -> bool:
+        """Repair vLLM's sampler, and make it report logprobs before filters.
+
+        Call it before any request. Return False for the sampler of vLLM's second model runner,
+        which can't report them.
+        """
         if self.model_runner.device.type == "cpu":
             module: Any = import_module("vllm.v1.sample.rejection_sampler")
             module.expand_batch_to_tokens = expand_to_tokens
+        sampler = self.model_runner.sampler
+        if not isinstance(sampler, import_module("vllm.v1.sample.sampler").Sampler):
+            return False
+        report_unfiltered(sampler)
+        return True
 
     def _report_failure(self, reason: str) -> str:
         if self.vllm_config.parallel_config.data_parallel_size > 1:

@@ -135,7 +135,6 @@ device: cpu
     [
         ("model.overrides.head_dim=16", "head_dim=16"),
         ("generator.tensor_parallel=3", "tensor_parallel=3"),
-        ("sampling.top_p=0.9", "sampling.top_p"),
         ("generator.engine=fast", "engine"),
     ],
 )
@@ -145,6 +144,26 @@ def test_what_cannot_work_is_refused_with_the_recipe(tmp_path, override, named):
     assert load_config(recipe).stages[0].generator == VLLMConfig()
     with pytest.raises(ConfigError, match=named):
         load_config(recipe, [override])
+
+
+def test_filters_are_refused_where_vllm_does_not_report_the_kept_mass(tmp_path, generation):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    overrides = ["sampling.top_p=0.9", "algorithm.correction={}"]
+    load_config(recipe, overrides)
+    speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    with pytest.raises(ConfigError, match="without speculative decoding"):
+        load_config(recipe, [*overrides, f"generator.arguments={speculation}"])
+
+    def ask():
+        asyncio.run(generation.generate([1], Sampling(top_p=0.9, max_new_tokens=1)))
+
+    generation.core.llm.worker.prepare_sampler = lambda: False
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        ask()
+    generation.config = VLLMConfig(arguments=speculation)
+    with pytest.raises(ConfigError, match="speculative decoding"):
+        ask()
 
 
 def test_the_section_says_what_vllm_is_told(tmp_path):
@@ -292,8 +311,14 @@ def request(**keys):
     return GenerationRequest(np.array([1, 2]), Sampling(max_new_tokens=4, **keys), 6, print, print)
 
 
-def piece(tokens, finish=None, stop=None, spans=None, logprob=-0.5):
+def piece(tokens, finish=None, stop=None, spans=None, logprob=-0.5, filtered=None):
+    """filtered: the logprob after filters, as the second entry of each token."""
     entries = [{token: SimpleNamespace(logprob=logprob)} for token in tokens]
+    if filtered is not None:
+        entries = [
+            entry | {token + 1: SimpleNamespace(logprob=filtered)}
+            for token, entry in zip(tokens, entries, strict=True)
+        ]
     return SimpleNamespace(
         token_ids=tokens,
         logprobs=entries,
@@ -324,6 +349,16 @@ def test_reasons_are_translated(finish, stop, expected):
     assert completion.logprobs.tolist() == [-0.5, -0.5]
     assert completion.versions.tolist() == [3, 3]
     assert not completion.log_kept_mass.any()
+
+
+def test_the_kept_mass_is_the_quotient_of_the_logprobs_before_and_after_filters():
+    answer = PartialCompletion(request(top_p=0.9))
+    answer.add(piece([8], logprob=-0.5, filtered=-0.25))
+    answer.add(piece([9], "length", logprob=-0.5, filtered=-0.5000001))  # rounding
+    answer.request.version_starts += [(0, 3)]
+    completion = answer.build_completion()
+    assert completion.logprobs.tolist() == [-0.5, -0.5]
+    assert completion.log_kept_mass.tolist() == [-0.25, 0.0]
 
 
 def test_tokens_after_a_stop_string_are_dropped():
