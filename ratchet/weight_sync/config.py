@@ -101,7 +101,8 @@ class FilesWeightSyncConfig(PushSection):
     kind: Literal["files"] = "files"
     directory: str | None = Field(
         default=None,
-        description="Directory for this run only; null: weight_sync/ in the run's directory.",
+        description="Directory in which the run makes a folder for the weights; null: "
+        "weight_sync/ in the run's directory.",
     )
 
 

@@ -44,7 +44,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PushedModel:
-    """What a model card describes.
+    """The facts that a model card states.
 
     Attributes:
         name: The repository, USER/NAME.

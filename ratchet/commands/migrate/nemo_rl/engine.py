@@ -89,7 +89,7 @@ def _with_vllm(convert: Conversion | None = None) -> Conversion:
     )
 
 
-def _of_backend(name: str) -> Conversion:
+def _convert_if_backend(name: str) -> Conversion:
     """Return a conversion of keys that only count with one backend of generation."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
@@ -218,7 +218,7 @@ GENERATOR = (
         KeyRow(
             f"{GENERATION}.{section}.*",
             note="other keys of generator set this",
-            convert=_of_backend(name),
+            convert=_convert_if_backend(name),
         )
         for section, name in (
             ("mcore_generation_config", "megatron"),

@@ -30,7 +30,7 @@ MINIBATCH_NOTE = (
     "steps per batch"
 )
 GENERATING = "actor_infer.generating_args"
-CUT_NOTE = "the learner's probabilities are cut in the same way here, but not there"
+CUT_NOTE = "the mass that the filter keeps enters algorithm.correction here, and nothing there"
 POSITIVE_NOTE = "adds the negative log-likelihood of answers with a reward above 0"
 
 RLVR = (
