@@ -108,10 +108,6 @@ FAILURES: Mapping[str, tuple[str, str]] = {
         "differs",
         "the same batches are refused, with DataError in place of AssertionError",
     ),
-    "test_from_batches_keeps_optional_keys_missing_only_from_empty_batches": (
-        "differs",
-        "the same batches are refused, with DataError in place of KeyError",
-    ),
     "test_generate_responses_async_requires_sglang_opt_in": (
         "not here",
         "a flag of upstream's SGLang backend",
