@@ -63,6 +63,10 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("ppo", {"equal_rewards": "drop"}, "with advantage gae groups of equal rewards have a signal "
                                        "too: set equal_rewards=keep"),
     ("reinforce_pp", {"equal_rewards": "drop"}, "set equal_rewards=keep"),
+    ("grpo", {"advantage_clip": -1}, "set a number above 0, or a range around 0"),
+    ("grpo", {"advantage_clip": (0.1, 2)}, "from 0.1 to 2: set a number above 0"),
+    ("grpo", {"mean_reward_range": (0.9, 0.1)}, "0.9 is not below 0.1: lower 0.9"),
+    ("on_policy_distillation", {"teacher": "x", "mean_reward_range": (0, 1)}, "needs no reward"),
     ("remax", {"equal_rewards": "drop", "group_size": 4}, "set equal_rewards=keep"),
     ("on_policy_distillation", {"teacher": "x", "equal_rewards": "drop"}, "set equal_rewards=keep"),
     ("rloo", {"equal_rewards": "drop", "kl": {"coef": 0.1, "place": "reward"}}, "every group has "

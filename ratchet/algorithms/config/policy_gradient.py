@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, NegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, model_validator
 
 from ratchet.algorithms.config.advantages import (
     RLOO,
@@ -115,10 +115,10 @@ class PolicyGradientConfig(AlgorithmConfig):
         default=(), description="Reward shaping before advantages are estimated, in this order."
     )
     advantage: Advantage = Field(default=GroupRelative(), description="Advantage estimator.")
-    advantage_clip: PositiveFloat | tuple[NegativeFloat, PositiveFloat] | None = Field(
+    advantage_clip: float | tuple[float, float] | None = Field(
         default=None,
-        description="Advantages are clipped to [-advantage_clip, advantage_clip], or to a range "
-        "[low, high]; null: no clip.",
+        description="Number above 0: advantages are clipped to [-advantage_clip, advantage_clip]. "
+        "[low, high]: to this range, which includes 0. null: no clip.",
     )
     whiten: Whiten = False
     equal_rewards: EqualRewards = "keep"
@@ -283,6 +283,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             self._check_group_size,
             self._check_rloo,
             self._check_signal,
+            self._check_advantage_clip,
             self._check_equal_rewards,
             self._check_mean_reward_range,
             self._check_critic,
@@ -335,6 +336,17 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "kl.place=reward with advantage.scale=std divides the penalty by the standard "
                 "deviation of the group's returns, which makes it huge in groups of equal rewards: "
                 "set advantage.scale=none, or kl.place=loss"
+            )
+
+    def _check_advantage_clip(self) -> None:
+        """Raise ValueError unless advantage_clip is above 0, or a range around 0."""
+        if self.advantage_bounds is None:
+            return
+        low, high = self.advantage_bounds
+        if not low < 0 < high:
+            raise ValueError(
+                f"advantage_clip leaves advantages from {low:g} to {high:g}: set a number above 0, "
+                "or a range around 0 such as [-2, 1]"
             )
 
     def _check_equal_rewards(self) -> None:
