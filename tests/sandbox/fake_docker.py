@@ -40,7 +40,9 @@ UPGRADED = (
 SHARED = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev")
 ROOT_SCRIPT = """for path in $0; do [ -L $path ] && cp -P $path "$1$path" && continue
 mkdir -p "$1$path" && mount --rbind $path "$1$path"; done
-root=$1; shift; echo ready >&2; exec chroot "$root" "$@" 2>/dev/null"""
+root=$1; shift  # it is ready in its new root, which commands enter by its process
+exec chroot "$root" sh -c 'echo ready >&2; exec "$@" 2>/dev/null' sh "$@"
+"""
 
 
 class Container:
