@@ -172,7 +172,7 @@ class VLLMGenerator(AsyncEngine):
             )
         if not await self.core.reports_kept_mass():
             raise ConfigError(
-                "vLLM's second model runner doesn't report the probability mass that sampling "
+                "vLLM's V2 model runner doesn't report the probability mass that sampling "
                 "filters keep, which training needs: set VLLM_USE_V2_MODEL_RUNNER=0 in the "
                 f"environment, or {fix}"
             )

@@ -174,7 +174,7 @@ class VLLMWorkerExtension(_VLLMWorker):
     def prepare_sampler(self) -> bool:
         """Repair vLLM's sampler, and make it report logprobs before filters.
 
-        Call it before any request. Return False for the sampler of vLLM's second model runner,
+        Call it before any request. Return False for the sampler of vLLM's V2 model runner,
         which can't report them.
         """
         if self.model_runner.device.type == "cpu":
