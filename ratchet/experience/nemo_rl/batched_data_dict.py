@@ -20,7 +20,7 @@ Row = TypeVar("Row")
 Rows = Sequence[int] | Tensor
 
 
-class MissingColumn(DataError, KeyError):
+class MissingBatchColumn(DataError, KeyError):
     """A batch lacks a column that the others have. NeMo RL raises KeyError here."""
 
     __str__ = DataError.__str__  # KeyError's would put the text in quotes
@@ -42,7 +42,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
 
         Tensors of two or more dimensions are padded at the end of the second dimension to the
         widest batch. The padding is the column's value in `pad_value_dict`, or 0. Batches without
-        rows may lack columns. All others must have the same columns; else MissingColumn is raised.
+        rows may lack columns. All others must have the same columns; else MissingBatchColumn is raised.
         """
         nonempty = [batch for batch in batches if _count_rows(batch)]
         if not nonempty:
@@ -52,7 +52,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         for name in names:
             lacking = [i for i, batch in enumerate(nonempty) if name not in batch]
             if lacking:
-                raise MissingColumn(
+                raise MissingBatchColumn(
                     f"column '{name}' is missing from batch {lacking[0]}. Add it to all "
                     "non-empty batches, or remove it from all"
                 )
