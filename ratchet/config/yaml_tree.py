@@ -1,8 +1,8 @@
 """Read YAML as a tree whose values keep their file and line, so that later errors can name them.
 
 A recipe is read within a `Budget`, because a small malicious file can expand to a huge tree (with
-anchors that repeat anchors), overflow the parser's stack or take hours to parse. Error messages do
-not quote the file, since a wrong path may point to a secret.
+anchors that repeat anchors), overflow the parser's stack or take hours to parse. The error for text
+that is not YAML does not quote it, since a wrong path may point to a secret.
 """
 
 from __future__ import annotations
@@ -287,7 +287,9 @@ class _Reader:
 def _check_key(key: str, where: str) -> None:
     """Raise ConfigError for a key that is too long, or that UTF-8 can't encode."""
     if len(key) > MAX_KEY_CHARS:
-        raise ConfigError(f"{where}: no key of a recipe has {len(key):,} characters")
+        raise ConfigError(
+            f"{where}: a key has {len(key):,} characters, but at most {MAX_KEY_CHARS} are allowed"
+        )
     if SURROGATES.search(key):
         raise ConfigError(f"{where}: the key {key!a} is not text: write it in UTF-8")
 
@@ -382,13 +384,16 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Reci
             f"{path} is empty: a recipe needs at least model, algorithm and environment"
         )
     if not root.is_section:
-        content = "a list" if isinstance(root.value, list) else "a single value"
-        raise ConfigError(f"{path} must hold keys and values (`model: ...`), not {content}")
+        kind = "a list" if isinstance(root.value, list) else "a single value"
+        raise ConfigError(f"{path} must hold keys and values (`model: ...`), not {kind}")
     return root, problems
 
 
 def _suggest_file(path: Path) -> str:
-    """Return the end of the message that a recipe is missing: a similar name, if there is one."""
+    """Return a hint for the message that a recipe is missing, beginning with ": ".
+
+    It says that the directory is missing too, or suggests a similar name; "" if neither applies.
+    """
     directory = path.parent
     if not directory.is_dir():
         return f": there is no directory {directory}"

@@ -80,8 +80,8 @@ class WorkerHandle(abc.ABC):
     def check(self, passed_s: float) -> None:
         """End a process that has been silent for too long. Call this regularly.
 
-        passed_s: time since the last check. The caller passes its check interval, even if the
-        driver was suspended for longer: a suspended driver must not kill its workers.
+        passed_s: the caller's interval between checks, not the measured time since the last check.
+        After a suspension of the driver, the measured time would end all workers.
         """
         if self.gone.done():
             return

@@ -276,8 +276,8 @@ class _HistogramPartial:
         """Count the finite samples; the others lie in no bin."""
         if weight == 0 or not (finite := [value for value in values if math.isfinite(value)]):
             return
-        inner = np.searchsorted(self.bins.edges[1:-1], finite, side="right")
-        counts = np.bincount(inner, minlength=len(self.counts))
+        bin_indices = np.searchsorted(self.bins.edges[1:-1], finite, side="right")
+        counts = np.bincount(bin_indices, minlength=len(self.counts))
         self.counts = [count + int(added) for count, added in zip(self.counts, counts, strict=True)]
         self.total.add(finite)
         self.squares.add([value * value for value in finite])

@@ -138,7 +138,7 @@ class FunctionReward(PerTrajectory):
 
 
 class AnswerReward(PerTrajectory):
-    """A reward that judges the text of the final answer; a truncated trajectory earns 0."""
+    """A reward that judges the text of the last message; a truncated trajectory earns 0."""
 
     def judge(self, trajectory: Trajectory, task: Task) -> Verdict | Awaitable[Verdict]:
         text = answer_text(trajectory)
@@ -153,7 +153,7 @@ class AnswerReward(PerTrajectory):
 
 
 class FinalAnswer(AnswerReward):
-    """An answer reward that extracts the answer from the text (see `Reward`)."""
+    """An answer reward that extracts the answer from the text, also for majority voting."""
 
     @abstractmethod
     def answer(self, text: str) -> str | None:

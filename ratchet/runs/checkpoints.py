@@ -131,8 +131,8 @@ class CheckpointStore:
         """
         assert is_json_value(dict(meta)), f"{meta} would change in a round trip through JSON"
         final = self.root / f"step-{step:08d}"
-        # The draft is beside the checkpoint, because a file in it that its manifest does not list
-        # would make it invalid.
+        # The draft is beside the checkpoint, not in it: a file that the manifest does not list
+        # makes a checkpoint invalid.
         draft = self.root / f".tmp-{step}-{uuid.uuid4().hex[:12]}"
         try:
             draft.mkdir()

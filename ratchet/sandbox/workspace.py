@@ -23,7 +23,8 @@ from ratchet.sandbox.base import (
 
 # Seconds that `inside/session_command.py` may take in addition to the command that it runs.
 MARGIN_S = 10.0
-# Processes in addition to the limit: that program, its threads, and the commands of a pipeline.
+# Processes in addition to the limit: `session_command.py`, its threads, and the commands of a
+# pipeline.
 SHELL_PROCESSES = 32
 # Maximum size of a session's files. A remote service keeps 1 MiB of an answer, and base64 adds a
 # third to the size of files.

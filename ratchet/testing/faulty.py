@@ -1,6 +1,6 @@
 """Check an environment under faults, replays and cancellation.
 
-None of them may lead to a reward, a hang, a leak, or a change of another attempt.
+None of them may change a reward or another attempt, or lead to a hang or a leak.
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ def make_manager_with_player(
     needs_reward: bool,
 ) -> RolloutManager:
     """Like `make_manager`, for an existing player."""
-    # Refuse tool calls that would be counted as malformed now, not in the first attempt.
+    # If the renderer can't read the tool calls of its own template, fail now. Otherwise attempts
+    # would count them as malformed.
     if setup.environment.has_tools:
         renderer.check_tool_calls()
     return RolloutManager(

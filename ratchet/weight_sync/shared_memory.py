@@ -120,7 +120,7 @@ class SharedMemoryTransport(WeightTransport):
         _MAPPED.pop(self.session, None)
 
     def _get_bytes(self) -> Tensor:
-        """Return the bytes of a segment, without its header."""
+        """Return the bytes of the segment, without its header."""
         segments = _MAPPED.setdefault(self.session, {})
         if self.token not in segments:
             mapped = _map_segment(self.path, self.token, HEADER + self.size)
@@ -157,7 +157,8 @@ class SharedMemoryWeightSync(PushWeightSync[SharedMemoryTransport]):
 
     def __init__(self, senders: Ranks, receivers: Ranks, *, run: str = "", **options: Any) -> None:
         super().__init__(senders, receivers, **options)
-        # With changes_only, receivers keep whole blocks elsewhere and apply the changes to them.
+        # With changes_only the segment holds only changes, which receivers apply to blocks that
+        # they keep elsewhere. So it can't be used in place.
         self.lasting = not self.transport.changes_only
         self.run = run
         # (blocks by rank, their byte ranges, total bytes)
@@ -231,8 +232,8 @@ def lay_out_blocks(
 
     Weights follow one another, each with its blocks in the order of their offsets.
 
-    slack: additional bytes of each block, because a change is sent as two parts that are aligned
-      separately; without padding they are together smaller than the block. 0: the blocks of a
+    slack: bytes added to each block, for the padding of a change. A change is sent as two parts,
+      which are together smaller than the block, but are aligned separately. 0: the blocks of a
       weight follow one another without gaps.
     """
     blocks_by_name: dict[str, list[tuple[WeightBlock, int, int]]] = {}

@@ -90,9 +90,7 @@ def test_a_key_that_no_recipe_holds_is_refused_where_it_stands(tmp_path):
             ConfigError, match=r"^command line: values are nested more than 64 deep"
         ):
             load_config(path, [override])
-    with pytest.raises(
-        ConfigError, match=r"^command line: no key of a recipe has 100,000 characters"
-    ):
+    with pytest.raises(ConfigError, match=r"^command line: a key has 100,000 characters"):
         load_config(path, ["a" * 100_000 + "=1"])
     with pytest.raises(ConfigError, match=r"^command line: the key 'na\\udcffme' is not text"):
         load_config(path, ["na\udcffme=1"])  # a byte that is not UTF-8

@@ -99,7 +99,7 @@ class RLOO(Estimator):
 
 
 class OPO(Estimator):
-    """OPO's advantage: the reward minus the group's mean reward, weighted by answer length."""
+    """OPO's advantage: the reward minus the group's mean reward, a mean weighted by length."""
 
     function: ClassVar[str] = f"{GROUP}:opo"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})

@@ -140,7 +140,8 @@ class ReMaxConfig(PolicyGradientConfig):
 class OPOConfig(PolicyGradientConfig):
     """OPO: on-policy RL with the baseline of least variance (arXiv:2505.23585).
 
-    The advantage is the reward minus the group's mean reward, weighted by answer length (`opo`).
+    The advantage is the reward minus a mean of the group's rewards, in which each reward is
+    weighted by the length of its answer (`opo`).
     The loss is PPO's (`ppo`), averaged over all tokens (`token_mean`). The paper takes one
     optimizer step per batch, which keeps it exactly on-policy.
     """
@@ -252,8 +253,8 @@ class DecoupledPPOConfig(PolicyGradientConfig):
 
     The advantage is GRPO's (`group_relative`). The loss is PPO's (`ppo`), averaged over all tokens
     (`token_mean`). Its ratio and clip are relative to the learner's weights before the update, not
-    to the older weights that sampled the attempt. The correction weights each token by the
-    importance ratio of the former to the latter.
+    to the older weights that sampled the attempt. The correction multiplies each token's loss by
+    the importance weight p(learner before the update) / p(sampler).
     """
 
     correction: StaleCorrectionConfig | None = (  # pyright: ignore[reportIncompatibleVariableOverride]

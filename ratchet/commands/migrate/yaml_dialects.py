@@ -19,11 +19,12 @@ from ratchet.config.yaml_tree import read_yaml_error
 from ratchet.errors import ConfigError
 
 Dialect = Literal["omegaconf", "yaml"]
-# The limit for all files together. An alias counts at each use, so that nested anchors can't
+# Limit of values of all files together. An alias counts at each use, so that nested anchors can't
 # multiply the values.
 MAX_VALUES = 20_000
-MAX_DEPTH = 64
 MAX_FILES = 200
+# Limits of each file.
+MAX_DEPTH = 64
 MAX_BYTES = 2 * 1024 * 1024
 TOO_MANY = f"has more than {MAX_VALUES:,} values (aliases count at each use), the limit"
 TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep, the limit"

@@ -204,9 +204,9 @@ class Rollouts:
         steps = _pick_evenly(list(ranked), n_groups)
         sample: list[dict[str, Any]] = []
         # Take one group of every step, then a second group of every step, and so on.
-        for turn in range(-(-n_groups // max(1, len(steps)))):
+        for rank in range(-(-n_groups // max(1, len(steps)))):
             for step in steps:
-                positions, length = ranked[step][turn] if turn < len(ranked[step]) else ([], 0)
+                positions, length = ranked[step][rank] if rank < len(ranked[step]) else ([], 0)
                 if len(sample) + len(positions) <= max_rollouts and length <= max_tokens:
                     max_tokens -= length
                     sample += self.read_details(step, positions)
@@ -375,9 +375,10 @@ def _hash_task(task: str) -> str:
 
 
 def _compute_gradient_sizes(table: pa.Table) -> NDArray[np.float64]:
-    """Return |loss weight x advantage| of each token of a step, or |loss weight| alone.
+    """Return |loss weight x advantage| of each token of a step.
 
-    This is the size of the token's summand of the loss gradient at the first update.
+    At the first update this is the factor of the token's grad log p in the loss gradient. It is
+    |loss weight| alone if not every token has a recorded advantage.
     """
     weights = (
         pc.list_flatten(table["weights"].combine_chunks())

@@ -1,8 +1,8 @@
 """A source wrapper for tail batching (RollPacker, arXiv:2509.21009).
 
 A step starts more groups than it trains on, and takes the groups that finish first. The others are
-deferred. Once enough groups are deferred, a step plays only these and waits for all of them. So few
-steps wait for the longest attempts. Each prompt is still trained on once, with attempts that the
+deferred. Once enough groups are deferred, a step plays only these and waits for all of them. The
+longest attempts delay only such steps. Each prompt is still trained on once, with attempts that the
 newest weights sampled.
 
 A deferred group is played again from its start, with the same seeds. With other seeds a long
@@ -81,8 +81,8 @@ class AbortableGenerator(GeneratorWrapper):
     async def cut(self) -> None:
         """Abort the requests in flight, and wait until their tokens are counted.
 
-        Until `open` is called, further requests of groups wait forever, because the caller cancels
-        their tasks.
+        A group's request that is made, or returns, before `open` is called waits forever: the
+        caller must cancel its task.
         """
         self._is_cut = True
         if not self._n_requests:

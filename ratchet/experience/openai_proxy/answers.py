@@ -49,7 +49,7 @@ class TokenScores:
         return TokenScores(self.logprobs[start:], self.top_ids[start:], self.top_logprobs[start:])
 
     def followed_by(self, scores: TokenScores) -> TokenScores:
-        """Return these scores and then others, with as many alternatives."""
+        """Return these scores followed by `scores`, which has the same K."""
         return TokenScores(
             np.concatenate([self.logprobs, scores.logprobs]),
             np.concatenate([self.top_ids, scores.top_ids]),
@@ -57,7 +57,7 @@ class TokenScores:
         )
 
     def with_logprobs(self, logprobs: NDArray[np.float32]) -> TokenScores:
-        """Return the same alternatives beside other log-probabilities of the tokens."""
+        """Return a copy with other log-probabilities of the tokens, and the same alternatives."""
         return TokenScores(logprobs, self.top_ids, self.top_logprobs)
 
 
@@ -199,7 +199,7 @@ class ChatFormat:
         yield format_event(error.json())
 
     def keep(self, reply: ChatReply) -> None:
-        """Do nothing: chat completions are not referred to."""
+        """Do nothing: no request refers to an earlier chat completion."""
 
     def _get_token_ids(self, reply: ChatReply) -> dict[str, list[int]]:
         if not self.request.return_token_ids:

@@ -3,7 +3,8 @@
 A request means what the same conversation means to chat completions, token by token: text blocks
 are joined, a `tool_result` is a message of the tool, and thinking stands before the answer within
 <think> marks, as the chat templates of reasoning models read and write it. An answer's reasoning
-stays in its text, so that the recorded tokens are extended when a client sends the answer back.
+stays in its text. So when a client sends the answer back, the new prompt begins with the tokens
+that were recorded before.
 
 Sources: Anthropic's API reference, and the types of its Python client 2.14.
 """

@@ -30,8 +30,8 @@ class AdamW:
 
     Attributes:
         state: Moments by parameter name; a parameter has none before its first gradient.
-        matrices: `PolicyModel.matrices`: for each parameter that consists of matrices of layers,
-            their numbers of rows. Only subclasses that treat these matrices differently read it.
+        matrices: `PolicyModel.matrices`: the number of rows of each matrix in a parameter, for the
+            parameters of the layers. Only subclasses that treat these matrices differently read it.
         to_local: A function that returns this rank's part of a parameter or gradient.
     """
 

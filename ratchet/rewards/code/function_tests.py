@@ -64,8 +64,8 @@ class CallPlan:
 
     Attributes:
         calls: The calls as text.
-        n_ahead: Number of calls that the tests make before any answer is known; None if the tests
-            did not reach their end without answers.
+        n_ahead: Number of calls that the tests make when no answer is known; None if they could
+            not run to their end like that.
     """
 
     calls: list[str]
@@ -150,8 +150,9 @@ class FunctionJudge:
             if outcome is None:
                 return CodeVerdict("limit")
             if outcome["end"] == "unknown":
-                # The first call after the certain ones follows from certain answers, and has been
-                # answered. If the tests don't repeat this call, they draw calls at random.
+                # Each round makes at least one more call certain: the first call after the certain
+                # ones depends on their answers alone, and this round answered it. If the tests did
+                # not make it again, they draw their calls at random.
                 if outcome["n_certain"] <= n_certain:
                     raise DataError(
                         f"task '{task.label}': its tests call {task.entry_point} differently each "

@@ -68,7 +68,7 @@ class UnusableTests(Exception):
 class AnswerEvaluated(BaseException):
     """An error for tests that would run an answer as code.
 
-    It is no Exception, which the tests might catch.
+    It does not derive from Exception, because the tests might catch one.
     """
 
 
@@ -148,8 +148,9 @@ class AssertionJudge:
         "wrong": an answer broke the tests.
         "crashed": an exception of the program broke the tests.
         "lost": the program ended without an answer.
-        "unknown": run the program on "calls" first, of which the first "n_certain" are certain.
-          "n_ahead" is the number of calls if the tests came to their end, else None.
+        "unknown": run the program on "calls" first. The first "n_certain" follow from known
+          answers alone, the others are foreseen. "n_ahead" is the number of calls if the tests
+          came to their end, else None.
         "unusable": the tests are broken, see "why".
         """
         has_ended = False
@@ -163,7 +164,8 @@ class AssertionJudge:
             )
             if self._is_tests_fault(error):
                 end = "unusable"
-            self._count_broken(self.share or not self.n_broken)
+            # Without `share`, a failed assertion ends the tests here, and is counted already.
+            self._count_broken(1 if self.share or not self.n_broken else 0)
         if self.evaluated:
             end, reason = "unusable", self.evaluated
         if self.n_certain is not None and end != "unusable":

@@ -77,8 +77,8 @@ def make_verl_arguments(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     the row has no ground truth.
     """
     columns = read_columns(task)
-    rule = columns.get("reward_model")
-    truth = rule.get("ground_truth") if isinstance(rule, Mapping) else task.answer
+    reward_model = columns.get("reward_model")
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else task.answer
     if truth is None:
         raise DataError(
             f"{task.where}: neither reward_model.ground_truth nor an answer, so verl's reward "

@@ -138,7 +138,7 @@ COMMON = (
     KeyRow(
         "checkpointing.keep_top_k",
         "checkpoint.keep_best",
-        "the best by checkpoint.metric are kept, and the newest checkpoint.keep too",
+        "besides these best by checkpoint.metric, the newest are kept, as many as checkpoint.keep",
         positive("checkpoint.keep is the number of newest checkpoints to keep"),
     ),
     KeyRow("checkpointing.checkpoint_dir", "run_dir"),
@@ -232,7 +232,7 @@ COMMON = (
         "env.*",
     ),
     *switches(
-        "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
+        "these are weighted rewards here: malformed_tool_calls, format, regex",
         "reward_penalties.*",
     ),
     *dropped("only rollouts.max_staleness and rollouts.order can be set here", "async_rl.*"),

@@ -64,8 +64,8 @@ def estimator(value: Any, config: PeerConfig) -> Any:
     )
 
 
-def _with_group_baseline(convert: Conversion) -> Conversion:
-    """Return the conversion, limited to files whose advantages are those of GRPO."""
+def _only_for_grpo(convert: Conversion) -> Conversion:
+    """Return the conversion, limited to files whose advantage estimator is `grpo`."""
     return only_if(
         lambda config: config["grpo.adv_estimator.name"] in (None, "grpo"),
         convert,
@@ -91,7 +91,7 @@ GRPO = (
         "algorithm.kind, algorithm.advantage.scale",
         convert=only_if(
             lambda config: config[f"grpo.adv_estimator.{LEAVE_ONE_OUT}"] is None,
-            _with_group_baseline(advantage),
+            _only_for_grpo(advantage),
             "grpo.adv_estimator overrides it",
         ),
         default=True,
@@ -100,7 +100,7 @@ GRPO = (
     KeyRow(
         f"grpo.adv_estimator.{LEAVE_ONE_OUT}",
         "algorithm.kind, algorithm.advantage.scale",
-        convert=_with_group_baseline(advantage),
+        convert=_only_for_grpo(advantage),
     ),
     KeyRow(
         "grpo.adv_estimator.normalize_rewards", covered_by=f"grpo.adv_estimator.{LEAVE_ONE_OUT}"
