@@ -7,6 +7,7 @@ from functools import partial
 from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.algorithms.config.distillation import DistillationConfig
 from ratchet.algorithms.loss_aggregation import token_mean
+from ratchet.algorithms.losses.common import nll
 from ratchet.algorithms.losses.distillation import divergence
 from ratchet.algorithms.teacher_passes import build_teacher_passes
 
@@ -21,6 +22,9 @@ def build(config: DistillationConfig) -> Algorithm:
     """Return the distillation algorithm of a section."""
     mix = 0.5 if config.mix is None else config.mix
     loss = partial(divergence, objective=config.objective, mix=mix)
+    terms = [AlgorithmTerm("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"}))]
+    if config.likelihood_coef > 0:
+        terms.append(AlgorithmTerm("nll", nll, token_mean, coef=config.likelihood_coef))
     columns = {"topk_logprobs": "teacher_topk_logprobs"}
     # Without top_k the ids are those of the whole vocabulary, 0, 1, 2, ...: they need no column.
     if config.top_k is not None:
@@ -29,11 +33,7 @@ def build(config: DistillationConfig) -> Algorithm:
     return Algorithm(
         name=config.display_name,
         source=config.source,
-        losses={
-            "policy": (
-                AlgorithmTerm("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"})),
-            )
-        },
+        losses={"policy": tuple(terms)},
         passes=passes,
         roles=roles,
         minibatches=config.minibatches,

@@ -66,7 +66,8 @@ class LossEvaluator:
         perplexity     = exp((1 / N) sum_t -log p(y_t | y_<t))
         token_accuracy = (1 / N) sum_t [y_t is the likeliest token]
 
-    For distillation, the loss is the divergence between teacher and student. For on-policy
+    For distillation, the loss is the divergence between teacher and student, and `sft_coef` times
+    the mean NLL where that is set. For on-policy
     distillation by a policy gradient, it is the mean of log student - log teacher on sampled
     tokens, which estimates the reverse KL.
 

@@ -181,6 +181,50 @@ def test_a_term_on_ragged_batches_equals_the_oracle(objective: Objective, case, 
     assert all(not metric.requires_grad and metric.isfinite() for metric in metrics.values())
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@settings(max_examples=settings.default.max_examples // 2)
+@given(case=students(), coef=st.sampled_from([0.2, 3.0]))
+def test_beside_the_likelihood_of_given_text_it_equals_the_oracle(
+    objective: Objective, case, coef: float
+):
+    """Over the whole vocabulary, as built from its configuration, by the student's logits."""
+    rows, _, z_teacher, z = case
+    if not rows:
+        return
+    targets = [t % V for t in range(len(z))]
+    log_p = [categorical.log_softmax(logits) for logits in z_teacher]
+    log_q = [categorical.log_softmax(logits) for logits in z]
+    found = [
+        distillation.with_likelihood(objective, p, q, token, mix=0.5, coef=coef)
+        for p, q, token in zip(log_p, log_q, targets, strict=True)
+    ]
+    ends = list(itertools.accumulate(len(row.tokens) for row in rows))
+    x = [[value for value, _ in found[a:b]] for a, b in itertools.pairwise([0, *ends])]
+    weights = [w for row in weights_of(oracle.token_mean, rows) for w in row]
+
+    keys = {"objective": objective, "top_k": None, "sft_coef": coef}
+    algo = build(resolve("algorithm", {"kind": "distill_off_policy", "teacher": "x", **keys}))
+    batch = algo.weigh(pack(groups(rows)), AlgoState()).fill_tokens(
+        teacher_topk_logprobs=torch.tensor(log_p, dtype=torch.float64)
+    )
+    logits_TV = torch.tensor(z, dtype=torch.float64, requires_grad=True)
+    all_TV = logits_TV.log_softmax(-1)
+    out = Outputs(
+        sequence_sum=batch.sequence_sum,
+        topk_logprobs=all_TV,
+        logprobs=all_TV[torch.arange(len(targets)), torch.tensor(targets)],
+    )
+    loss = torch.stack([term(out, batch)[0] for term in algo.losses["policy"]]).sum()
+    assert loss.item() == near(oracle.token_mean(rows, x))
+    expected = [[w * s for s in slopes] for w, (_, slopes) in zip(weights, found, strict=True)]
+    torch.testing.assert_close(
+        gradient(loss, logits_TV),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=1e-10,
+        atol=1e-10,
+    )
+
+
 # --- by hand: teacher (1/2, 1/4; 1/4 in the bucket), student (1/4, 1/4; 1/2 in the bucket)
 
 TEACHER, STUDENT = [-LN2, -2 * LN2], [-2 * LN2, -2 * LN2]

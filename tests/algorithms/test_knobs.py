@@ -317,6 +317,7 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     ("distill_off_policy", {"teacher": "first", "objective": "js"}, "mix", None, 0.2),
     ("distill_off_policy", {"teacher": "first"}, "top_k", None, 3),
     ("distill_off_policy", {"teacher": "first"}, "temperature", 1.0, 2.0),
+    ("distill_off_policy", {"teacher": "first"}, "sft_coef", 0.0, 0.2),
     ("distill_on_policy", {"teacher": "first"}, "group_size", 1, 2),
 ]  # fmt: skip
 

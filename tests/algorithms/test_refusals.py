@@ -80,6 +80,7 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("on_policy_distillation", {"teacher": "x", "shaping": [{"kind": "scale", "factor": 2}]}, "shaping has no effect"),
     ("vapo", {"advantage": {"lam": 0.5}}, "lam is not read with length_alpha and value_lam"),
     ("ppo", {"advantage": {"kind": "mixture", "parts": [{"kind": "gae"}, {"kind": "gae"}]}}, "gae twice"),
+    ("distill_off_policy", {"teacher": "x", "sft_coef": 0.2, "temperature": 2}, "set temperature=1, or sft_coef=0"),
     ("distill_off_policy", {"teacher": "x", "mix": 0.3}, "mix is not read with objective=forward"),
 ]  # fmt: skip
 

@@ -71,3 +71,22 @@ def by_logits(
     x, slopes = divergence(objective, teacher, student, mix=mix, bucket=False)
     total = math.fsum(slopes)
     return x, [slope - math.exp(lq) * total for slope, lq in zip(slopes, student, strict=True)]
+
+
+def with_likelihood(
+    objective: str,
+    teacher: list[float],
+    student: list[float],
+    token: int,
+    *,
+    mix: float,
+    coef: float,
+) -> tuple[float, list[float]]:
+    """(x, dx/dz_j) of the divergence plus coef times -log q of the token that stands there, whose
+    gradient is q_j - [j = token]."""
+    x, slopes = by_logits(objective, teacher, student, mix=mix)
+    slopes = [
+        slope + coef * (math.exp(lq) - (j == token))
+        for j, (slope, lq) in enumerate(zip(slopes, student, strict=True))
+    ]
+    return x - coef * student[token], slopes

@@ -150,6 +150,7 @@ VARIANTS = {
         {"normalize": "mean", "sft_coef": 0.2, "label_smoothing": 0.1, "minibatches": 2},
     ),
     "likeliest tokens": ("distill_off_policy", {"top_k": 3, "objective": "js", "temperature": 2.0}),
+    "teacher and likelihood": ("distill_off_policy", {"sft_coef": 0.2, "minibatches": 2}),
     "teachers by tag": (
         "distill_on_policy",
         {"teacher": {"a": "path", "b": "path"}, "group_size": 2, "top_k": 4},

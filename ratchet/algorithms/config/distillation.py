@@ -61,6 +61,11 @@ class DistillationConfig(AlgorithmConfig):
         """
         return 1.0
 
+    @property
+    def likelihood_coef(self) -> float:
+        """The weight of an added SFT loss on the tokens that train."""
+        return 0.0
+
     @model_validator(mode="after")
     def _check_keys_agree(self) -> DistillationConfig:
         if self.mix is not None and self.objective not in OBJECTIVES_WITH_MIX:
@@ -79,10 +84,30 @@ class OffPolicyDistillationConfig(DistillationConfig):
     temperature: Temperature = Field(
         default=1.0, gt=0, description="Softmax temperature of both teacher and student."
     )
+    sft_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of an added SFT loss (NLL, cross-entropy) on the demonstrations.",
+    )
 
     @property
     def tau(self) -> float:
         return self.temperature
+
+    @property
+    def likelihood_coef(self) -> float:
+        return self.sft_coef
+
+    @model_validator(mode="after")
+    def _check_temperature_of_likelihood(self) -> OffPolicyDistillationConfig:
+        # A batch has one temperature per row, which would soften the likelihood too.
+        if self.sft_coef and self.temperature != 1:
+            raise ValueError(
+                f"sft_coef={self.sft_coef:g} is the weight of a likelihood at temperature 1, and "
+                f"temperature={self.temperature:g} is of both losses: set temperature=1, or "
+                "sft_coef=0"
+            )
+        return self
 
 
 class DivergenceOnPolicyConfig(DistillationConfig):
