@@ -42,7 +42,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
 
         Tensors of two or more dimensions are padded at the end of the second dimension to the
         widest batch. The padding is the column's value in `pad_value_dict`, or 0. Batches without
-        rows may lack columns. All others must have the same columns; else MissingBatchColumn is raised.
+        rows may lack columns. All others must have the same columns.
+
+        Raises MissingBatchColumn if they have not.
         """
         nonempty = [batch for batch in batches if _count_rows(batch)]
         if not nonempty:
