@@ -232,7 +232,7 @@ COMMON = (
         "env.*",
     ),
     *switches(
-        "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
+        "rewards judge such slips: malformed_tool_calls, format, unwanted_text",
         "reward_penalties.*",
     ),
     *dropped("only rollouts.max_staleness and rollouts.order can be set here", "async_rl.*"),

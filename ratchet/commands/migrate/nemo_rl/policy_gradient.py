@@ -312,7 +312,7 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
             f"{asynchronous}.*",
         ),
         *switches(
-            "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
+            "rewards judge such slips: malformed_tool_calls, format, unwanted_text",
             f"{section}.penalize_*",
             f"{section}.invalid_tool_call_*",
             f"{section}.malformed_thinking_*",
