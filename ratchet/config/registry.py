@@ -145,6 +145,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "regex": "ratchet.rewards.answers.regex:RegexConfig",
         "similarity": "ratchet.rewards.answers.similarity:SimilarityConfig",
         "length": "ratchet.rewards.answers.length:LengthConfig",
+        "repetition": "ratchet.rewards.answers.repetition:RepetitionConfig",
+        "unwanted_text": "ratchet.rewards.answers.unwanted_text:UnwantedTextConfig",
         "malformed_tool_calls": "ratchet.rewards.answers.malformed_calls:MalformedToolCallsConfig",
         "ifeval": "ratchet.rewards.answers.ifeval:IFEvalConfig",
         "code": "ratchet.rewards.code.reward:CodeConfig",

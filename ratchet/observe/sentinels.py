@@ -168,16 +168,19 @@ def compute_repetition(row: Trajectory) -> float | None:
     None if the policy wrote fewer than 8 tokens.
     """
     tokens = row.tokens[row.owner == POLICY]
-    return _compute_repeated_share(tokens.tobytes(), tokens.itemsize)
+    return compute_repeated_share(tokens.tobytes(), tokens.itemsize, NGRAM)
 
 
-def _compute_repeated_share(token_bytes: bytes, size: int) -> float | None:
-    """Return the share of repeated n-grams in tokens of `size` bytes each."""
-    count = len(token_bytes) // size - NGRAM + 1
+def compute_repeated_share(token_bytes: bytes, size: int, ngram: int) -> float | None:
+    """Return the share of repeated n-grams in tokens of `size` bytes each.
+
+    None if there are fewer tokens than `ngram`.
+    """
+    count = len(token_bytes) // size - ngram + 1
     if count < 1:
         return None
     # Comparing n-grams as bytes is a hundred times as fast as comparing rows of numbers.
-    distinct = {token_bytes[start : start + NGRAM * size] for start in range(0, count * size, size)}
+    distinct = {token_bytes[start : start + ngram * size] for start in range(0, count * size, size)}
     return 1.0 - len(distinct) / count
 
 
@@ -358,7 +361,7 @@ def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
     )
     ends = [size * end for end in accumulate([row.completion_length for row in rows], initial=0)]
     shares = [
-        _compute_repeated_share(token_bytes[start:end], size) for start, end in pairwise(ends)
+        compute_repeated_share(token_bytes[start:end], size, NGRAM) for start, end in pairwise(ends)
     ]
     known_shares = [share for share in shares if share is not None]
     return {"repetition": fmean(known_shares)} if known_shares else {}

@@ -16,6 +16,7 @@ from ratchet.protocols import Reward
 from ratchet.types import (
     Cancelled,
     Failed,
+    Message,
     Outcome,
     Scored,
     Task,
@@ -176,6 +177,19 @@ def answer_text(trajectory: Trajectory) -> str:
         if message.role == "assistant":
             return message.text
     raise DataError("the trajectory has no assistant message to judge")
+
+
+def list_policy_messages(trajectory: Trajectory) -> list[Message]:
+    """Return the messages that the policy wrote; of text that was not played, the last one.
+
+    Assistant messages of the prompt, such as worked examples, are left out. Raises DataError if
+    there are none.
+    """
+    n_turns = int(trajectory.metrics.get("turns", 0)) or len(trajectory.turns) or 1
+    replies = [message for message in trajectory.messages if message.role == "assistant"]
+    if not replies:
+        raise DataError("the trajectory has no assistant message to judge")
+    return replies[-n_turns:]
 
 
 def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:

@@ -64,6 +64,8 @@ REWARDS = {
     "regex": ("A", {"pattern": "A"}),
     "similarity": ("A", {}),
     "length": ("too long", {"unit": "characters", "at_most": 1}),
+    "repetition": ("A A", {"unit": "words", "ngram": 1}),
+    "unwanted_text": ("A", {"texts": ["B"], "token_ids": [1]}),
     "malformed_tool_calls": ("A", {}),
     "bounding_box": ("[0, 0, 1, 1]", {"task_units": "unit"}),
     "ifeval": ("A", {}),

@@ -29,7 +29,11 @@ def test_a_reward_outside_its_declared_bounds_fails_its_attempt_and_says_so():
     assert "returned 50.0" in over.detail
 
 
-NEEDED = {"regex": {"pattern": "a"}, "judge": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
+NEEDED = {
+    "regex": {"pattern": "a"},
+    "unwanted_text": {"texts": ["a"]},
+    "judge": {"url": "http://127.0.0.1:1/v1", "model": "m"},
+}
 UNBOUNDED = {
     "by_tag": "has those of its rewards",
     "malformed_tool_calls": "counts",

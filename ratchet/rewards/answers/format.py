@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ratchet.config.base import Section
-from ratchet.rewards.base import AnswerReward
-from ratchet.types import Task
+from ratchet.rewards.base import AnswerReward, list_policy_messages
+from ratchet.types import Task, Trajectory, Truncated
 
 
 class FormatConfig(Section):
@@ -24,7 +24,17 @@ class FormatConfig(Section):
         ("think", "answer"), min_length=1, description="Names of the tags, without brackets."
     )
     opened: bool = Field(False, description="True if the prompt has already opened the first tag.")
-    outside: bool = Field(False, description="True to allow text outside the tags.")
+    outside: bool | Literal["after"] = Field(
+        False,
+        description="True to allow text outside the tags; after: text must follow the last tag and "
+        "differ from the text within it, and none may stand elsewhere. A turn with a tool call "
+        "needs no such text.",
+    )
+    turns: Literal["last", "all"] = Field(
+        "last",
+        description="last: the last message is judged; all: each message of the policy, and the "
+        "worst one counts.",
+    )
     share: float = Field(
         0.0,
         ge=0,
@@ -42,7 +52,17 @@ class Format(AnswerReward):
         self.config = config
         self._tag_pattern = re.compile(rf"(</?(?:{'|'.join(map(re.escape, config.tags))})>)")
 
+    def judge(self, trajectory: Trajectory, task: Task) -> float:
+        messages = list_policy_messages(trajectory)
+        if isinstance(trajectory.outcome, Truncated):
+            return 0.0
+        judged = messages if self.config.turns == "all" else messages[-1:]
+        return min(self._grade(message.text, bool(message.tool_calls)) for message in judged)
+
     def grade(self, text: str, task: Task) -> float:
+        return self._grade(text, has_calls=False)
+
+    def _grade(self, text: str, has_calls: bool) -> float:
         tags = self.config.tags
         if self.config.opened:
             text = f"<{tags[0]}>{text}"
@@ -51,7 +71,14 @@ class Format(AnswerReward):
         correct_tags = [name for name in tags if _is_used_once(name, written_tags, texts)]
         is_in_order = written_tags == [tag for name in tags for tag in (f"<{name}>", f"</{name}>")]
         # In order, the texts alternate: outside the tags, inside a tag, outside, ...
-        is_clean = self.config.outside or not any(piece.strip() for piece in texts[0::2])
+        outer_texts = [piece.strip() for piece in texts[0::2]]
+        if self.config.outside == "after":
+            *outer_texts, answer = outer_texts
+            is_answered = has_calls or bool(answer)
+            is_copied = bool(answer) and answer in (piece.strip() for piece in texts[-2:-1])
+            is_clean = is_answered and not is_copied and not any(outer_texts)
+        else:
+            is_clean = self.config.outside or not any(outer_texts)
         if is_in_order and is_clean and len(correct_tags) == len(tags):
             return 1.0
         return self.config.share * len(correct_tags) / len(tags)

@@ -232,7 +232,7 @@ COMMON = (
         "env.*",
     ),
     *switches(
-        "these are weighted rewards here: malformed_tool_calls, format, regex",
+        "these are weighted rewards here: malformed_tool_calls, format, unwanted_text",
         "reward_penalties.*",
     ),
     *dropped("only rollouts.max_staleness and rollouts.order can be set here", "async_rl.*"),

@@ -312,7 +312,7 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
             f"{asynchronous}.*",
         ),
         *switches(
-            "these are weighted rewards here: malformed_tool_calls, format, regex",
+            "these are weighted rewards here: malformed_tool_calls, format, unwanted_text",
             f"{section}.penalize_*",
             f"{section}.invalid_tool_call_*",
             f"{section}.malformed_thinking_*",
