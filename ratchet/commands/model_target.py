@@ -38,8 +38,8 @@ class Target:
 
     Attributes:
         model_dir: Directory of the weights.
-        config: The recipe that was passed, else the run's, up to the stage of the weights; None for
-            a model directory without a recipe.
+        config: The recipe that was passed. Otherwise the run's, for a checkpoint without the stages
+            after its own. None for a model directory without a recipe.
         export_dir: The temporary directory of a checkpoint's weights, which is removed with this
             object; None if the target is no checkpoint.
     """
@@ -158,7 +158,10 @@ def _open_checkpoint(path: Path, step: int, recipe: Path | None, generator: str 
 
 
 def _select_generator(stage: StageConfig, kind: str | None) -> GeneratorSection:
-    """Return the section of a generator of this kind for this process; None: the stage's kind."""
+    """Return the section of a generator in this process.
+
+    kind: the generator's kind; None: that of the stage's generator, or of its workers.
+    """
     if kind is None:
         return stage.generator.sampler
     if stage.generator.kind_name == kind:

@@ -34,7 +34,7 @@ def build_image(engine: DockerEngine, folder: Path, timeout_s: float) -> str:
 
 
 def _pack(folder: Path) -> bytes:
-    """Return the folder's files as a tar archive that depends only on their names and contents."""
+    """Return the folder's files as a tar archive without their times and owners."""
     packed = io.BytesIO()
     try:
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:

@@ -62,14 +62,14 @@ class StageProfiling:
             show=show,
         )
 
-    def count_tokens(self, roles: Mapping[str, Learner]) -> dict[str, Learner]:
+    def wrap_learners(self, roles: Mapping[str, Learner]) -> dict[str, Learner]:
         """Wrap the learners so that the tokens of their batches are counted."""
         return {
             name: TokenCountingLearner(learner, self.counter) for name, learner in roles.items()
         }
 
     @contextmanager
-    def finishing(self) -> Iterator[None]:
+    def profile_stage(self) -> Iterator[None]:
         """Follow the phases in the block and then finish the profile.
 
         The profile is abandoned if the block raises.
@@ -101,7 +101,7 @@ def _make_subject(
     matrices = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]
     widest = max(matrices, key=lambda shape: (shape[0] != model.vocab_size, shape.numel()))
 
-    def count_tokens() -> float:
+    def get_computed_tokens() -> float:
         """Return the number of tokens computed by the learners and by a generator that counts."""
         return policy.generator.computed_tokens + counter.tokens
 
@@ -113,7 +113,7 @@ def _make_subject(
         threads=int(config.threads),
         vocab_size=model.vocab_size,
         largest_layer=(widest[1], widest[0]),
-        requested_tokens=count_tokens,
+        requested_tokens=get_computed_tokens,
         generated_tokens=lambda: progress.generated_tokens,
     )
 

@@ -312,7 +312,7 @@ class TrainingSession:
         )
         with (
             progress_bar as self._show_step,
-            nullcontext() if profiling is None else profiling.finishing(),
+            nullcontext() if profiling is None else profiling.profile_stage(),
             log_stalls(self.config.logging.stall_s),
         ):
             async with AsyncExitStack() as exit_stack:
@@ -347,7 +347,7 @@ class TrainingSession:
         meter = make_meter(policy, self.config, index, self.directory, self.trace)
         wrappers: list[RolesWrapper] = [
             partial(wrap_with_flop_counter, counter=meter.flop_counter),
-            *(() if profiling is None else (profiling.count_tokens,)),
+            *(() if profiling is None else (profiling.wrap_learners,)),
         ]
         run = build_run(
             self.config,

@@ -11,7 +11,7 @@ from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
 
 SHAPING = "ratchet.algorithms.shaping"
-# Why an algorithm with such a part lacks the property `equal_rewards`.
+# Why an algorithm whose shaping reads lengths lacks the property `equal_rewards`.
 LENGTH_MATTERS = "answers of different length earn different rewards after shaping"
 
 
@@ -27,7 +27,7 @@ class ShapingPart(AlgorithmPart):
 if TYPE_CHECKING:
     AnyShaping = ShapingPart
 else:
-    # A user's section may derive from `Section` alone: `resolve` adds what ShapingPart declares.
+    # A user's section may derive from `Section` alone: `config.resolve` adds the rest.
     AnyShaping = SerializeAsAny[Section]
 
 
@@ -38,7 +38,9 @@ class OverlongPenalty(ShapingPart):
     exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": LENGTH_MATTERS}
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
-    max_length: int = Field(ge=1, description="Tokens of an answer from which the penalty is full.")
+    max_length: int = Field(
+        ge=1, description="Length of an answer, in tokens, from which the penalty is full."
+    )
     buffer: int = Field(ge=1, description="Tokens before max_length over which the penalty grows.")
     factor: float = Field(default=1.0, gt=0, description="Full penalty, at max_length and beyond.")
 

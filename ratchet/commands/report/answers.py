@@ -15,7 +15,7 @@ STEP = re.compile(r"step-(\d+)")
 # Characters of an answer that the page gets; the end of an answer tells most.
 MAX_ANSWER_CHARS = 4000
 # Maximum characters of a run's answers and prompts in a report.
-MAX_FILE_CHARS = 2**17
+MAX_REPORT_CHARS = 2**17
 
 
 def list_evaluations(directory: RunDirectory) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def sample_answers(directory: RunDirectory, max_tasks: int) -> dict[str, Any]:
     They are those of each stage's first and last evaluation, without files that can't be read.
 
     Args:
-        max_tasks: Maximum number of tasks; MAX_FILE_CHARS bounds them too.
+        max_tasks: Maximum number of tasks; MAX_REPORT_CHARS bounds them too.
 
     Returns:
         A dictionary with the keys:
@@ -113,7 +113,7 @@ def _choose_ends(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _count_fitting(answers: Mapping[str, Any], max_tasks: int) -> int:
-    """Return how many tasks fit into MAX_FILE_CHARS."""
+    """Return how many tasks fit into MAX_REPORT_CHARS."""
     chars = 0
     for n_tasks in range(max_tasks):
         # The next task's row in each evaluation that has so many.
@@ -121,6 +121,6 @@ def _count_fitting(answers: Mapping[str, Any], max_tasks: int) -> int:
         rows = [row for content in answers.values() for row in content["rows"][next_task]]
         chars += sum(len(text) for *_, text in rows)
         chars += max((len(row[3]) for row in rows), default=0)  # the prompt is stored once
-        if chars > MAX_FILE_CHARS:
+        if chars > MAX_REPORT_CHARS:
             return n_tasks
     return max_tasks

@@ -20,7 +20,8 @@ def compare_with_plan(
     """Return a line for each prediction: `what`, its `unit`, `predicted` and `measured`.
 
     `measured` is None while unknown. The measured time of a step is the median over a stage's steps
-    without the first, which is warm-up. Only a plan with a probe predicts times.
+    without the first, which is warm-up. Times are predicted only by a plan with a
+    probe, a short measured run.
 
     Args:
         plan: The content of plan.json.

@@ -17,7 +17,7 @@ class SeededTasks(Environment):
     Attributes:
         n_test_tasks: Number of held-out tasks, whose seeds are 0 to n_test_tasks - 1. The seeds of
             training tasks are random and at least n_test_tasks.
-        judges: True, because the steps have rewards.
+        judges: True: the steps return rewards, so the recipe needs none.
     """
 
     name: str

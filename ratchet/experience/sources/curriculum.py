@@ -1,9 +1,9 @@
 """A curriculum: draw tasks that teach more with higher probability.
 
-The task at a position is drawn by weight, with a seed of that position. So the task depends only on
-the run's seed, the position and the success rates when the position was taken. Rates change only
-when a group ends. So synchronous runs draw the same tasks each time, and a checkpoint needs only
-the rates and the tasks of pending positions.
+Positions number the tasks that are drawn. The task at a position is drawn by weight, with a seed
+derived from the position: it depends only on the run's seed, the position and the success rates at
+the time of the draw. Rates change only when a group ends. So synchronous runs draw the same tasks
+each time, and a checkpoint needs only the rates and the tasks of pending positions.
 """
 
 from __future__ import annotations

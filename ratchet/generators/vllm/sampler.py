@@ -18,8 +18,8 @@ def report_unfiltered(sampler: Any) -> None:
     """Make a sampler report two logprobs of a token to requests with `logprobs=1`.
 
     The first entry is the drawn token's logprob under the temperature, before filters. The second,
-    under the id of another token, is the drawn token's logprob after them. Requests with
-    `logprobs=0` get the first alone, which for them is what vLLM reports.
+    under the id of another token, is the drawn token's logprob after them. Requests
+    without filters use `logprobs=0` and get the first alone, which is vLLM's own.
 
     sampler: a `vllm.v1.sample.sampler.Sampler` with `logprobs_mode="processed_logprobs"`.
     """
@@ -34,8 +34,8 @@ def _sample(
 
     vLLM applies min-p, top-k and top-p in this order, each to the probabilities that the filter
     before it left over, renormalised. Ratchet's filters all read the probabilities under the
-    temperature (`ratchet.sampling.Sampling`). Only for top-p it matters which: the ratio to the
-    largest probability, which min-p reads, and ranks are the same for both. So top-p goes first.
+    temperature (`ratchet.sampling.Sampling`). Renormalising changes only the result
+    of top-p: min-p reads ratios to the largest probability, and top-k ranks. So top-p goes first.
     """
     if metadata.all_greedy or not metadata.max_num_logprobs or metadata.max_num_logprobs < 0:
         return sample(logits_NV, metadata, mode)

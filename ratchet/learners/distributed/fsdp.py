@@ -1,8 +1,8 @@
 """One rank of a learner that FSDP2 shards (DTensor).
 
-The model is a shard of the built-in decoder, or any model of transformers. Losses and gradients are
-sums, as in all learners. FSDP averages gradients over its ranks, so losses are multiplied by the
-number of ranks.
+The model is this rank's tensor- or pipeline-parallel part of the built-in decoder, or any model of
+transformers. Losses and gradients are sums, as in all learners. FSDP averages gradients over its
+ranks, so losses are multiplied by the number of ranks.
 """
 
 from __future__ import annotations

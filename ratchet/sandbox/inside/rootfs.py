@@ -14,7 +14,7 @@ LINKED_PATHS = ("/app", "/workspace", "/tests", "/solution", "/logs")
 DEVICES = ("null", "zero", "random", "urandom")
 # Debian's awk is a link into /etc/alternatives, which holds only links.
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
-# Where the new root is assembled: a directory that always exists and is never a source.
+# Where the new root is assembled: a directory that always exists and that `build` never mounts.
 STAGING_DIRECTORY = "/proc"
 INNER_UID = 1000
 NAMESPACE_FLAGS = (
@@ -84,8 +84,8 @@ def mount_scratch(disk_mib: int, owner: int) -> None:
     """Mount an empty scratch directory, and enter it.
 
     Args:
-        owner: Uid of the program, since git only works in directories of its own user; 0 for this
-            process's uid.
+        owner: Uid that owns the directory: that of the sandboxed program, because git refuses
+            directories of other users. 0 stands for this process's uid.
     """
     owner_options = f",uid={owner},gid={owner}" if owner else ""
     options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owner_options}"

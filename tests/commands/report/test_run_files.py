@@ -9,7 +9,7 @@ import pytest
 from commands.report.made_runs import make_run, write_results
 
 from ratchet.commands.report.answers import (
-    MAX_FILE_CHARS,
+    MAX_REPORT_CHARS,
     list_evaluations,
     read_answers,
     sample_answers,
@@ -141,7 +141,7 @@ def test_long_answers_are_bounded(directory: RunDirectory):
     sample = sample_answers(directory, 99)
     rows = sample["answers"]["a/step-00000000"]["rows"]
     assert 0 < len(rows) < 99
-    assert sum(len(row[3]) for row in rows) <= MAX_FILE_CHARS
+    assert sum(len(row[3]) for row in rows) <= MAX_REPORT_CHARS
     assert rows[0][3].startswith("… x")
 
 
