@@ -363,8 +363,8 @@ async def gather_first(
 
 
 def _list_rewards(outcomes: Sequence[Outcome]) -> list[float]:
-    rewards = [getattr(outcome, "reward", None) for outcome in outcomes]
-    return [reward for reward in rewards if reward is not None]
+    judged = [outcome for outcome in outcomes if isinstance(outcome, Scored | Truncated)]
+    return [outcome.reward for outcome in judged if outcome.reward is not None]
 
 
 def _copy_task(task: Task) -> Task:
