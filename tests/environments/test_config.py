@@ -60,7 +60,7 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monke
         "tools": [{"kind": "calculator"}],
         "parts": [{"kind": "sorting"}],
     }
-    needed |= {"worker": {"kind": "sorting"}}
+    needed |= {"worker": {"kind": "sorting"}, "texts": ("x",)}
     needed |= {"url": "http://localhost:1/v1", "model": "m", "taskset": "words_taskset"}
     needed |= {
         "interface": "experience.copying_env:Copying",
