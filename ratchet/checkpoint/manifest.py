@@ -55,7 +55,7 @@ def write_manifest(directory: Path, step: int, meta: Mapping[str, Any]) -> None:
 def replace_manifest_meta(
     directory: Path, step: int, meta: Mapping[str, Any], draft_directory: Path
 ) -> None:
-    """Replace the metadata in the manifest of `step` at once; its list of files stays.
+    """Replace the metadata in the manifest of `step` atomically; its list of files stays.
 
     Args:
         draft_directory: An existing directory on the same disk.

@@ -1,8 +1,8 @@
 """Find the data, models and modules that a recipe names, also beside the recipe's file.
 
 Relative paths are relative to the current directory. A path that does not exist there is looked up
-in the directory of the file that names it. The file of `file.py:name` and a module that can't be
-imported are looked up there too.
+in the directory of the file that names it. So are the file in a value `file.py:name`, and the
+module in a value `module:name` that is not on the import path.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def find_beside(root: Node, keys: Collection[str]) -> Node:
 
     Args:
         root: The tree.
-        keys: The keys of a recipe. A file with all of them was saved by a run, whose paths were
-            replaced before. Its tree is returned unchanged, because beside it lie files of the run
-            with common names, such as `model`.
+        keys: All top-level keys of a recipe. A file that has them all was saved by a run, and its
+            paths are already resolved. Its tree is returned unchanged, because a path such as
+            `model` could match one of the run's own files.
     """
     directory = Path(root.origin.file).parent
     if set(keys) <= set(root.value) or directory == Path():

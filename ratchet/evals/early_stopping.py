@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ratchet.config.schema import EvaluationConfig
 from ratchet.errors import ConfigError
 
-# Metrics whose lower values are better, also if the recipe writes them with a leading minus.
+# Metrics for which lower is better. A leading minus in the recipe changes nothing for them.
 LOWER_IS_BETTER = frozenset({"eval/loss", "eval/perplexity"})
 # Metrics for a recipe that names none. The first one that an evaluation reports is used.
 DEFAULT_METRICS = ("eval/accuracy", "eval/loss")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ratchet.evals.paired_test import SIGNIFICANCE_LEVEL, EvalComparison, name_better
 from ratchet.evals.results import EvalResults, Measure, list_powers_of_two
 from ratchet.evals.statistics import PairedDifference
 from ratchet.observe.write_files import replace_text
+from ratchet.utils.markdown import format_table
 
 REPORT = "report.md"
 MAX_SHOWN_FAILURES = 3
@@ -56,7 +57,7 @@ def format_comparison(comparison: EvalComparison, a: str, b: str) -> str:
         for name, test in {**comparison.by_measure, **comparison.by_tag}.items()
     ]
     heading = ("", "prompts", "A - B", "95 % interval", "A wins", "B wins", "p", "better")
-    lines = [f"# A against B\n\nA: {a}\n\nB: {b}", _format_table(heading, rows)]
+    lines = [f"# A against B\n\nA: {a}\n\nB: {b}", format_table(heading, rows)]
     test_kind = (
         "the exact"
         if all(test.is_exact for test in comparison.by_measure.values())
@@ -101,7 +102,7 @@ def _format_measures(measures: Sequence[Measure], n_prompts: int, n_samples: int
                 f"{measure.prompts} of {n_prompts}",
             )
         )
-    return _format_table(("measure", "value", "95 % interval", "prompts"), rows)
+    return format_table(("measure", "value", "95 % interval", "prompts"), rows)
 
 
 def _format_tags(results: EvalResults) -> str:
@@ -118,7 +119,7 @@ def _format_tags(results: EvalResults) -> str:
                 ),
             )
         )
-    return _format_table(
+    return format_table(
         (
             "tag",
             "prompts",
@@ -153,7 +154,7 @@ def _format_failures(results: EvalResults) -> list[str]:
     return [
         "## Without a reward",
         heading,
-        _format_table(("why", "attempts"), rows),
+        format_table(("why", "attempts"), rows),
         "\n".join(examples),
     ]
 
@@ -186,10 +187,3 @@ def _format_interval(low: float, high: float) -> str:
 def _get_last_line(text: str) -> str:
     """Return the last line of a text, which may be a traceback."""
     return (text.strip().splitlines() or [""])[-1][:300]
-
-
-def _format_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-    )

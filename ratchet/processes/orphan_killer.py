@@ -33,7 +33,7 @@ def main(group: int, parent: int) -> None:
         except ProcessLookupError:  # it has ended already
             break
     else:
-        # Continue in a child without a parent and in its own session, which survives the worker.
+        # Continue in a forked child in a session of its own, so that it survives the worker.
         if os.fork() > 0:
             return
         os.setsid()

@@ -61,8 +61,8 @@ def import_object(path: str) -> Any:
 def _import_file(file: Path) -> ModuleType:
     """Return the module of a Python file, which is run once in a process.
 
-    Its name in `sys.modules` contains a hash of its location, so that `math.py` and the
-    `rewards.py` of two directories shadow no other module.
+    Its name in `sys.modules` contains a hash of its location. So a user's `math.py` does not shadow
+    the standard library's, and two directories can each have a `rewards.py`.
     """
     location = str(file.resolve(strict=True))
     name = f"{file.stem}_{blake2b(location.encode(), digest_size=8).hexdigest()}"

@@ -1,6 +1,6 @@
 """The ends of a weight sync: senders beside the learner's ranks, receivers beside generators.
 
-A weight sync calls both through `Ranks`, in this process or in others.
+A weight sync calls both through `worker_protocols.Ranks`, in this process or in others.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class WeightReceiver:
 
         parts: description of what each rank sent.
         transport: receives the parts, if `receive` has not been called.
-        base: the version that changes apply to; None: all blocks are whole.
+        base: the version that deltas are relative to; None: every block is sent whole.
 
         Raises WeightSyncError for the first part that differs from what was sent, or DeltaRefused.
         """

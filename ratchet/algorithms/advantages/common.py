@@ -130,8 +130,7 @@ def std_by(bins: Bins, x: Tensor) -> Tensor:
 def normalise_by(bins: Bins, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
     """Normalise x within each bin: return (x - mean) / (std + epsilon).
 
-    std is the sample standard deviation (ddof 1). Any other `scale` than "std" gives
-    x - mean.
+    std is the sample standard deviation (ddof 1). scale="none" gives x - mean.
 
     The result is exactly 0 if all x of a bin are equal. Without this rule, the rounding error of
     the mean divided by a tiny standard deviation would become a signal.

@@ -54,7 +54,8 @@ def group_relative(
     """
     attempts = collect_attempts(batch)
     returns_A = attempts.returns_A
-    advantages_A = normalise_by(attempts.groups, returns_A, scale=scale, epsilon=epsilon)
+    group_scale = "std" if scale == "std" else "none"
+    advantages_A = normalise_by(attempts.groups, returns_A, scale=group_scale, epsilon=epsilon)
     if scale == "batch_std" and len(returns_A):
         advantages_A = advantages_A / (std_by(put_all_in_one_bin(returns_A), returns_A) + epsilon)
     return broadcast_to_tokens(batch, attempts.to_sequences(advantages_A))

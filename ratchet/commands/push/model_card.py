@@ -16,6 +16,7 @@ from ratchet.evals.results import RESULTS, EvalResults, Measure
 from ratchet.observe.provenance import read_provenance
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.run_dir import RunDirectory
+from ratchet.utils.markdown import format_table
 
 MAX_CURVE_ROWS = 12
 # Metric -> heading in the table of curves
@@ -182,7 +183,7 @@ def _make_stage_table(stages: Sequence[Row]) -> str:
         )
         for stage in stages
     ]
-    return _make_table(("stage", "algorithm", "tasks", "steps", "batch", "learning rate"), rows)
+    return format_table(("stage", "algorithm", "tasks", "steps", "batch", "learning rate"), rows)
 
 
 def _make_curve_table(rows: Sequence[Row]) -> str:
@@ -202,7 +203,7 @@ def _make_curve_table(rows: Sequence[Row]) -> str:
         for i in indices
     ]
     headings = ("step", *(CURVES[name] for name in metrics))
-    return "## Curves\n\n" + _make_table(headings, lines)
+    return "## Curves\n\n" + format_table(headings, lines)
 
 
 def _make_evaluation_table(evaluations: Sequence[tuple[str, list[Measure]]]) -> str:
@@ -221,7 +222,7 @@ def _make_evaluation_table(evaluations: Sequence[tuple[str, list[Measure]]]) -> 
     if not lines:
         return ""
     headings = ("tasks", "measure", "value", "95 % interval", "prompts")
-    return "## Evaluations\n\n" + _make_table(headings, lines)
+    return "## Evaluations\n\n" + format_table(headings, lines)
 
 
 def _list_data(provenance: Sequence[Row]) -> str:
@@ -233,7 +234,7 @@ def _list_data(provenance: Sequence[Row]) -> str:
     }
     if not files:
         return ""
-    return "## Data files\n\n" + _make_table(("file", "fingerprint"), list(files.items()))
+    return "## Data files\n\n" + format_table(("file", "fingerprint"), list(files.items()))
 
 
 def _show_recipe(recipe: Row) -> str:
@@ -258,18 +259,7 @@ def _remove_directories(value: Any) -> Any:
 def _list_versions(provenance: Sequence[Row]) -> str:
     code = next((entry["code"] for entry in reversed(provenance) if "code" in entry), {})
     versions = [(name, code[name]) for name in code if name != "sources" and code[name]]
-    return "## Versions\n\n" + _make_table(("package", "version"), versions) if versions else ""
-
-
-def _make_table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(
-        "| " + " | ".join(_escape_cell(cell) for cell in line) + " |" for line in lines
-    )
-
-
-def _escape_cell(cell: Any) -> str:
-    return re.sub(r"\s+", " ", str(cell)).replace("|", "\\|")
+    return "## Versions\n\n" + format_table(("package", "version"), versions) if versions else ""
 
 
 def _format_number(value: float | None) -> str:

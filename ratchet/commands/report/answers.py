@@ -116,7 +116,7 @@ def _count_fitting(answers: Mapping[str, Any], max_tasks: int) -> int:
     """Return how many tasks fit into MAX_REPORT_CHARS."""
     chars = 0
     for n_tasks in range(max_tasks):
-        # The next task's row in each evaluation that has so many.
+        # The next task's row in each evaluation that has more than `n_tasks` tasks.
         next_task = slice(n_tasks, n_tasks + 1)
         rows = [row for content in answers.values() for row in content["rows"][next_task]]
         chars += sum(len(text) for *_, text in rows)

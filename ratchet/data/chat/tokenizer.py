@@ -52,6 +52,9 @@ DOWNLOAD_PATTERNS = [
 ]
 # Maximum characters that a normalizer or decoder may make of one character. Published ones make 3.
 MAX_GROWTH = 64
+# The largest id of a token. The tokenizers library takes memory for all ids below the largest; the
+# largest published vocabulary has some 1,000,000 tokens.
+MAX_TOKEN_ID = 2**24
 # White space as the library defines it: Unicode's, without four separators that Python includes.
 WHITE_SPACE = re.compile(r"[^\S\x1c-\x1f]")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -99,7 +102,13 @@ class Tokenizer:
         self._backend = backend
         self.config = dict(config or {})
         self.chat_template = chat_template
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        last_id = max(backend.get_vocab(with_added_tokens=True).values())
+        if last_id > MAX_TOKEN_ID:
+            raise ModelError(
+                f"tokenizer.json gives a token the id {last_id:,}, and at most {MAX_TOKEN_ID:,} is "
+                "allowed. Copy the file from the original model again"
+            )
+        self.vocab_size = 1 + last_id
         names = ((name, _get_token_text(self.config.get(name))) for name in SPECIAL_NAMES)
         self.special_tokens: dict[str, str] = {
             name: text for name, text in names if text is not None

@@ -22,10 +22,6 @@ from ratchet.utils import safe_read
 from ratchet.utils.object_store import explain_bad_address, fetch_directory, is_address
 from ratchet.utils.terminal_text import get_first_line, shorten_text
 
-# The largest id of a token. The tokenizers library takes memory for all ids below the largest; the
-# largest published vocabulary has some 1,000,000 tokens.
-MAX_TOKEN_ID = 2**24
-
 
 def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokenizer:
     """Return the tokenizer of a model.
@@ -105,12 +101,6 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
             raise ModelError(
                 f"{path} is not a tokenizer, because it has no tokens. Copy the file from the "
                 "original model again"
-            )
-        last_id = max(backend.get_vocab(with_added_tokens=True).values())
-        if last_id > MAX_TOKEN_ID:
-            raise ModelError(
-                f"{path} gives a token the id {last_id:,}, and at most {MAX_TOKEN_ID:,} is "
-                "allowed. Copy the file from the original model again"
             )
         return backend
     if not any((directory / name).is_file() for name in SLOW_TOKENIZER_FILES):

@@ -1,6 +1,6 @@
 """Read requests of OpenAI's Responses API as chat requests.
 
-A request means what the same conversation means to chat completions, token by token: a message of
+A request has the same prompt tokens as the same conversation in chat completions: a message of
 the assistant and the function calls after it are one message, a `function_call_output` is a message
 of the tool, and reasoning stands before the answer within <think> marks.
 
@@ -38,7 +38,7 @@ LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 
 
 class _Item(EchoedModel):
-    # Fields of the client's items, present when it sends them back.
+    # Fields of output items, which a client keeps when it sends an earlier response's items.
     id: str | None = None
     status: str | None = None
 

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 from ratchet.errors import ConfigError
+from ratchet.utils.terminal_text import shorten_text
 
 CHECK_TIMEOUT_S = 300.0
 SPECULATIVE_CONFIG = "speculative_config"
@@ -177,13 +178,19 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """
     if not arguments or find_spec("vllm") is None:
         return
-    process = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(dict(arguments)),
-        capture_output=True,
-        text=True,
-        timeout=CHECK_TIMEOUT_S,
-    )
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(dict(arguments)),
+            capture_output=True,
+            text=True,
+            timeout=CHECK_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"generator.arguments can't be checked, because vLLM was not imported within "
+            f"{CHECK_TIMEOUT_S:g} s: try again on a machine with less load"
+        ) from error
     if process.returncode:
         raise ConfigError(
             "generator.arguments can't be checked, because vLLM can't be imported: "
@@ -228,7 +235,7 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 def _shorten(error: ValueError) -> str:
     """Return the error's text on one line, without pydantic's link to its manual."""
     text = " ".join(str(error).split()).partition(" For further information")[0]
-    return text if len(text) <= 400 else f"{text[:397]}..."
+    return shorten_text(text, 400)
 
 
 def _raise_refusal(message: str) -> None:

@@ -51,7 +51,7 @@ class PackedInputs:
         )
 
     def pad(self, tokens: int) -> PackedInputs:
-        """Return the inputs padded at the end to `tokens` tokens, to which no token attends."""
+        """Return the inputs padded to `tokens` tokens. Nothing attends to the padding."""
         n_tokens = len(self.tokens_U)
         if n_tokens == tokens:
             return self
@@ -122,7 +122,7 @@ def pack_output_inputs(
 
     Tokens after a sequence's last output token are not computed, except for rounding up to
     `STRIDE`. For earlier tokens that are no output tokens, the last layer computes only keys and
-    values. `unfold` returns the state of some output token for every token that is none.
+    values. `unfold` returns meaningless states for them.
 
     Args:
         output_mask_T: bool, True for output tokens; at least one must be True.

@@ -260,7 +260,7 @@ class TransformersPolicy(PolicyModel):
             return self._run_head(hidden_nd.to(dtype))
 
     def _run_head(self, hidden_nd: Tensor) -> Tensor:
-        """Return the logits of hidden states, with the head's weights in their dtype."""
+        """Return the logits of hidden states, in their dtype."""
         head = _replace_backbone(self.model, self.backbone_path, _FixedBackbone(hidden_nd[None]))
         weights = {name: weight.to(hidden_nd.dtype) for name, weight in head.named_parameters()}
         tokens = torch.zeros(1, hidden_nd.shape[0], dtype=torch.int64, device=hidden_nd.device)
@@ -343,7 +343,7 @@ class TransformersPolicy(PolicyModel):
         return transformers_lora.disable_peft_adapters(self.model)
 
     def matrices(self) -> Mapping[str, Sequence[int]]:
-        """Return the two-dimensional weights of the layers.
+        """Return the number of rows of each two-dimensional weight of the layers, by name.
 
         Three-dimensional weights are left out, because they may be experts or convolution kernels.
         """

@@ -19,7 +19,7 @@ class UnwantedTextConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.unwanted_text:UnwantedText"
 
     texts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="Texts that must not occur, in this case, in what the policy wrote."
+        (), description="Texts that the policy must not write; upper and lower case differ."
     )
     token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (),
