@@ -36,6 +36,11 @@ class Section(BaseModel):
         """Return the section's `kind`; "" if it has none, because it was made in Python."""
         return str(dict(self).get("kind", ""))
 
+    @property
+    def metric_name(self) -> str:
+        """Return the part's name in metrics: its kind, and of an import path the last part."""
+        return self.kind_name.rpartition(":")[2]
+
     def list_data_files(self) -> list[Path]:
         """Return the files that the section and its subsections name, in order.
 

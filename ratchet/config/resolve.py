@@ -181,16 +181,6 @@ def build(section: Section, /, *arguments: Any, **named: Any) -> Any:
     return factory(section, *arguments, **named)
 
 
-def get_reward_name(section: Section) -> str:
-    """Return the name of a reward in metrics: its section's `reward_name`, or else its kind.
-
-    An import path is shortened to the part after the colon.
-    """
-    # Only sections that name a function have it.
-    name = getattr(section, "reward_name", None) or section.kind_name
-    return str(name).rpartition(":")[2]
-
-
 def _explain_unknown_kind(slot: str, kind: str) -> str:
     near = get_close_matches(kind, KINDS[slot], n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""

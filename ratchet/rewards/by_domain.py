@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import Slot, get_reward_name
+from ratchet.config.resolve import Slot
 from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
@@ -31,7 +31,7 @@ class ByTagConfig(Section):
     @model_validator(mode="after")
     def _check_distinct(self) -> ByTagConfig:
         for tag, sections in self.domains.items():
-            names = [get_reward_name(section) for section in sections]
+            names = [section.metric_name for section in sections]
             if len(set(names)) < len(names):
                 raise ValueError(
                     f"domain '{tag}' has rewards {', '.join(names)}: give each name once"

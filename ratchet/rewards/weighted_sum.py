@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import build, get_reward_name
+from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 from ratchet.protocols import Reward
 from ratchet.rewards.base import as_reward
@@ -95,10 +95,10 @@ class WeightedSum(Reward):
 def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
     """Return the weighted sum of the rewards that sections of a recipe describe.
 
-    `get_reward_name` gives the names, and the sections' `weight` the weights. Raises ConfigError if
+    The sections' `metric_name` are the names, and their `weight` the weights. Raises ConfigError if
     two share a name, or there are none.
     """
-    names = [get_reward_name(section) for section in sections]
+    names = [section.metric_name for section in sections]
     if len(set(names)) < len(names):
         raise ConfigError(
             f"rewards {', '.join(names)} repeat a name: their parts would share the name. Give "

@@ -21,7 +21,7 @@ from ratchet.config.checks.precision import PRECISION_CHECKS
 from ratchet.config.checks.sizes import SIZE_CHECKS
 from ratchet.config.model_shape.presets import PRESETS
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import get_reward_name, section_class
+from ratchet.config.resolve import section_class
 from ratchet.config.schema import RunConfig, StageConfig, get_default_rewards
 from ratchet.config.sections import EnvironmentConfig
 
@@ -209,7 +209,7 @@ def _judges_itself(environment: EnvironmentConfig) -> bool:
 
 def _check_reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key in ("rewards", "eval_rewards"):
-        names = [get_reward_name(reward) for reward in getattr(stage, key)]
+        names = [reward.metric_name for reward in getattr(stage, key)]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield clash(
                 f"{key} has {name} twice, and both would write metrics of that name: keep one, "

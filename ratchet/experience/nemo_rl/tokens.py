@@ -32,6 +32,9 @@ class HubTokenizer(Protocol):
 class DecodingTokenizer(Protocol):
     """The attributes that functions read which decode and render nothing."""
 
+    eos_token_id: int | None
+    pad_token_id: int | None
+
     def batch_decode(self, sequences: Any, *, skip_special_tokens: bool = ...) -> list[str]: ...
 
 
@@ -94,10 +97,10 @@ def get_answer_decoder(tokenizer: TokenizerType | DecodingTokenizer) -> AnswerDe
             lambda tokens, stop: renderer.parse(tokens, stop).text,
         )
     decoding: Any = tokenizer
-    end = getattr(tokenizer, "eos_token_id", None)
+    end = decoding.eos_token_id
     return AnswerDecoder(
         () if end is None else (end,),
-        getattr(tokenizer, "pad_token_id", None) or 0,
+        decoding.pad_token_id or 0,
         lambda tokens, _: decoding.batch_decode([list(tokens)], skip_special_tokens=True)[0],
     )
 

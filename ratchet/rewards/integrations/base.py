@@ -35,8 +35,8 @@ class LibraryRewardConfig(Section):
         return function
 
     @property
-    def reward_name(self) -> str:
-        """The name of the reward in metrics: the function's."""
+    def metric_name(self) -> str:
+        """Return the reward's name in metrics: the function's name."""
         return self.function.rpartition(":")[2]
 
 
@@ -44,7 +44,7 @@ class LibraryReward(PerTrajectory):
     """The base class of rewards that call a function of another library for each attempt."""
 
     def __init__(self, config: LibraryRewardConfig) -> None:
-        self.name = config.reward_name
+        self.name = config.metric_name
         self.path = config.function
         self.function = import_object(config.function)
 
