@@ -9,7 +9,19 @@ from pydantic import Field
 from ratchet.config.base import Section
 
 
-class WandbConfig(Section):
+class TableConfig(Section):
+    """The base class of trackers that show attempts in a table."""
+
+    rollouts: int = Field(
+        0,
+        ge=0,
+        description="Attempts in a table of the step's prompts, responses and rewards; 0: no "
+        "tables, and no text leaves this machine.",
+    )
+    rollouts_every: int = Field(10, ge=1, description="Steps between tables of attempts.")
+
+
+class WandbConfig(TableConfig):
     """The Weights & Biases tracker."""
 
     builds: ClassVar[str] = "ratchet.observe.trackers:WandbSink"
@@ -55,7 +67,7 @@ class SwanlabConfig(Section):
     )
 
 
-class TrackioConfig(Section):
+class TrackioConfig(TableConfig):
     """The Trackio tracker; it writes to its local directory (TRACKIO_DIR), or to a Space."""
 
     builds: ClassVar[str] = "ratchet.observe.trackers:TrackioSink"

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.observe.reducers import Histogram, Partial, Reducer, new_partial
+from ratchet.types import Group
 
 MACHINE_PREFIXES = ("time/", "system/")  # prefixes of metrics that differ between runs
 
@@ -28,13 +29,22 @@ class MetricOrigin(NamedTuple):
 
 
 class StepMetrics(dict[str, float | None]):
-    """The metrics of a step: numbers by name, and histograms for sinks that can show them."""
+    """The metrics of a step: numbers by name, and what sinks can show beside them.
+
+    Args:
+        histograms: Histograms by name.
+        groups: The groups that the step trained on.
+    """
 
     def __init__(
-        self, numbers: Mapping[str, float | None], histograms: Mapping[str, Histogram]
+        self,
+        numbers: Mapping[str, float | None],
+        histograms: Mapping[str, Histogram],
+        groups: Sequence[Group] = (),
     ) -> None:
         super().__init__(numbers)
         self.histograms = dict(histograms)
+        self.groups = groups
 
 
 class MetricsManager:
@@ -124,8 +134,12 @@ class MetricsManager:
             self._register_origin(name, origin)
             self._partials.setdefault(name, new_partial(origin.reducer)).merge(partial)
 
-    def flush(self, step: int) -> StepMetrics:
-        """Return the metrics of `step`, sorted by name, and start the next step empty."""
+    def flush(self, step: int, groups: Sequence[Group] = ()) -> StepMetrics:
+        """Return the metrics of `step`, sorted by name, and start the next step empty.
+
+        Args:
+            groups: The groups that the step trained on, for sinks that show attempts.
+        """
         assert step >= 0, step
         numbers: dict[str, float | None] = {}
         histograms: dict[str, Histogram] = {}
@@ -140,7 +154,7 @@ class MetricsManager:
                 numbers[name] = None
                 numbers[f"{name}/{value}"] = 1.0  # nan, inf or -inf
         self._partials = {}
-        return StepMetrics(numbers, histograms)
+        return StepMetrics(numbers, histograms, groups)
 
     def _register_origin(self, name: str, origin: MetricOrigin) -> None:
         """Set the origin of a name. Raises ValueError if the name has another one."""

@@ -19,6 +19,7 @@ from ratchet.errors import MissingDependency, suggest_install
 from ratchet.observe.metrics import StepMetrics
 from ratchet.observe.reducers import Histogram
 from ratchet.observe.write_files import AppendFile, replace_text
+from ratchet.types import Group
 from ratchet.utils import failpoints
 from ratchet.utils.safe_read import parse_json
 
@@ -31,6 +32,11 @@ SINK_ERRORS = (OSError, RuntimeError, ValueError)
 def get_histograms(metrics: Metrics) -> Mapping[str, Histogram]:
     """Return the histograms of the step, for a sink that can show them."""
     return metrics.histograms if isinstance(metrics, StepMetrics) else {}
+
+
+def get_groups(metrics: Metrics) -> Sequence[Group]:
+    """Return the groups that the step trained on, for a sink that can show attempts."""
+    return metrics.groups if isinstance(metrics, StepMetrics) else ()
 
 
 class Sink(Protocol):

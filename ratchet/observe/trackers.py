@@ -31,7 +31,8 @@ from ratchet.observe.config import (
     TrackioConfig,
     WandbConfig,
 )
-from ratchet.observe.sinks import Metrics, Sink, get_histograms
+from ratchet.observe.rollout_table import RolloutTable
+from ratchet.observe.sinks import Metrics, Sink, get_groups, get_histograms
 from ratchet.observe.write_files import replace_text
 from ratchet.utils.terminal_text import escape_surrogates
 
@@ -102,15 +103,22 @@ def flatten_settings(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]
 class RunSink:
     """A sink for trackers whose run has `log(metrics, step=)` and `finish()`, like W&B's.
 
-    begin: starts the run.
-    histogram: the tracker's class for histograms, called with `np_histogram=(counts, edges)`;
-      None: it has none.
+    Args:
+        begin: Starts the run.
+        histogram: The tracker's class for histograms, called with `np_histogram=(counts, edges)`;
+            None if it has none.
+        rollouts: The tables of attempts; None if the tracker has none.
     """
 
     def __init__(
-        self, name: str, begin: Callable[[], Any], histogram: Callable[..., Any] | None = None
+        self,
+        name: str,
+        begin: Callable[[], Any],
+        *,
+        histogram: Callable[..., Any] | None = None,
+        rollouts: RolloutTable | None = None,
     ) -> None:
-        self._name, self._histogram = name, histogram
+        self._name, self._histogram, self._rollouts = name, histogram, rollouts
         with as_os_error(name):
             self._run = begin()
 
@@ -122,6 +130,10 @@ class RunSink:
                     values[name] = self._histogram(
                         np_histogram=(np.array(histogram.counts), np.array(histogram.edges))
                     )
+            if self._rollouts is not None:
+                table = self._rollouts.build(step, get_groups(metrics))
+                if table is not None:
+                    values["rollouts"] = table
             self._run.log(values, step=step)
 
     def close(self) -> None:
@@ -154,7 +166,12 @@ class WandbSink(RunSink):
                 settings=wandb.Settings(console="off", silent=True),
             )
 
-        super().__init__("wandb", begin, wandb.Histogram)
+        super().__init__(
+            "wandb",
+            begin,
+            histogram=wandb.Histogram,
+            rollouts=RolloutTable(wandb.Table, config.rollouts, config.rollouts_every),
+        )
 
 
 class SwanlabSink(RunSink):
@@ -196,7 +213,12 @@ class TrackioSink(RunSink):
                 embed=False,
             )
 
-        super().__init__("trackio", begin, trackio.Histogram)
+        super().__init__(
+            "trackio",
+            begin,
+            histogram=trackio.Histogram,
+            rollouts=RolloutTable(trackio.Table, config.rollouts, config.rollouts_every),
+        )
 
 
 class MlflowSink:

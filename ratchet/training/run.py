@@ -325,7 +325,7 @@ class StageRun:
                 await self.evaluate()
         findings = await self._check_reward_hacking(steps_done, groups)
         failpoints.point("step.log")
-        flushed = self.metrics.flush(steps_done)
+        flushed = self.metrics.flush(steps_done, groups)
         self.progress.unevaluated = dict(flushed) if is_put_off else None
         if is_due and not is_put_off:
             self._update_patience(flushed)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,17 +39,61 @@ from ratchet.observe.trackers import (
     get_run_id,
     select_finite,
 )
+from ratchet.testing.builders import make_trajectory
 from ratchet.training.start import resume_run, start_run
+from ratchet.types import (
+    Failed,
+    Group,
+    Message,
+    Outcome,
+    Part,
+    Scored,
+    Task,
+    ToolCall,
+    Trajectory,
+    Truncated,
+)
 
 NAME = "rollout/length_histogram"
 LENGTHS = Histogram(
     edges=(0.0, 1.0, 2.0, 4.0), counts=(1, 0, 2), lowest=0.5, highest=3.0, total=6.5, squares=18.25
 )
+
+
+def make_groups() -> list[Group]:
+    """Two groups; the first has two attempts, of which one failed."""
+
+    def attempt(answer: Message, outcome: Outcome) -> Trajectory:
+        return replace(make_trajectory([1], [2, 3], outcome=outcome), messages=(answer,))
+
+    shown = Message("user", (Part("text", "See "), Part("image", "data:x")))
+    call = Message("assistant", tool_calls=(ToolCall("1", "add", {"a": 1}),))
+    tasks = (Task("t1", (shown,), tag="maths"), Task("t2", (Message("user", "x" * 20_001),)))
+    first = (attempt(call, Scored(1.0)), attempt(Message("assistant", "5"), Failed("tool", "")))
+    second = (attempt(Message("assistant", "half \ud800"), Truncated(None)),)
+    return [Group("g1", tasks[0], first), Group("g2", tasks[1], second)]
+
+
+ROLLOUTS = [
+    [3, "t1", "maths", "user: See [image]", 'assistant: add({"a": 1})', 1.0, "scored", 3],
+    [
+        3,
+        "t2",
+        "",
+        f"user: {'x' * 4994}\n[10,007 characters left out]\n{'x' * 5000}",
+        "assistant: half \\ud800",
+        None,
+        "truncated",
+        3,
+    ],
+]
 STEPS: list[Metrics] = [
     {"rollout/reward": 0.1, "policy/loss": -1.5, "rollout/reward/a b@c": 3.0},
     {"rollout/reward": 1 / 3, "policy/loss": None, "policy/loss/nan": 1.0},
     StepMetrics(
-        {"rollout/reward": 0.7, "policy/loss": 1e-30, "eval/accuracy": 0.25}, {NAME: LENGTHS}
+        {"rollout/reward": 0.7, "policy/loss": 1e-30, "eval/accuracy": 0.25},
+        {NAME: LENGTHS},
+        make_groups(),
     ),
 ]
 Rows = dict[int, dict[str, float]]
@@ -72,14 +117,16 @@ def expected(steps: list[Metrics]) -> Rows:
 
 
 WRITE = """
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from observe.test_trackers import STEPS, tracked
 from ratchet.config.resolve import build, resolve
 
-kind, path, mode = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-section = resolve("sink", {"kind": kind} | ({"mode": mode[0]} if mode else {}))
+kind, path, keys = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+section = resolve("sink", {"kind": kind, **keys})
 for first, last in ((0, 2), (2, 3)):  # a run and its resumption
     sink = build(section, tracked(path, is_resumed=first > 0))
     for step in range(first, last):
@@ -88,7 +135,7 @@ for first, last in ((0, 2), (2, 3)):  # a run and its resumption
 """
 
 
-def written_apart(kind: str, path: Path, *mode: str) -> None:
+def written_apart(kind: str, path: Path, keys: Mapping[str, Any]) -> None:
     """In a process of its own: trackers leave threads and hooks behind."""
     tests = Path(__file__).resolve().parents[1]
     environment = {
@@ -96,7 +143,7 @@ def written_apart(kind: str, path: Path, *mode: str) -> None:
         "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
         "TRACKIO_DIR": str(path / "trackio"),
     }
-    command = [sys.executable, "-c", WRITE, kind, str(path), *mode]
+    command = [sys.executable, "-c", WRITE, kind, str(path), json.dumps(keys)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
@@ -201,6 +248,27 @@ HISTOGRAMS = {  # of those that know such, as they keep them
         NAME: {"_type": "trackio.histogram", "values": [1, 0, 2], "bins": [0.0, 1.0, 2.0, 4.0]}
     },
 }
+KEYS: dict[str, dict[str, Any]] = {
+    "wandb": {"mode": "offline", "rollouts": 2, "rollouts_every": 3},
+    "swanlab": {"mode": "offline"},
+    "mlflow": {},
+    "trackio": {"rollouts": 2, "rollouts_every": 3},
+}
+
+
+def take_wandb_table(path: Path, row: dict[str, Any]) -> list[list[Any]]:
+    """Return the table's rows from the file that the step names, and remove its entries."""
+    entries = {name: row.pop(name) for name in list(row) if name.startswith("rollouts/")}
+    (file,) = (path / "wandb").glob(f"offline-run-*/files/{entries['rollouts/path']}")
+    return json.loads(file.read_text())["data"]
+
+
+def take_trackio_table(path: Path, row: dict[str, Any]) -> list[list[Any]]:
+    del path
+    return [list(attempt.values()) for attempt in row.pop("rollouts")["_value"]]
+
+
+TABLES = {"wandb": take_wandb_table, "trackio": take_trackio_table}
 READERS = {
     "wandb": wandb_rows,
     "swanlab": swanlab_rows,
@@ -218,8 +286,10 @@ READERS = {
     ],
 )
 def test_what_was_kept_offline(kind: str, tmp_path: Path) -> None:
-    written_apart(kind, tmp_path, *(["offline"] if kind in ("wandb", "swanlab") else []))
+    written_apart(kind, tmp_path, KEYS[kind])
     found = READERS[kind](tmp_path)
+    if kind in TABLES:
+        assert TABLES[kind](tmp_path, found[3]) == ROLLOUTS
     if kind == "mlflow":  # it takes fewer characters in a name than others
         found[1]["rollout/reward/a b@c"] = found[1].pop("rollout/reward/a b_c")
     for name, value in HISTOGRAMS.get(kind, {}).items():
