@@ -50,12 +50,16 @@ class RolloutTable:
 def _make_row(step: int, group: Group, trajectory: Trajectory) -> list[Any]:
     task = group.task
     outcome = trajectory.outcome
+    n_prompt = len(task.messages)
+    # An agent may begin with other messages than the task's; then they are part of the response.
+    begins_with_prompt = trajectory.messages[:n_prompt] == task.messages
+    response = trajectory.messages[n_prompt if begins_with_prompt else 0 :]
     return [
         step,
         escape_surrogates(task.id),
         escape_surrogates(task.tag),
         _write_out(task.messages),
-        _write_out(trajectory.messages),
+        _write_out(response),
         trajectory.reward,
         "" if outcome is None else type(outcome).__name__.lower(),
         len(trajectory),

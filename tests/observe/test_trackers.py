@@ -63,14 +63,18 @@ LENGTHS = Histogram(
 def make_groups() -> list[Group]:
     """Two groups; the first has two attempts, of which one failed."""
 
-    def attempt(answer: Message, outcome: Outcome) -> Trajectory:
-        return replace(make_trajectory([1], [2, 3], outcome=outcome), messages=(answer,))
+    def attempt(messages: tuple[Message, ...], outcome: Outcome) -> Trajectory:
+        return replace(make_trajectory([1], [2, 3], outcome=outcome), messages=messages)
 
     shown = Message("user", (Part("text", "See "), Part("image", "data:x")))
     call = Message("assistant", tool_calls=(ToolCall("1", "add", {"a": 1}),))
     tasks = (Task("t1", (shown,), tag="maths"), Task("t2", (Message("user", "x" * 20_001),)))
-    first = (attempt(call, Scored(1.0)), attempt(Message("assistant", "5"), Failed("tool", "")))
-    second = (attempt(Message("assistant", "half \ud800"), Truncated(None)),)
+    first = (
+        attempt((shown, call), Scored(1.0)),
+        attempt((shown, Message("assistant", "5")), Failed("tool", "")),
+    )
+    own_prompt = (Message("user", "y"), Message("assistant", "half \ud800"))
+    second = (attempt(own_prompt, Truncated(None)),)
     return [Group("g1", tasks[0], first), Group("g2", tasks[1], second)]
 
 
@@ -81,7 +85,7 @@ ROLLOUTS = [
         "t2",
         "",
         f"user: {'x' * 4994}\n[10,007 characters left out]\n{'x' * 5000}",
-        "assistant: half \\ud800",
+        "user: y\nassistant: half \\ud800",
         None,
         "truncated",
         3,
