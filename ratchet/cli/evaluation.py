@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +77,14 @@ InspectTask = Annotated[
         "registered name.",
     ),
 ]
+LmEvalTask = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TASK",
+        help="Evaluate by lm-evaluation-harness on this task of its: a name, a group or a YAML "
+        "file; several with commas. Keys are its options, such as num_fewshot=5.",
+    ),
+]
 Step = Annotated[
     int | None,
     typer.Option(
@@ -91,17 +100,10 @@ Out = Annotated[
     ),
 ]
 
-# What an evaluation by inspect-ai takes; its task sets the rest.
-INSPECT_OPTIONS = (
-    "target",
-    "inspect",
-    "step",
-    "tasks",
-    "temperature",
-    "max_new_tokens",
-    "generator",
-    "out",
-)
+# Options that an evaluation by another library's program takes; its task sets the rest.
+PROGRAM_OPTIONS = ("target", "step", "tasks", "generator", "out")
+INSPECT_OPTIONS = (*PROGRAM_OPTIONS, "inspect", "temperature", "max_new_tokens")
+LM_EVAL_OPTIONS = (*PROGRAM_OPTIONS, "lm_eval", "keys")
 
 
 def evaluate(
@@ -118,6 +120,7 @@ def evaluate(
     against: Against = None,
     step: Step = None,
     inspect: InspectTask = None,
+    lm_eval: LmEvalTask = None,
     tasks: Tasks = None,
     samples: Samples = 4,
     greedy: Annotated[
@@ -140,11 +143,18 @@ def evaluate(
     """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and with
     --against whether it beats another model."""
     if inspect is not None:
-        _refuse_other_options(context)
+        _refuse_other_options(context, "--inspect", INSPECT_OPTIONS)
         from ratchet.commands.eval_inspect import InspectSettings, evaluate_by_inspect
 
         settings = InspectSettings(inspect, step, tasks, temperature, max_new_tokens, generator)
         evaluate_by_inspect(target, settings, out=out)
+        return
+    if lm_eval is not None:
+        _refuse_other_options(context, "--lm-eval", LM_EVAL_OPTIONS)
+        from ratchet.commands.eval_lm_harness import HarnessSettings, evaluate_by_harness
+
+        harness = HarnessSettings(lm_eval, keys or [], step, tasks, generator)
+        evaluate_by_harness(target, harness, out=out)
         return
     from ratchet.commands.eval import evaluate_target
     from ratchet.commands.eval_setup import EndpointSettings, EvaluationSettings
@@ -167,16 +177,16 @@ def evaluate(
     evaluate_target(target, evaluation, against=against, out=out)
 
 
-def _refuse_other_options(context: typer.Context) -> None:
-    """Raise ConfigError for an option beside --inspect that only other evaluations take."""
+def _refuse_other_options(context: typer.Context, program: str, allowed: Collection[str]) -> None:
+    """Raise ConfigError for an option that has no effect beside --inspect or --lm-eval."""
     value: Any
     for name, value in context.params.items():
         source = context.get_parameter_source(name)
         is_given = source is not None and source.name == "COMMANDLINE"
-        if is_given and value and name not in INSPECT_OPTIONS:
+        if is_given and value not in (None, []) and name not in allowed:
             option = str(value[0]) if name == "keys" else f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{option} has no effect beside --inspect, whose task sets that: remove {option}"
+                f"{option} has no effect beside {program}, whose task sets that: remove {option}"
             )
 
 

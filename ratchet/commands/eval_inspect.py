@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
-import secrets
-import shutil
-import socket
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.commands.eval import print_and_save
+from ratchet.commands.eval_program import (
+    EvalProgram,
+    ProgramCall,
+    save_results,
+    serve_to_program,
+)
 from ratchet.commands.eval_setup import MAX_NEW_TOKENS
-from ratchet.commands.model_target import open_target
-from ratchet.commands.serve import ServedModel
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.evals.inspect_log import read_inspect_log
-from ratchet.evals.openai_client import is_endpoint
-from ratchet.experience.openai_proxy.server import make_chat_app
-from ratchet.observe.summary import get_installed_versions
-from ratchet.processes.process_group import kill_group
 from ratchet.runs.resolve import fetch_run_model
 from ratchet.types import Sampling
-from ratchet.utils import credentials
 from ratchet.utils.temp_dirs import TemporaryFolder
-from ratchet.utils.terminal_text import make_console
-from ratchet.web.server import Server
 
-PROGRAM = "inspect"
+INSPECT = EvalProgram("inspect", "inspect-ai", "--inspect")
 MODEL = "openai-api/ratchet/policy"  # its address and key are in RATCHET_BASE_URL, RATCHET_API_KEY
 LOG = "inspect.json"  # the log of inspect-ai, beside the results
 
@@ -67,76 +56,33 @@ def evaluate_by_inspect(target: str, settings: InspectSettings, *, out: Path | N
         ConfigError: The target is no model of this machine, inspect-ai or the task is not there.
         RatchetError: inspect-ai failed, or no attempt has a score.
     """
-    if is_endpoint(target):
-        raise ConfigError(
-            f"--inspect serves a model of a run or a directory, and {target} is served already: "
-            f"run `{PROGRAM} eval {settings.task}` yourself"
-        )
+    INSPECT.refuse_address(target, settings.task)
     file = settings.task.partition("@")[0]
     if file.endswith(".py") and not Path(file).is_file():
         raise ConfigError(f"--inspect={settings.task} names {file}, which is no file: correct it")
-    program = find_program()
+    program = INSPECT.find()
     path = fetch_run_model(target, settings.step)
     with TemporaryFolder("inspect") as folder:
-        asyncio.run(_serve_to_inspect(path, program, settings, folder))
+        serve_to_program(
+            path,
+            lambda served: ProgramCall(
+                make_command(program, settings, folder),
+                {"RATCHET_BASE_URL": served.url, "RATCHET_API_KEY": served.key},
+            ),
+            name=f"{INSPECT.name} eval {settings.task}",
+            sampling=Sampling(max_new_tokens=settings.max_new_tokens or MAX_NEW_TOKENS),
+            generator=settings.generator,
+            step=settings.step,
+        )
         logs = sorted(folder.glob("*.json"))
         if not logs:
-            raise RatchetError(f"{PROGRAM} wrote no log: its output is above")
-        for log in logs:
-            results = read_inspect_log(log, MODEL)
-            step = "" if settings.step is None else f", step {settings.step}"
-            version = {"ratchet": get_installed_versions()["ratchet"]}
-            about = {"target": f"{target}{step}", **results.about, **version}
-            results = replace(results, about=about)
-            directory = out if out is None or len(logs) == 1 else out / str(about["on"])
-            print_and_save(results, target, directory, make_console(), attached={LOG: log})
-
-
-def find_program() -> str:
-    """Return the path of inspect-ai's program: on PATH, or beside this interpreter.
-
-    Raises ConfigError if there is none.
-    """
-    beside = Path(sys.executable).parent
-    program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(beside))
-    if program is None:
-        raise ConfigError(
-            f"--inspect needs the program `{PROGRAM}` on PATH: pip install inspect-ai, in an "
-            "environment of its own"
-        )
-    return program
-
-
-async def _serve_to_inspect(
-    path: Path, program: str, settings: InspectSettings, log_dir: Path
-) -> None:
-    """Serve the model on a free port of loopback until inspect-ai has ended.
-
-    Raises RatchetError if it fails.
-    """
-    policy = open_target(path, generator=settings.generator, step=settings.step).policy
-    sampling = Sampling(max_new_tokens=settings.max_new_tokens or MAX_NEW_TOKENS)
-    model, key = ServedModel(policy, sampling), secrets.token_urlsafe()
-    app = make_chat_app(
-        lambda request_key: (
-            model if hmac.compare_digest(request_key.encode(), key.encode()) else None
-        )
-    )
-    server = Server(app, socket.create_server(("127.0.0.1", 0)))
-    serving = asyncio.create_task(server.run())
-    host, port = server.address
-    variables = {"RATCHET_BASE_URL": f"http://{host}:{port}/v1", "RATCHET_API_KEY": key}
-    try:
-        status = await _run_program(
-            make_command(program, settings, log_dir), {**credentials.get_environment(), **variables}
-        )
-    finally:
-        server.stop()
-        await serving
-        await policy.close()
-    if status:
-        raise RatchetError(
-            f"`{PROGRAM} eval {settings.task}` ended with status {status}: its output is above"
+            raise RatchetError(f"{INSPECT.name} wrote no log: its output is above")
+        save_results(
+            [(read_inspect_log(log, MODEL), log) for log in logs],
+            target,
+            step=settings.step,
+            out=out,
+            attached_name=LOG,
         )
 
 
@@ -160,14 +106,3 @@ def make_command(program: str, settings: InspectSettings, log_dir: Path) -> list
         "--no-fail-on-error",
         *(word for option in options for word in option),
     ]
-
-
-async def _run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program with the terminal of this one, and return its exit status."""
-    process = await asyncio.create_subprocess_exec(
-        *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        return await process.wait()
-    finally:
-        kill_group(process.pid)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import logging
 import os
 import secrets
 import threading
@@ -18,45 +18,48 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ratchet.observe.stall_report import waiting
 from ratchet.sandbox import shell
 from ratchet.sandbox.base import (
     DEFAULT_LIMITS,
-    FIXED_ENVIRONMENT,
     Isolation,
     Limits,
     Reason,
     Result,
     SandboxError,
     Session,
-    Strength,
     TooLarge,
     check_relative_path,
     end_threads,
 )
 from ratchet.sandbox.config import DockerSandboxConfig
-from ratchet.sandbox.docker_api import DockerEngine, DockerNotFound, DockerStream, EngineUnavailable
+from ratchet.sandbox.docker_api import (
+    DockerEngine,
+    DockerNotFound,
+    DockerStream,
+    EngineUnavailable,
+    read_field,
+    read_id,
+)
 from ratchet.sandbox.docker_build import build_image
+from ratchet.sandbox.docker_container import (
+    SCRATCH_DIRECTORY,
+    build_container_config,
+    read_strength,
+)
 from ratchet.sandbox.docker_outputs import CommandOutputs
-from ratchet.sandbox.reaper import OWNER_LABEL, identify_process, remove_dead_containers
+from ratchet.sandbox.reaper import identify_process, remove_dead_containers
 from ratchet.utils.retry import call_with_retries
 
 T = TypeVar("T")
-# Name prefixes of runtimes with a kernel of their own: gVisor, Kata Containers.
-OWN_KERNEL_RUNTIMES = ("runsc", "kata")
+log = logging.getLogger(__name__)
 RETRY_WAIT_S = 0.1  # wait before a call to the engine is tried once more, in seconds
 GRACE_S = 5.0  # seconds for killed processes to end, and for the engine to notice
-# Processes in addition to the program's limit: the first process, shells, and KILL_SCRIPT.
-SPARE_PROCESSES = 8
 BROKEN_PIPE_CODE = 128 + 13
 PAGE_BYTES = 4096  # smallest size of a file in memory
-SCRATCH_DIRECTORY = "/tmp"
 STATE_PATH = f"{SCRATCH_DIRECTORY}/{shell.STATE_FILE}"
-# The first process. It restarts its `cat` if a program kills it, ends when the connection ends, and
-# reaps ended processes.
-KEEPER_SCRIPT = "exec 3<&0; while :; do cat <&3 >/dev/null & wait $!; [ $? -le 128 ] && exit; done"
 # $0 is the text that both outputs end with. The file "$0.in" holds the standard input.
 RUN_SCRIPT = '"$@" <"$0.in"; _code=$?; printf %s "$0"; printf %s "$0" >&2; exit $_code'
 KILL_SCRIPT = "kill -KILL -1"  # all processes but the first and itself
@@ -87,7 +90,7 @@ class DockerSandbox:
     ) -> None:
         self.config = config
         self._engine = DockerEngine(config.address, config.certificates, config.timeout_s)
-        self.strength = _read_strength(self._engine.json("GET", "/info"), config)
+        self.strength = read_strength(read_field(self._engine.json("GET", "/info"), dict), config)
         try:
             self.strength.require(at_least, f"the engine at {config.address}")
         except SandboxError:
@@ -200,9 +203,9 @@ class DockerSandbox:
     def start(self, image: str, limits: Limits) -> str:
         """Return the id of a new container that waits for programs."""
         engine = self._engine
-        body = _build_container_config(image, self.config, limits, self._owner)
+        body = build_container_config(image, self.config, limits, self._owner)
         try:
-            container = engine.json("POST", "/containers/create", body)["Id"]
+            container = read_id(engine.json("POST", "/containers/create", body))
         except DockerNotFound:
             if not self.config.pull:
                 raise SandboxError(
@@ -210,7 +213,7 @@ class DockerSandbox:
                     "or set pull: true"
                 ) from None
             engine.pull(image)
-            container = engine.json("POST", "/containers/create", body)["Id"]
+            container = read_id(engine.json("POST", "/containers/create", body))
         try:
             self._stream_by_container[container] = engine.attach(
                 f"/containers/{container}/attach", stream=1, stdin=1
@@ -226,8 +229,10 @@ class DockerSandbox:
         if stream := self._stream_by_container.pop(container, None):
             stream.close()
         # The container ends with its connection, even if this request fails.
-        with contextlib.suppress(EngineUnavailable):
+        try:
             self._engine.remove(container)
+        except SandboxError as error:
+            log.warning("container %s can't be removed: %s", container, error)
 
     def execute(
         self,
@@ -251,7 +256,7 @@ class DockerSandbox:
             "WorkingDir": folder,
             "User": self.config.user,
         }
-        exec_id = engine.json("POST", f"/containers/{container}/exec", body)["Id"]
+        exec_id = read_id(engine.json("POST", f"/containers/{container}/exec", body))
         start = time.monotonic()
         stream = engine.attach(f"/exec/{exec_id}/start", {"Detach": False, "Tty": False})
         outputs = CommandOutputs(limits.output_kib << 10, end_marker)
@@ -274,9 +279,9 @@ class DockerSandbox:
         if code <= 128:
             return Result(code, None, *outputs.get_truncated_texts(), seconds, Reason.EXIT)
         # 137 is SIGKILL and 152 SIGXCPU, each plus 128.
-        is_out_of_memory = code == 137 and engine.json("GET", f"/containers/{container}/json")[
-            "State"
-        ].get("OOMKilled")
+        is_out_of_memory = code == 137 and read_field(
+            engine.json("GET", f"/containers/{container}/json"), bool, "State", "OOMKilled"
+        )
         reason = Reason.MEMORY if is_out_of_memory else Reason.CPU if code == 152 else Reason.SIGNAL
         return Result(
             None,
@@ -288,19 +293,24 @@ class DockerSandbox:
 
     def _wait_for_exit_code(self, exec_id: str) -> int:
         deadline = time.monotonic() + GRACE_S
-        while (state := self._engine.json("GET", f"/exec/{exec_id}/json"))["Running"]:
+        while read_field(
+            state := self._engine.json("GET", f"/exec/{exec_id}/json"), bool, "Running"
+        ):
             if time.monotonic() > deadline:
                 raise EngineUnavailable(
                     "the engine's stream was cut: it ended while the program is running"
                 )
             time.sleep(0.02)
-        return int(state["ExitCode"])
+        code = read_field(state, int, "ExitCode")
+        if not 0 <= code <= 255:
+            raise EngineUnavailable(f"the engine's answer has the exit status {code:.20g}")
+        return code
 
     def _kill_programs(self, container: str, exec_id: str) -> None:
         """End every process but the first. If that fails, end the container."""
         body = {"Cmd": ["sh", "-c", KILL_SCRIPT], "User": self.config.user}
         try:
-            killer = self._engine.json("POST", f"/containers/{container}/exec", body)["Id"]
+            killer = read_id(self._engine.json("POST", f"/containers/{container}/exec", body))
             self._engine.json("POST", f"/exec/{killer}/start", {"Detach": True, "Tty": False})
             self._wait_for_exit_code(exec_id)
         except SandboxError:
@@ -394,95 +404,6 @@ class _RunHandle:
         # A thread stops it, so that the cancelling caller does not wait for the engine.
         if container := self.container:
             threading.Thread(target=self._sandbox.stop, args=(container,), daemon=True).start()
-
-
-def _build_container_config(
-    image: str, config: DockerSandboxConfig, limits: Limits, owner: str
-) -> dict[str, Any]:
-    memory = limits.memory_mib << 20
-    cpu_s = math.ceil(limits.cpu_s)
-    # A volume, not a tmpfs of the container: the engine can put files only into volumes if the root
-    # is read-only.
-    scratch = {
-        "type": "tmpfs",
-        "device": "tmpfs",
-        "o": f"size={limits.disk_mib}m,mode=1777,nosuid,nodev",
-    }
-    volume = {
-        "Type": "volume",
-        "Target": SCRATCH_DIRECTORY,
-        "VolumeOptions": {"DriverConfig": {"Name": "local", "Options": scratch}},
-    }
-    # Over its CPU limit a process gets SIGXCPU, and a second later SIGKILL.
-    ulimits = [("nofile", 256, 256), ("core", 0, 0), ("cpu", cpu_s, cpu_s + 1)]
-    return {
-        "Image": image,
-        "Entrypoint": ["sh", "-c", KEEPER_SCRIPT],
-        "Cmd": [],
-        "Env": [f"{name}={value}" for name, value in FIXED_ENVIRONMENT.items()],
-        "User": config.user,
-        "WorkingDir": "/",
-        "OpenStdin": True,
-        "StdinOnce": True,
-        "AttachStdin": True,
-        "NetworkDisabled": True,
-        "Labels": {OWNER_LABEL: owner},
-        "HostConfig": {
-            "AutoRemove": True,
-            "Memory": memory,
-            "MemorySwap": memory,
-            "NanoCpus": int(config.cpus * 1e9),
-            "PidsLimit": limits.processes + limits.threads + SPARE_PROCESSES,
-            "Ulimits": [{"Name": name, "Soft": soft, "Hard": hard} for name, soft, hard in ulimits],
-            "NetworkMode": "none",
-            "IpcMode": "none" if config.read_only else "private",
-            "ReadonlyRootfs": config.read_only,
-            "Mounts": [volume],
-            "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges"],
-            "LogConfig": {"Type": "none"},
-            **({"Runtime": config.runtime} if config.runtime else {}),
-        },
-    }
-
-
-def _read_strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Strength:
-    options = [str(option) for option in info.get("SecurityOptions") or ()]
-    if info.get("OSType", "linux") != "linux":
-        raise SandboxError(
-            f"the engine at {config.address} runs containers of {info['OSType']}: linux is needed"
-        )
-    runtimes = info.get("Runtimes") or {}
-    if config.runtime and config.runtime not in runtimes and "." not in config.runtime:
-        raise SandboxError(
-            f"the engine at {config.address} has no runtime '{config.runtime}', only "
-            f"{', '.join(runtimes)}"
-        )
-    runtime = config.runtime or str(info.get("DefaultRuntime", ""))
-    has_seccomp = any(
-        option.startswith("name=seccomp") and "unconfined" not in option for option in options
-    )
-    has_own_kernel = runtime.removeprefix("io.containerd.").startswith(OWN_KERNEL_RUNTIMES)
-    if not has_seccomp and not has_own_kernel:
-        raise SandboxError(
-            f"the engine at {config.address} filters no system calls (seccomp): no isolation level "
-            "holds there"
-        )
-    mechanisms = [
-        "container",
-        "no capabilities",
-        "no-new-privileges",
-        "no network",
-        "cgroups",
-        f"runtime {runtime or 'default'}",
-    ]
-    mechanisms += [option.split(",")[0].removeprefix("name=") for option in options]
-    refused = (
-        () if has_own_kernel else (f"runtime {runtime or 'default'} shares the machine's kernel",)
-    )
-    return Strength(
-        Isolation.KERNEL if has_own_kernel else Isolation.NAMESPACES, refused, tuple(mechanisms)
-    )
 
 
 def _close(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import posixpath
+import re
 import ssl
 import struct
 import tarfile
@@ -18,12 +19,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ratchet.sandbox.base import SandboxError, TooLarge
 
 if TYPE_CHECKING:
     import httpx2
+
+T = TypeVar("T")
 
 # The oldest and newest supported API version
 OLDEST_VERSION = (1, 41)
@@ -43,6 +46,38 @@ class EngineUnavailable(SandboxError):
 
 class DockerNotFound(SandboxError):
     """The requested container, image or path does not exist."""
+
+
+def read_field(answer: Any, kind: type[T], *names: str, default: T | None = None) -> T:
+    """Return a field of the engine's answer, which may be of any shape.
+
+    Args:
+        answer: The JSON of the answer.
+        kind: The type of the field.
+        names: The keys of the nested objects, outermost first.
+        default: The value of a field that is missing or null; None: it must be there.
+
+    Raises:
+        EngineUnavailable: The field is missing or of another type.
+    """
+    value = answer
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise EngineUnavailable(
+            f"the engine's answer has no {'.'.join(names)} of type {kind.__name__}: {answer!r:.80}"
+        )
+    return value
+
+
+def read_id(answer: Any) -> str:
+    """Return the id of a new container or exec. Raises EngineUnavailable if there is none."""
+    name = read_field(answer, str, "Id")
+    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+        raise EngineUnavailable(f"the engine's answer has an id that is none: {name!r:.80}")
+    return name
 
 
 class DockerStream:
@@ -120,12 +155,12 @@ class DockerEngine:
             limits=limits,
         )
         base = "http://docker" if scheme == "unix" else address
-        self.address = address
+        self.address, self._timeout_s = address, timeout_s
         self._client = httpx2.Client(
             transport=transport, base_url=base, timeout=timeout_s, trust_env=False
         )
         self._version = ""
-        api_version = str(self.json("GET", "/version").get("ApiVersion", "0.0"))
+        api_version = read_field(self.json("GET", "/version"), str, "ApiVersion")
         version = tuple(int(part) for part in api_version.split(".")[:2] if part.isdecimal())
         if version < OLDEST_VERSION:
             self.close()
@@ -141,10 +176,10 @@ class DockerEngine:
         Raise DockerNotFound, EngineUnavailable, or SandboxError if the engine refuses the request.
         """
         with self._request(method, path, query, json=body) as response:
-            data = _read_bounded(response, MAX_ANSWER_BYTES)
+            data = self._read(response, MAX_ANSWER_BYTES)
         try:
             return json.loads(data) if data.strip() else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EngineUnavailable(
                 f"the engine answered {method} {path} with {data[:80]!r}, which is no JSON"
             ) from None
@@ -162,7 +197,7 @@ class DockerEngine:
         )
         try:
             response = self._client.send(request, stream=True)
-        except httpx2.TransportError as error:
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise self._make_unreachable_error(error) from error
         if response.status_code != 101:
             with _closing(response):
@@ -191,7 +226,7 @@ class DockerEngine:
         with self._request(
             "PUT", path, query, content=tar_file.getvalue(), headers=headers
         ) as response:
-            _read_bounded(response, MAX_ANSWER_BYTES)
+            self._read(response, MAX_ANSWER_BYTES)
 
     def get(self, container: str, path: str, max_bytes: int) -> dict[str, bytes]:
         """Return the regular files at or below `path`; keys are paths relative to its parent.
@@ -200,7 +235,7 @@ class DockerEngine:
         `max_bytes` bytes.
         """
         with self._request("GET", f"/containers/{container}/archive", {"path": path}) as response:
-            data = _read_bounded(response, max_bytes)
+            data = self._read(response, max_bytes)
         files = {}
         try:
             with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
@@ -224,11 +259,10 @@ class DockerEngine:
             image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
         )
         with self._request("POST", "/images/create", {"fromImage": name, "tag": tag}) as response:
-            for line in _read_bounded(response, MAX_ANSWER_BYTES).splitlines():
-                if b'"error"' in line:
-                    raise SandboxError(
-                        f"image '{image}' could not be fetched: {json.loads(line).get('error')}"
-                    )
+            # The engine reports its progress, so the time limit holds for each part.
+            for line in response.iter_lines():
+                if '"error"' in line:
+                    raise SandboxError(f"image '{image}' could not be fetched: {_read_error(line)}")
 
     def has_image(self, image: str) -> bool:
         try:
@@ -249,9 +283,7 @@ class DockerEngine:
         ) as response:
             for line in response.iter_lines():
                 if '"error"' in line:
-                    raise SandboxError(
-                        f"image '{image}' could not be built: {json.loads(line).get('error')}"
-                    )
+                    raise SandboxError(f"image '{image}' could not be built: {_read_error(line)}")
 
     def remove(self, container: str) -> None:
         """Stop and remove the container, unless it is already gone or being removed."""
@@ -278,16 +310,33 @@ class DockerEngine:
             ) as response:
                 self._check(response, method, path)
                 yield response
-        except httpx2.TransportError as error:
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise self._make_unreachable_error(error) from error
+
+    def _read(self, response: httpx2.Response, max_bytes: int) -> bytes:
+        """Return an answer's body.
+
+        Raises TooLarge, or EngineUnavailable if the engine takes longer than its time limit.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        data = bytearray()
+        for chunk in response.iter_bytes():
+            data += chunk
+            if len(data) > max_bytes:
+                raise TooLarge(f"the engine's answer is larger than {max_bytes} bytes")
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(
+                    f"the engine's answer took longer than timeout_s={self._timeout_s:g}"
+                )
+        return bytes(data)
 
     def _check(self, response: httpx2.Response, method: str, path: str) -> None:
         if response.is_success or response.status_code == 101:
             return
-        text = _read_bounded(response, MAX_ANSWER_BYTES)
+        text = self._read(response, MAX_ANSWER_BYTES)
         try:
             reason = json.loads(text)["message"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             reason = text[:200].decode("utf-8", "replace")
         message = (
             f"the engine at {self.address} answered {method} {path} with "
@@ -308,13 +357,12 @@ class DockerEngine:
         )
 
 
-def _read_bounded(response: httpx2.Response, max_bytes: int) -> bytes:
-    data = bytearray()
-    for chunk in response.iter_bytes():
-        data += chunk
-        if len(data) > max_bytes:
-            raise TooLarge(f"the engine's answer is larger than {max_bytes} bytes")
-    return bytes(data)
+def _read_error(line: str) -> str:
+    """Return the message of a line of progress that reports an error."""
+    try:
+        return str(json.loads(line)["error"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return line[:1000]
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import json
 import os
 from pathlib import Path
 
-from ratchet.sandbox.docker_api import DockerEngine, EngineUnavailable
+from ratchet.sandbox.base import SandboxError
+from ratchet.sandbox.docker_api import DockerEngine, EngineUnavailable, read_field, read_id
 
 OWNER_LABEL = "ratchet.owner"
 
@@ -20,13 +21,15 @@ def remove_dead_containers(engine: DockerEngine) -> list[str]:
     containers = engine.json(
         "GET", "/containers/json", all="true", filters=json.dumps({"label": [OWNER_LABEL]})
     )
+    if not isinstance(containers, list):
+        raise EngineUnavailable(f"the engine's list of containers is {containers!r:.80}")
     dead = [
-        item["Id"]
-        for item in containers
-        if not _may_be_alive(str((item.get("Labels") or {}).get(OWNER_LABEL, "")))
+        read_id(container)
+        for container in containers
+        if not _may_be_alive(read_field(container, str, "Labels", OWNER_LABEL, default=""))
     ]
     for container in dead:
-        with contextlib.suppress(EngineUnavailable):
+        with contextlib.suppress(SandboxError):
             engine.remove(container)
     return dead
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import ratchet
 
-from ratchet.commands.eval_inspect import InspectSettings, find_program, make_command
+from ratchet.commands.eval_inspect import INSPECT, InspectSettings, make_command
 from ratchet.errors import ConfigError
 
 
@@ -34,10 +34,10 @@ def test_the_program_is_on_path_or_beside_the_interpreter(
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="pip install inspect-ai"):
-        find_program()
+        INSPECT.find()
     program = tmp_path / "inspect"
     program.touch(mode=0o755)
-    assert find_program() == str(program)
+    assert INSPECT.find() == str(program)
 
 
 def test_only_what_is_set_overrides_the_task() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import ratchet
 
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
+from ratchet.evals.results import EvalResults
 from ratchet.models.load import init_policy
 
 ROOT = Path(__file__).parents[3]
@@ -27,20 +30,8 @@ TEMPLATE = (
     "{%- if message.role == 'assistant' -%}{{ eos_token }}{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
 )
-TASK = """\
-task: sums
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {directory}/sums.jsonl
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: label
-metric_list:
-  - metric: acc
-"""
+PAGE = ROOT / "docs" / "integrations" / "lm-evaluation-harness.md"
+TASK = re.compile(r"```yaml\n# my_task.yaml\n(.*?)```", re.DOTALL)  # in the page
 
 
 def write_model(path: Path) -> None:
@@ -63,7 +54,8 @@ def write_task(path: Path) -> None:
         for number in range(5)
     ]
     (path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (path / "sums.yaml").write_text(TASK.format(directory=path))
+    (task,) = TASK.findall(PAGE.read_text(encoding="utf-8"))
+    (path / "sums.yaml").write_text(task.replace("sums.jsonl", str(path / "sums.jsonl"), 1))
 
 
 @contextmanager
@@ -84,7 +76,7 @@ def serve_model(model: Path, *options: str) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_official_clients_get_tokens_and_likelihoods(
-    tmp_path: Path, require: Callable[[str, str], None]
+    tmp_path: Path, require: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OpenEnv's check of an endpoint, litellm, and lm-evaluation-harness, whose likelihoods equal
     those that it computes itself with transformers."""
@@ -116,3 +108,15 @@ def test_official_clients_get_tokens_and_likelihoods(
     assert len(served) == 5
     for served_values, values in zip(served, reference, strict=True):
         assert served_values == pytest.approx(values, abs=1e-4)
+
+    monkeypatch.setenv("PATH", str(CLIENTS.parent), prepend=os.pathsep)
+    out = tmp_path / "results"
+    done = ratchet(
+        "eval", model, "num_fewshot=0", "--lm-eval", tasks / "sums.yaml", "--out", out
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = EvalResults.read(out)
+    choices = [max(range(3), key=values.__getitem__) for values in reference]
+    rewards = [prompt.greedy and prompt.greedy.reward for prompt in results.prompts]
+    assert rewards == [float(choice == 0) for choice in choices]
+    assert len((out / "lm_eval.jsonl").read_text().splitlines()) == 5
