@@ -182,7 +182,7 @@ def print_and_save(
         attached: Files to copy into the directory, by their names there.
 
     Raises:
-        RatchetError: No attempt has a reward.
+        RatchetError: The results can't be written, or no attempt has a reward.
     """
     path = Path(target)
     if (path / RESULTS).is_file() or path.name == RESULTS:
@@ -193,10 +193,11 @@ def print_and_save(
     directory = out or _choose_new_directory(
         (run.evals if run.used else Path("evals")) / str(results.about.get("on")).replace(":", ".")
     )
-    if save_report(results, directory, title):
-        for name, file in attached.items():
-            shutil.copyfile(file, directory / name)
-        console.print(f"results {directory}", markup=False, highlight=False, soft_wrap=True)
+    if not save_report(results, directory, title):
+        raise RatchetError(f"the results are not in {directory}: see the warning above")
+    for name, file in attached.items():
+        shutil.copyfile(file, directory / name)
+    console.print(f"results {directory}", markup=False, highlight=False, soft_wrap=True)
     attempts = [attempt for prompt in results.prompts for attempt in prompt.attempts]
     if not attempts:
         raise RatchetError("there are no attempts to judge")

@@ -309,16 +309,14 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
             max(_read_stage_values(run, "checkpoint", key)) for key in ("keep_best", "keep_every")
         )
         store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
-        for checkpoint in store.list_surplus():
-            size = _measure_bytes(checkpoint.path)
-            freed_bytes += size
-            verb = "removed" if confirmed else "would remove"
-            console.print(
-                f"{verb} {checkpoint.path} ({size / 2**20:,.1f} MiB)", markup=False, highlight=False
-            )
+        sizes = {item.path: _measure_bytes(item.path) for item in store.list_surplus()}
         if confirmed:
             with run.locked():
                 store.tidy()
+        verb = "removed" if confirmed else "would remove"
+        for path, size in sizes.items():
+            console.print(f"{verb} {path} ({size / 2**20:,.1f} MiB)", markup=False, highlight=False)
+        freed_bytes += sum(sizes.values())
     console.print(
         f"{freed_bytes / 2**20:,.1f} MiB"
         + ("" if confirmed or not freed_bytes else "; add --yes to remove these checkpoints")

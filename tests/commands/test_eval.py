@@ -253,6 +253,12 @@ def test_files_of_a_user_are_not_overwritten(tmp_path: Path, name: str):
     assert (tmp_path / name).read_text() == '{"mine": 1}'
 
 
+def test_results_that_cannot_be_written_are_an_error(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RatchetError, match="the results are not in"):
+        evaluate_target("oracle", SORTING, out=tmp_path / "file" / "results")
+
+
 def test_mistakes_with_an_api(tmp_path: Path):
     with pytest.raises(ConfigError, match="--model is missing"):
         evaluate_target("http://localhost:1/v1", EvaluationSettings(on="sorting"))

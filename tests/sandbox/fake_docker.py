@@ -184,12 +184,19 @@ class Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.asked.append(f"{self.command} {path}")
         self.cut = ""
-        match self.server.fault(self.command, path).split(":"):
+        match self.server.fault(self.command, path).split(":", 1):
             case ["status", number]:
                 return self.fail(int(number), "as told")
             case ["hang"]:
                 self.server.released.wait()
                 self.close_connection = True
+                return None
+            case ["says", body]:  # JSON of another shape
+                return self.answer(200, body.encode())
+            case ["drip"]:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+                while not self.server.released.wait(0.05):
+                    self.wfile.write(b" ")
                 return None
             case ["drop"]:
                 self.close_connection = True

@@ -174,6 +174,49 @@ def test_an_engine_that_hangs_is_given_up(engine):
     with_patience.close()
 
 
+SHAPES = ["null", "[]", "3", '"x"', "{}", '{"Id": null}', '{"Id": "../x y"}', "[" * 100_000]
+STATES = ['{"Running": false, "ExitCode": "a"}', '{"Running": false, "ExitCode": 4096}']
+
+
+@pytest.mark.parametrize(
+    ("request_", "answers"),
+    [
+        ("POST /containers/create", SHAPES),
+        (r"POST /containers/\w+/exec", SHAPES),
+        (r"GET /exec/\w+/json", [*SHAPES, *STATES]),
+    ],
+)
+def test_an_answer_of_another_shape_is_no_verdict(engine, sandbox, request_, answers):
+    for answer in answers:
+        engine.faults[request_] = [f"says:{answer}"] * 2
+        with pytest.raises(SandboxError, match="the engine"):
+            run(sandbox, "print('never')")
+    assert not engine.containers
+
+
+@pytest.mark.parametrize("answer", SHAPES[:4])
+def test_an_engine_that_describes_itself_wrongly_is_refused(engine, answer):
+    for route in ("GET /version", "GET /info", "GET /containers/json"):
+        if (route, answer) != ("GET /containers/json", "[]"):  # which lists no container
+            engine.faults[route] = [f"says:{answer}"]
+            with pytest.raises(SandboxError, match="the engine"):
+                DockerSandbox(config(engine))
+
+
+def test_an_answer_that_drips_is_given_up_after_the_time_limit(engine):
+    impatient = DockerSandbox(config(engine, timeout_s=0.3))
+    engine.faults["POST /containers/create"] = ["drip", "drip"]
+    with pytest.raises(SandboxError, match="took longer than timeout_s"):
+        run(impatient, "pass")
+    impatient.close()
+
+
+def test_a_container_that_is_not_removed_costs_no_result(engine, sandbox, caplog):
+    engine.faults[r"DELETE /containers/\w+"] = ["status:403"]
+    assert run(sandbox, "print('done')").stdout == b"done\n"
+    assert "can't be removed" in caplog.text
+
+
 def test_an_absent_image_is_named_with_the_fix_and_fetched_where_asked(engine):
     absent = DockerSandbox(config(engine, image="no/such:1"))
     with pytest.raises(

@@ -7,16 +7,17 @@ over. It is printed to the terminal, and written as comments at the top of the r
 from __future__ import annotations
 
 import json
+import os
+import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import IO, Any
 
 from ratchet.commands.migrate.importer import ImportResult, Item, read_config
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
+from ratchet.utils.terminal_text import escape_controls, make_console
 
 WIDTH = 128  # characters of a line of the account
 MAX_VALUE_CHARS = 48  # maximum characters of a value in the account
@@ -34,26 +35,29 @@ def import_file(
         with_inert: True also lists the keys without effect on results.
 
     Raises:
-        ConfigError: The file can't be read, or `out` exists. The error is also raised, after the
-            recipe is written, if the recipe can't run yet.
+        ConfigError: The file can't be read, or `out` exists or can't be written. The error is also
+            raised, after the recipe is written, if the recipe can't run yet.
     """
-    if out is not None and out.exists():
+    if out is not None and os.path.lexists(out):
         raise ConfigError(
             f"{out} exists already, and is not overwritten: give another --out, or remove it"
         )
     result = read_config(file, peer)
     text = format_recipe(result, file.name, with_inert=with_inert)
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{file}: {result.peer.title}, {result.method}")
-    for line in _format_taken_over(result):
-        console.print(line)
-    for line in format_account(result, with_inert=with_inert):
-        console.print(line)
+    account = [
+        f"{file}: {result.peer.title}, {result.method}",
+        *_format_taken_over(result),
+        *format_account(result, with_inert=with_inert),
+    ]
     if out is None:
-        Console(highlight=False, markup=False, soft_wrap=True).print(text, end="")
+        _print(account, sys.stderr)
+        sys.stdout.write(text)
     else:
-        out.write_text(text, encoding="utf-8")
-        console.print(f"\nnext: ratchet check {out}")
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--out={out} can't be written: {error.strerror}") from error
+        _print([*account, "", f"next: ratchet check {out}"], sys.stderr)
     if result.problems:
         raise ConfigError(
             "; ".join(
@@ -63,6 +67,12 @@ def import_file(
         )
 
 
+def _print(lines: Iterable[str], file: IO[str]) -> None:
+    console = make_console(file, soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+
+
 def format_recipe(result: ImportResult, name: str, *, with_inert: bool = True) -> str:
     """Return the recipe as YAML, below comments that name the source file and give the account."""
     heading = [
@@ -70,7 +80,8 @@ def format_recipe(result: ImportResult, name: str, *, with_inert: bool = True) -
         "import`."
     ]
     comments = "\n".join(
-        f"# {line}".rstrip() for line in [*heading, *format_account(result, with_inert=with_inert)]
+        f"# {escape_controls(line)}".rstrip()
+        for line in [*heading, *format_account(result, with_inert=with_inert)]
     )
     return f"{comments}\n{write_text(result.recipe)}"
 

@@ -246,11 +246,7 @@ def _apply(result: ImportResult, method: Method, config: PeerConfig) -> None:
 def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, is_default: bool) -> Item:
     if value is None:
         return Item(key, None, {row.recipe_key: row.null}, row.note, is_default)
-    if row.covered_by:
-        result = None if row.convert is None else row.convert(value, config)
-        unused = result.reason if isinstance(result, Inert) else ""
-        return Item(key, value, {}, "", is_default, row.covered_by, unused_note=unused)
-    if not row.recipe_key and row.convert is None:
+    if not (row.covered_by or row.recipe_key or row.convert):
         return Item(key, value, {}, row.note, is_default, inert=row.inert)
     try:
         result = value if row.convert is None else row.convert(value, config)
@@ -261,6 +257,9 @@ def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, is_defau
             "does not have the expected form: set its counterpart by hand"
             + (f" ({row.recipe_key})" if row.recipe_key else "")
         )
+    if row.covered_by:
+        unused = result.reason if isinstance(result, Inert) else ""
+        return Item(key, value, {}, "", is_default, row.covered_by, unused_note=unused)
     if isinstance(result, Dropped | Inert):
         return Item(key, value, {}, result.reason, is_default, inert=isinstance(result, Inert))
     if isinstance(result, Values):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
@@ -81,4 +82,6 @@ def _is_close(printed: bytes, expected: bytes, tolerance: float | None) -> bool:
         return False
     if not NUMBER.fullmatch(printed) or not NUMBER.fullmatch(expected):
         return False
-    return abs(float(printed) - float(expected)) <= tolerance * max(1.0, abs(float(expected)))
+    value, target = float(printed), float(expected)
+    # A number beyond the range of floats, such as 1e400, is infinite, and close to no number.
+    return math.isfinite(target) and abs(value - target) <= tolerance * max(1.0, abs(target))

@@ -111,9 +111,7 @@ def test_official_clients_get_tokens_and_likelihoods(
 
     monkeypatch.setenv("PATH", str(CLIENTS.parent), prepend=os.pathsep)
     out = tmp_path / "results"
-    done = ratchet(
-        "eval", model, "num_fewshot=0", "--lm-eval", tasks / "sums.yaml", "--out", out
-    )
+    done = ratchet("eval", model, "num_fewshot=0", "--lm-eval", tasks / "sums.yaml", "--out", out)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     results = EvalResults.read(out)
     choices = [max(range(3), key=values.__getitem__) for values in reference]

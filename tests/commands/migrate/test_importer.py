@@ -354,6 +354,27 @@ def test_the_command_writes_once_and_lists(tmp_path: Path) -> None:
     assert "not overwritten" in str(again.exception)
 
 
+@pytest.mark.parametrize("kind", ["no folder", "dangling link"])
+def test_a_place_that_cannot_be_written_is_named(kind: str, tmp_path: Path) -> None:
+    out = tmp_path / "missing" / "mine.yaml"
+    if kind == "dangling link":
+        (tmp_path / "link.yaml").symlink_to(out)
+        out = tmp_path / "link.yaml"
+    done = CliRunner().invoke(app, ["import", str(FILES / "nemo_grpo.yaml"), "--out", str(out)])
+    assert isinstance(done.exception, ConfigError)
+    assert str(out) in str(done.exception)
+    assert list(tmp_path.iterdir()) == ([out] if kind == "dangling link" else [])
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "nemo.yaml"
+    text = (FILES / "nemo_grpo.yaml").read_text(encoding="utf-8")
+    path.write_text(f'{text}\n"odd\\e[2Jkey": "\\e[31mred"\n', encoding="utf-8")
+    done = CliRunner().invoke(app, ["import", str(path)])
+    assert "odd" in done.output
+    assert "\x1b" not in done.output
+
+
 def test_without_out_the_recipe_is_printed() -> None:
     done = CliRunner().invoke(app, ["import", str(FILES / "roll_dpo.yaml"), "--from", "roll"])
     assert done.stdout.startswith("# From roll_dpo.yaml")

@@ -235,6 +235,13 @@ def test_an_empty_range_of_rewards_is_told() -> None:
     assert "empty range" in item(result, f"grpo.{SCALING}.enabled").note
 
 
+@pytest.mark.parametrize("coef", [float("inf"), [1], 10**30, "x"])
+def test_a_coefficient_that_is_no_number_is_told(coef: Any) -> None:
+    key = "loss_fn.reference_policy_kl_penalty"
+    result = from_keys("grpo", **{key: coef, "loss_fn.reference_policy_kl_type": "k3"})
+    assert "set its counterpart by hand" in item(result, key).note
+
+
 # --- what belongs to the task and to the adapter
 
 

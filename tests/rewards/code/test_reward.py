@@ -139,6 +139,7 @@ def test_outputs_are_compared_by_tokens_or_lines(stdout, expected, tokens, lines
         (b"nan", "1", False),
         (b"nan", "nan", True),  # the same text
         (b"inf", "1e999", False),
+        (b"0", "1e400", False),  # beyond the range of floats
         (b"0x10", "16", False),
         (b"1_0", "10", False),
         (b"x 1.0001", "x 1", True),
