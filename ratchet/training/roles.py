@@ -167,9 +167,9 @@ def _make_local_roles(
 
 
 def _list_adapterless_copies(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
-    """Return the roles that are frozen copies of the policy, if the policy has an adapter.
+    """Return the roles that are frozen copies of the policy; none if the policy has no adapter.
 
-    The policy without its adapter serves as each of them.
+    The policy with its adapter switched off serves as each of these copies.
     """
     if adapter is None:
         return frozenset()
@@ -339,11 +339,10 @@ def check_media_readers(
     Args:
         processor: The policy's processor; None if the policy reads no media.
         algorithm: Names the roles.
-        needs_media: True if every task has media. Only then is a model refused that reads text
-            alone.
+        needs_media: True if every task has media. If it is False, a model may read text alone.
 
     Raises:
-        ConfigError: A model does not read them.
+        ConfigError: A model does not read these media.
     """
     for name, role in algorithm.roles.items():
         if processor is None or role.path is None:
@@ -386,7 +385,7 @@ def check_routers(
         section: The section of the learners.
 
     Raises:
-        ConfigError: One of them does not support it.
+        ConfigError: The model, the generator or the learners do not support it.
     """
     reads_routers = any("routers" in algorithm.required_outputs(role) for role in algorithm.losses)
     if (algorithm.replays_routes or reads_routers) and not model.has_routers:

@@ -102,10 +102,11 @@ def find_saved(place: str | Path) -> SavedWeights | None:
 
 
 def replace_saved_model(config: RunConfig) -> RunConfig:
-    """Replace a run that `model.path` names by a model directory of the same shape.
+    """Return the recipe with a model directory as `model.path`, if `model.path` names a run.
 
-    That is the run's finished model. If a checkpoint is named, it is the model that the run started
-    from, because a checkpoint is no model directory before it is exported.
+    The directory holds the run's finished model. If `model.path` names a checkpoint, which is no
+    model directory before it is exported, it is the model that the run started from: this model
+    has the same shape.
 
     Raises:
         RunDirectoryError: The run has no finished model, and no step is named.
@@ -131,7 +132,7 @@ def _require_step(directory: RunDirectory, step: int) -> None:
 
 
 def split_step(text: str) -> tuple[str, int | None]:
-    """Return the run and the step that a place names; the place itself if it names no step."""
+    """Return the run and the step that a path or address names; step None if it names none."""
     if checkpoint := CHECKPOINT.fullmatch(text):
         return checkpoint[1], int(checkpoint[2])
     run, _, number = text.rpartition("@")
@@ -202,7 +203,7 @@ def export_models(
 ) -> list[tuple[str, Path]]:
     """Write the model directories of a finished run, and return their names and paths.
 
-    They are the last weights, and their running average if the optimizer keeps one.
+    The models are the last weights, and their running average if the optimizer keeps one.
     """
     models = [("model", run / MODEL)]
     learner.export(models[0][1])

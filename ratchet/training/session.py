@@ -341,7 +341,7 @@ class TrainingSession:
         position: StagePosition,
         profiling: StageProfiling | None,
     ) -> StageRun:
-        """Return the run of a stage with all that observes it."""
+        """Return the run of a stage with its meter, recorder, sentinels and observers."""
         stage = self.config.stages[index]
         run_limit_s = stage.checkpoint.limit_s
         meter = make_meter(policy, self.config, index, self.directory, self.trace)
@@ -441,7 +441,8 @@ class TrainingSession:
             run.keep_accuracy(previous.accuracy_after, is_share=previous.is_share)
             return
         start_metrics = await run.measure_start()
-        # A later stage starts at the last step of the one before, which has a line of metrics.
+        # A later stage starts at the last step of the stage before it, for which that stage has
+        # already written metrics.
         if index == 0:
             self.sinks.write(0, start_metrics)
 
