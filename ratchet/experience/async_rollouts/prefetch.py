@@ -93,7 +93,7 @@ class PrefetchingSource(Source):
         self.has_signal = has_signal
         self.max_replaced = max_replaced
         self._tasks: dict[ScheduledGroup, asyncio.Task[None]] = {}
-        # Groups whose attempts begin with the next draw.
+        # Groups of a restored run whose attempts start again with the next draw.
         self._to_restart: list[ScheduledGroup] = []
         self._task_done = asyncio.Event()
         self._version = 0

@@ -81,8 +81,8 @@ class AbortableGenerator(GeneratorWrapper):
     async def cut(self) -> None:
         """Abort the requests in flight, and wait until their tokens are counted.
 
-        A group's request that is made, or returns, before `open` is called waits forever: the
-        caller must cancel its task.
+        Until `open` is called, group requests that are made or that return wait forever: the caller
+        must cancel their tasks.
         """
         self._is_cut = True
         if not self._n_requests:
@@ -172,7 +172,7 @@ class TailBatching(Source):
         self._deferred = [self.source.claim(group_id) for group_id in state["deferred"]]
 
     async def _play_deferred(self, n: int, version: int) -> list[Group]:
-        """Play the oldest deferred groups to their end, with new ones if there are too few."""
+        """Play the oldest n deferred groups to their end, and new groups if fewer are deferred."""
         jobs = self._deferred[:n]
         self._deferred = self._deferred[n:]
         self.source.ledger.note("issued", [group_id for group_id, _ in jobs], version=version)

@@ -196,9 +196,9 @@ class MissingEnvironment(DataError, ValueError):
 def get_environment(
     task_to_env: Mapping[str, EnvironmentInterface[Any]], task_name: str
 ) -> EnvironmentInterface[Any]:
-    """Return the environment of a task name, also if it is in a Ray actor.
+    """Return the environment of a task name. A Ray actor is wrapped in `ActorEnvironment`.
 
-    Raises MissingEnvironment.
+    Raises MissingEnvironment if `task_to_env` lacks the task name.
     """
     if task_name not in task_to_env:
         names = ", ".join(f"'{name}'" for name in task_to_env)
@@ -304,7 +304,7 @@ def _check_stop_strings(stop_strings: Any, name: str) -> list[str] | None:
 def _get_reward(rewards: Any, row: int) -> tuple[float, dict[str, float] | None]:
     """Return the reward of a row and its parts.
 
-    A non-finite reward raises no error in this function. Later only its own row fails.
+    A non-finite reward raises no error here, because it must fail only its own row, later.
     """
     if not isinstance(rewards, Mapping):
         return float(rewards[row]), None

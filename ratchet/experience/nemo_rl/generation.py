@@ -61,7 +61,7 @@ def refuse_media(media: Sequence[Placed]) -> None:
 
 def get_weights_version(policy_generation: Any) -> int:
     """Return the version of a generator's weights, or 0 if it has none."""
-    # It may be of any class.
+    # The generator may be a plain class of a user that lacks this attribute.
     return int(policy_generation.version) if hasattr(policy_generation, "version") else 0
 
 
@@ -76,7 +76,7 @@ def get_sampling(
     Args:
         greedy: True sets the temperature to 0.
     """
-    # It may be of any class.
+    # The generator may be a plain class of a user that lacks this attribute.
     sampling = getattr(policy_generation, "sampling", None)
     if not sampling:
         sampling = Sampling(max_new_tokens=max_new_tokens)

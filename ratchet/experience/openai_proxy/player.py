@@ -52,7 +52,7 @@ class AgentPlayer:
         attempt: int,
         memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """Play an attempt and return its trajectories, the one with the last answer last.
+        """Play an attempt and return its trajectories, in the order of their last answers.
 
         Their extras hold the agent's result as "result". The outcome is
         - `Failed("agent")` if the agent raised or requested no answer,

@@ -36,14 +36,14 @@ class AgentAnswer:
     """An answer of the policy.
 
     Attributes:
-        prompt: All tokens before it.
+        prompt: All tokens before the answer.
         messages: The conversation, with the answer last.
-        key: The digest of the conversation up to and including it.
+        key: The digest of the conversation, the answer included.
         parent: The answer whose tokens the prompt begins with, if any.
         sampling: The sampling parameters of the answer.
         n_malformed: Number of malformed tool calls.
-        cut: True if a limit of the run ended it, not the policy or the agent.
-        strand: The strand that it was recorded in.
+        cut: True if a limit of the run ended the answer, not the policy or the agent.
+        strand: The strand in which the answer was recorded; None before that.
     """
 
     prompt: NDArray[np.int64]

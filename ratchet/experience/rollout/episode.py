@@ -1,9 +1,10 @@
 """Play one attempt (a multi-turn rollout): generate, step the environment, observe, repeat.
 
-The environment ends an attempt, or a budget of turns or tokens does. The prompt of a turn normally
-extends the tokens of the turns before it. If the chat template rewrites the history (for example,
-drops the reasoning of earlier turns), the history forks: a new strand begins, whose prompt is the
-conversation as it is rendered now. An attempt has one trajectory for each strand.
+An attempt ends when the environment ends it, or when a budget of turns or tokens is used up. The
+prompt of a turn normally extends the tokens of the turns before it. If the chat template rewrites
+the history (for example, drops the reasoning of earlier turns), the history forks: a new strand
+begins, whose prompt is the conversation as it is rendered now. An attempt has one trajectory for
+each strand.
 
 L = tokens of the trajectory so far.
 """

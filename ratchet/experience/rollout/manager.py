@@ -88,8 +88,8 @@ class RolloutManager:
         reward: Judges attempts; None takes the sum of the environment's turn rewards.
         needs_reward: If True, an attempt without a reward fails. If False, it becomes Unjudged.
         judge_timeout_s: Seconds for one call of the reward; None sets no limit.
-        retries: Maximum number of retries of an attempt that failed because of infrastructure. Its
-            judging is retried as often. A retried attempt has the same seeds and a new environment.
+        retries: Maximum number of retries of an attempt that failed because of infrastructure, and
+            of its judging. A retried attempt has the same seeds and a new environment.
     """
 
     def __init__(

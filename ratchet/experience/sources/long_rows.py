@@ -29,10 +29,10 @@ class LongRowFilter:
         self._n_consecutive = 0
 
     def keeps(self, task: Task) -> bool:
-        """Return False for a task to leave out, and log how many there were at 1, 2, 4, 8, ...
+        """True if the task is kept. The number of tasks left out is logged at 1, 2, 4, 8, ...
 
         Raises:
-            DataError: Every one of many tasks is too long.
+            DataError: The last MAX_DROPPED tasks were all too long.
         """
         if not self._environment.drops_too_long(task):
             return True
