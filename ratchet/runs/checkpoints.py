@@ -71,7 +71,7 @@ class CheckpointStore:
         self.keep_best = keep_best
         self.keep_every = keep_every
         self.protected_steps: frozenset[int] = frozenset()
-        self._rejected: set[Path] = set()
+        self._rejected: set[Path] = set()  # checkpoints that did not verify
         self._known_steps: list[int] = []  # steps with a checkpoint after the last `tidy`
 
     def save(self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
@@ -234,6 +234,9 @@ class CheckpointStore:
         """Rename rejected checkpoints, so that they block no new checkpoint of the same step.
 
         `final` is rejected too if it does not verify. Pruning ignores renamed checkpoints.
+
+        Raises:
+            CheckpointError: `final` exists and verifies.
         """
         if final.is_symlink() or final.exists():
             try:

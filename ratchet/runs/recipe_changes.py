@@ -22,8 +22,8 @@ NEW_RUN_HINT = (
     "Start a new run from its weights: ratchet train RECIPE --from {run} (docs/resume.md)"
 )
 
-OTHER_STATE = "the state in the checkpoint is that of the old value"
-OTHER_DATA = "the run's position in its data would mean nothing"
+OTHER_STATE = "the state in the checkpoint belongs to the old value"
+OTHER_DATA = "the run's position in its data would no longer be valid"
 # (pattern of keys, reason why these keys can't change, or None if they can). The first pattern that
 # matches decides. Keys of a stage are matched without the stage's name.
 RULES: Sequence[tuple[str, str | None]] = (

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 INDEX = "mirror.json"
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
-RUN_ID_FILE = ".run_id"  # the only hidden file of a run: trackers identify the run by it
+RUN_ID_FILE = ".run_id"  # trackers identify the run by it; the only hidden file that is mirrored
 # A run can't resume without these. Any other file that is damaged is logged and left out.
 ESSENTIAL_FILES = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "base"}
 
@@ -301,9 +301,9 @@ class MirroredRun:
 
 
 def truncate_to_listed(path: Path, versions: FileVersions) -> bool:
-    """Cut a file off after the longest listed content that it begins with.
+    """Truncate a file to the longest listed version that it begins with.
 
-    Return True if it begins with a listed content.
+    Return False, and leave the file as it is, if it begins with none of them.
     """
     if path.is_symlink() or not path.is_file():
         return False

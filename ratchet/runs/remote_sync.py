@@ -186,6 +186,13 @@ class Mirror:
         """Fetch the best checkpoints and the newest one that matches its manifest.
 
         The best checkpoints are needed because a stage may load one of them at its end.
+
+        Args:
+            complete: The complete checkpoints by step, newest first.
+            any_listed: True if the address has files of any checkpoint, complete or not.
+
+        Raises:
+            CheckpointError: The address has checkpoints, and all are damaged or incomplete.
         """
         stages = self.directory.read_config()["stages"]
         keep_best = max(stage["checkpoint"]["keep_best"] for stage in stages)

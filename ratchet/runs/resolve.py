@@ -231,7 +231,7 @@ def _select_step(
 ) -> RemoteCheckpoint:
     if step not in checkpoints:
         raise CheckpointError(
-            f"no whole checkpoint of step {step} at {address}: it has "
+            f"no complete checkpoint of step {step} at {address}: it has "
             f"{sorted(checkpoints) or 'none'}"
         )
     return checkpoints[step]

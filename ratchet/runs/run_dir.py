@@ -114,10 +114,12 @@ class RunDirectory:
                 raise
             os.close(self._lock_fd)
             self._lock_fd = lock_fd
-            log.warning("%s was deleted under its run and is taken again", self._lock)
+            log.warning("%s was deleted while the run was using it; it is locked again", self._lock)
         if not self.config.is_file():
             self._write_config(config)
-            log.warning("%s was deleted under its run and is written again", self.config)
+            log.warning(
+                "%s was deleted while the run was using it; it is written again", self.config
+            )
 
     def write_or_check_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved recipe into a new directory, or compare it with a used directory's.

@@ -111,8 +111,8 @@ def test_a_lost_lock_and_recipe_are_restored(train, tmp_path) -> None:
 
     assert train(interfere) == 0
     log = (tmp_path / "run" / "run.log").read_text()
-    assert "/.lock was deleted under its run and is taken again" in log
-    assert "/config.yaml was deleted under its run and is written again" in log
+    assert "/.lock was deleted while the run was using it; it is locked again" in log
+    assert "/config.yaml was deleted while the run was using it; it is written again" in log
     assert resume_run(tmp_path / "run", command="resume") == 0
 
 
