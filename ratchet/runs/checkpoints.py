@@ -127,7 +127,7 @@ class CheckpointStore:
         """Replace the metadata of a checkpoint, which stays whole if the process is killed.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or it can't be written.
+            CheckpointError: The checkpoint is absent or can't be written.
         """
         assert is_json_value(dict(meta)), f"{meta} would change in a round trip through JSON"
         final = self.root / f"step-{step:08d}"
@@ -186,7 +186,7 @@ class CheckpointStore:
         """Return the checkpoint of `step`.
 
         Raises:
-            CheckpointError: It is absent or damaged.
+            CheckpointError: The checkpoint is absent or damaged.
         """
         paths = dict(self._iter_newest_first())
         if step not in paths:

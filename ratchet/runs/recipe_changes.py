@@ -1,7 +1,7 @@
 """Change the recipe of a run that is resumed, and read back which recipe each of its steps had.
 
 A key may change if a saved run can continue with its new value. Each change is recorded in
-`provenance.json`, with the step after which it holds.
+`provenance.json`, with the step after which it applies.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ RULES: Sequence[tuple[str, str | None]] = (
     ("rollouts.*", "the checkpoint holds groups that were begun with the old value"),
     ("generator*", None),
     ("weight_sync*", None),
-    ("learner.kind", "one learner does not read the checkpoints of another"),
+    ("learner.kind", "a learner of another kind can't read the checkpoints"),
     ("learner.*", None),
     ("model.*", "the checkpoints hold the weights of the old model"),
-    ("tokenizer*", "the model was trained on the tokens of the old one"),
+    ("tokenizer*", "the model was trained on the tokens of the old tokenizer"),
     ("lora*", OTHER_STATE),
     ("algorithm*", "the run would go on as another experiment"),
     ("rewards*", "the run would go on as another experiment"),

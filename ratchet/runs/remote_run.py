@@ -1,7 +1,7 @@
 """Read and fetch a run that is mirrored in an object store.
 
-Files have the same names there as in a run directory. `mirror.json` lists the size and SHA-256 of
-each file except checkpoints, which have manifests of their own.
+Files have the same names in the store as in the run directory. `mirror.json` lists the size and
+SHA-256 of each file except checkpoints, which have manifests of their own.
 
 A file may be longer than its listed size, for example a log that has grown since. The entry then
 describes the beginning of the file.
@@ -114,13 +114,13 @@ class MirrorIndex:
                 raise CheckpointError(f"{address}/{INDEX} is malformed (no entry for '{name}')")
             if not is_mirrored(name):
                 raise CheckpointError(
-                    f"{address}/{INDEX} lists '{name}', which is no file of a run's directory"
+                    f"{address}/{INDEX} lists '{name}', which is not a file of a run directory"
                 )
         return index
 
 
 def is_mirrored(name: str) -> bool:
-    """Return True if a file of this name is mirrored with the run, checkpoints excepted.
+    """True if a file of this name is mirrored with the run. Checkpoints are mirrored separately.
 
     Args:
         name: The path relative to the run directory.

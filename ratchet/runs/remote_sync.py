@@ -1,7 +1,7 @@
 """Mirror the directory of a training run to an object store (S3 and others).
 
-The local directory is the run; no failure of the store changes it. After each save the store gets
-what is new, in this order:
+The run trains in the local directory, which a failure of the store never changes. After each save
+the store gets what is new, in this order:
 
 1. `mirror.json` with old and new entries of the files that change;
 2. these files;
@@ -120,7 +120,7 @@ class Mirror:
         """Fetch the run to resume, unless the local directory has a checkpoint at least as new.
 
         Raises:
-            RunDirectoryError: There is no such run.
+            RunDirectoryError: There is no run at the address.
             CheckpointError: All checkpoints at the address are damaged.
         """
         try:
@@ -372,7 +372,8 @@ class Mirror:
     def _get_digest(self, name: str, snapshot: FileSnapshot) -> FileDigest | None:
         """Return size and hash of a file as it was at its snapshot.
 
-        None if the file has become shorter or was deleted since then; the next save handles it.
+        Return None if the file has become shorter or was deleted since then. The next save handles
+        it.
         """
         if name not in self._digests or self._digests[name][0] != snapshot:
             try:

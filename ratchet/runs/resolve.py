@@ -117,7 +117,7 @@ def list_runs_at(address: str) -> list[tuple[str, int]]:
     """Return the address of each run at or directly below `address`, and its checkpoints' bytes.
 
     Raises:
-        RunDirectoryError: There is no run.
+        RunDirectoryError: The address holds no run.
     """
     check_address(address)
     with _translate_os_errors(address):

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 MODEL = "model"  # the trained model, as a Hugging Face directory
 ADAPTER = "adapter"  # the LoRA adapter that a stage trained, in peft's format
-# Copy of another run's checkpoint, whose weights this run starts from. No stage has this name.
+# Copy of another run's checkpoint, whose weights this run starts from. Other folders in `base` are
+# named after stages, and a stage's name can't begin with a digit.
 START = "base/0-start"
 AVERAGE = "model-ema"  # the running average of the weights, if there is one
 MAX_NAMED = 8  # differing keys that a message lists
@@ -185,7 +186,7 @@ class RunDirectory:
         """True if a running process holds the lock."""
         try:
             descriptor = open_plain(self._lock, os.O_RDONLY)
-        except OSError:  # absent, or no plain file
+        except OSError:  # absent, or not a plain file
             return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -199,13 +200,13 @@ class RunDirectory:
         """Return the resolved recipe.
 
         Raises:
-            RunDirectoryError: There is none, or it is damaged.
+            RunDirectoryError: The directory has no recipe, or the recipe is damaged.
         """
         try:
             return read_file(self.config)[0].plain()
         except ConfigError as error:
             raise RunDirectoryError(
-                f"{self.path} holds no readable config.yaml, so it is no run directory: {error}"
+                f"{self.path} holds no readable config.yaml, so it is not a run directory: {error}"
             ) from error
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
@@ -255,7 +256,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
     """Return True if `path` names the file or directory that `descriptor` has open."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:  # absent, a loop of links, or its parent is no directory any more
+    except OSError:  # absent, a loop of links, or its parent is not a directory any more
         return False
 
 

@@ -138,7 +138,7 @@ class CheckpointSaver:
         meta: Mapping[str, Any],
         mirror_snapshot: Mapping[str, FileSnapshot],
     ) -> None:
-        """Write a checkpoint by `write`, and upload the run's files as of `mirror_snapshot`."""
+        """Write a checkpoint with `write`, then upload the files listed in `mirror_snapshot`."""
         self.store.save(steps_done, write, meta)
         if self.mirror is not None:
             self.mirror.push(mirror_snapshot, in_background=self.config.background)
@@ -182,7 +182,7 @@ class CheckpointSaver:
         changed_data: bool = False,
         changed_recipe: bool = False,
     ) -> None:
-        """Load a checkpoint into the parts of a run that was built at its position.
+        """Load a checkpoint into the parts of a run, which was built at the checkpoint's position.
 
         Args:
             run: The run.
@@ -240,7 +240,7 @@ class CheckpointSaver:
             self.store.replace_meta(checkpoint.step, meta)
 
     async def end_with_best(self, run: StageRun) -> None:
-        """Load the stage's best checkpoint if `checkpoint.end_with=best` and one was scored."""
+        """Load the stage's best checkpoint if `checkpoint.end_with=best` and one has a score."""
         best = (
             self.store.best(first_step=run.start_step + 1)
             if self.config.end_with == "best"
@@ -296,7 +296,7 @@ def refuse_lost_checkpoints(
     """
     if os.path.lexists(store.root) and not store.root.is_dir():
         raise RunDirectoryError(
-            f"{store.root} is no directory, so no checkpoint can be written. Move it away"
+            f"{store.root} is not a directory, so no checkpoint can be written. Move it away"
         )
     config = stage.checkpoint
     first_save = min(config.every or stage.n_steps, stage.n_steps)

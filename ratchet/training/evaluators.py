@@ -131,7 +131,7 @@ def explain_no_answers(source: str, reason: str) -> str:
     """
     measure = "compares pairs" if source == "pairs" else "computes the loss"
     return (
-        f"evaluation {measure} of held-out answers, and there are none ({reason}). Set "
+        f"evaluation {measure} of held-out answers, but there are none ({reason}). Set "
         "evaluation.tasks=0"
     )
 

@@ -182,7 +182,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
                 policy.model, DecoderPolicy
             ):
                 raise ConfigError(
-                    "lora with learner.kind=dtensor needs Ratchet's own decoder, and transformers "
+                    "lora with learner.kind=dtensor needs Ratchet's own decoder, but transformers "
                     "runs this model. Set learner.kind=local, or remove lora"
                 )
 
@@ -307,7 +307,7 @@ def get_adapter_base_dir(config: RunConfig, index: int, directory: Path) -> Path
 
 
 def resolve_resume_config(config: RunConfig, index: int, directory: Path) -> RunConfig:
-    """Return the recipe to resume in the middle of stage `index`, with the model to load.
+    """Return the recipe for resuming in the middle of stage `index`, with the model to load.
 
     Checkpoints of a stage with an adapter hold the adapter alone, so the model is the base that the
     stage began with.

@@ -48,7 +48,7 @@ class PeakRate:
     Attributes:
         flop_s: The rate in FLOP/s.
         is_measured: True if the rate was measured; False if it is a data sheet's.
-        remeasure: Measures the rate once more; None if it is not repeated.
+        remeasure: Measures the rate once more; None if the measurement is never repeated.
     """
 
     flop_s: float

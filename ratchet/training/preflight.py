@@ -275,7 +275,7 @@ async def _reset(environment: Environment, task: Task) -> Sequence[Message]:
         return await asyncio.wait_for(run_guarded(lambda: environment.reset(task)), RESET_TIMEOUT_S)
     except TimeoutError:
         raise ConfigError(
-            f"{type(environment).__name__}.reset gave nothing within {RESET_TIMEOUT_S:g} s"
+            f"{type(environment).__name__}.reset returned nothing within {RESET_TIMEOUT_S:g} s"
         ) from None
 
 
@@ -286,7 +286,7 @@ async def _score(reward: Reward, trajectory: Trajectory, task: Task) -> Outcome:
         )
     except TimeoutError:
         raise ConfigError(
-            f"{type(reward).__name__}.score gave nothing within {JUDGE_TIMEOUT_S:g} s"
+            f"{type(reward).__name__}.score returned nothing within {JUDGE_TIMEOUT_S:g} s"
         ) from None
     return outcome
 

@@ -79,7 +79,7 @@ def make_roles(
     check_roles(model, tokenizer, algorithm)
     if ranks is None and isinstance(section, DistributedConfig):
         raise ConfigError(
-            f"learner.kind={section.kind_name} trains in worker processes, and there are none. "
+            f"learner.kind={section.kind_name} trains in worker processes, but there are none. "
             "Pass the ranks of ratchet.training.from_config.start_processes to Policy.create, or "
             "set learner.kind=local"
         )
@@ -261,7 +261,7 @@ def _check_remote(
     """Raise ConfigError for an optimizer or a copied role that remote learners do not support."""
     if optimizer.needs_whole_matrices:
         raise ConfigError(
-            f"{type(optimizer).__name__} computes with whole matrices, and learner.kind={kind} "
+            f"{type(optimizer).__name__} computes with whole matrices, but learner.kind={kind} "
             "divides them. Set optimizer.kind=adamw, or learner.kind=local"
         )
     copied_role = next((name for name, role in algorithm.roles.items() if role.path is None), None)
@@ -317,7 +317,7 @@ def check_roles(
             sizes.append(size)
             if context is not None and longest > context:
                 raise ConfigError(
-                    f"{name}: the model in {role.path} reads {context} tokens, and attempts may "
+                    f"{name}: the model in {role.path} reads {context} tokens, but attempts may "
                     f"have {longest}. Lower sampling.max_new_tokens"
                 )
     keeps_whole_vocabulary = any(
@@ -327,7 +327,7 @@ def check_roles(
     if keeps_whole_vocabulary and min(sizes) > WHOLE_VOCABULARY:
         raise ConfigError(
             f"algorithm.top_k=null keeps {min(sizes):,} log-probabilities for each token of a "
-            f"batch, and is for vocabularies of up to {WHOLE_VOCABULARY:,}. Set algorithm.top_k=64"
+            f"batch, but the limit is a vocabulary of {WHOLE_VOCABULARY:,}. Set algorithm.top_k=64"
         )
 
 
@@ -356,7 +356,7 @@ def check_media_readers(
                     else f"the model in {role.path} reads text alone"
                 )
                 raise ConfigError(
-                    f"{name}: {reason}, and the tasks have images, audio or videos. Use a teacher "
+                    f"{name}: {reason}, but the tasks have images, audio or videos. Use a teacher "
                     "of the policy's family that reads media"
                     f"{', with teacher_tokens=same' if role.aligned else ''}"
                 )
@@ -395,7 +395,7 @@ def check_routers(
             else "transformers runs this model"
         )
         raise ConfigError(
-            "algorithm.router needs a mixture of experts on Ratchet's own decoder, and "
+            "algorithm.router needs a mixture of experts on Ratchet's own decoder, but "
             f"{reason}. Remove algorithm.router"
         )
     if algorithm.replays_routes and not generator.records_routes:

@@ -54,7 +54,7 @@ class RolloutWorker(GeneratorRank):
     ) -> PackedGroups:
         """Play one group of `attempts` attempts for each (group id, task) of `jobs`.
 
-        With `greedy`, each group gets a greedy attempt besides.
+        With `greedy`, each group also gets a greedy attempt.
         """
         assert self.manager is not None, "`begin` was not called"
         return PackedGroups.pack(

@@ -51,8 +51,10 @@ Observer = Callable[[int, Mapping[str, float | None]], None]
 
 
 class StepRecorder(Protocol):
-    """A recorder of steps (`ratchet.observe.records.writer.Recorder`), or a comparison with a
-    record."""
+    """A recorder of steps, such as `ratchet.observe.records.writer.Recorder`.
+
+    A replay compares the steps with an earlier record instead.
+    """
 
     def add(
         self,

@@ -62,7 +62,7 @@ class SavedWeights:
         Raises:
             CheckpointError: The checkpoint is missing or damaged.
         """
-        assert self.step is not None, "a finished model is no checkpoint"
+        assert self.step is not None, "a finished model is not a checkpoint"
         return CheckpointStore(RunDirectory(self.run).checkpoints).load(self.step)
 
 
@@ -238,13 +238,13 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
         steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
         if not steps:
             raise RunDirectoryError(
-                f"{path} has no checkpoint, and --with-optimizer reads one. Leave it out"
+                f"{path} has no checkpoint, but --with-optimizer reads one. Leave it out"
             )
         return SavedWeights(path, steps[-1])
     saved = SavedWeights(path, step) if is_address(text) else find_saved(place)
     if saved is None or not RunDirectory(saved.run).used:
         raise RunNotFound(
-            f"--from {place} is no run (no config.yaml). Set model.path for a model directory"
+            f"--from {place} is not a run (no config.yaml). Set model.path for a model directory"
         )
     return saved
 
@@ -281,7 +281,7 @@ def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
         kinds = [getattr(stage, key).kind_name for stage in (old, new)]
         if kinds[0] != kinds[1]:
             raise ConfigError(
-                f"--with-optimizer takes over the state of {key}.kind={kinds[0]}, and the recipe "
+                f"--with-optimizer takes over the state of {key}.kind={kinds[0]}, but the recipe "
                 f"has {kinds[1]}. Set {key}.kind={kinds[0]}, or leave out --with-optimizer"
             )
     if old.lora is not None or new.lora is not None:
@@ -293,7 +293,7 @@ def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
         decay = old.optimizer.ema_decay
         fix = "Remove optimizer.ema_decay" if decay is None else f"Set optimizer.ema_decay={decay}"
         raise ConfigError(
-            "--with-optimizer takes over the running average too, and the earlier run "
+            "--with-optimizer takes over the running average too, but the earlier run "
             f"{'has none' if decay is None else 'has one'}. {fix}, or leave out --with-optimizer"
         )
 

@@ -140,7 +140,7 @@ class TrainingSession:
             for directory in sweep():
                 log.info("removed %s, which a killed process has left", directory)
             for note in [*self.notes, *(() if self.mirror is None else self.mirror.notes)]:
-                self._say(note)
+                self._log_and_show(note)
             try:
                 status = await self._run_from_latest(stop)
             except BaseException as error:
@@ -152,7 +152,7 @@ class TrainingSession:
             is_mirrored = self.mirror is None or self.mirror.finish()
             return status if is_mirrored else status or NOT_MIRRORED
 
-    def _say(self, note: str) -> None:
+    def _log_and_show(self, note: str) -> None:
         """Write a note into the log and onto the terminal."""
         log.info("%s", note)
         self._show(note)
@@ -161,7 +161,7 @@ class TrainingSession:
         checkpoint = self.store.latest()
         if checkpoint is not None:
             total = sum(stage.n_steps for stage in self.config.stages)
-            self._say(f"resuming {self.place} from step {checkpoint.step} of {total}")
+            self._log_and_show(f"resuming {self.place} from step {checkpoint.step} of {total}")
             failpoints.point("resume.begin")
             self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
             self.command = checkpoint.meta["command"]  # the command that began the run

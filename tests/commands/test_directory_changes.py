@@ -184,7 +184,7 @@ def test_a_file_in_place_of_the_checkpoints_costs_no_step(train, tmp_path) -> No
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints").write_text("")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunDirectoryError, match="checkpoints is no directory"):
+    with pytest.raises(RunDirectoryError, match="checkpoints is not a directory"):
         resume_run(tmp_path / "run", command="resume")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 

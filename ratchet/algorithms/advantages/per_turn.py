@@ -29,7 +29,7 @@ from ratchet.batch import Batch
 
 
 def compute_step_rewards(batch: Batch) -> Tensor:
-    """Return the reward of every step, float64 [T], and 0 for tokens that are no steps.
+    """Return the reward of every step, float64 [T], and 0 for all other tokens.
 
     A step's reward is the sum of:
     - its token reward, if the batch has token rewards;

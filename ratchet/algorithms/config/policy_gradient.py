@@ -33,8 +33,8 @@ Advantage = Annotated[AnyEstimator, Slot("advantage")]
 Loss = Annotated[AnyPolicyLoss, Slot("policy_loss")]
 Shaping = Annotated[tuple[AnyShaping, ...], Slot("shaping", is_list=True)]
 
-# Types of the keys for which named algorithms set other defaults. A subclass reuses the type, and
-# thereby the description.
+# Types of the keys for which named algorithms set other defaults. The subclasses reuse these types
+# together with their descriptions.
 GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each prompt.")]
 Weighting = Annotated[
     Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"],

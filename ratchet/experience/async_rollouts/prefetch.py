@@ -242,7 +242,7 @@ class PrefetchingSource(Source):
         ):
             self._n_replaced += 1
             self.scheduler.drop(scheduled)
-            self.source.discard([scheduled.id], "filtered", reason="it teaches nothing")
+            self.source.discard([scheduled.id], "filtered", reason="no training signal")
             self._begin(1)
         else:
             self.scheduler.mark_ready(scheduled, group)

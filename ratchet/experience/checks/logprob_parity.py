@@ -62,7 +62,7 @@ class ParityPair:
 
 @dataclass(frozen=True)
 class ParityFinding:
-    """The result of one comparison; `is_cause` is True if it explains the difference."""
+    """The result of one check; `is_cause` is True if `cause` explains the difference."""
 
     cause: str
     text: str

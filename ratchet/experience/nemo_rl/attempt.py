@@ -172,8 +172,8 @@ class RowBarrier(Generic[T]):
     """A barrier of rows that run in lockstep and share their calls.
 
     A request waits until every remaining row has submitted one. Then each `handle` is called once
-    with all of its requests, in the order of the rows. It returns a result for each request, or an
-    exception to raise there.
+    with all of its requests, in the order of the rows. For each request it returns a result, or an
+    exception that is then raised in that row.
     """
 
     def __init__(self, n_rows: int) -> None:

@@ -44,7 +44,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         widest batch. The padding is the column's value in `pad_value_dict`, or 0. Batches without
         rows may lack columns. All others must have the same columns.
 
-        Raises MissingBatchColumn if they have not.
+        Raises MissingBatchColumn if a batch with rows lacks a column.
         """
         nonempty = [batch for batch in batches if _count_rows(batch)]
         if not nonempty:

@@ -68,7 +68,7 @@ def get_weights_version(policy_generation: Any) -> int:
 def get_sampling(
     policy_generation: Any, stop_ids: Sequence[int], *, max_new_tokens: int, greedy: bool
 ) -> Sampling:
-    """Return the generator's sampling parameters with these stop ids.
+    """Return the generator's sampling parameters, with `stop_ids` added to its stop ids.
 
     A generator without sampling parameters (see `WithSampling`) gets temperature 1 and
     `max_new_tokens`.

@@ -154,7 +154,7 @@ def _describe_task(task: Task) -> bytes:
 
 
 def _write_input(transport: asyncio.SubprocessTransport, data: bytes) -> None:
-    """Write to the program's standard input. A program that does not read it is no error."""
+    """Write to the program's standard input. It is not an error if the program does not read it."""
     pipe = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
     pipe.write(data)
     pipe.close()

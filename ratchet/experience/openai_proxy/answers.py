@@ -28,7 +28,8 @@ class TokenScores:
     T = tokens, K = likeliest tokens of each position.
 
     Attributes:
-        logprobs: float32 [T], of each token given those before it; NaN for a text's first token.
+        logprobs: float32 [T], of each token given the tokens before it; NaN for a text's first
+            token.
         top_ids: int64 [T, K], the likeliest tokens of each position.
         top_logprobs: float32 [T, K].
     """

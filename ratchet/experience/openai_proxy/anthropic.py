@@ -237,7 +237,7 @@ class CountTokensRequest(SamplingFields):
         if self.messages[-1].role == "assistant":
             raise ApiError(
                 400,
-                "messages: the last one is of the assistant, and an answer can't be continued; end "
+                "messages: the last one is the assistant's, but an answer can't be continued; end "
                 "with a message of the user",
                 param="messages",
                 code="invalid_value",

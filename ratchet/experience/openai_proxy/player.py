@@ -81,7 +81,7 @@ class AgentPlayer:
                 await _stop(agent_task)
             result, error = None, ""
             if not agent_task.done():
-                log.warning("an agent that was cancelled did not end, and is left behind")
+                log.warning("an agent did not end after it was cancelled, and keeps running")
             elif not agent_task.cancelled():
                 result, error = agent_task.result()
             elif not timed_out:

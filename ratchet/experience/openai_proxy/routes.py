@@ -212,7 +212,7 @@ def check_text_size(handler: RequestHandler, texts: Sequence[str]) -> None:
     if longest > limit:
         raise ApiError(
             400,
-            f"a text has {longest} characters, and a context of {handler.max_context} tokens takes "
+            f"a text has {longest} characters, but a context of {handler.max_context} tokens takes "
             f"at most {limit}",
             param="prompt",
             code="context_length_exceeded",

@@ -144,7 +144,7 @@ class AgentSession:
         )
 
     async def count_prompt(self, request: ChatRequest) -> int:
-        """Return the number of tokens that the policy would read. This counts as no turn.
+        """Return the number of tokens that the policy would read. This does not count as a turn.
 
         Raises:
             ApiError: The conversation can't be rendered.
@@ -328,7 +328,7 @@ class AgentSession:
         limit = count_max_chars(self.renderer, self.max_context)
         if characters > limit:
             raise self._make_too_long_error(
-                f"the messages have {characters} characters, and a context of {self.max_context} "
+                f"the messages have {characters} characters, but a context of {self.max_context} "
                 f"tokens takes at most {limit}"
             )
 

@@ -131,7 +131,7 @@ class CompletionRequest(SamplingFields):
         if n_entries > MAX_LOGPROB_ENTRIES:
             raise ApiError(
                 400,
-                f"the answer may have {n_entries:,} log-probabilities, and "
+                f"the answer may have {n_entries:,} log-probabilities, but at most "
                 f"{MAX_LOGPROB_ENTRIES:,} are allowed: send fewer prompts, or lower logprobs or "
                 "max_tokens",
                 param="logprobs",

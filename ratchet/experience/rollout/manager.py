@@ -298,7 +298,9 @@ class RolloutManager:
                         reward_span.attributes = {"rl.reward.values": _list_rewards(outcomes)}
                     return outcomes
         except TimeoutError:
-            detail = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
+            detail = (
+                f"{type(reward).__name__}.score returned nothing within {self.judge_timeout_s:g} s"
+            )
             return [Failed("timeout", detail)] * len(candidates)
         except UserCodeFailed as failure:
             return [Failed("reward", f"{task.label}:\n{failure}")] * len(candidates)
@@ -307,7 +309,7 @@ class RolloutManager:
 async def judge_attempts(
     reward: Reward, candidates: Sequence[AttemptRows], task: Task
 ) -> list[Outcome]:
-    """Return the outcome of each attempt by a reward, without the environment's turn rewards.
+    """Return the outcome that a reward gives each attempt, without the environment's turn rewards.
 
     Raises UserCodeFailed if the reward raises, or does not return one outcome for each attempt.
     """
@@ -402,11 +404,11 @@ def _check_outcome_count(
     # `list` comes first because `isinstance` is fast for it and slow for `Sequence`.
     if not isinstance(outcomes, list | Sequence):
         raise UserCodeFailed(
-            f"{name}.score gave {outcomes!r:.80}, it must be a sequence of outcomes"
+            f"{name}.score returned {outcomes!r:.80}. It must be a sequence of outcomes"
         )
     if len(outcomes) != len(candidates):
         raise UserCodeFailed(
-            f"{name}.score gave {len(outcomes)} outcomes for {len(candidates)} trajectories"
+            f"{name}.score returned {len(outcomes)} outcomes for {len(candidates)} trajectories"
         )
     return list(outcomes)
 
@@ -417,7 +419,7 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
     if not isinstance(outcome, Outcome):
         return Failed(
             "reward",
-            f"{name}.score gave {outcome!r:.80} for an attempt, it must be an Outcome such as "
+            f"{name}.score returned {outcome!r:.80} for an attempt. It must be an Outcome such as "
             "Scored(1.0)",
         )
     if isinstance(outcome, Scored | Truncated):
@@ -428,7 +430,7 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
         ):
             return Failed(
                 "reward",
-                f"{name}.score gave {outcome!r:.200}; rewards and their parts must be finite "
+                f"{name}.score returned {outcome!r:.200}; rewards and their parts must be finite "
                 "numbers",
             )
     return outcome

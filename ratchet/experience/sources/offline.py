@@ -248,7 +248,7 @@ def _find_other_prompt(index: int, prompts: Sequence[Sequence[Message]]) -> int:
         if prompts[other] != prompts[index]:
             return other
     raise DataError(
-        "KTO compares each answer with an answer to another prompt, and a draw has only one "
+        "KTO compares each answer with an answer to another prompt, but a draw has only one "
         "prompt. Raise batch_size"
     )
 
