@@ -76,6 +76,7 @@ class AlgorithmTerm:
 
 
 def _is_importable(function: Callable[..., Any]) -> bool:
+    """True for a module-level function, or a `functools.partial` of one."""
     while isinstance(function, functools.partial):
         function = function.func
     name = get_qualified_name(function)

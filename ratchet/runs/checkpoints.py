@@ -219,6 +219,7 @@ class CheckpointStore:
         return sorted(step for step, _ in self._iter_newest_first())
 
     def _iter_newest_first(self) -> Iterator[tuple[int, Path]]:
+        """Yield (step, directory) of each checkpoint, newest first."""
         names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
         steps = {int(match[1]): name for name in names if (match := STEP.fullmatch(name))}
         for step in sorted(steps, reverse=True):

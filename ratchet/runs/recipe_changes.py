@@ -146,6 +146,7 @@ def list_changes(before: RunConfig, after: RunConfig) -> list[Change]:
 
 
 def _key_stages_by_name(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe in which the list of stages is a dict by their names."""
     return {**recipe, STAGES: {stage["name"]: stage for stage in recipe[STAGES]}}
 
 

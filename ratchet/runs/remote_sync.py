@@ -136,6 +136,7 @@ class Mirror:
             ) from error
 
     def _resume(self) -> None:
+        """Fetch the run, or keep a newer local copy, and note which of the two continues."""
         index = self.remote.read_index()
         local_step = find_newest_step(self.directory)
         if index is None and local_step is None:

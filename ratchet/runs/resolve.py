@@ -146,6 +146,7 @@ def list_runs_at(address: str) -> list[tuple[str, int]]:
 
 
 def _is_index_below(name: str) -> bool:
+    """True if `name` is the index of a run directly below the address."""
     return PurePosixPath(name).name == INDEX and len(PurePosixPath(name).parts) == 2
 
 

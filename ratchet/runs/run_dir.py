@@ -216,6 +216,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
 
     def _open_lock(self) -> int:
+        """Create the directory, and return a descriptor of its lock file."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = open_plain(self._lock, os.O_RDWR | os.O_CREAT)
@@ -231,6 +232,7 @@ class RunDirectory:
         return descriptor
 
     def _take_lock(self, descriptor: int) -> None:
+        """Take the lock, and write the id of this process into its file."""
         holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),

@@ -143,6 +143,7 @@ def _has_run_config(directory: RunDirectory) -> bool:
 
 
 def _has_results(directory: RunDirectory) -> bool:
+    """True if the run has a finished step, a checkpoint, a model or a summary."""
     results = [directory.path / name for name in (MODEL, AVERAGE, ADAPTER)]
     if any(path.exists() for path in (directory.summary, *results)):
         return True

@@ -265,6 +265,7 @@ def _wrap_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
 def _make_scheduler(
     settings: RolloutsConfig, groups_per_step: int, end_step: int
 ) -> StalenessScheduler:
+    """Return the scheduler of prefetched groups."""
     adaptive = settings.adaptive
     concurrency = None
     if adaptive is not None:
@@ -298,6 +299,7 @@ def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, f
 
 
 def _make_probes(policy: Policy, setup: EnvSetup, spec: StageSpec) -> RewardHackingProbes | None:
+    """Return the checks for reward hacking; None if the stage has none."""
     if setup.second_opinion is None and setup.canaries is None:
         return None
     probes = RewardHackingProbes(

@@ -153,6 +153,7 @@ class _StageCheck:
     scan: bool
 
     def open_training_data(self) -> None:
+        """Open the training split, and render or judge its first task."""
         stage = self.stage
         section = stage.environment
         if not self.scan and section.has_scan:
@@ -170,6 +171,7 @@ class _StageCheck:
             asyncio.run(environment.close())
 
     def open_evaluation(self) -> None:
+        """Open the split of the evaluation, and render or judge its first task."""
         settings = self.stage.evaluation
         if not settings.tasks or self.report.problems:
             return

@@ -106,6 +106,7 @@ def _make_local_roles(
     steps: int,
     adapter: Adapter | None,
 ) -> dict[str, Learner]:
+    """Return learners that train in this process."""
     if model.adapter is not None:
         model.merge()
     if adapter is not None:
@@ -200,6 +201,7 @@ def _make_remote_roles(
     steps: int,
     adapter: Adapter | None,
 ) -> dict[str, Learner]:
+    """Return learners that call `ranks`, the worker processes that train."""
     assert isinstance(section, DistributedConfig), (
         "only distributed learners run in other processes"
     )

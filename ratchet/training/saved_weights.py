@@ -277,6 +277,7 @@ def copy_start(saved: SavedWeights, config: RunConfig, run: Path, *, with_optimi
 
 
 def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
+    """Raise ConfigError unless stage `new` can take over the optimizer's state of stage `old`."""
     for key in ("learner", "optimizer"):
         kinds = [getattr(stage, key).kind_name for stage in (old, new)]
         if kinds[0] != kinds[1]:

@@ -158,6 +158,7 @@ class TrainingSession:
         self._show(note)
 
     async def _run_from_latest(self, stop: StopRequest) -> int:
+        """Run the remaining stages from the newest checkpoint, and return the exit status."""
         checkpoint = self.store.latest()
         if checkpoint is not None:
             total = sum(stage.n_steps for stage in self.config.stages)
@@ -212,6 +213,7 @@ class TrainingSession:
     async def _train_stages(
         self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
     ) -> int:
+        """Train the remaining stages, export the models, and return the exit status."""
         # Objects that exist by now stay alive. If each garbage collection traversed them, it would
         # take a third of the time of a small step.
         gc.collect()
@@ -447,6 +449,7 @@ class TrainingSession:
             self.sinks.write(0, start_metrics)
 
     def _finish(self, policy: Policy, learner: Learner) -> None:
+        """Export the models of the finished run, and write and show its summary."""
         self._verify_directory()
         config = self.config
         models = export_models(config, self.directory.path, policy, learner)

@@ -251,6 +251,7 @@ def _change_recipe(
 
 
 def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -> int:
+    """Run a session, and return its exit status. Errors of the disk name the run directory."""
     try:
         return asyncio.run(make_session().run())
     except SecondSignal as second:  # the run stops at once, without saving

@@ -166,6 +166,7 @@ class PrefetchingSource(Source):
         }
 
     def _to_state(self, scheduled: ScheduledGroup) -> dict[str, Any]:
+        """Return an unfinished group as plain values for a checkpoint."""
         trajectories = None if scheduled.group is None else to_plain(scheduled.group.trajectories)
         journal = (
             {}
@@ -233,6 +234,7 @@ class PrefetchingSource(Source):
         self._tasks[scheduled].add_done_callback(lambda _: self._task_done.set())
 
     async def _run_group(self, scheduled: ScheduledGroup) -> None:
+        """Play a group, then mark it ready, or replace it if it has no training signal."""
         CURRENT_GROUP.set(scheduled if self.replayable else None)
         (group,) = await self.source.make([(scheduled.id, scheduled.task)], scheduled.version)
         if (
@@ -251,6 +253,7 @@ class PrefetchingSource(Source):
         del self._tasks[scheduled]
 
     def _raise_failures(self) -> None:
+        """Raise the error of a group that failed as a whole."""
         for task in self._tasks.values():
             if task.done():
                 task.result()

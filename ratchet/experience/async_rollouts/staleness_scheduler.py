@@ -2,8 +2,8 @@
 
 A group that begins with the weights of version v is trained on at step v + k at the latest, with k
 = `max_staleness`. So at step s at most (k + 1) steps' worth of groups may be in flight or ready,
-and step s must train on the groups of version s - k. A fractional k limits the number of groups,
-and the staleness bound is k rounded up.
+and step s must train on the groups of version s - k. If k is a fraction, it limits the number of
+groups as it is, and the staleness bound is k rounded up.
 
 The decisions do not depend on where groups are generated.
 """
@@ -106,7 +106,7 @@ class StalenessScheduler:
 
         Return None if the step must wait for groups.
         """
-        chosen = self._choose_oldest() if self.order == "issued" else self._choose_earliest(step)
+        chosen = self._choose_oldest() if self.order == "issued" else self._choose_first_ready(step)
         if chosen is None:
             return None
         for scheduled in chosen:
@@ -124,7 +124,7 @@ class StalenessScheduler:
             else None
         )
 
-    def _choose_earliest(self, step: int) -> list[ScheduledGroup] | None:
+    def _choose_first_ready(self, step: int) -> list[ScheduledGroup] | None:
         """Return the groups that became ready first, if all others can still meet the bound.
 
         A group of version v must be trained on by step v + k, its deadline. Of all groups with a

@@ -137,6 +137,7 @@ class TailBatching(Source):
         self._metrics: dict[str, float] = {}  # of the latest draw
 
     async def draw(self, n: int, version: int) -> list[Group]:
+        """Return n groups: the new groups that finish first, or the oldest deferred groups."""
         # Number of new groups that the stage's remaining steps can still train on.
         max_new = (self.end_step - version) * n - len(self._deferred)
         self._metrics = {"deferred": 0.0, "wasted_tokens": 0.0}

@@ -195,6 +195,7 @@ class RowBarrier(Generic[T]):
         self._answer_if_all_wait()
 
     def _answer_if_all_wait(self) -> None:
+        """Answer the waiting requests if every remaining row waits."""
         # Rows that were cancelled no longer wait.
         self._waiting = [request for request in self._waiting if not request.future.done()]
         if not self._waiting or len(self._waiting) < self.n_remaining:

@@ -28,7 +28,7 @@ Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
 
 @dataclass(frozen=True)
 class WithSampling:
-    """A generator with sampling parameters, for rollout functions that have no such argument.
+    """A generator with sampling parameters, for rollout functions without a sampling argument.
 
     Attributes:
         generator: Any object with the `generate` of `ratchet.protocols.Generator`.

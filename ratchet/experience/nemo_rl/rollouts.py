@@ -346,6 +346,7 @@ def _append_answers(
     tokenizer: TokenizerType,
     include_logprobs: bool,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
+    """Append the completions to the logs; return the batch, the generated tokens and metrics."""
     decoder = get_answer_decoder(tokenizer)
     for log, completion in zip(batch["message_log"], completions, strict=True):
         text = decoder.decode(completion.tokens.tolist(), completion.stop)

@@ -115,6 +115,7 @@ async def _stop(agent_task: asyncio.Task[Any]) -> None:
 
 
 def _get_outcome(session: AgentSession, error: str) -> Outcome | None:
+    """Return the outcome of an attempt whose agent has ended; None if it ended normally."""
     latest_answer = session.latest_answer
     if latest_answer is None and session.exhausted_budget:
         return Failed(

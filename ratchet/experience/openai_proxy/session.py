@@ -429,6 +429,7 @@ class AgentSession:
         )
 
     async def _sample(self, prompt: NDArray[np.int64], sampling: Sampling) -> Completion:
+        """Return the completion of a prompt, or raise ApiError if the generator gives none."""
         if self.ended.done():
             raise ApiError(401, "the session has ended", code="session_ended")
         # Generators identify the attempt by context variables, so the request runs in the attempt's
@@ -468,6 +469,7 @@ class AgentSession:
         tools: Tools | None,
         stop: tuple[str, ...],
     ) -> tuple[Message, int]:
+        """Return the answer's message, and the number of its malformed tool calls."""
         tokens = completion.tokens.tolist()
         message = self.renderer.parse(tokens, completion.stop)
         n_malformed = 0

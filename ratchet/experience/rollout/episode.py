@@ -308,6 +308,7 @@ class EpisodePlayer:
         return state.trajectories(attempt, outcome)
 
     async def _play_turns(self, state: EpisodeState, memo: PromptMemo) -> Outcome | None:
+        """Play turns until the attempt ends. Return its outcome; None if it ended normally."""
         environment = state.environment
         with self._waiting("reset", environment):
             first_messages = await run_guarded(lambda: environment.reset(state.task))

@@ -187,6 +187,7 @@ class RolloutManager:
     async def _attempt(
         self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo
     ) -> AttemptRows:
+        """Play an attempt, with retries, and judge it unless its group is judged together."""
         self.n_playing += 1
         try:
             seeded = sampling.seeded(derive_seed(sampling.seed, group_id, attempt))
@@ -219,6 +220,7 @@ class RolloutManager:
         *,
         in_new_environment: bool = False,
     ) -> AttemptRows:
+        """Play an attempt once, in an idle or a new environment."""
         environment = (
             self._idle_environments.pop()
             if self._idle_environments and not in_new_environment
@@ -240,6 +242,7 @@ class RolloutManager:
     async def _judge_together(
         self, task: Task, attempt_rows: Sequence[AttemptRows]
     ) -> list[AttemptRows]:
+        """Judge all attempts of a group in one call of the reward."""
         # Judging counts as an attempt in flight, so that a snapshot waits for it.
         self.n_playing += 1
         try:
@@ -288,6 +291,7 @@ class RolloutManager:
     async def _score(
         self, reward: Reward, candidates: Sequence[AttemptRows], task: Task
     ) -> list[Outcome]:
+        """Return the reward's outcomes, or failures if the reward raises or takes too long."""
         try:
             async with limit_time(self.judge_timeout_s):
                 name = type(reward).__name__
@@ -443,6 +447,7 @@ def _sum_turn_rewards(rows: AttemptRows) -> float | None:
 
 
 def _get_environment_outcome(rows: AttemptRows, *, needs_reward: bool) -> Outcome:
+    """Return the outcome of an attempt that only the environment's turn rewards judge."""
     total = _sum_turn_rewards(rows)
     truncated = rows[-1].truncated
     if total is None and not needs_reward:

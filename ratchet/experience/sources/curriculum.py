@@ -111,6 +111,7 @@ class Curriculum(TaskStream):
         ]
 
     def _get_task(self, position: int) -> Task:
+        """Draw the task of a position by weight."""
         open_O = self._get_open_tasks(position)
         cumulative_O = np.cumsum(self._compute_weights(open_O))
         u = random.Random(derive_seed(self.seed, "curriculum", position)).random()

@@ -45,6 +45,7 @@ class LongRowFilter:
         return True
 
     def _note(self, task: Task, error: RowTooLong) -> None:
+        """Count a task that is left out, and log the count at 1, 2, 4, 8, ..."""
         self._n_consecutive += 1
         if self._n_consecutive >= MAX_DROPPED:
             raise DataError(f"the last {MAX_DROPPED:,} rows are too long; {error}") from error
