@@ -104,9 +104,8 @@ def find_saved(place: str | Path) -> SavedWeights | None:
 def replace_saved_model(config: RunConfig) -> RunConfig:
     """Return the recipe with a model directory as `model.path`, if `model.path` names a run.
 
-    The directory holds the run's finished model. If `model.path` names a checkpoint, which is no
-    model directory before it is exported, it is the model that the run started from: this model
-    has the same shape.
+    The directory is the run's finished model. For a checkpoint, which is not a model directory
+    before it is exported, it is the model that the run started from, which has the same shape.
 
     Raises:
         RunDirectoryError: The run has no finished model, and no step is named.

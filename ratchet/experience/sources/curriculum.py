@@ -25,7 +25,7 @@ from ratchet.protocols import Environment
 from ratchet.types import Group, Task
 
 UNTRIED_RATE = 0.5  # initial success rate; prefer=learnable gives it the highest weight
-# Key of a checkpoint, as older ones have it: the index in the pool of each pending task.
+# Checkpoint key of the pending tasks' indices in the pool. The name is that of older checkpoints.
 PENDING_INDICES = "places"
 
 

@@ -29,7 +29,9 @@ class LongRowFilter:
         self._n_consecutive = 0
 
     def keeps(self, task: Task) -> bool:
-        """True if the task is kept. The number of tasks left out is logged at 1, 2, 4, 8, ...
+        """True unless the task is too long and the environment allows to leave it out.
+
+        The number of tasks left out is logged at 1, 2, 4, 8, ...
 
         Raises:
             DataError: The last MAX_DROPPED tasks were all too long.
