@@ -76,6 +76,7 @@ class AlgorithmTerm:
 
 
 def _is_importable(function: Callable[..., Any]) -> bool:
+    """True for a module-level function, or a `functools.partial` of one."""
     while isinstance(function, functools.partial):
         function = function.func
     name = get_qualified_name(function)
@@ -144,8 +145,7 @@ class Algorithm:
     advantage: fills every column that is computed between the scoring passes and the update.
     fills: columns that `advantage` fills in place of a scoring pass.
     adapt: may change `state.numbers` after a step. A number "coef/<term>" replaces a term's `coef`.
-    warmup: by role, the number of training steps at the start of the stage in which the role is not
-      updated.
+    warmup: number of steps at the start of the stage in which a role is not updated, by role.
     minibatches: number of mini-batches that a batch is divided into, with one optimizer step each.
     minibatches_of: unit in which a batch is distributed over its mini-batches. Losses that compare
       the rows of a group need "groups".
@@ -159,7 +159,8 @@ class Algorithm:
     reads_reward: False if nothing depends on rewards. Attempts without a reward then train too.
     reads_parts: True if the named parts of the rewards matter. Attempts of equal reward then count
       as different if their parts differ.
-    mean_reward_range: bounds between which the mean reward of a training group lies; None: none.
+    mean_reward_range: bounds (exclusive) of a group's mean reward, outside of which the group does
+      not train; None: no bounds.
     replays_routes: True for router replay: the policy's routers choose the experts that the sampler
       recorded.
     exempt: properties of `ratchet.algorithms.properties` that the algorithm does not have, each

@@ -68,6 +68,7 @@ def drop_by_mean_reward(batch: Batch, state: AlgoState, *, low: float, high: flo
 
 
 def _keep_groups(batch: Batch, kept_S: Tensor) -> Batch:
+    """Remove the rows outside `kept_S` from the final mask, and set their advantages to 0."""
     advantages_T = torch.where(kept_S[batch.sequence_T], batch.need("advantages"), 0.0)
     return keep_rows(batch, kept_S).fill_tokens(advantages=advantages_T)
 

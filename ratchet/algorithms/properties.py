@@ -35,7 +35,7 @@ def is_applicable(reason: str) -> bool:
 
 
 def render_properties(exemptions: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a Markdown page of the properties and of the algorithms that claim them.
+    """Return the Markdown page that says which algorithm has which property.
 
     Args:
         exemptions: `Algorithm.exempt` by name of the algorithm.

@@ -136,7 +136,7 @@ def apply_correction_mask(
 ) -> tuple[Tensor, Metrics]:
     """Return the values of a token-level loss, with 0 for tokens that the correction masks.
 
-    Other values get no importance weight, because such a loss (entropy, NLL) is no expectation
+    Other values get no importance weight, because such a loss (entropy, NLL) is not an expectation
     over sampled tokens.
     """
     x, metrics = fn(out, batch)

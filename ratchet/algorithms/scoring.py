@@ -55,7 +55,7 @@ def _require_every_tag(batch: Batch, algo: Algorithm) -> None:
         if missing:
             tag_list = ", ".join(sorted(str(tag) for tag in tags))
             raise DataError(
-                f"a task has the tag '{min(missing)}', and {column} is only filled for {tag_list}. "
+                f"a task has the tag '{min(missing)}', but {column} is only filled for {tag_list}. "
                 "Add a teacher for this tag."
             )
 

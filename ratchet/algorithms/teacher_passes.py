@@ -1,4 +1,4 @@
-"""Teacher roles of distillation and their scoring passes: one teacher for all tasks, or per tag."""
+"""Teacher roles of distillation, for all tasks or for each task tag, and their scoring passes."""
 
 from __future__ import annotations
 

@@ -134,14 +134,14 @@ def verify_checkpoint(path: Path, step: int, *, check_hashes: bool = True) -> Ch
 def _read_manifest(directory: Path) -> bytes:
     """Return the manifest's bytes.
 
-    Raises CheckpointError if it is absent, too large or no plain file.
+    Raises CheckpointError if it is absent, too large or not a plain file.
     """
     path = directory / MANIFEST
     if not os.path.lexists(path):
         raise CheckpointError(f"{directory} has no {MANIFEST}")
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{path} is no plain file of at most {MAX_MANIFEST_BYTES} bytes")
+        raise CheckpointError(f"{path} is not a plain file of at most {MAX_MANIFEST_BYTES} bytes")
     return path.read_bytes()
 
 

@@ -262,7 +262,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 def _decode_bytes(value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
     dtype = getattr(torch, value["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{value['dtype']} is no dtype")
+        raise TypeError(f"torch.{value['dtype']} is not a dtype")
     return tensors[value["name"]].view(dtype).reshape(value["shape"])
 
 

@@ -135,7 +135,7 @@ class BlockFiles:
     def __init__(self, directory: Path) -> None:
         """Read the index files of all ranks.
 
-        Raises CheckpointError if there is none, or if one is damaged.
+        Raises CheckpointError if there are no index files, or if one of them is damaged.
         """
         self.directory = directory
         self.blocks_by_name: dict[str, list[StoredBlock]] = {}

@@ -71,7 +71,7 @@ class CheckpointStore:
         self.keep_best = keep_best
         self.keep_every = keep_every
         self.protected_steps: frozenset[int] = frozenset()
-        self._rejected: set[Path] = set()
+        self._rejected: set[Path] = set()  # checkpoints that did not verify
         self._known_steps: list[int] = []  # steps with a checkpoint after the last `tidy`
 
     def save(self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
@@ -127,7 +127,7 @@ class CheckpointStore:
         """Replace the metadata of a checkpoint, which stays whole if the process is killed.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or it can't be written.
+            CheckpointError: The checkpoint is absent or can't be written.
         """
         assert is_json_value(dict(meta)), f"{meta} would change in a round trip through JSON"
         final = self.root / f"step-{step:08d}"
@@ -186,7 +186,7 @@ class CheckpointStore:
         """Return the checkpoint of `step`.
 
         Raises:
-            CheckpointError: It is absent or damaged.
+            CheckpointError: The checkpoint is absent or damaged.
         """
         paths = dict(self._iter_newest_first())
         if step not in paths:
@@ -219,6 +219,7 @@ class CheckpointStore:
         return sorted(step for step, _ in self._iter_newest_first())
 
     def _iter_newest_first(self) -> Iterator[tuple[int, Path]]:
+        """Yield (step, directory) of each checkpoint, newest first."""
         names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
         steps = {int(match[1]): name for name in names if (match := STEP.fullmatch(name))}
         for step in sorted(steps, reverse=True):
@@ -234,6 +235,9 @@ class CheckpointStore:
         """Rename rejected checkpoints, so that they block no new checkpoint of the same step.
 
         `final` is rejected too if it does not verify. Pruning ignores renamed checkpoints.
+
+        Raises:
+            CheckpointError: `final` exists and verifies.
         """
         if final.is_symlink() or final.exists():
             try:

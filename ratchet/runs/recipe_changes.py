@@ -1,7 +1,7 @@
 """Change the recipe of a run that is resumed, and read back which recipe each of its steps had.
 
 A key may change if a saved run can continue with its new value. Each change is recorded in
-`provenance.json`, with the step after which it holds.
+`provenance.json`, with the step after which it applies.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NEW_RUN_HINT = (
     "Start a new run from its weights: ratchet train RECIPE --from {run} (docs/resume.md)"
 )
 
-OTHER_STATE = "the state in the checkpoint is that of the old value"
-OTHER_DATA = "the run's position in its data would mean nothing"
+OTHER_STATE = "the state in the checkpoint belongs to the old value"
+OTHER_DATA = "the run's position in its data would no longer be valid"
 # (pattern of keys, reason why these keys can't change, or None if they can). The first pattern that
 # matches decides. Keys of a stage are matched without the stage's name.
 RULES: Sequence[tuple[str, str | None]] = (
@@ -49,10 +49,10 @@ RULES: Sequence[tuple[str, str | None]] = (
     ("rollouts.*", "the checkpoint holds groups that were begun with the old value"),
     ("generator*", None),
     ("weight_sync*", None),
-    ("learner.kind", "one learner does not read the checkpoints of another"),
+    ("learner.kind", "a learner of another kind can't read the checkpoints"),
     ("learner.*", None),
     ("model.*", "the checkpoints hold the weights of the old model"),
-    ("tokenizer*", "the model was trained on the tokens of the old one"),
+    ("tokenizer*", "the model was trained on the tokens of the old tokenizer"),
     ("lora*", OTHER_STATE),
     ("algorithm*", "the run would go on as another experiment"),
     ("rewards*", "the run would go on as another experiment"),
@@ -146,6 +146,7 @@ def list_changes(before: RunConfig, after: RunConfig) -> list[Change]:
 
 
 def _key_stages_by_name(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe in which the list of stages is a dict by their names."""
     return {**recipe, STAGES: {stage["name"]: stage for stage in recipe[STAGES]}}
 
 

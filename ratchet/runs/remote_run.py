@@ -1,7 +1,7 @@
 """Read and fetch a run that is mirrored in an object store.
 
-Files have the same names there as in a run directory. `mirror.json` lists the size and SHA-256 of
-each file except checkpoints, which have manifests of their own.
+Files have the same names in the store as in the run directory. `mirror.json` lists the size and
+SHA-256 of each file except checkpoints, which have manifests of their own.
 
 A file may be longer than its listed size, for example a log that has grown since. The entry then
 describes the beginning of the file.
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 INDEX = "mirror.json"
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
-RUN_ID_FILE = ".run_id"  # the only hidden file of a run: trackers identify the run by it
+RUN_ID_FILE = ".run_id"  # trackers identify the run by it; the only hidden file that is mirrored
 # A run can't resume without these. Any other file that is damaged is logged and left out.
 ESSENTIAL_FILES = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "base"}
 
@@ -114,13 +114,13 @@ class MirrorIndex:
                 raise CheckpointError(f"{address}/{INDEX} is malformed (no entry for '{name}')")
             if not is_mirrored(name):
                 raise CheckpointError(
-                    f"{address}/{INDEX} lists '{name}', which is no file of a run's directory"
+                    f"{address}/{INDEX} lists '{name}', which is not a file of a run directory"
                 )
         return index
 
 
 def is_mirrored(name: str) -> bool:
-    """Return True if a file of this name is mirrored with the run, checkpoints excepted.
+    """True if a file of this name is mirrored with the run. Checkpoints are mirrored separately.
 
     Args:
         name: The path relative to the run directory.
@@ -301,9 +301,9 @@ class MirroredRun:
 
 
 def truncate_to_listed(path: Path, versions: FileVersions) -> bool:
-    """Cut a file off after the longest listed content that it begins with.
+    """Truncate a file to the longest listed version that it begins with.
 
-    Return True if it begins with a listed content.
+    Return False, and leave the file as it is, if it begins with none of them.
     """
     if path.is_symlink() or not path.is_file():
         return False

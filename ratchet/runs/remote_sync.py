@@ -1,7 +1,7 @@
 """Mirror the directory of a training run to an object store (S3 and others).
 
-The local directory is the run; no failure of the store changes it. After each save the store gets
-what is new, in this order:
+The run trains in the local directory, which a failure of the store never changes. After each save
+the store gets what is new, in this order:
 
 1. `mirror.json` with old and new entries of the files that change;
 2. these files;
@@ -120,7 +120,7 @@ class Mirror:
         """Fetch the run to resume, unless the local directory has a checkpoint at least as new.
 
         Raises:
-            RunDirectoryError: There is no such run.
+            RunDirectoryError: There is no run at the address.
             CheckpointError: All checkpoints at the address are damaged.
         """
         try:
@@ -136,6 +136,7 @@ class Mirror:
             ) from error
 
     def _resume(self) -> None:
+        """Fetch the run, or keep a newer local copy, and note which of the two continues."""
         index = self.remote.read_index()
         local_step = find_newest_step(self.directory)
         if index is None and local_step is None:
@@ -186,6 +187,13 @@ class Mirror:
         """Fetch the best checkpoints and the newest one that matches its manifest.
 
         The best checkpoints are needed because a stage may load one of them at its end.
+
+        Args:
+            complete: The complete checkpoints by step, newest first.
+            any_listed: True if the address has files of any checkpoint, complete or not.
+
+        Raises:
+            CheckpointError: The address has checkpoints, and all are damaged or incomplete.
         """
         stages = self.directory.read_config()["stages"]
         keep_best = max(stage["checkpoint"]["keep_best"] for stage in stages)
@@ -365,7 +373,8 @@ class Mirror:
     def _get_digest(self, name: str, snapshot: FileSnapshot) -> FileDigest | None:
         """Return size and hash of a file as it was at its snapshot.
 
-        None if the file has become shorter or was deleted since then; the next save handles it.
+        Return None if the file has become shorter or was deleted since then. The next save handles
+        it.
         """
         if name not in self._digests or self._digests[name][0] != snapshot:
             try:

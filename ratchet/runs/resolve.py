@@ -117,7 +117,7 @@ def list_runs_at(address: str) -> list[tuple[str, int]]:
     """Return the address of each run at or directly below `address`, and its checkpoints' bytes.
 
     Raises:
-        RunDirectoryError: There is no run.
+        RunDirectoryError: The address holds no run.
     """
     check_address(address)
     with _translate_os_errors(address):
@@ -146,6 +146,7 @@ def list_runs_at(address: str) -> list[tuple[str, int]]:
 
 
 def _is_index_below(name: str) -> bool:
+    """True if `name` is the index of a run directly below the address."""
     return PurePosixPath(name).name == INDEX and len(PurePosixPath(name).parts) == 2
 
 
@@ -231,7 +232,7 @@ def _select_step(
 ) -> RemoteCheckpoint:
     if step not in checkpoints:
         raise CheckpointError(
-            f"no whole checkpoint of step {step} at {address}: it has "
+            f"no complete checkpoint of step {step} at {address}: it has "
             f"{sorted(checkpoints) or 'none'}"
         )
     return checkpoints[step]

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 MODEL = "model"  # the trained model, as a Hugging Face directory
 ADAPTER = "adapter"  # the LoRA adapter that a stage trained, in peft's format
-# Copy of another run's checkpoint, whose weights this run starts from. No stage has this name.
+# Copy of another run's checkpoint, whose weights this run starts from. Other folders in `base` are
+# named after stages, and a stage's name can't begin with a digit.
 START = "base/0-start"
 AVERAGE = "model-ema"  # the running average of the weights, if there is one
 MAX_NAMED = 8  # differing keys that a message lists
@@ -114,10 +115,12 @@ class RunDirectory:
                 raise
             os.close(self._lock_fd)
             self._lock_fd = lock_fd
-            log.warning("%s was deleted under its run and is taken again", self._lock)
+            log.warning("%s was deleted while the run was using it; it is locked again", self._lock)
         if not self.config.is_file():
             self._write_config(config)
-            log.warning("%s was deleted under its run and is written again", self.config)
+            log.warning(
+                "%s was deleted while the run was using it; it is written again", self.config
+            )
 
     def write_or_check_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved recipe into a new directory, or compare it with a used directory's.
@@ -183,7 +186,7 @@ class RunDirectory:
         """True if a running process holds the lock."""
         try:
             descriptor = open_plain(self._lock, os.O_RDONLY)
-        except OSError:  # absent, or no plain file
+        except OSError:  # absent, or not a plain file
             return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -197,13 +200,13 @@ class RunDirectory:
         """Return the resolved recipe.
 
         Raises:
-            RunDirectoryError: There is none, or it is damaged.
+            RunDirectoryError: The directory has no recipe, or the recipe is damaged.
         """
         try:
             return read_file(self.config)[0].plain()
         except ConfigError as error:
             raise RunDirectoryError(
-                f"{self.path} holds no readable config.yaml, so it is no run directory: {error}"
+                f"{self.path} holds no readable config.yaml, so it is not a run directory: {error}"
             ) from error
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
@@ -213,6 +216,7 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
 
     def _open_lock(self) -> int:
+        """Create the directory, and return a descriptor of its lock file."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = open_plain(self._lock, os.O_RDWR | os.O_CREAT)
@@ -228,6 +232,7 @@ class RunDirectory:
         return descriptor
 
     def _take_lock(self, descriptor: int) -> None:
+        """Take the lock, and write the id of this process into its file."""
         holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -253,7 +258,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
     """Return True if `path` names the file or directory that `descriptor` has open."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:  # absent, a loop of links, or its parent is no directory any more
+    except OSError:  # absent, a loop of links, or its parent is not a directory any more
         return False
 
 

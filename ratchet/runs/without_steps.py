@@ -1,7 +1,7 @@
 """Recognise and remove runs that never finished a step, such as those of a mistyped recipe.
 
-Only files that a run writes are removed, one by one: a directory that is a repository or a project
-of the user, too, may hold a `config.yaml`.
+Only files that a run writes are removed, one by one, because a repository or another project of the
+user may hold a `config.yaml` too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ START_COPIES = (Path(START), Path(START).with_name(f".{Path(START).name}"))
 def has_no_finished_step(directory: RunDirectory) -> bool:
     """True if a run began here and finished no step, and no process holds its lock.
 
-    False for a directory with files that no run writes. At its top, hidden files such as `.git`
-    are no reason, because nothing removes them.
+    Also False if the directory has files that no run writes. Hidden files at its top, such as
+    `.git`, do not count, because nothing removes them.
     """
     return not directory.is_locked and _list_files(directory) is not None
 
@@ -78,7 +78,7 @@ def clear_run_without_steps(directory: RunDirectory, *, keep_plan: bool = True) 
 
 
 def remove_run_without_steps(directory: RunDirectory) -> None:
-    """Remove a run without steps and its directory, which stays if it has files of the user.
+    """Remove a run without steps, and its directory unless that holds hidden files of the user.
 
     Raises:
         RunDirectoryError: The run has finished a step meanwhile, is in use, or can't be removed.
@@ -91,8 +91,11 @@ def remove_run_without_steps(directory: RunDirectory) -> None:
 
 
 def _list_files(directory: RunDirectory) -> list[Path] | None:
-    """Return all files of a run without steps; None if this is none, or has other files."""
-    if not (directory.path / LOCK).is_file() or not _has_own_config(directory):
+    """Return all files of a run without steps.
+
+    Return None if the directory holds no such run, or has files that no run writes.
+    """
+    if not (directory.path / LOCK).is_file() or not _has_run_config(directory):
         return None
     if _has_results(directory):
         return None
@@ -129,8 +132,8 @@ def _walk(directory: Path) -> Iterator[Path]:
                 yield from (Path(parent) / name for name in (*directories, *files))
 
 
-def _has_own_config(directory: RunDirectory) -> bool:
-    """True if `config.yaml` is absent, or a resolved recipe: one with every key at its top."""
+def _has_run_config(directory: RunDirectory) -> bool:
+    """True if `config.yaml` is absent or is a resolved recipe, which has every top-level key."""
     if not directory.used:
         return True
     try:
@@ -140,6 +143,7 @@ def _has_own_config(directory: RunDirectory) -> bool:
 
 
 def _has_results(directory: RunDirectory) -> bool:
+    """True if the run has a finished step, a checkpoint, a model or a summary."""
     results = [directory.path / name for name in (MODEL, AVERAGE, ADAPTER)]
     if any(path.exists() for path in (directory.summary, *results)):
         return True

@@ -69,9 +69,9 @@ def make_run(
         setup: The environment and its rewards.
         algorithm: The algorithm that trains the policy.
         spec: The settings of the stage.
-        ledger: Records the outcome of each group; None keeps the source's own ledger.
-        position: The position from which the stage goes on; None begins it.
-        wrap_roles: Wrap the learners that the training loop calls, in this order.
+        ledger: Records the events of each group; None keeps the source's own ledger.
+        position: The position of the checkpoint to resume from; None starts the stage.
+        wrap_roles: Functions that wrap the learners, applied in this order.
         run_fields: Further fields of `StageRun`, such as observers.
     """
     start_step = policy.generator.version if spec.start_step is None else spec.start_step
@@ -265,6 +265,7 @@ def _wrap_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
 def _make_scheduler(
     settings: RolloutsConfig, groups_per_step: int, end_step: int
 ) -> StalenessScheduler:
+    """Return the scheduler of prefetched groups."""
     adaptive = settings.adaptive
     concurrency = None
     if adaptive is not None:
@@ -298,6 +299,7 @@ def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, f
 
 
 def _make_probes(policy: Policy, setup: EnvSetup, spec: StageSpec) -> RewardHackingProbes | None:
+    """Return the checks for reward hacking; None if the stage has none."""
     if setup.second_opinion is None and setup.canaries is None:
         return None
     probes = RewardHackingProbes(

@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """The saver of a stage's checkpoints: each role's state, the position in the data, progress.
+    """The saver of a stage's checkpoints.
+
+    A checkpoint holds each role's state, the position in the data and the stage's progress.
 
     `saved_step` is the step of the latest complete checkpoint.
 
@@ -108,13 +110,13 @@ class CheckpointSaver:
             "recipe": self.recipe,
             "score": self._score[1] if self._score[0] == steps_done else None,
         }
-        source = await run.batcher.source.snapshot()
+        source_state = await run.batcher.source.snapshot()
         mirror_snapshot = {} if self.mirror is None else self.mirror.take_snapshot()
         run_continues = (
             run.stop.status is None and not run.progress.ended and steps_done < run.end_step
         )
         if self.config.background and run_continues:
-            write = self._copy(run, source)
+            write = self._copy(run, source_state)
             self._background_step = steps_done
             failpoints.point("checkpoint.copied")
             self._background.begin(lambda: self._store(steps_done, write, meta, mirror_snapshot))
@@ -123,7 +125,7 @@ class CheckpointSaver:
         with self._tolerate_errors(run.stop.status is None):
             self._store(
                 steps_done,
-                lambda directory: _write(run, directory, source),
+                lambda directory: _write(run, directory, source_state),
                 meta,
                 mirror_snapshot,
             )
@@ -136,7 +138,7 @@ class CheckpointSaver:
         meta: Mapping[str, Any],
         mirror_snapshot: Mapping[str, FileSnapshot],
     ) -> None:
-        """Write a checkpoint by `write`, and upload the run's files as of `mirror_snapshot`."""
+        """Write a checkpoint with `write`, then upload the files listed in `mirror_snapshot`."""
         self.store.save(steps_done, write, meta)
         if self.mirror is not None:
             self.mirror.push(mirror_snapshot, in_background=self.config.background)
@@ -151,10 +153,10 @@ class CheckpointSaver:
             if self._background.settle():
                 self.saved_step = self._background_step
 
-    def _copy(self, run: StageRun, source: Mapping[str, Any]) -> WriteFiles:
+    def _copy(self, run: StageRun, source_state: Mapping[str, Any]) -> WriteFiles:
         """Copy the current state, and return a function that writes the copy."""
         with defer_writes() as writes:
-            _write(run, Path(), source)
+            _write(run, Path(), source_state)
 
         def write(directory: Path) -> None:
             for write_part in writes:
@@ -180,7 +182,7 @@ class CheckpointSaver:
         changed_data: bool = False,
         changed_recipe: bool = False,
     ) -> None:
-        """Load a checkpoint into the parts of a run that was built at its position.
+        """Load a checkpoint into the parts of a run, which was built at the checkpoint's position.
 
         Args:
             run: The run.
@@ -229,8 +231,8 @@ class CheckpointSaver:
     def _replace_progress(self, run: StageRun, checkpoint: Checkpoint) -> None:
         """Store the progress and the score of a checkpoint that has been evaluated after a restore.
 
-        A checkpoint that only a stop request asked for gets no score, so that it is never the best
-        one: a run that nothing stopped would not have it.
+        A checkpoint that was saved only because of a stop request gets no score, so that it is
+        never chosen as the best: an uninterrupted run would not have this checkpoint.
         """
         score = self._score[1] if run.is_save_due(checkpoint.step) else None
         meta = {**checkpoint.meta, "progress": asdict(run.progress), "score": score}
@@ -238,7 +240,7 @@ class CheckpointSaver:
             self.store.replace_meta(checkpoint.step, meta)
 
     async def end_with_best(self, run: StageRun) -> None:
-        """Load the stage's best checkpoint if `checkpoint.end_with=best` and one was scored."""
+        """Load the stage's best checkpoint if `checkpoint.end_with=best` and one has a score."""
         best = (
             self.store.best(first_step=run.start_step + 1)
             if self.config.end_with == "best"
@@ -256,11 +258,11 @@ class CheckpointSaver:
         await run.return_to(Progress(**best.meta["progress"]))
 
 
-def _write(run: StageRun, directory: Path, source: Mapping[str, Any]) -> None:
+def _write(run: StageRun, directory: Path, source_state: Mapping[str, Any]) -> None:
     for role, learner in run.roles.items():
         learner.save(directory / role)
         failpoints.point("checkpoint.role")
-    save_state(directory, source, "source")
+    save_state(directory, source_state, "source")
 
 
 def _load(run: StageRun, checkpoint: Checkpoint) -> None:
@@ -272,8 +274,8 @@ def _load(run: StageRun, checkpoint: Checkpoint) -> None:
 def get_last_logged_step(checkpoint: Checkpoint | None) -> int:
     """Return the last step whose metrics a resumed run keeps; -1 if it keeps none.
 
-    If the evaluation after the checkpoint's step was put off, the step is logged again, with the
-    evaluation.
+    If the evaluation after the checkpoint's step was postponed, that step is logged again together
+    with the evaluation.
     """
     if checkpoint is None:
         return -1
@@ -290,11 +292,11 @@ def refuse_lost_checkpoints(
     intervals, because background writes may be one checkpoint behind. If the recipe tolerates
     failed checkpoints, an unfinished run may have none.
 
-    Also raise it if `checkpoints` is no directory, as the first save would fail.
+    Also raise it if `checkpoints` is not a directory, because the first save would fail.
     """
     if os.path.lexists(store.root) and not store.root.is_dir():
         raise RunDirectoryError(
-            f"{store.root} is no directory, so no checkpoint can be written. Move it away"
+            f"{store.root} is not a directory, so no checkpoint can be written. Move it away"
         )
     config = stage.checkpoint
     first_save = min(config.every or stage.n_steps, stage.n_steps)

@@ -27,7 +27,7 @@ LEARNERS, GENERATOR = "learners", "generator"
 
 
 class AcceleratorLock:
-    """A lock on the accelerator, which one side at a time holds.
+    """A lock on the accelerator. One side, the learners or the generator, holds it at a time.
 
     Args:
         sides: The members that use the accelerator at the same time, by the name of their side.
@@ -43,7 +43,7 @@ class AcceleratorLock:
             if immovable is not None:
                 raise ConfigError(
                     "cluster.colocated=true lets learner and generator share the accelerator in "
-                    f"turns, and {type(immovable).__name__} can't be offloaded from it. Set "
+                    f"turns, but {type(immovable).__name__} can't be offloaded from it. Set "
                     f"cluster.colocated=false{alternative}"
                 )
         self._sides = sides
@@ -151,7 +151,7 @@ def colocate(
     """Wrap learners, generator and weight sync so that each waits for its turn.
 
     Raises:
-        ConfigError: One of them can't be offloaded.
+        ConfigError: A learner or the generator can't be offloaded.
     """
     lock = AcceleratorLock({LEARNERS: list(learners.values()), GENERATOR: [generator]})
     return (

@@ -102,7 +102,7 @@ def make_loss_evaluator(
 ) -> LossEvaluator | None:
     """Return the evaluator of the algorithm's own loss on held-out tasks.
 
-    If the algorithm learns from attempts of the policy, they need no reward here. Returns None
+    If the algorithm learns from rollouts, the evaluator's rollouts need no reward. Returns None
     without held-out tasks.
     """
     tasks = list_held_out_tasks(setup, spec)
@@ -124,24 +124,25 @@ def make_loss_evaluator(
 
 
 def explain_no_answers(source: str, reason: str) -> str:
-    """Return the error of held-out tasks that lack the answers that the evaluation reads.
+    """Return the error text for held-out tasks without the answers that the evaluation needs.
 
     source: "pairs" or "rows", as in `StageConfig.source`.
+    reason: the text of the error that the environment raised.
     """
     measure = "compares pairs" if source == "pairs" else "computes the loss"
     return (
-        f"evaluation {measure} of held-out answers, and there are none ({reason}). Set "
+        f"evaluation {measure} of held-out answers, but there are none ({reason}). Set "
         "evaluation.tasks=0"
     )
 
 
 def _without_selection(spec: StageSpec) -> StageSpec:
-    """Return the spec without the keys that select among training tasks."""
+    """Return the spec without the keys that select training tasks, so that no task is left out."""
     return replace(spec, examples=None, curriculum=None)
 
 
 def _explain_missing_answers(setup: EnvSetup, spec: StageSpec) -> str:
-    """Return why the held-out tasks have no answer to learn from; "" if the first one has."""
+    """Return why the held-out tasks have no demonstration; "" if the first task has one."""
     task = next(iter(setup.environment.tasks("test", seed=spec.seed)), None)
     if task is None:
         return ""
@@ -193,12 +194,15 @@ def make_stage_evaluator(
 def has_held_out_loss(algorithm: Algorithm, setup: EnvSetup, spec: StageSpec) -> bool:
     """True if the algorithm's loss is measured on held-out tasks.
 
-    Rows: if the tasks have text to learn from. Labelled answers and steps: if no reward judges
-    answers. Rollouts: for distillation without a loss on routers; the loss of a policy gradient
-    depends on the rewards of other attempts. Pairs: never, because their accuracy is measured.
+    This depends on the source of the algorithm's groups:
+    - rows: True if the tasks have demonstrations.
+    - labelled, steps: True if no reward judges answers.
+    - rollouts: True for distillation without a loss on routers. The loss of a policy gradient is
+      not measured, because it depends on the rewards of other attempts.
+    - pairs: False, because the accuracy of pairs is measured instead.
 
     Raises:
-        ConfigError: The tasks have no text to compute it on, and no reward judges answers.
+        ConfigError: The tasks have no demonstrations, and no reward judges answers.
     """
     if algorithm.source == "rows":
         reason = _explain_missing_answers(setup, spec)

@@ -35,13 +35,13 @@ from ratchet.training.stage import Policy
 from ratchet.utils.object_store import is_address
 from ratchet.worker_protocols import Executor
 
-# Role names: the worker group that trains, and this process if it trains itself.
+# Roles of resource requests: the worker group that trains, or this process if it trains itself.
 LEARNER, DRIVER = "learner", "driver"
 
 
 def build_executor(config: RunConfig) -> Executor:
     """Return the executor that will start the run's processes. It starts none yet."""
-    assert config.threads != "auto", "the configuration is frozen first"
+    assert config.threads != "auto", "the configuration must be frozen first"
     return build(config.cluster, threads=config.threads, device=config.device)
 
 
@@ -86,7 +86,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
         )
         policy = replace(policy, ranks=ranks)
     if isinstance(generator, GeneratorWorkersConfig):
-        assert isinstance(policy.generator, GeneratorPool), "the section builds one"
+        assert isinstance(policy.generator, GeneratorPool), "this section builds a GeneratorPool"
         start_generators(policy.generator, generator, executor, model_source, policy.tokenizer)
     return policy
 
@@ -140,7 +140,7 @@ def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[Resour
 
 
 def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
-    """Return where processes get the model from."""
+    """Return the source from which worker processes load the model."""
     source = config.model
     if source.path is None:
         assert isinstance(model, DecoderPolicy), "presets are decoders"
@@ -155,7 +155,7 @@ def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
 
 
 def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> None:
-    """Check all stages from `first_stage` on for errors that would else come when a stage starts.
+    """Check all stages from `first_stage` on, so that none of them fails only once it starts.
 
     Raises:
         ConfigError: A teacher does not fit the policy, the model lacks the routers that a stage
@@ -182,7 +182,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
                 policy.model, DecoderPolicy
             ):
                 raise ConfigError(
-                    "lora with learner.kind=dtensor needs Ratchet's own decoder, and transformers "
+                    "lora with learner.kind=dtensor needs Ratchet's own decoder, but transformers "
                     "runs this model. Set learner.kind=local, or remove lora"
                 )
 
@@ -291,23 +291,23 @@ def get_chat_template(config: RunConfig) -> str | None:
 def get_tokenizer_config(config: RunConfig) -> TokenizerConfig:
     """Return the recipe's tokenizer section, or the defaults if it is not a built-in one.
 
-    A tokenizer of the user's brings its own template.
+    A user's own tokenizer class brings its own template.
     """
     section = config.tokenizer
     return section if isinstance(section, TokenizerConfig) else TokenizerConfig()
 
 
 def get_adapter_base_dir(config: RunConfig, index: int, directory: Path) -> Path | None:
-    """Return where the run keeps the base model of a stage's adapter.
+    """Return the directory in which the run keeps the base model of a stage's adapter.
 
-    None if the base is the recipe's own model, unchanged.
+    Return None if the base is the recipe's model, which training has not changed.
     """
     is_unchanged = index == 0 and config.model.path is not None
     return None if is_unchanged else directory / "base" / config.stages[index].name
 
 
 def resolve_resume_config(config: RunConfig, index: int, directory: Path) -> RunConfig:
-    """Return the recipe to resume in the middle of stage `index`, with the model to load.
+    """Return the recipe for resuming in the middle of stage `index`, with the model to load.
 
     Checkpoints of a stage with an adapter hold the adapter alone, so the model is the base that the
     stage began with.

@@ -26,7 +26,7 @@ from ratchet.utils.user_parts import add_missing_members
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 from ratchet.worker_protocols import Executor, Workers
 
-GENERATOR = "generator"  # the name of the workers that generate
+GENERATOR = "generator"  # the role of the workers that generate
 
 # Import paths of the functions that make a worker, by the value of `generator.worker_runs`.
 WORKER_FACTORIES = {
@@ -176,7 +176,7 @@ class RecoveringWeightSync(WeightSync):
         self.pool = pool
 
     async def push(self, version: int) -> None:
-        """Push the learner's weights to the workers, again if a worker was lost and replaced.
+        """Push the learner's weights to the workers. Repeat this if a lost worker was replaced.
 
         Raises:
             WeightSyncError: The push failed and no worker was replaced.

@@ -48,7 +48,7 @@ class PeakRate:
     Attributes:
         flop_s: The rate in FLOP/s.
         is_measured: True if the rate was measured; False if it is a data sheet's.
-        remeasure: Measures the rate once more; None if it is not repeated.
+        remeasure: Measures the rate once more; None if the measurement is never repeated.
     """
 
     flop_s: float
@@ -117,7 +117,7 @@ class StageMeter:
         self.flop_counter.add("policy", [len(row) for row in new_rows if row.sampled])
         flop = self.flop_counter.flop - self._flop_before
         idle = 1 - (self.busy_time.seconds - self._busy_s_before) / seconds
-        # Both times are read one after the other, so the share may lie outside [0, 1].
+        # The two clocks are not read at the same instant, so the share may lie outside [0, 1].
         metrics = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
         if self.flop_counter.cost_by_role:
             self.peak.observe(flop / seconds)
@@ -204,8 +204,8 @@ def warn_of_steps_without_signal(run: StageRun) -> None:
     if silent > steps / 2:
         log.warning(
             "stage %s: in %d of %d steps all advantages were 0 (no attempt beat another), "
-            "so they trained nothing. Train longer before it, raise sampling.temperature, or "
-            "use tasks of mixed difficulty",
+            "so they trained nothing. Train longer before this stage, raise sampling.temperature, "
+            "or use tasks of mixed difficulty",
             run.name,
             silent,
             steps,

@@ -120,7 +120,8 @@ def _is_local(config: RunConfig) -> bool:
 def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
     """Return the renderer of the recipe's tokenizer, and read the model's config.json.
 
-    A run's checkpoint has neither before it is exported, so None is returned for it.
+    Return None if the model is a checkpoint of a run, because a checkpoint has neither tokenizer
+    nor config.json before it is exported.
     """
     path = config.model.path
     processor = None
@@ -152,6 +153,7 @@ class _StageCheck:
     scan: bool
 
     def open_training_data(self) -> None:
+        """Open the training split, and render or judge its first task."""
         stage = self.stage
         section = stage.environment
         if not self.scan and section.has_scan:
@@ -164,11 +166,12 @@ class _StageCheck:
             if stage.source in OFFLINE_SOURCES:
                 self._render(environment, task)
             else:
-                self._play(environment, task, stage.rewards)
+                self._reset_and_judge(environment, task, stage.rewards)
         finally:
             asyncio.run(environment.close())
 
     def open_evaluation(self) -> None:
+        """Open the split of the evaluation, and render or judge its first task."""
         settings = self.stage.evaluation
         if not settings.tasks or self.report.problems:
             return
@@ -197,7 +200,7 @@ class _StageCheck:
         return task
 
     def _render_held_out(self, environment: Environment, task: Task) -> None:
-        """Render a held-out task, whose loss or pair is all that the evaluation measures."""
+        """Render a held-out task, for an evaluation that only measures a loss or compares pairs."""
         try:
             self._render(environment, task, "a held-out row")
         except RatchetError as error:
@@ -206,7 +209,7 @@ class _StageCheck:
             raise ConfigError(explain_no_answers(str(self.stage.source), str(error))) from error
 
     def _render(self, environment: Environment, task: Task, noun: str = "a row") -> None:
-        """Render the task's text as the algorithm learns from it."""
+        """Render the rows of a task that the algorithm would train on."""
         if self.renderer is None:
             return
         turns = build(self.stage.algorithm).turns
@@ -214,10 +217,11 @@ class _StageCheck:
         lengths = ", ".join(f"{len(row):,}" for row in rows)
         self.report.opened.append(f"{self.stage.name}: {noun} has {lengths} tokens")
 
-    def _play(self, environment: Environment, task: Task, rewards: Sequence[Section]) -> None:
-        """Reset the environment once, and judge its demonstration."""
-        attempt = copy.copy(environment)
-        messages = asyncio.run(_reset(attempt, task))
+    def _reset_and_judge(
+        self, environment: Environment, task: Task, rewards: Sequence[Section]
+    ) -> None:
+        """Reset a copy of the environment to the task, and judge the task's demonstration."""
+        messages = asyncio.run(_reset(copy.copy(environment), task))
         if self.renderer is not None:
             tokens = self.renderer.prompt(list(messages))
             self.report.opened.append(f"{self.stage.name}: a prompt has {len(tokens):,} tokens")
@@ -227,14 +231,16 @@ class _StageCheck:
     def _judge(
         self, environment: Environment, task: Task, sections: Sequence[Section], key: str
     ) -> None:
-        """Judge the task's demonstration, or a made-up answer, by the rewards that call no model.
+        """Judge the task's demonstration with the rewards that call no model.
+
+        Without a demonstration, `MADE_UP_ANSWER` is judged.
 
         key: The recipe's key of these rewards, for messages.
         """
         if self.stage.agent is not None:
             return  # the rewards may read results that only an agent's attempt has
-        local = [section for section in sections if not _calls_model(section)]
-        reward = build_reward(local)
+        local_sections = [section for section in sections if not _calls_model(section)]
+        reward = build_reward(local_sections)
         if reward is None:
             return
         try:
@@ -243,7 +249,7 @@ class _StageCheck:
             answer, is_made_up = (Message("assistant", MADE_UP_ANSWER),), True
         trajectory = self._make_trajectory(task, answer)
         outcome = asyncio.run(_score(reward, trajectory, task))
-        names = ", ".join(section.kind_name for section in local)
+        names = ", ".join(section.kind_name for section in local_sections)
         if isinstance(outcome, Failed):
             message = describe_user_error(outcome.detail)
             if not is_made_up:
@@ -271,7 +277,7 @@ async def _reset(environment: Environment, task: Task) -> Sequence[Message]:
         return await asyncio.wait_for(run_guarded(lambda: environment.reset(task)), RESET_TIMEOUT_S)
     except TimeoutError:
         raise ConfigError(
-            f"{type(environment).__name__}.reset gave nothing within {RESET_TIMEOUT_S:g} s"
+            f"{type(environment).__name__}.reset returned nothing within {RESET_TIMEOUT_S:g} s"
         ) from None
 
 
@@ -282,13 +288,13 @@ async def _score(reward: Reward, trajectory: Trajectory, task: Task) -> Outcome:
         )
     except TimeoutError:
         raise ConfigError(
-            f"{type(reward).__name__}.score gave nothing within {JUDGE_TIMEOUT_S:g} s"
+            f"{type(reward).__name__}.score returned nothing within {JUDGE_TIMEOUT_S:g} s"
         ) from None
     return outcome
 
 
 def _calls_model(section: object) -> bool:
-    """Return True for a reward that calls a service or loads a model, also inside another one."""
+    """True if a reward's section, or a section inside it, calls a service or loads a model."""
     if isinstance(section, Section):
         return section.calls_model or any(_calls_model(value) for value in dict(section).values())
     if isinstance(section, dict):

@@ -21,7 +21,7 @@ from ratchet.utils.tracer import TRACER
 
 
 def choose_profiled_stage(config: RunConfig, first: int) -> int:
-    """Return the first remaining stage that samples rollouts, or the first remaining one."""
+    """Return the index of the first remaining stage that samples rollouts; `first` if none does."""
     remaining = range(first, len(config.stages))
     return next((index for index in remaining if config.stages[index].source == "rollouts"), first)
 
@@ -54,7 +54,7 @@ class StageProfiling:
     ) -> None:
         self.counter = LearnerTokens()
         self.profiler = Profiler(
-            _make_subject(policy, config, stage, progress, self.counter),
+            _describe_stage(policy, config, stage, progress, self.counter),
             steps,
             first_step=remaining.start,
             steps_left=len(remaining),
@@ -90,7 +90,7 @@ class LearnerTokens:
     tokens: int = 0
 
 
-def _make_subject(
+def _describe_stage(
     policy: Policy, config: RunConfig, stage: str, progress: Progress, counter: LearnerTokens
 ) -> ProfiledStage:
     """Return the facts about model and machine that the profiler needs."""
@@ -102,7 +102,7 @@ def _make_subject(
     widest = max(matrices, key=lambda shape: (shape[0] != model.vocab_size, shape.numel()))
 
     def get_computed_tokens() -> float:
-        """Return the number of tokens computed by the learners and by a generator that counts."""
+        """Return the number of tokens that the learners and the generator have computed."""
         return policy.generator.computed_tokens + counter.tokens
 
     return ProfiledStage(

@@ -79,7 +79,7 @@ def make_roles(
     check_roles(model, tokenizer, algorithm)
     if ranks is None and isinstance(section, DistributedConfig):
         raise ConfigError(
-            f"learner.kind={section.kind_name} trains in worker processes, and there are none. "
+            f"learner.kind={section.kind_name} trains in worker processes, but there are none. "
             "Pass the ranks of ratchet.training.from_config.start_processes to Policy.create, or "
             "set learner.kind=local"
         )
@@ -106,6 +106,7 @@ def _make_local_roles(
     steps: int,
     adapter: Adapter | None,
 ) -> dict[str, Learner]:
+    """Return learners that train in this process."""
     if model.adapter is not None:
         model.merge()
     if adapter is not None:
@@ -167,9 +168,9 @@ def _make_local_roles(
 
 
 def _list_adapterless_copies(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
-    """Return the roles that are frozen copies of the policy, if the policy has an adapter.
+    """Return the roles that are frozen copies of the policy; none if the policy has no adapter.
 
-    The policy without its adapter serves as each of them.
+    The policy with its adapter switched off serves as each of these copies.
     """
     if adapter is None:
         return frozenset()
@@ -200,6 +201,7 @@ def _make_remote_roles(
     steps: int,
     adapter: Adapter | None,
 ) -> dict[str, Learner]:
+    """Return learners that call `ranks`, the worker processes that train."""
     assert isinstance(section, DistributedConfig), (
         "only distributed learners run in other processes"
     )
@@ -261,7 +263,7 @@ def _check_remote(
     """Raise ConfigError for an optimizer or a copied role that remote learners do not support."""
     if optimizer.needs_whole_matrices:
         raise ConfigError(
-            f"{type(optimizer).__name__} computes with whole matrices, and learner.kind={kind} "
+            f"{type(optimizer).__name__} computes with whole matrices, but learner.kind={kind} "
             "divides them. Set optimizer.kind=adamw, or learner.kind=local"
         )
     copied_role = next((name for name, role in algorithm.roles.items() if role.path is None), None)
@@ -317,7 +319,7 @@ def check_roles(
             sizes.append(size)
             if context is not None and longest > context:
                 raise ConfigError(
-                    f"{name}: the model in {role.path} reads {context} tokens, and attempts may "
+                    f"{name}: the model in {role.path} reads {context} tokens, but attempts may "
                     f"have {longest}. Lower sampling.max_new_tokens"
                 )
     keeps_whole_vocabulary = any(
@@ -327,7 +329,7 @@ def check_roles(
     if keeps_whole_vocabulary and min(sizes) > WHOLE_VOCABULARY:
         raise ConfigError(
             f"algorithm.top_k=null keeps {min(sizes):,} log-probabilities for each token of a "
-            f"batch, and is for vocabularies of up to {WHOLE_VOCABULARY:,}. Set algorithm.top_k=64"
+            f"batch, but the limit is a vocabulary of {WHOLE_VOCABULARY:,}. Set algorithm.top_k=64"
         )
 
 
@@ -339,11 +341,10 @@ def check_media_readers(
     Args:
         processor: The policy's processor; None if the policy reads no media.
         algorithm: Names the roles.
-        needs_media: True if every task has media. Only then is a model refused that reads text
-            alone.
+        needs_media: True if every task has media. If it is False, a model may read text alone.
 
     Raises:
-        ConfigError: A model does not read them.
+        ConfigError: A model does not read these media.
     """
     for name, role in algorithm.roles.items():
         if processor is None or role.path is None:
@@ -357,7 +358,7 @@ def check_media_readers(
                     else f"the model in {role.path} reads text alone"
                 )
                 raise ConfigError(
-                    f"{name}: {reason}, and the tasks have images, audio or videos. Use a teacher "
+                    f"{name}: {reason}, but the tasks have images, audio or videos. Use a teacher "
                     "of the policy's family that reads media"
                     f"{', with teacher_tokens=same' if role.aligned else ''}"
                 )
@@ -386,7 +387,7 @@ def check_routers(
         section: The section of the learners.
 
     Raises:
-        ConfigError: One of them does not support it.
+        ConfigError: The model, the generator or the learners do not support it.
     """
     reads_routers = any("routers" in algorithm.required_outputs(role) for role in algorithm.losses)
     if (algorithm.replays_routes or reads_routers) and not model.has_routers:
@@ -396,7 +397,7 @@ def check_routers(
             else "transformers runs this model"
         )
         raise ConfigError(
-            "algorithm.router needs a mixture of experts on Ratchet's own decoder, and "
+            "algorithm.router needs a mixture of experts on Ratchet's own decoder, but "
             f"{reason}. Remove algorithm.router"
         )
     if algorithm.replays_routes and not generator.records_routes:

@@ -22,7 +22,7 @@ from ratchet.types import Sampling, Task
 from ratchet.weight_sync.endpoints import WeightReceiver
 
 
-class GroupRank(GeneratorRank):
+class RolloutWorker(GeneratorRank):
     """A generator worker that also plays groups, one call at a time."""
 
     def __init__(self, generator: Generator, tokenizer: Tokenizer) -> None:
@@ -54,7 +54,7 @@ class GroupRank(GeneratorRank):
     ) -> PackedGroups:
         """Play one group of `attempts` attempts for each (group id, task) of `jobs`.
 
-        With `greedy`, each group gets a greedy attempt besides.
+        With `greedy`, each group also gets a greedy attempt.
         """
         assert self.manager is not None, "`begin` was not called"
         return PackedGroups.pack(
@@ -72,6 +72,8 @@ class GroupRank(GeneratorRank):
         await super().close()
 
 
-def make_rank(placement: WorkerPlacement, *, tokenizer: Tokenizer, **arguments: Any) -> GroupRank:
+def make_rank(
+    placement: WorkerPlacement, *, tokenizer: Tokenizer, **arguments: Any
+) -> RolloutWorker:
     """Return the component of one worker process. Further arguments go to `make_generator`."""
-    return GroupRank(make_generator(placement, tokenizer=tokenizer, **arguments), tokenizer)
+    return RolloutWorker(make_generator(placement, tokenizer=tokenizer, **arguments), tokenizer)

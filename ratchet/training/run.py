@@ -51,8 +51,10 @@ Observer = Callable[[int, Mapping[str, float | None]], None]
 
 
 class StepRecorder(Protocol):
-    """A recorder of steps (`ratchet.observe.records.writer.Recorder`), or a comparison with a
-    record."""
+    """A recorder of steps, such as `ratchet.observe.records.writer.Recorder`.
+
+    A replay compares the steps with an earlier record instead.
+    """
 
     def add(
         self,
@@ -209,12 +211,13 @@ class StageRun:
 
         Args:
             accuracy: The accuracy.
-            is_share: False if a reward of the evaluation was below 0 or above 1.
+            is_share: False if a reward of the evaluation was below 0 or above 1, so that the
+                accuracy is a mean reward and no share.
         """
         self.progress.accuracy_before, self.progress.is_share = accuracy, is_share
 
     async def return_to(self, progress: Progress) -> None:
-        """End with earlier weights, which the learners have loaded, and with their results.
+        """Push earlier weights, which the learners have loaded, and restore their results.
 
         Args:
             progress: The progress when the learners had these weights.
@@ -316,18 +319,18 @@ class StageRun:
         steps_done = step + 1
         self.done = steps_done
         self._check_time_limits()
-        # A stop request puts evaluations off until the run is resumed, so that it saves at once.
-        # The evaluation after the last step is not put off, because it ends the stage.
+        # A stop request postpones evaluations until the run is resumed, so that it saves at once.
+        # The evaluation after the last step is not postponed, because it ends the stage.
         is_due = self._is_due(steps_done, self.evaluate_every)
-        is_put_off = is_due and self.stop.status is not None and not self._is_last_step
-        if self._is_last_step or (is_due and not is_put_off):
+        is_postponed = is_due and self.stop.status is not None and not self._is_last_step
+        if self._is_last_step or (is_due and not is_postponed):
             with TRACER.phase(STEPS, "evaluate", steps_done):
                 await self.evaluate()
         findings = await self._check_reward_hacking(steps_done, groups)
         failpoints.point("step.log")
         flushed = self.metrics.flush(steps_done, groups)
-        self.progress.unevaluated = dict(flushed) if is_put_off else None
-        if is_due and not is_put_off:
+        self.progress.unevaluated = dict(flushed) if is_postponed else None
+        if is_due and not is_postponed:
             self._update_patience(flushed)
         for observe in self.observers:
             observe(steps_done, flushed)
@@ -344,10 +347,10 @@ class StageRun:
                 await self.save(self, steps_done)
 
     async def make_up_evaluation(self) -> None:
-        """Evaluate the restored weights, if a stop request put that off, and log the whole step.
+        """Evaluate the restored weights if a stop request postponed this, and log the whole step.
 
-        So early stopping and the best checkpoint depend on the same evaluations as in a run that
-        nothing stopped. Sentinels do not see these metrics.
+        So early stopping and the best checkpoint depend on the same evaluations as in an
+        uninterrupted run. Sentinels do not see these metrics.
         """
         step_metrics, self.progress.unevaluated = self.progress.unevaluated, None
         if step_metrics is None:
@@ -360,7 +363,7 @@ class StageRun:
             observe(self.done, metrics)
 
     def is_save_due(self, steps_done: int) -> bool:
-        """True if a run that nothing stops saves a checkpoint after this step."""
+        """True if an uninterrupted run saves a checkpoint after this step."""
         return self._is_due(steps_done, self.save_every)
 
     def _update_patience(self, metrics: Mapping[str, float | None]) -> None:

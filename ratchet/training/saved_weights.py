@@ -62,7 +62,7 @@ class SavedWeights:
         Raises:
             CheckpointError: The checkpoint is missing or damaged.
         """
-        assert self.step is not None, "a finished model is no checkpoint"
+        assert self.step is not None, "a finished model is not a checkpoint"
         return CheckpointStore(RunDirectory(self.run).checkpoints).load(self.step)
 
 
@@ -102,10 +102,10 @@ def find_saved(place: str | Path) -> SavedWeights | None:
 
 
 def replace_saved_model(config: RunConfig) -> RunConfig:
-    """Replace a run that `model.path` names by a model directory of the same shape.
+    """Return the recipe with a model directory as `model.path`, if `model.path` names a run.
 
-    That is the run's finished model. If a checkpoint is named, it is the model that the run started
-    from, because a checkpoint is no model directory before it is exported.
+    The directory is the run's finished model. For a checkpoint, which is not a model directory
+    before it is exported, it is the model that the run started from, which has the same shape.
 
     Raises:
         RunDirectoryError: The run has no finished model, and no step is named.
@@ -131,7 +131,7 @@ def _require_step(directory: RunDirectory, step: int) -> None:
 
 
 def split_step(text: str) -> tuple[str, int | None]:
-    """Return the run and the step that a place names; the place itself if it names no step."""
+    """Return the run and the step that a path or address names; step None if it names none."""
     if checkpoint := CHECKPOINT.fullmatch(text):
         return checkpoint[1], int(checkpoint[2])
     run, _, number = text.rpartition("@")
@@ -202,7 +202,7 @@ def export_models(
 ) -> list[tuple[str, Path]]:
     """Write the model directories of a finished run, and return their names and paths.
 
-    They are the last weights, and their running average if the optimizer keeps one.
+    The models are the last weights, and their running average if the optimizer keeps one.
     """
     models = [("model", run / MODEL)]
     learner.export(models[0][1])
@@ -237,13 +237,13 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
         steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
         if not steps:
             raise RunDirectoryError(
-                f"{path} has no checkpoint, and --with-optimizer reads one. Leave it out"
+                f"{path} has no checkpoint, but --with-optimizer reads one. Leave it out"
             )
         return SavedWeights(path, steps[-1])
     saved = SavedWeights(path, step) if is_address(text) else find_saved(place)
     if saved is None or not RunDirectory(saved.run).used:
         raise RunNotFound(
-            f"--from {place} is no run (no config.yaml). Set model.path for a model directory"
+            f"--from {place} is not a run (no config.yaml). Set model.path for a model directory"
         )
     return saved
 
@@ -276,11 +276,12 @@ def copy_start(saved: SavedWeights, config: RunConfig, run: Path, *, with_optimi
 
 
 def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
+    """Raise ConfigError unless stage `new` can take over the optimizer's state of stage `old`."""
     for key in ("learner", "optimizer"):
         kinds = [getattr(stage, key).kind_name for stage in (old, new)]
         if kinds[0] != kinds[1]:
             raise ConfigError(
-                f"--with-optimizer takes over the state of {key}.kind={kinds[0]}, and the recipe "
+                f"--with-optimizer takes over the state of {key}.kind={kinds[0]}, but the recipe "
                 f"has {kinds[1]}. Set {key}.kind={kinds[0]}, or leave out --with-optimizer"
             )
     if old.lora is not None or new.lora is not None:
@@ -292,7 +293,7 @@ def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
         decay = old.optimizer.ema_decay
         fix = "Remove optimizer.ema_decay" if decay is None else f"Set optimizer.ema_decay={decay}"
         raise ConfigError(
-            "--with-optimizer takes over the running average too, and the earlier run "
+            "--with-optimizer takes over the running average too, but the earlier run "
             f"{'has none' if decay is None else 'has one'}. {fix}, or leave out --with-optimizer"
         )
 

@@ -140,7 +140,7 @@ class TrainingSession:
             for directory in sweep():
                 log.info("removed %s, which a killed process has left", directory)
             for note in [*self.notes, *(() if self.mirror is None else self.mirror.notes)]:
-                self._say(note)
+                self._log_and_show(note)
             try:
                 status = await self._run_from_latest(stop)
             except BaseException as error:
@@ -152,16 +152,17 @@ class TrainingSession:
             is_mirrored = self.mirror is None or self.mirror.finish()
             return status if is_mirrored else status or NOT_MIRRORED
 
-    def _say(self, note: str) -> None:
+    def _log_and_show(self, note: str) -> None:
         """Write a note into the log and onto the terminal."""
         log.info("%s", note)
         self._show(note)
 
     async def _run_from_latest(self, stop: StopRequest) -> int:
+        """Run the remaining stages from the newest checkpoint, and return the exit status."""
         checkpoint = self.store.latest()
         if checkpoint is not None:
             total = sum(stage.n_steps for stage in self.config.stages)
-            self._say(f"resuming {self.place} from step {checkpoint.step} of {total}")
+            self._log_and_show(f"resuming {self.place} from step {checkpoint.step} of {total}")
             failpoints.point("resume.begin")
             self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
             self.command = checkpoint.meta["command"]  # the command that began the run
@@ -212,6 +213,7 @@ class TrainingSession:
     async def _train_stages(
         self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
     ) -> int:
+        """Train the remaining stages, export the models, and return the exit status."""
         # Objects that exist by now stay alive. If each garbage collection traversed them, it would
         # take a third of the time of a small step.
         gc.collect()
@@ -341,7 +343,7 @@ class TrainingSession:
         position: StagePosition,
         profiling: StageProfiling | None,
     ) -> StageRun:
-        """Return the run of a stage with all that observes it."""
+        """Return the run of a stage with its meter, recorder, sentinels and observers."""
         stage = self.config.stages[index]
         run_limit_s = stage.checkpoint.limit_s
         meter = make_meter(policy, self.config, index, self.directory, self.trace)
@@ -441,11 +443,13 @@ class TrainingSession:
             run.keep_accuracy(previous.accuracy_after, is_share=previous.is_share)
             return
         start_metrics = await run.measure_start()
-        # A later stage starts at the last step of the one before, which has a line of metrics.
+        # A later stage starts at the last step of the stage before it, for which that stage has
+        # already written metrics.
         if index == 0:
             self.sinks.write(0, start_metrics)
 
     def _finish(self, policy: Policy, learner: Learner) -> None:
+        """Export the models of the finished run, and write and show its summary."""
         self._verify_directory()
         config = self.config
         models = export_models(config, self.directory.path, policy, learner)

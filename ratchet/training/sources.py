@@ -38,11 +38,14 @@ def _make_stream(setup: EnvSetup, spec: StageSpec) -> TaskStream:
 
     `spec.examples` selects tasks by the run's seed alone, so every stage gets the same ones.
     """
-    order = derive_seed(spec.seed, spec.name, "tasks")
-    limits: dict[str, Any] = {"seed": order, "examples": spec.examples, "pool_seed": spec.seed}
+    options: dict[str, Any] = {
+        "seed": derive_seed(spec.seed, spec.name, "tasks"),
+        "examples": spec.examples,
+        "pool_seed": spec.seed,
+    }
     if spec.curriculum is None:
-        return TaskStream(setup.environment, **limits)
-    return Curriculum(setup.environment, spec.curriculum, tasks_per_step=spec.batch_size, **limits)
+        return TaskStream(setup.environment, **options)
+    return Curriculum(setup.environment, spec.curriculum, tasks_per_step=spec.batch_size, **options)
 
 
 def _make_text_renderer(policy: Policy, algorithm: Algorithm) -> TextRenderer:

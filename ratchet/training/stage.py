@@ -100,7 +100,7 @@ class Policy:
         return hosts <= {socket.gethostname()}
 
     def with_stop_ids(self, sampling: Sampling) -> Sampling:
-        """Return the sampling parameters with the ids that end a policy turn as stop ids too."""
+        """Return the sampling parameters with the ids that end a policy turn added to stop_ids."""
         return replace(
             sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.renderer.stop_ids)))
         )

@@ -53,7 +53,7 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         else build_environment(stage.sentinels.canaries),
         evaluation=None
         if stage.evaluation.environment is None
-        else _build_other_env_setup(stage, stage.evaluation.environment),
+        else _build_evaluation_setup(stage, stage.evaluation.environment),
     )
 
 
@@ -64,18 +64,19 @@ def build_eval_env_setup(environment: EnvironmentConfig) -> EnvSetup:
     )
 
 
-def _build_other_env_setup(stage: StageConfig, section: EnvironmentConfig) -> EnvSetup:
+def _build_evaluation_setup(stage: StageConfig, section: EnvironmentConfig) -> EnvSetup:
     """Return the setup of `evaluation.environment`, whose section is `section`."""
     environment = build_environment(section)
     return EnvSetup(environment, reward=build_reward(choose_eval_rewards(stage, environment)))
 
 
 def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequence[Section]:
-    """Return the rewards that judge held-out answers; none if the environment's steps do.
+    """Return the rewards that judge held-out answers; none if the environment's steps judge them.
 
-    Without an `evaluation.environment` these are the stage's `eval_rewards`. With one they are its
-    default rewards, or none if its steps have rewards. If it has neither, they are `eval_rewards`,
-    unless those are only the default rewards of the stage's environment.
+    Without an `evaluation.environment` these are the stage's `eval_rewards`. Otherwise they are:
+    - the default rewards of `evaluation.environment`, if it has default rewards;
+    - none, if its steps give rewards;
+    - else `eval_rewards`, unless they are only the default rewards of the stage's environment.
 
     Args:
         stage: The stage.
@@ -160,7 +161,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
 
 
 def _make_worker_rollouts(config: RunConfig, stage: StageConfig) -> WorkerRolloutSpec | None:
-    """Return what workers need to play the stage's groups, or None if they do not."""
+    """Return the spec with which workers play the stage's groups; None if they play none."""
     if not stage.is_played_by_workers:
         return None
     tokenizer_config = get_tokenizer_config(config)

@@ -54,7 +54,7 @@ def start_run(
         command: The command line, which is stored with the run.
         profile: The number of steps to profile; None profiles none.
         try_s: Seconds of training after which each stage ends; None sets no limit.
-        try_steps: Steps to which each stage is cut short; None leaves them as they are.
+        try_steps: Maximum number of steps of each stage; None leaves the stages unchanged.
         start_from: The run whose weights the model starts with, or RUN@STEP; None starts from the
             recipe's model.
         with_optimizer: Start from the state of that run's optimizer too.
@@ -115,7 +115,7 @@ def _open_new_run(
 
     Args:
         place: The directory or address.
-        notes: Receives a note of a run that was cleared.
+        notes: Receives a note if an earlier run was cleared.
 
     Raises:
         RunDirectoryError: The place holds another run, or other files.
@@ -251,6 +251,7 @@ def _change_recipe(
 
 
 def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -> int:
+    """Run a session, and return its exit status. Errors of the disk name the run directory."""
     try:
         return asyncio.run(make_session().run())
     except SecondSignal as second:  # the run stops at once, without saving

@@ -110,7 +110,7 @@ def test_a_row_that_nobody_teaches_is_refused():
         Pass("code", "logprobs", "t", tag="code"),
     ]
     with pytest.raises(
-        DataError, match=r"has the tag 'art', and t is only filled for code, maths\. Add a teacher"
+        DataError, match=r"has the tag 'art', but t is only filled for code, maths\. Add a teacher"
     ):
         filled(passes, batch(["maths", "art"]), maths=Counter(1.0), code=Counter(2.0))
 

@@ -111,8 +111,8 @@ def test_a_lost_lock_and_recipe_are_restored(train, tmp_path) -> None:
 
     assert train(interfere) == 0
     log = (tmp_path / "run" / "run.log").read_text()
-    assert "/.lock was deleted under its run and is taken again" in log
-    assert "/config.yaml was deleted under its run and is written again" in log
+    assert "/.lock was deleted while the run was using it; it is locked again" in log
+    assert "/config.yaml was deleted while the run was using it; it is written again" in log
     assert resume_run(tmp_path / "run", command="resume") == 0
 
 
@@ -184,7 +184,7 @@ def test_a_file_in_place_of_the_checkpoints_costs_no_step(train, tmp_path) -> No
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints").write_text("")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunDirectoryError, match="checkpoints is no directory"):
+    with pytest.raises(RunDirectoryError, match="checkpoints is not a directory"):
         resume_run(tmp_path / "run", command="resume")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 

@@ -335,7 +335,7 @@ def test_what_needs_the_run_itself_is_refused(finished):
             command(*words)
     with pytest.raises(
         CheckpointError,
-        match=r"no whole checkpoint of step 1 at memory://finished/run: it has \[5, 6\]",
+        match=r"no complete checkpoint of step 1 at memory://finished/run: it has \[5, 6\]",
     ):
         command("eval", finished, "--step", 1)
     with pytest.raises(RunDirectoryError, match="holds no run"):

@@ -95,7 +95,7 @@ def test_what_reads_rewards_still_needs_them(teacher, recipe):
         ({"teacher": "NONE"}, "teacher: there is no model directory"),
         (
             {"sampling": {"max_new_tokens": 64}},
-            "reads 64 tokens, and attempts may have 65. Lower sampling.max_new_tokens",
+            "reads 64 tokens, but attempts may have 65. Lower sampling.max_new_tokens",
         ),
     ],
 )

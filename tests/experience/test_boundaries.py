@@ -49,9 +49,13 @@ def play(environment, *, reward=None, answer=lambda tokens, sampling: [1, EOS], 
 @pytest.mark.parametrize(
     ("where", "returned", "said"),
     [
-        ("reset", "text", "FakeEnvironment.reset gave 'text', it must be a sequence of Messages"),
-        ("reset", None, "FakeEnvironment.reset gave None"),
-        ("step", 3, "FakeEnvironment.step returned 3, it must be a Step"),
+        (
+            "reset",
+            "text",
+            "FakeEnvironment.reset returned 'text'. It must be a sequence of Messages",
+        ),
+        ("reset", None, "FakeEnvironment.reset returned None"),
+        ("step", 3, "FakeEnvironment.step returned 3. It must be a Step"),
     ],
 )
 @pytest.mark.fault("R3")

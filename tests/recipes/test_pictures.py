@@ -122,7 +122,7 @@ def prepares_otherwise(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "keys", "reason"),
     [
-        (reads_text, {"kind": "distill_on_policy"}, "reads text alone, and the tasks have images"),
+        (reads_text, {"kind": "distill_on_policy"}, "reads text alone, but the tasks have images"),
         (
             prepares_otherwise,
             {"kind": "distill_on_policy"},

@@ -378,7 +378,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "huge manifest": (
         lambda step: os.truncate(step / "manifest.json", 2**40),
-        "no plain file of at most",
+        "not a plain file of at most",
     ),
     "flipped bit in meta": (
         lambda step: edit_manifest(step, lambda b: b["meta"].update(step=9), reseal=False),

@@ -444,7 +444,7 @@ def test_no_list_leads_outside(name, address, machine, tmp_path):
     )
     edit(address, INDEX, lambda content: hostile.to_bytes())
     machine("two")
-    with pytest.raises(CheckpointError, match="which is no file of a run's directory"):
+    with pytest.raises(CheckpointError, match="which is not a file of a run directory"):
         Run(address).take_up()
     assert not list(tmp_path.rglob("x"))
 

@@ -139,7 +139,7 @@ def test_attempts_that_were_cut_off_hold_up_no_learner(device, parts):
         late = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=1)))
         while not device.events:
             await asyncio.sleep(0)
-        await asked.cut()
+        await asked.abort_requests()
         await learners["policy"].update(BATCH, [])
         assert not late.done()
         late.cancel()
@@ -194,7 +194,7 @@ def test_an_error_or_a_cancelled_wait_ends_the_turn(device, parts):
 def test_who_cannot_leave_is_refused():
     generator = FakeGenerator(lambda tokens, sampling: [3])
     with pytest.raises(
-        ConfigError, match=r"cluster\.colocated=true .* and FakeGenerator can't be offloaded"
+        ConfigError, match=r"cluster\.colocated=true .* but FakeGenerator can't be offloaded"
     ):
         AcceleratorLock({GENERATOR: [generator]})
 

@@ -177,7 +177,7 @@ def test_held_out_rows_without_answers_are_told_as_in_a_run(folder, kind):
         environment={"kind": "dataset", "train": train},
         evaluation={"tasks": 2, "environment": held_out},
     )
-    problem = r"of held-out answers, and there are none \(.*prompts.csv.*evaluation.tasks=0"
+    problem = r"of held-out answers, but there are none \(.*prompts.csv.*evaluation.tasks=0"
     with pytest.raises(ConfigError, match=problem):
         run_preflight(config).raise_problems()
     with pytest.raises(ConfigError, match=problem):

@@ -179,7 +179,7 @@ def test_a_teacher_that_reads_less_than_an_attempt_is_refused(saved):
         check_roles(model(), TOKENIZER, algo, longest=32)
         refused(
             algo,
-            "reads 32 tokens, and attempts may have 33. Lower sampling.max_new_tokens",
+            "reads 32 tokens, but attempts may have 33. Lower sampling.max_new_tokens",
             longest=33,
         )
 

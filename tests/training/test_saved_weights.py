@@ -154,7 +154,7 @@ def test_the_optimizer_goes_on_and_its_schedule_begins_anew(folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["optimizer.kind=muon"], r"optimizer.kind=adamw, and the recipe has muon"),
+        (["optimizer.kind=muon"], r"optimizer.kind=adamw, but the recipe has muon"),
         (["lora.rank=2"], "can't take over the state of an adapter"),
         (["optimizer.ema_decay=0.9"], "takes over the running average too"),
     ],
@@ -221,7 +221,7 @@ def test_options_that_do_not_go_together(folder: Path) -> None:
     assert "--with-optimizer is only for --from RUN" in invoke(
         "train", "x.yaml", "--with-optimizer"
     )
-    assert "is no run" in invoke("train", str(folder / "recipe.yaml"), "--from", str(folder))
+    assert "is not a run" in invoke("train", str(folder / "recipe.yaml"), "--from", str(folder))
     for key in ("preset=tiny", "overrides.hidden_size=32", "path=x"):
         said = invoke(
             "train", str(folder / "recipe.yaml"), "--from", first, f"model.{key}", "--run-dir", "no"

@@ -1,4 +1,4 @@
-"""The estimators' shared arithmetic: attempts and their returns, statistics by bin, and steps.
+"""Helpers of the advantage estimators: returns of attempts, statistics per bin, matrices of steps.
 
 Statistics are float64 and count *attempts*: an attempt whose history forked has several sequences,
 but is one sample of the policy. Only scored training attempts count.
@@ -17,7 +17,7 @@ from torch import Tensor
 from ratchet.batch import Batch
 from ratchet.errors import DataError
 
-# A division of n entries into `size` bins: (the bin of each entry, int64 [n] in 0..size-1; size).
+# The assignment of n entries to bins: (index of each entry's bin, int64 [n]; number of bins).
 Bins = tuple[Tensor, int]
 
 
@@ -30,8 +30,8 @@ class Attempts:
 
     batch: Batch
     is_counted_S: Tensor  # bool: True for a sequence of one of these attempts
-    attempt_R: Tensor  # the attempt of each of these sequences
-    group_A: Tensor
+    attempt_R: Tensor  # index in A of each sequence's attempt
+    group_A: Tensor  # index in G of each attempt's group
     rewards_A: Tensor  # without token rewards
 
     def sum_sequences(self, x_S: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Attempts:
         return sum_by(self.attempt_R, x_S[self.is_counted_S], len(self.group_A))
 
     def to_sequences(self, x_A: Tensor) -> Tensor:
-        """Give each sequence its attempt's value, or 0 if the attempt has none. [A] -> [S]"""
+        """Give each sequence its attempt's value, and 0 to uncounted sequences. [A] -> [S]"""
         x_S = torch.zeros(self.batch.n_sequences, dtype=x_A.dtype)
         x_S[self.is_counted_S] = x_A[self.attempt_R]
         return x_S

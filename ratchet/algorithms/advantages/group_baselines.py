@@ -77,7 +77,7 @@ def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: floa
         advantages_A = (
             advantages_A / (std_by(attempts.groups, returns_A) + epsilon)[attempts.group_A]
         )
-    return broadcast_to_tokens(batch, _to_rows_unless_equal(attempts, advantages_A))
+    return broadcast_to_tokens(batch, _zero_equal_groups(attempts, advantages_A))
 
 
 def opo(batch: Batch, state: AlgoState) -> Batch:
@@ -92,14 +92,14 @@ def opo(batch: Batch, state: AlgoState) -> Batch:
     weighted_G = sum_by(attempts.group_A, lengths_A * attempts.returns_A, batch.n_groups)
     baseline_G = weighted_G / total_G.clamp(min=1)
     return broadcast_to_tokens(
-        batch, _to_rows_unless_equal(attempts, attempts.returns_A - baseline_G[attempts.group_A])
+        batch, _zero_equal_groups(attempts, attempts.returns_A - baseline_G[attempts.group_A])
     )
 
 
-def _to_rows_unless_equal(attempts: Attempts, advantages_A: Tensor) -> Tensor:
-    """Return the advantage of each sequence, [S], exactly 0 in groups of equal returns.
+def _zero_equal_groups(attempts: Attempts, advantages_A: Tensor) -> Tensor:
+    """Return the advantage of each sequence, with exactly 0 in groups of equal returns. [A] -> [S]
 
-    Without this, rounding would leave tiny advantages in those groups.
+    Without this rule, rounding would leave tiny advantages in those groups.
     """
     has_equal_returns_A = is_equal_by(attempts.groups, attempts.returns_A)[attempts.group_A]
     return attempts.to_sequences(torch.where(has_equal_returns_A, 0.0, advantages_A))

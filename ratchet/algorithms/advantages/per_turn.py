@@ -4,7 +4,7 @@ The steps of an attempt are the trainable tokens of its rows, in order. Tokens t
 wrote between them are skipped.
 
 T = tokens, S = sequences, A = attempts, N = steps (trainable tokens), L = largest number of steps
-of an attempt, U = policy turns with at least one step, K = turns among those with a state key.
+of an attempt, U = policy turns with at least one step, K = those of the U turns with a state key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ratchet.batch import Batch
 
 
 def compute_step_rewards(batch: Batch) -> Tensor:
-    """Return the reward of every step, float64 [T], and 0 for tokens that are no steps.
+    """Return the reward of every step, float64 [T], and 0 for all other tokens.
 
     A step's reward is the sum of:
     - its token reward, if the batch has token rewards;

@@ -13,7 +13,7 @@ from ratchet.config.resolve import Slot
 
 # Modules of the estimators' functions.
 GROUP = "ratchet.algorithms.advantages.group_baselines"
-TEMPORAL = "ratchet.algorithms.advantages.per_turn"
+PER_TURN = "ratchet.algorithms.advantages.per_turn"
 
 Scale = Literal["std", "none"]
 ScaleField = Annotated[
@@ -173,7 +173,7 @@ class GDPO(Estimator):
 class GAE(Estimator):
     """GAE, generalised advantage estimation with a critic."""
 
-    function: ClassVar[str] = f"{TEMPORAL}:gae"
+    function: ClassVar[str] = f"{PER_TURN}:gae"
     reads: ClassVar[frozenset[str]] = frozenset({"values"})
     exempt: ClassVar[Mapping[str, str]] = {
         "equal_rewards": "the baseline is the critic's value, not the group",
@@ -218,7 +218,7 @@ class GAE(Estimator):
 class TurnReturns(Estimator):
     """The discounted return of each turn."""
 
-    function: ClassVar[str] = f"{TEMPORAL}:turn_returns"
+    function: ClassVar[str] = f"{PER_TURN}:turn_returns"
     exempt: ClassVar[Mapping[str, str]] = {
         "equal_rewards": NO_BASELINE,
         "lone_attempt": NO_BASELINE,
@@ -242,7 +242,7 @@ class GiGPO(Estimator):
     A turn is compared with the turns of its group that began in the same state.
     """
 
-    function: ClassVar[str] = f"{TEMPORAL}:gigpo"
+    function: ClassVar[str] = f"{PER_TURN}:gigpo"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
 
     kind: Literal["gigpo"] = "gigpo"

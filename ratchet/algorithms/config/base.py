@@ -30,7 +30,7 @@ Teacher = Annotated[
 
 
 def list_teacher_paths(teacher: str | Mapping[str, str] | None) -> tuple[str, ...]:
-    """Return the directories that a key `teacher` names, each once."""
+    """Return the distinct model directories that a recipe's key `teacher` names."""
     if teacher is None or isinstance(teacher, str):
         return () if teacher is None else (teacher,)
     return tuple(dict.fromkeys(teacher.values()))

@@ -100,11 +100,11 @@ class OffPolicyDistillationConfig(DistillationConfig):
 
     @model_validator(mode="after")
     def _check_temperature_of_likelihood(self) -> OffPolicyDistillationConfig:
-        # A batch has one temperature per row, which would soften the likelihood too.
+        # A batch has one temperature per row, so it would also apply to the SFT loss.
         if self.sft_coef and self.temperature != 1:
             raise ValueError(
-                f"sft_coef={self.sft_coef:g} is the weight of a likelihood at temperature 1, and "
-                f"temperature={self.temperature:g} is of both losses: set temperature=1, or "
+                f"sft_coef={self.sft_coef:g} adds an SFT loss, which needs temperature 1, but "
+                f"temperature={self.temperature:g} applies to both losses: set temperature=1, or "
                 "sft_coef=0"
             )
         return self

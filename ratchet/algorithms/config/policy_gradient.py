@@ -33,8 +33,8 @@ Advantage = Annotated[AnyEstimator, Slot("advantage")]
 Loss = Annotated[AnyPolicyLoss, Slot("policy_loss")]
 Shaping = Annotated[tuple[AnyShaping, ...], Slot("shaping", is_list=True)]
 
-# Types of the keys for which named algorithms set other defaults. A subclass reuses the type, and
-# thereby the description.
+# Types of the keys for which named algorithms set other defaults. The subclasses reuse these types
+# together with their descriptions.
 GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each prompt.")]
 Weighting = Annotated[
     Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"],
@@ -185,7 +185,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @property
     def advantage_bounds(self) -> tuple[float, float] | None:
-        """Return the lowest and the highest advantage; None: there is no clip."""
+        """Return the bounds (low, high) that advantages are clipped to; None: there is no clip."""
         if self.advantage_clip is None or isinstance(self.advantage_clip, tuple):
             return self.advantage_clip
         return -self.advantage_clip, self.advantage_clip
@@ -241,7 +241,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         return list_teacher_paths(self.teacher)
 
     def suggest_correction(self) -> str | None:
-        """Return the keys that correct for attempts of older weights; None if none are needed.
+        """Return the keys that correct for attempts sampled with older weights; None: none needed.
 
         With old_logprobs=learner, importance ratios are relative to the learner's weights at the
         start of the step. They do not correct for the older weights that sampled the attempt.
@@ -249,7 +249,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         has_ratio = self.loss.reads_old
         if self.corrects_rollouts or (has_ratio and self.old_logprobs == "sampler"):
             return None
-        # A loss with one ratio for each answer also needs one correction weight for each.
+        # A loss with one ratio per answer also needs one correction weight per answer.
         level = "{weight: geometric}" if self.loss.level == "sequence" else "{}"
         alternative = ", or algorithm.old_logprobs=sampler" if has_ratio else ""
         return f"algorithm.correction={level}{alternative}"
@@ -278,7 +278,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @property
     def _checks(self) -> tuple[Callable[[], None], ...]:
-        """Return the checks of single subjects, in the order in which they run."""
+        """Return the checks, each for one group of related keys, in the order in which they run."""
         return (
             self._check_group_size,
             self._check_rloo,

@@ -120,8 +120,8 @@ class KTOConfig(AlgorithmConfig):
 
     builds: ClassVar[str] = "ratchet.algorithms.preference:build_kto"
     source: ClassVar[Source] = "labelled"
-    # Each row gets a second one: its prompt with the answer to another prompt, for the reference
-    # point.
+    # Each row gets a second row for KTO's reference point: its prompt with the answer to another
+    # prompt.
     uses_mismatched_pairs: ClassVar[bool] = True
 
     beta: Beta = 0.1

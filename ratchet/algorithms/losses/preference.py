@@ -34,7 +34,7 @@ def split_pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     if bool(is_wrong_G.any()):
         group = int(is_wrong_G.nonzero()[0])
         raise DataError(
-            f"group {batch.group_ids[group]} is no pair: it has {int(sizes_G[group])} rows, "
+            f"group {batch.group_ids[group]} is not a pair: it has {int(sizes_G[group])} rows, "
             f"{int(trained_G[group])} of them for training. Give it exactly two training rows, the "
             "chosen one first."
         )

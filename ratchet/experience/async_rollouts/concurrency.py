@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 
-RATE = 1 / 8  # maximum change per step, as a share of a step's groups
+RATE = 1 / 8  # maximum change per step, as a share of groups_per_step
 
 
 class ConcurrencyController:
     """A controller of the number of groups in flight.
 
-    After each step the number rises if the learner had to wait and all measures are below their
-    targets, and falls if one is above. The change is proportional to the distance from the nearest
-    target, or from the most exceeded one. Groups that begin now are trained on a few steps later,
-    so a faster controller would oscillate.
+    After each step the number falls if a measure (staleness, mismatch) exceeds its target. It rises
+    if all measures are below their targets and the learner had to wait. The change is proportional
+    to the smallest headroom, 1 - measure / target. Groups that begin now are trained on a few steps
+    later, so a faster controller would oscillate.
 
     Args:
         groups_per_step: Number of groups in a step; at least as many are in flight.
@@ -70,7 +70,10 @@ class ConcurrencyController:
 
 
 def _get_headroom(target: float | None, measured: float | None) -> float | None:
-    """Return the remaining share of the target; it is negative if the target is exceeded."""
+    """Return the remaining share of the target; it is negative if the target is exceeded.
+
+    Return None without a target, and NaN if the measure of a target was not measured.
+    """
     if target is None:
         return None
     return math.nan if measured is None else 1 - measured / target

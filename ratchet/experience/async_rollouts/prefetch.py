@@ -93,7 +93,7 @@ class PrefetchingSource(Source):
         self.has_signal = has_signal
         self.max_replaced = max_replaced
         self._tasks: dict[ScheduledGroup, asyncio.Task[None]] = {}
-        # Groups whose attempts begin with the next draw.
+        # Groups of a restored run whose attempts start again with the next draw.
         self._to_restart: list[ScheduledGroup] = []
         self._task_done = asyncio.Event()
         self._version = 0
@@ -166,6 +166,7 @@ class PrefetchingSource(Source):
         }
 
     def _to_state(self, scheduled: ScheduledGroup) -> dict[str, Any]:
+        """Return an unfinished group as plain values for a checkpoint."""
         trajectories = None if scheduled.group is None else to_plain(scheduled.group.trajectories)
         journal = (
             {}
@@ -233,6 +234,7 @@ class PrefetchingSource(Source):
         self._tasks[scheduled].add_done_callback(lambda _: self._task_done.set())
 
     async def _run_group(self, scheduled: ScheduledGroup) -> None:
+        """Play a group, then mark it ready, or replace it if it has no training signal."""
         CURRENT_GROUP.set(scheduled if self.replayable else None)
         (group,) = await self.source.make([(scheduled.id, scheduled.task)], scheduled.version)
         if (
@@ -242,7 +244,7 @@ class PrefetchingSource(Source):
         ):
             self._n_replaced += 1
             self.scheduler.drop(scheduled)
-            self.source.discard([scheduled.id], "filtered", reason="it teaches nothing")
+            self.source.discard([scheduled.id], "filtered", reason="no training signal")
             self._begin(1)
         else:
             self.scheduler.mark_ready(scheduled, group)
@@ -251,6 +253,7 @@ class PrefetchingSource(Source):
         del self._tasks[scheduled]
 
     def _raise_failures(self) -> None:
+        """Raise the error of a group that failed as a whole."""
         for task in self._tasks.values():
             if task.done():
                 task.result()

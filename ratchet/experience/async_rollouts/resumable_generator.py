@@ -117,6 +117,7 @@ def _make_remaining_request(
     sampling: Sampling,
     partial_completion: Completion | None,
 ) -> tuple[Sequence[int] | NDArray[np.int64], Sampling]:
+    """Return (prompt tokens, sampling) that continue an interrupted completion."""
     if partial_completion is None or not len(partial_completion.tokens):
         return tokens, sampling
     n_drawn = len(partial_completion.tokens)

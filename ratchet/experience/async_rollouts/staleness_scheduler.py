@@ -2,8 +2,8 @@
 
 A group that begins with the weights of version v is trained on at step v + k at the latest, with k
 = `max_staleness`. So at step s at most (k + 1) steps' worth of groups may be in flight or ready,
-and step s must train on the groups of version s - k. A fractional k limits the number of groups,
-and the staleness bound is k rounded up.
+and step s must train on the groups of version s - k. If k is a fraction, it limits the number of
+groups as it is, and the staleness bound is k rounded up.
 
 The decisions do not depend on where groups are generated.
 """
@@ -26,9 +26,10 @@ class ScheduledGroup:
     """A group from its start to the step that trains on it.
 
     Attributes:
-        number: Its position in the order of starts.
-        version: The version of the weights that it began with.
-        journal: Completions drawn for it, by the request's seed (see `ResumableGenerator`).
+        number: The group's position in the order of starts.
+        version: The version of the weights with which the group began.
+        group: The finished group; None while it is in flight.
+        journal: Completions drawn for the group, by the request's seed (see `ResumableGenerator`).
     """
 
     number: int
@@ -105,7 +106,7 @@ class StalenessScheduler:
 
         Return None if the step must wait for groups.
         """
-        chosen = self._choose_oldest() if self.order == "issued" else self._choose_earliest(step)
+        chosen = self._choose_oldest() if self.order == "issued" else self._choose_first_ready(step)
         if chosen is None:
             return None
         for scheduled in chosen:
@@ -123,12 +124,12 @@ class StalenessScheduler:
             else None
         )
 
-    def _choose_earliest(self, step: int) -> list[ScheduledGroup] | None:
+    def _choose_first_ready(self, step: int) -> list[ScheduledGroup] | None:
         """Return the groups that became ready first, if all others can still meet the bound.
 
-        A group of version v must be trained on by step v + k, its deadline. After `step` there are
-        d - step further steps until a deadline d. Of all groups with a deadline up to d, only as
-        many may be left out now as these further steps can train on. Return None to wait.
+        A group of version v must be trained on by step v + k, its deadline. Of all groups with a
+        deadline up to d, the d - step steps after this one can train (d - step) * groups_per_step.
+        This step must take the rest. Return None if it must wait for them.
         """
         chosen: list[ScheduledGroup] = []
         for deadline in range(step, step + self.max_staleness + 1):

@@ -30,7 +30,7 @@ from ratchet.types import Completion, Group, Placed, Sampling, Task
 log = logging.getLogger(__name__)
 
 Job = tuple[str, Task]  # a group's id, and its task
-ABORT_TIMEOUT_S = 30.0  # seconds that `cut` waits for aborted requests
+ABORT_TIMEOUT_S = 30.0  # seconds that `abort_requests` waits for aborted requests
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class AbortableGenerator(GeneratorWrapper):
 
     def __init__(self, inner: Generator) -> None:
         super().__init__(inner)
-        self._is_cut = False
+        self._is_blocked = False
         self._n_requests = 0  # requests in flight
         self._all_returned = asyncio.Event()
         self._never_set = asyncio.Event()
@@ -66,7 +66,7 @@ class AbortableGenerator(GeneratorWrapper):
         counter = CURRENT_COUNTER.get()
         if counter is None:
             return await self.inner.generate(tokens, sampling, media)
-        await self._wait_if_cut()
+        await self._wait_if_blocked()
         self._n_requests += 1
         try:
             completion = await self.inner.generate(tokens, sampling, media)
@@ -75,16 +75,16 @@ class AbortableGenerator(GeneratorWrapper):
             self._n_requests -= 1
             if not self._n_requests:
                 self._all_returned.set()
-        await self._wait_if_cut()
+        await self._wait_if_blocked()
         return completion
 
-    async def cut(self) -> None:
+    async def abort_requests(self) -> None:
         """Abort the requests in flight, and wait until their tokens are counted.
 
-        A group's request that is made, or returns, before `open` is called waits forever: the
-        caller must cancel its task.
+        Until `accept_requests` is called, group requests that are made or that return wait forever:
+        the caller must cancel their tasks.
         """
-        self._is_cut = True
+        self._is_blocked = True
         if not self._n_requests:
             return
         self._all_returned.clear()
@@ -99,12 +99,12 @@ class AbortableGenerator(GeneratorWrapper):
                 ABORT_TIMEOUT_S,
             )
 
-    def open(self) -> None:
-        """Let requests pass again."""
-        self._is_cut = False
+    def accept_requests(self) -> None:
+        """Let the requests of groups pass again."""
+        self._is_blocked = False
 
-    async def _wait_if_cut(self) -> None:
-        if self._is_cut:
+    async def _wait_if_blocked(self) -> None:
+        if self._is_blocked:
             await self._never_set.wait()
 
 
@@ -137,6 +137,7 @@ class TailBatching(Source):
         self._metrics: dict[str, float] = {}  # of the latest draw
 
     async def draw(self, n: int, version: int) -> list[Group]:
+        """Return n groups: the new groups that finish first, or the oldest deferred groups."""
         # Number of new groups that the stage's remaining steps can still train on.
         max_new = (self.end_step - version) * n - len(self._deferred)
         self._metrics = {"deferred": 0.0, "wasted_tokens": 0.0}
@@ -172,7 +173,7 @@ class TailBatching(Source):
         self._deferred = [self.source.claim(group_id) for group_id in state["deferred"]]
 
     async def _play_deferred(self, n: int, version: int) -> list[Group]:
-        """Play the oldest deferred groups to their end, with new ones if there are too few."""
+        """Play the oldest n deferred groups to their end, and new groups if fewer are deferred."""
         jobs = self._deferred[:n]
         self._deferred = self._deferred[n:]
         self.source.ledger.note("issued", [group_id for group_id, _ in jobs], version=version)
@@ -183,9 +184,11 @@ class TailBatching(Source):
         """Return the first n groups that finish, and defer the others."""
         counters = {group_id: TokenCounter() for group_id, _ in jobs}
         groups = await gather_first(
-            [self._play(job, counters[job[0]]) for job in jobs], n, before_cancel=self.generator.cut
+            [self._play(job, counters[job[0]]) for job in jobs],
+            n,
+            before_cancel=self.generator.abort_requests,
         )
-        self.generator.open()
+        self.generator.accept_requests()
         finished_ids = {group.id for group in groups}
         unfinished = [job for job in jobs if job[0] not in finished_ids]
         self._deferred += unfinished

@@ -62,7 +62,7 @@ class ParityPair:
 
 @dataclass(frozen=True)
 class ParityFinding:
-    """The result of one comparison; `is_cause` is True if it explains the difference."""
+    """The result of one check; `is_cause` is True if `cause` explains the difference."""
 
     cause: str
     text: str
@@ -138,8 +138,8 @@ class ParityGate:
         lines = [f"  {finding.cause:<12} {finding.text}" for finding in findings]
         return "\n".join(
             (
-                f"sampler and learner differ by {float(difference_T.mean()):.3g} nats a token in "
-                "the mean, at most "
+                f"sampler and learner differ by {float(difference_T.mean()):.3g} nats per token on "
+                "average, at most "
                 f"{float(difference_T.max()):.3g} (parity.threshold={self.threshold:g}, "
                 f"{len(difference_T)} tokens): {verdict}",
                 *lines,
@@ -200,7 +200,8 @@ class ParityGate:
             if mean <= self.threshold:
                 return ParityFinding(
                     "temperature",
-                    f"the sampler {fault} it: {mean:.3g} nats differ then",
+                    f"the sampler {fault} it: with the same fault, the learner differs by "
+                    f"{mean:.3g} nats",
                     is_cause=True,
                 )
         return ParityFinding("temperature", "does not explain the difference")
@@ -239,9 +240,7 @@ class ParityGate:
     async def _compare_batched_with_alone(self, subset: Batch) -> float:
         """Generate answers to some prompts, batched and one by one. Return the largest difference.
 
-        The difference is between the logprobs of equal tokens.
-
-        Tokens are compared up to the first one that differs.
+        The logprobs of both answers are compared up to the first token that differs.
         """
         generator = self.pair.generator
         starts = subset.starts_S.tolist()

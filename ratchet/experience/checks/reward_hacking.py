@@ -112,7 +112,7 @@ class RewardHackingProbes:
 async def _judge_again(
     second_reward: Reward, rows: Sequence[Trajectory], task: Task
 ) -> list[float | None]:
-    """Return the second reward of each attempt; None if it fails, which has no other effect."""
+    """Return the second reward of each attempt; None if the second reward fails or is missing."""
     unjudged = [replace(row, outcome=Truncated() if row.truncated else None) for row in rows]
     try:
         outcomes = (

@@ -1,6 +1,7 @@
 """Adapt a batched environment to single attempts.
 
-An attempt calls the environment for its own row, or once for all waiting rows.
+An attempt calls the environment for its own row alone (`step_alone`), or in one call with all other
+rows (`RowBarrier`).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class MessageLogDialogue(Environment):
         return (await self._step(messages[-1])).reward
 
     async def _step(self, message: Message) -> EnvironmentReply:
-        """Call the environment with one more answer, and keep what it returns."""
+        """Append an answer to the log, call the environment, and keep its reply."""
         self.log.append({"role": "assistant", "content": message.text})
         reply = await self.step_function(self.log, self.metadata)
         self.log.append(reply.observation)
@@ -103,7 +104,10 @@ def _name_metric(part: str) -> str:
 async def step_alone(
     environment: EnvironmentInterface[Any], log: MessageLog, metadata: Any
 ) -> EnvironmentReply:
-    """Step one row in its own thread, so that a hanging call delays no other row and no exit."""
+    """Step one row in its own thread.
+
+    A call that hangs then delays neither the other rows nor the exit of the process.
+    """
     (reply,) = await run_in_thread(partial(step_rows, environment, [log], [metadata]))
     return reply
 
@@ -168,8 +172,8 @@ class RowBarrier(Generic[T]):
     """A barrier of rows that run in lockstep and share their calls.
 
     A request waits until every remaining row has submitted one. Then each `handle` is called once
-    with all of its requests, in the order of the rows. It returns a result for each request, or an
-    exception to raise there.
+    with all of its requests, in the order of the rows. For each request it returns a result, or an
+    exception that is then raised in that row.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -191,6 +195,7 @@ class RowBarrier(Generic[T]):
         self._answer_if_all_wait()
 
     def _answer_if_all_wait(self) -> None:
+        """Answer the waiting requests if every remaining row waits."""
         # Rows that were cancelled no longer wait.
         self._waiting = [request for request in self._waiting if not request.future.done()]
         if not self._waiting or len(self._waiting) < self.n_remaining:
@@ -212,7 +217,7 @@ class RowBarrier(Generic[T]):
 def _answer_concurrently(
     requests_by_handle: Mapping[Any, list[_RowRequest]],
 ) -> list[Sequence[Any]]:
-    """Return the results of each handle. Several, one for each environment, run in threads."""
+    """Return the results of each handle. Several handles (one per environment) run in threads."""
     # A single call stays in this thread, whose gradient mode a generator may depend on.
     if len(requests_by_handle) == 1:
         return [_answer_all(*requests_by_handle.items())]

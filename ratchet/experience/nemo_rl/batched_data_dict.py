@@ -44,7 +44,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         widest batch. The padding is the column's value in `pad_value_dict`, or 0. Batches without
         rows may lack columns. All others must have the same columns.
 
-        Raises MissingBatchColumn if they have not.
+        Raises MissingBatchColumn if a batch with rows lacks a column.
         """
         nonempty = [batch for batch in batches if _count_rows(batch)]
         if not nonempty:
@@ -95,14 +95,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             {name: _repeat_rows(column, num_repeats) for name, column in self.data.items()}
         )
 
-    def reorder_data(self, places: Rows) -> Self:
-        """Move row i to place places[i] in this batch, and return the batch.
+    def reorder_data(self, new_positions: Rows) -> Self:
+        """Move row i to position new_positions[i] in this batch, and return the batch.
 
-        This undoes `select_indices(places)`.
+        This undoes `select_indices(new_positions)`.
         """
-        targets = _normalise_indices(places, self.size)
+        targets = _normalise_indices(new_positions, self.size)
         if sorted(targets) != list(range(self.size)):
-            raise DataError(f"places {targets} must name each of the {self.size} rows once")
+            raise DataError(f"new_positions={targets} must name each of the {self.size} rows once")
         inverse = sorted(range(len(targets)), key=targets.__getitem__)
         self.data = {name: _select_rows(column, inverse) for name, column in self.data.items()}
         return self

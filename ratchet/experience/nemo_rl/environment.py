@@ -58,8 +58,8 @@ class EnvironmentInterface(ABC, Generic[Metadata]):
             template, and special tokens written in it are parsed. The environment must write the
             turn headers itself, or may continue the policy's turn. False (default): the chat
             template renders observations.
-        judges_cut_answers: True calls `step` also for an answer that the token budget cut off, and
-            counts its reward; the row ends there. False (default): the environment does not get
+        judges_cut_answers: True: `step` is also called for an answer that the token budget cut off,
+            and its reward counts; the row ends there. False (default): the environment does not get
             such an answer.
     """
 
@@ -150,7 +150,7 @@ def step_rows(
     returned = environment.step(log_copies, copy.deepcopy(list(metadata)))
     name, n_rows = type(environment).__name__, len(logs)
     if not isinstance(returned, tuple) or len(returned) != len(EnvironmentReturn._fields):
-        raise DataError(f"{name}.step returned {returned!r:.80}, it must be an EnvironmentReturn")
+        raise DataError(f"{name}.step returned {returned!r:.80}. It must be an EnvironmentReturn")
     result = EnvironmentReturn(*returned)
     _check_lengths(result, n_rows, name)
     stop_strings = result.next_stop_strings or [None] * n_rows
@@ -196,9 +196,9 @@ class MissingEnvironment(DataError, ValueError):
 def get_environment(
     task_to_env: Mapping[str, EnvironmentInterface[Any]], task_name: str
 ) -> EnvironmentInterface[Any]:
-    """Return the environment of a task name, also if it is in a Ray actor.
+    """Return the environment of a task name. A Ray actor is wrapped in `ActorEnvironment`.
 
-    Raises MissingEnvironment.
+    Raises MissingEnvironment if `task_to_env` lacks the task name.
     """
     if task_name not in task_to_env:
         names = ", ".join(f"'{name}'" for name in task_to_env)
@@ -222,7 +222,7 @@ def post_process(
     """Call each environment's `global_post_process_and_metrics` on its rows.
 
     Returns:
-        The batch in its order, and the metrics, named "task_name/metric".
+        The batch in its original order, and the metrics, named "task_name/metric".
 
     Raises:
         DataError: An environment returns more or fewer rows than it got.
@@ -271,15 +271,16 @@ def _check_lengths(result: EnvironmentReturn[Any], n_rows: int, name: str) -> No
         shape = tuple(values.shape) if isinstance(values, Tensor) else (len(values),)
         if shape != (n_rows,):
             raise DataError(
-                f"{name}.step gave {column} of shape {shape} for {n_rows} conversations, it must "
-                f"be ({n_rows},)"
+                f"{name}.step returned {column} of shape {shape} for {n_rows} conversations. The "
+                f"shape must be ({n_rows},)"
             )
 
 
 def _check_observation(observation: Any, name: str) -> dict[str, str]:
     if not isinstance(observation, Mapping):
         raise DataError(
-            f"{name}.step gave the observation {observation!r:.80}, it must have a role and content"
+            f"{name}.step returned the observation {observation!r:.80}. It must have a role and "
+            "content"
         )
     if as_message(observation).role == "assistant":
         raise DataError(
@@ -295,7 +296,7 @@ def _check_stop_strings(stop_strings: Any, name: str) -> list[str] | None:
         or not all(isinstance(text, str) and text for text in stop_strings)
     ):
         raise DataError(
-            f"{name}.step gave the stop strings {stop_strings!r:.80}, they must be a list of "
+            f"{name}.step returned the stop strings {stop_strings!r:.80}. They must be a list of "
             "strings, or None"
         )
     return None if stop_strings is None else list(stop_strings)
@@ -304,7 +305,7 @@ def _check_stop_strings(stop_strings: Any, name: str) -> list[str] | None:
 def _get_reward(rewards: Any, row: int) -> tuple[float, dict[str, float] | None]:
     """Return the reward of a row and its parts.
 
-    A non-finite reward raises no error in this function. Later only its own row fails.
+    A non-finite reward raises no error here, because it must fail only its own row, later.
     """
     if not isinstance(rewards, Mapping):
         return float(rewards[row]), None

@@ -28,7 +28,7 @@ Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
 
 @dataclass(frozen=True)
 class WithSampling:
-    """A generator with sampling parameters, for rollout functions that have no such argument.
+    """A generator with sampling parameters, for rollout functions without a sampling argument.
 
     Attributes:
         generator: Any object with the `generate` of `ratchet.protocols.Generator`.
@@ -61,14 +61,14 @@ def refuse_media(media: Sequence[Placed]) -> None:
 
 def get_weights_version(policy_generation: Any) -> int:
     """Return the version of a generator's weights, or 0 if it has none."""
-    # It may be of any class.
+    # The generator may be a plain class of a user that lacks this attribute.
     return int(policy_generation.version) if hasattr(policy_generation, "version") else 0
 
 
 def get_sampling(
     policy_generation: Any, stop_ids: Sequence[int], *, max_new_tokens: int, greedy: bool
 ) -> Sampling:
-    """Return the generator's sampling parameters with these stop ids.
+    """Return the generator's sampling parameters, with `stop_ids` added to its stop ids.
 
     A generator without sampling parameters (see `WithSampling`) gets temperature 1 and
     `max_new_tokens`.
@@ -76,7 +76,7 @@ def get_sampling(
     Args:
         greedy: True sets the temperature to 0.
     """
-    # It may be of any class.
+    # The generator may be a plain class of a user that lacks this attribute.
     sampling = getattr(policy_generation, "sampling", None)
     if not sampling:
         sampling = Sampling(max_new_tokens=max_new_tokens)

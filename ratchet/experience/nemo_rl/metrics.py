@@ -1,4 +1,4 @@
-"""Compute the metrics of NeMo RL rollouts, alike for all rollout functions."""
+"""Compute the metrics of NeMo RL rollouts, in the same way for all rollout functions."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def make_batch(
 
     Args:
         input_batch: The batch that was played. Its other columns are kept.
-        results: The state and the sample of each row, as the row's player returns them.
+        results: The final state and the metrics of each row, as `RowPlayer.play` returns them.
         task_to_env: The environment of each `task_name`.
     """
     states = [state for state, _ in results]

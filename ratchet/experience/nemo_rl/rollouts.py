@@ -187,8 +187,9 @@ def calculate_rewards(
     any reward has parts. A reward without parts is then the part "reward".
 
     Raises:
-        DataError: A task has no environment, or a return has the wrong shape. Exceptions of
-            environments are raised unchanged; of several, that of the first task name in the batch.
+        DataError: A task has no environment, or a return value has the wrong shape. Exceptions of
+            environments are raised unchanged. If several environments raise, the exception for the
+            task name that comes first in the batch is raised.
     """
     rows_by_name: dict[str, list[int]] = {}
     for row, name in enumerate(batch["task_name"]):
@@ -345,6 +346,7 @@ def _append_answers(
     tokenizer: TokenizerType,
     include_logprobs: bool,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
+    """Append the completions to the logs; return the batch, the generated tokens and metrics."""
     decoder = get_answer_decoder(tokenizer)
     for log, completion in zip(batch["message_log"], completions, strict=True):
         text = decoder.decode(completion.tokens.tolist(), completion.stop)

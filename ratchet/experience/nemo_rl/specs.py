@@ -123,7 +123,7 @@ def as_message(entry: Mapping[str, Any]) -> Message:
     role = str(entry.get("role"))
     if role not in ROLES or not isinstance(entry.get("content"), str):
         raise DataError(
-            f"{dict(entry)!r:.120} is no message. Give it a role of {', '.join(ROLES)}, and "
+            f"{dict(entry)!r:.120} is not a message. Give it a role of {', '.join(ROLES)}, and "
             "content as text"
         )
     return Message(ROLES[role], entry["content"])

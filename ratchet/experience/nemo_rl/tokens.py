@@ -30,7 +30,7 @@ class HubTokenizer(Protocol):
 
 
 class DecodingTokenizer(Protocol):
-    """The attributes that functions read which decode and render nothing."""
+    """A tokenizer for functions that only decode answers and render no messages."""
 
     eos_token_id: int | None
     pad_token_id: int | None
@@ -68,7 +68,7 @@ class RawLogRenderer(LogRenderer):
 
 @dataclass(frozen=True)
 class AnswerDecoder:
-    """The texts of answers, by a tokenizer that may be written in Python (without a fast backend).
+    """A decoder of the policy's answers. Its tokenizer may be written in Python (no fast backend).
 
     Attributes:
         stop_ids: The tokens that end an answer.
@@ -107,7 +107,9 @@ def get_answer_decoder(tokenizer: TokenizerType | DecodingTokenizer) -> AnswerDe
 
 @lru_cache(maxsize=8)
 def get_log_renderer(tokenizer: TokenizerType, raw_observations: bool = False) -> LogRenderer:
-    """Return a renderer with the tokenizer's chat template; if it has none, concatenate messages.
+    """Return a log renderer with the tokenizer's chat template.
+
+    If the tokenizer has none, the texts of messages are concatenated.
 
     Args:
         raw_observations: True appends the text of observations without the chat template.

@@ -97,7 +97,7 @@ class MessageLogEnvironment(Rows):
             return {}
         try:
             _, metrics = post_process(batch, dict.fromkeys(batch["task_name"], self.interface))
-        except Exception:  # This is user code; its metrics must not end the run.
+        except Exception:  # user code: a failure of its metrics must not end the run
             log.warning(
                 "%s.global_post_process_and_metrics failed:\n%s",
                 self.interface_name,

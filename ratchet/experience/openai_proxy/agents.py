@@ -16,7 +16,7 @@ from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.types import Task
 from ratchet.utils.user_code import is_async
 
-MAX_OUTPUT = 2**20  # bytes kept of the end of stdout and of stderr
+MAX_OUTPUT = 2**20  # bytes kept from the end of stdout, and as many from stderr
 # Longest wait for stdout and stderr to close after the agent's process group has ended: a process
 # that left the group may keep them open.
 GRACE_S = 1.0
@@ -154,7 +154,7 @@ def _describe_task(task: Task) -> bytes:
 
 
 def _write_input(transport: asyncio.SubprocessTransport, data: bytes) -> None:
-    """Write to the program's standard input. A program that does not read it is no error."""
+    """Write to the program's standard input. It is not an error if the program does not read it."""
     pipe = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
     pipe.write(data)
     pipe.close()

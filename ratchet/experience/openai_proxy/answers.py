@@ -28,7 +28,8 @@ class TokenScores:
     T = tokens, K = likeliest tokens of each position.
 
     Attributes:
-        logprobs: float32 [T], of each token given those before it; NaN for a text's first token.
+        logprobs: float32 [T], of each token given the tokens before it; NaN for a text's first
+            token.
         top_ids: int64 [T, K], the likeliest tokens of each position.
         top_logprobs: float32 [T, K].
     """
@@ -67,7 +68,7 @@ class TokenNames:
 
     tokenizer: Tokenizer
     as_ids: bool
-    _texts: dict[int, str] = field(default_factory=dict)  # the same tokens recur as alternatives
+    _texts: dict[int, str] = field(default_factory=dict)  # cache, as alternatives often recur
 
     def __call__(self, token: int) -> str:
         return f"token_id:{token}" if self.as_ids else self.decode(token)
@@ -185,7 +186,7 @@ class ChatFormat:
         yield format_event(chunk | self._get_prompt_ids(reply))
 
     def write_end(self, reply: ChatReply) -> Iterator[str]:
-        """Yield the reason of the end, and usage if requested."""
+        """Yield the finish reason, and the usage if requested."""
         reason = get_finish_reason(reply.completion, reply.message)
         yield format_event(make_chunk(self.name, {}, model=self.request.model, reason=reason))
         options = self.request.stream_options

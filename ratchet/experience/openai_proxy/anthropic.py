@@ -1,7 +1,7 @@
 """Anthropic's Messages API: read its requests as chat requests, and write replies in its form.
 
-A request means what the same conversation means to chat completions, token by token: text blocks
-are joined, a `tool_result` is a message of the tool, and thinking stands before the answer within
+A request has the same prompt tokens as the same conversation in chat completions: text blocks are
+joined, a `tool_result` is a message of the tool, and thinking stands before the answer within
 <think> marks, as the chat templates of reasoning models read and write it. An answer's reasoning
 stays in its text. So when a client sends the answer back, the new prompt begins with the tokens
 that were recorded before.
@@ -237,7 +237,7 @@ class CountTokensRequest(SamplingFields):
         if self.messages[-1].role == "assistant":
             raise ApiError(
                 400,
-                "messages: the last one is of the assistant, and an answer can't be continued; end "
+                "messages: the last one is the assistant's, but an answer can't be continued; end "
                 "with a message of the user",
                 param="messages",
                 code="invalid_value",
@@ -265,7 +265,7 @@ class MessagesRequest(CountTokensRequest):
 
 @dataclass(frozen=True, slots=True)
 class MessagesFormat:
-    """Write the reply to a request as an Anthropic message.
+    """The form of a reply as an Anthropic message.
 
     Attributes:
         name: Id of the message.

@@ -52,7 +52,7 @@ class AgentPlayer:
         attempt: int,
         memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """Play an attempt and return its trajectories, the one with the last answer last.
+        """Play an attempt and return its trajectories, in the order of their last answers.
 
         Their extras hold the agent's result as "result". The outcome is
         - `Failed("agent")` if the agent raised or requested no answer,
@@ -81,7 +81,7 @@ class AgentPlayer:
                 await _stop(agent_task)
             result, error = None, ""
             if not agent_task.done():
-                log.warning("an agent that was cancelled did not end, and is left behind")
+                log.warning("an agent did not end after it was cancelled, and keeps running")
             elif not agent_task.cancelled():
                 result, error = agent_task.result()
             elif not timed_out:
@@ -115,6 +115,7 @@ async def _stop(agent_task: asyncio.Task[Any]) -> None:
 
 
 def _get_outcome(session: AgentSession, error: str) -> Outcome | None:
+    """Return the outcome of an attempt whose agent has ended; None if it ended normally."""
     latest_answer = session.latest_answer
     if latest_answer is None and session.exhausted_budget:
         return Failed(

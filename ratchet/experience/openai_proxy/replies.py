@@ -1,7 +1,7 @@
 """Answer conversations with the policy, in the form of the client's API: whole or streamed.
 
-All APIs answer conversations by this module, so that sessions, recorded tokens and disconnects are
-handled alike. They differ only in their `ReplyFormat`.
+All APIs answer conversations with this module, so that they handle sessions, recorded tokens and
+disconnects in the same way. They differ only in their `ReplyFormat`.
 """
 
 from __future__ import annotations

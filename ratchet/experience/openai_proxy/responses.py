@@ -239,7 +239,8 @@ class ResponsesRequest(SamplingFields):
 def _continues(turn: Sequence[_TurnItem], item: _Item) -> bool:
     """True if `item` belongs to the same message of the assistant as the items of `turn`.
 
-    A call always does. A text or reasoning does only directly after reasoning.
+    A function call always belongs to it. Text or reasoning belongs to it only directly after
+    reasoning.
     """
     if isinstance(item, _CallItem):
         return True

@@ -22,7 +22,7 @@ from ratchet.experience.openai_proxy.wire import ApiError
 
 
 class ResponsesFormat:
-    """Write the reply to a request as a response of the Responses API.
+    """The form of a reply as a response of the Responses API.
 
     Args:
         request: The request that is answered.
@@ -80,11 +80,11 @@ class ResponsesFormat:
             opening = {"content": []} if is_message else {"arguments": ""}
             added = {**item, "status": "in_progress", **opening}
             yield self._write_event("response.output_item.added", output_index=index, item=added)
-            place = {"item_id": item["id"], "output_index": index}
+            position = {"item_id": item["id"], "output_index": index}
             yield from (
-                self._write_text(place, item["content"][0])
+                self._write_text(position, item["content"][0])
                 if is_message
-                else self._write_arguments(place, item)
+                else self._write_arguments(position, item)
             )
             yield self._write_event("response.output_item.done", output_index=index, item=item)
 
@@ -110,21 +110,23 @@ class ResponsesFormat:
             )
             self.store.add(self.name, response)
 
-    def _write_text(self, place: dict[str, Any], part: dict[str, Any]) -> Iterator[str]:
-        place = {**place, "content_index": 0}
+    def _write_text(self, item_position: dict[str, Any], part: dict[str, Any]) -> Iterator[str]:
+        position = {**item_position, "content_index": 0}
         empty_part = {**part, "text": "", "logprobs": []}
         text, logprobs = part["text"], part["logprobs"]
-        yield self._write_event("response.content_part.added", **place, part=empty_part)
+        yield self._write_event("response.content_part.added", **position, part=empty_part)
         yield self._write_event(
-            "response.output_text.delta", **place, delta=text, logprobs=logprobs
+            "response.output_text.delta", **position, delta=text, logprobs=logprobs
         )
-        yield self._write_event("response.output_text.done", **place, text=text, logprobs=logprobs)
-        yield self._write_event("response.content_part.done", **place, part=part)
+        yield self._write_event(
+            "response.output_text.done", **position, text=text, logprobs=logprobs
+        )
+        yield self._write_event("response.content_part.done", **position, part=part)
 
-    def _write_arguments(self, place: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
+    def _write_arguments(self, position: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
         kind, arguments = "response.function_call_arguments", item["arguments"]
-        yield self._write_event(f"{kind}.delta", **place, delta=arguments)
-        yield self._write_event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
+        yield self._write_event(f"{kind}.delta", **position, delta=arguments)
+        yield self._write_event(f"{kind}.done", **position, name=item["name"], arguments=arguments)
 
     def _write_event(self, kind: str, **fields: Any) -> str:
         event = {"type": kind, "sequence_number": self._n_events, **fields}

@@ -212,7 +212,7 @@ def check_text_size(handler: RequestHandler, texts: Sequence[str]) -> None:
     if longest > limit:
         raise ApiError(
             400,
-            f"a text has {longest} characters, and a context of {handler.max_context} tokens takes "
+            f"a text has {longest} characters, but a context of {handler.max_context} tokens takes "
             f"at most {limit}",
             param="prompt",
             code="context_length_exceeded",
@@ -240,7 +240,7 @@ async def complete_prompt(
     scores = None
     if echo and n_top is not None:
         scores = await handler.score(prompt, temperature=1.0, n_top=n_top)
-    if request.max_new_tokens == 0:  # the prompt is scored alone
+    if request.max_new_tokens == 0:  # the request only scores the prompt
         return token_api.TokenCompletion(prompt, None, scores)
     answer = await handler.complete(prompt, request, n_top=n_top or 0)
     if n_top is not None:
@@ -257,7 +257,7 @@ async def complete_prompts(
     """Return the completions of all prompts of a request, sampled together.
 
     Raises:
-        ApiError: One of them is refused. The others are then aborted.
+        ApiError: A prompt is refused. The completions of the other prompts are then aborted.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -286,8 +286,8 @@ def _format_metrics(ignored: IgnoredFields) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _new_id(kind: str, mark: str = "-") -> str:
-    return f"{kind}{mark}{secrets.token_hex(16)}"
+def _new_id(kind: str, separator: str = "-") -> str:
+    return f"{kind}{separator}{secrets.token_hex(16)}"
 
 
 async def _cancel_on_disconnect(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:

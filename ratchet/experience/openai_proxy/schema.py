@@ -71,9 +71,9 @@ class ChatCall(WireModel):
 
 
 class EchoedModel(WireModel):
-    """A part of a conversation, which a client may send back with fields of its own.
+    """A part of a conversation, which a client may send back with unknown fields.
 
-    Fields that are not known must be null.
+    Unknown fields must be null.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -131,7 +131,7 @@ def join_text_parts(content: Any, kinds: Sequence[str]) -> str:
         kinds: The values of `type` that text parts may have.
 
     Raises:
-        ValueError: It is something else, or has a part that is not text.
+        ValueError: The content is something else, or has a part that is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""

@@ -91,8 +91,8 @@ class Proxy:
             listener = socket.create_server((host, 0), family=family)
         except OSError as error:
             raise ConfigError(
-                f"agent.host={host} is no address of this machine ({error.strerror or error}): set "
-                "it to 127.0.0.1, or to 0.0.0.0 for all of its addresses"
+                f"agent.host={host} is not an address of this machine ({error.strerror or error}): "
+                "set it to 127.0.0.1, or to 0.0.0.0 for all of its addresses"
             ) from error
         server = Server(self._app, listener, limits=self._limits)
         return _RunningServer(server, asyncio.get_running_loop().create_task(server.run()))

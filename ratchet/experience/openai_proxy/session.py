@@ -144,7 +144,7 @@ class AgentSession:
         )
 
     async def count_prompt(self, request: ChatRequest) -> int:
-        """Return the number of tokens that the policy would read. This counts as no turn.
+        """Return the number of tokens that the policy would read. This does not count as a turn.
 
         Raises:
             ApiError: The conversation can't be rendered.
@@ -165,8 +165,8 @@ class AgentSession:
     ) -> AgentAnswer:
         """Sample a completion of token ids, which counts only after `record`.
 
-        It extends the answer whose tokens, prompt included, are the longest beginning of `tokens`.
-        The text of the other tokens becomes a user message of the trajectory.
+        It extends the recorded answer whose tokens, prompt included, are the longest prefix of
+        `tokens`. The text of the tokens after that prefix becomes a user message of the trajectory.
 
         Args:
             n_top: Number of likeliest tokens per position that the request wants.
@@ -290,7 +290,7 @@ class AgentSession:
     def _make_sampling(
         self, request: SamplingFields, n_prompt_tokens: int, key: bytes
     ) -> tuple[Sampling, bool]:
-        """Return the sampling of a request, and True if the run limits its number of tokens.
+        """Return the sampling of a request, and True if the run sets the limit of new tokens.
 
         Raises:
             ApiError: The prompt fills the context, or a parameter is invalid.
@@ -328,7 +328,7 @@ class AgentSession:
         limit = count_max_chars(self.renderer, self.max_context)
         if characters > limit:
             raise self._make_too_long_error(
-                f"the messages have {characters} characters, and a context of {self.max_context} "
+                f"the messages have {characters} characters, but a context of {self.max_context} "
                 f"tokens takes at most {limit}"
             )
 
@@ -372,7 +372,7 @@ class AgentSession:
         return None
 
     def _find_token_parent(self, prompt: NDArray[np.int64]) -> AgentAnswer | None:
-        """Return the delivered answer whose tokens are the longest proper beginning of a prompt.
+        """Return the delivered answer whose tokens are the longest proper prefix of a prompt.
 
         Among answers with equal tokens, one that is still the last of its strand is preferred.
         """
@@ -395,7 +395,7 @@ class AgentSession:
             ConfigError: Tools are offered to a model without a tool-call format.
         """
         if tools is not None:
-            self.renderer.tool_format  # noqa: B018  (it raises)
+            self.renderer.tool_format  # noqa: B018  (the property raises ConfigError)
         if parent is not None:
             *history, reply = parent.messages
             new_messages = messages[len(parent.messages) :]
@@ -415,9 +415,10 @@ class AgentSession:
         return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
 
     def _derive_seed(self, key: bytes, requested: int | None) -> int:
-        """Return the seed of a request, from the attempt, the conversation and its repetition.
+        """Return the seed of a request.
 
-        It does not depend on the order of different requests. If a request sets `seed`, its
+        It depends on the attempt, the conversation and how often the attempt has requested this
+        conversation, but not on the order of different requests. If a request sets `seed`, its
         repetitions in the attempt get equal answers; other attempts still differ.
         """
         self._request_counts[key] += 1
@@ -428,6 +429,7 @@ class AgentSession:
         )
 
     async def _sample(self, prompt: NDArray[np.int64], sampling: Sampling) -> Completion:
+        """Return the completion of a prompt, or raise ApiError if the generator gives none."""
         if self.ended.done():
             raise ApiError(401, "the session has ended", code="session_ended")
         # Generators identify the attempt by context variables, so the request runs in the attempt's
@@ -467,6 +469,7 @@ class AgentSession:
         tools: Tools | None,
         stop: tuple[str, ...],
     ) -> tuple[Message, int]:
+        """Return the answer's message, and the number of its malformed tool calls."""
         tokens = completion.tokens.tolist()
         message = self.renderer.parse(tokens, completion.stop)
         n_malformed = 0

@@ -36,14 +36,14 @@ class AgentAnswer:
     """An answer of the policy.
 
     Attributes:
-        prompt: All tokens before it.
+        prompt: All tokens before the answer.
         messages: The conversation, with the answer last.
-        key: The digest of the conversation up to and including it.
+        key: The digest of the conversation, the answer included.
         parent: The answer whose tokens the prompt begins with, if any.
         sampling: The sampling parameters of the answer.
         n_malformed: Number of malformed tool calls.
-        cut: True if a limit of the run ended it, not the policy or the agent.
-        strand: The strand that it was recorded in.
+        cut: True if a limit of the run ended the answer, not the policy or the agent.
+        strand: The strand in which the answer was recorded; None before that.
     """
 
     prompt: NDArray[np.int64]
@@ -74,6 +74,7 @@ def compute_keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes
 
 
 def extend_key(key: bytes, message: Message) -> bytes:
+    """Return the key of the conversation with `key`, extended by a message."""
     calls = [
         [call.id, call.name, _normalise_numbers(call.arguments)] for call in message.tool_calls
     ]
@@ -83,7 +84,7 @@ def extend_key(key: bytes, message: Message) -> bytes:
 def _normalise_numbers(value: Any) -> Any:
     """Return JSON data with whole numbers as integers.
 
-    Clients in JavaScript send 1.0 back as 1 where arguments are JSON, not text.
+    Clients in JavaScript send 1.0 back as 1 if arguments are JSON values and not text.
     """
     if isinstance(value, Mapping):
         return {name: _normalise_numbers(item) for name, item in value.items()}
@@ -93,5 +94,6 @@ def _normalise_numbers(value: Any) -> Any:
 
 
 def digest(key: bytes, value: Any) -> bytes:
+    """Return a 16-byte digest of `key` and of a JSON value."""
     text = json.dumps(value, sort_keys=True, default=dict)
     return blake2b(key + text.encode(), digest_size=16).digest()

@@ -131,7 +131,7 @@ class CompletionRequest(SamplingFields):
         if n_entries > MAX_LOGPROB_ENTRIES:
             raise ApiError(
                 400,
-                f"the answer may have {n_entries:,} log-probabilities, and "
+                f"the answer may have {n_entries:,} log-probabilities, but at most "
                 f"{MAX_LOGPROB_ENTRIES:,} are allowed: send fewer prompts, or lower logprobs or "
                 "max_tokens",
                 param="logprobs",
@@ -157,14 +157,14 @@ class GenerateRequest(WireRequest):
     return_token_ids: bool | None = None
     stream: Literal[False] | None = None
 
-    def judge_unknown_fields(self, ignored: IgnoredFields) -> None:
+    def check_unknown_fields(self, ignored: IgnoredFields) -> None:
         for name in ("features", "content_parts"):
             if (self.model_extra or {}).get(name):
                 raise ApiError(
                     400, f"{name}: this endpoint takes text only", param=name, code="invalid_value"
                 )
-        super().judge_unknown_fields(ignored)
-        self.sampling_params.judge_unknown_fields(ignored)
+        super().check_unknown_fields(ignored)
+        self.sampling_params.check_unknown_fields(ignored)
 
 
 class TokenizeRequest(WireRequest):
@@ -180,7 +180,7 @@ class TokenizeRequest(WireRequest):
     return_token_strs: bool | None = None
 
     def list_texts(self) -> list[str]:
-        """Return the text, or the texts of the messages joined."""
+        """Return the texts that must fit the context: the joined messages, and the prompt."""
         return ["".join(message.content for message in self.messages or ()), self.prompt or ""]
 
 

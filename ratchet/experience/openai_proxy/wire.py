@@ -1,4 +1,4 @@
-"""Read requests of the OpenAI API and of vLLM's additions to it, and refuse what can't be followed.
+"""Read requests of the OpenAI API and of vLLM's additions to it, and refuse unsupported ones.
 
 A field that could change tokens is refused by name if the policy can't follow it, or if it would
 make the recorded tokens useless for training. It is ignored only if the recipe lists it in
@@ -213,7 +213,7 @@ class WireModel(BaseModel):
 
 
 class WireRequest(BaseModel):
-    """A validated request body. Unknown fields are kept until `read` has judged them."""
+    """A validated request body. Unknown fields are kept, and `read` checks them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     max_values: ClassVar[int] = MAX_VALUES
@@ -237,14 +237,14 @@ class WireRequest(BaseModel):
             request = cls.model_validate_json(ignored.remove(body), context=budget)
         except ValidationError as error:
             raise explain_first_error(error) from None
-        request.judge_unknown_fields(ignored)
+        request.check_unknown_fields(ignored)
         return request
 
-    def judge_unknown_fields(self, ignored: IgnoredFields) -> None:
+    def check_unknown_fields(self, ignored: IgnoredFields) -> None:
         """Count the unknown fields, which have no effect.
 
         Raises:
-            ApiError: 400 for one that would change tokens.
+            ApiError: 400 for an unknown field that would change tokens.
         """
         unknown_fields = self.model_extra or {}
         if len(unknown_fields) > MAX_UNKNOWN_FIELDS:
@@ -322,7 +322,7 @@ def refuse_token_field(name: str, value: Any, *, known_names: Mapping[str, Any])
 
 
 def explain_first_error(error: ValidationError) -> ApiError:
-    """Return the refusal of a request that is not valid."""
+    """Return the ApiError for the first error of an invalid request."""
     first_error = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ".".join(map(str, first_error["loc"]))[:MAX_PATH_CHARS] or None
     hint = REFUSAL_REASONS.get(str(first_error["loc"][0]), "") if first_error["loc"] else ""

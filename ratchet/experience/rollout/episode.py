@@ -1,9 +1,10 @@
 """Play one attempt (a multi-turn rollout): generate, step the environment, observe, repeat.
 
-The environment ends an attempt, or a budget of turns or tokens does. The prompt of a turn normally
-extends the tokens of the turns before it. If the chat template rewrites the history (for example,
-drops the reasoning of earlier turns), the history forks: a new strand begins, whose prompt is the
-conversation as it is rendered now. An attempt has one trajectory for each strand.
+An attempt ends when the environment ends it, or when a budget of turns or tokens is used up. The
+prompt of a turn normally extends the tokens of the turns before it. If the chat template rewrites
+the history (for example, drops the reasoning of earlier turns), the history forks: a new strand
+begins, whose prompt is the conversation as it is rendered now. An attempt has one trajectory for
+each strand.
 
 L = tokens of the trajectory so far.
 """
@@ -143,7 +144,7 @@ class TokenRecord:
 
 @dataclass(slots=True)
 class EpisodeStrand:
-    """A part of an attempt in which each prompt extends the last one. It becomes one trajectory.
+    """A part of an attempt in which each prompt extends the one before. It becomes one trajectory.
 
     Attributes:
         message_count: Number of leading messages of the conversation that the strand covers.
@@ -212,8 +213,8 @@ def check_messages(messages: Any, method: str, environment: Environment) -> Sequ
         isinstance(message, Message) for message in messages
     ):
         raise UserCodeFailed(
-            f"{type(environment).__name__}.{method} gave {messages!r:.80}, it must be a sequence "
-            "of Messages"
+            f"{type(environment).__name__}.{method} returned {messages!r:.80}. It must be a "
+            "sequence of Messages"
         )
     return messages
 
@@ -222,15 +223,16 @@ def check_step(step: Any, environment: Environment) -> Step:
     """Return a step from user code, or raise UserCodeFailed if it is malformed."""
     name = type(environment).__name__
     if not isinstance(step, Step):
-        raise UserCodeFailed(f"{name}.step returned {step!r:.80}, it must be a Step")
+        raise UserCodeFailed(f"{name}.step returned {step!r:.80}. It must be a Step")
     if step.reward is not None and not is_finite_number(step.reward):
         raise UserCodeFailed(
-            f"{name}.step gave the reward {step.reward!r:.80}, it must be a finite number or None"
+            f"{name}.step returned the reward {step.reward!r:.80}. It must be a finite number or "
+            "None"
         )
     metrics = {} if step.metrics is None else step.metrics
     if not isinstance(metrics, dict | Mapping) or not all(map(is_finite_number, metrics.values())):
         raise UserCodeFailed(
-            f"{name}.step gave the metrics {metrics!r:.80}, they must be finite numbers by name"
+            f"{name}.step returned the metrics {metrics!r:.80}. They must be finite numbers by name"
         )
     check_messages(step.messages, "step", environment)
     if not step.done and not step.messages:
@@ -269,13 +271,13 @@ class EpisodePlayer:
     ) -> list[Trajectory]:
         """Play an attempt and return its trajectories, without rewards.
 
-        There is one trajectory, or more if the history forked. All have the same `outcome`: None,
-        or already Truncated, Failed or Cancelled. Generator errors other than DataError are raised,
-        because they are not the attempt's fault.
+        There is one trajectory, or more if the history forked. All trajectories have the same
+        `outcome`: None, or already Truncated, Failed or Cancelled. Generator errors other than
+        DataError are raised, because they are not the attempt's fault.
 
-        All have the metrics of the whole attempt: "turns", "forks", "retries" (0 here),
-        "turn_limit" (1 if the attempt ran out of turns), "malformed_tool_calls" if tools
-        are offered, and the sums of the environment's step metrics.
+        All trajectories have the metrics of the whole attempt: "turns", "forks", "retries" (0
+        here), "turn_limit" (1 if the attempt ran out of turns), "malformed_tool_calls" if tools are
+        offered, and the sums of the environment's step metrics.
 
         Args:
             memo: The prompt cache that the attempts of a group share.
@@ -306,6 +308,7 @@ class EpisodePlayer:
         return state.trajectories(attempt, outcome)
 
     async def _play_turns(self, state: EpisodeState, memo: PromptMemo) -> Outcome | None:
+        """Play turns until the attempt ends. Return its outcome; None if it ended normally."""
         environment = state.environment
         with self._waiting("reset", environment):
             first_messages = await run_guarded(lambda: environment.reset(state.task))
@@ -386,7 +389,7 @@ class EpisodePlayer:
         return step.done, None
 
     async def _reward_cut_attempt(self, state: EpisodeState) -> None:
-        """Add the environment's reward of an attempt that was cut off to its last turn."""
+        """Add the environment's reward for a cut-off attempt to the attempt's last turn."""
         environment = state.environment
         with self._waiting("reward_cut_attempt", state.environment):
             reward = await run_guarded(lambda: environment.reward_cut_attempt(state.messages))
@@ -394,8 +397,8 @@ class EpisodePlayer:
             return
         if not is_finite_number(reward):
             raise UserCodeFailed(
-                f"{type(environment).__name__}.reward_cut_attempt gave {reward!r:.80}, it must be "
-                "a finite number or None"
+                f"{type(environment).__name__}.reward_cut_attempt returned {reward!r:.80}. It must "
+                "be a finite number or None"
             )
         turns = next(strand.turns for strand in reversed(state.strands) if strand.turns)
         turns[-1] = replace(turns[-1], reward=(turns[-1].reward or 0.0) + reward)
@@ -459,7 +462,7 @@ async def get_offered_tools(environment: Environment, task: Task) -> Tools:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         name = type(environment).__name__
         raise UserCodeFailed(
-            f"{name}.tools gave {tools!r:.80}, it must be a sequence of JSON-schema function "
+            f"{name}.tools returned {tools!r:.80}. It must be a sequence of JSON-schema function "
             "descriptions"
         )
     return tuple(tools)

@@ -88,8 +88,8 @@ class RolloutManager:
         reward: Judges attempts; None takes the sum of the environment's turn rewards.
         needs_reward: If True, an attempt without a reward fails. If False, it becomes Unjudged.
         judge_timeout_s: Seconds for one call of the reward; None sets no limit.
-        retries: Maximum number of retries of an attempt that failed because of infrastructure. Its
-            judging is retried as often. A retried attempt has the same seeds and a new environment.
+        retries: Maximum number of retries of an attempt that failed because of infrastructure, and
+            of its judging. A retried attempt has the same seeds and a new environment.
     """
 
     def __init__(
@@ -187,6 +187,7 @@ class RolloutManager:
     async def _attempt(
         self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo
     ) -> AttemptRows:
+        """Play an attempt, with retries, and judge it unless its group is judged together."""
         self.n_playing += 1
         try:
             seeded = sampling.seeded(derive_seed(sampling.seed, group_id, attempt))
@@ -219,6 +220,7 @@ class RolloutManager:
         *,
         in_new_environment: bool = False,
     ) -> AttemptRows:
+        """Play an attempt once, in an idle or a new environment."""
         environment = (
             self._idle_environments.pop()
             if self._idle_environments and not in_new_environment
@@ -240,6 +242,7 @@ class RolloutManager:
     async def _judge_together(
         self, task: Task, attempt_rows: Sequence[AttemptRows]
     ) -> list[AttemptRows]:
+        """Judge all attempts of a group in one call of the reward."""
         # Judging counts as an attempt in flight, so that a snapshot waits for it.
         self.n_playing += 1
         try:
@@ -288,6 +291,7 @@ class RolloutManager:
     async def _score(
         self, reward: Reward, candidates: Sequence[AttemptRows], task: Task
     ) -> list[Outcome]:
+        """Return the reward's outcomes, or failures if the reward raises or takes too long."""
         try:
             async with limit_time(self.judge_timeout_s):
                 name = type(reward).__name__
@@ -298,7 +302,9 @@ class RolloutManager:
                         reward_span.attributes = {"rl.reward.values": _list_rewards(outcomes)}
                     return outcomes
         except TimeoutError:
-            detail = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
+            detail = (
+                f"{type(reward).__name__}.score returned nothing within {self.judge_timeout_s:g} s"
+            )
             return [Failed("timeout", detail)] * len(candidates)
         except UserCodeFailed as failure:
             return [Failed("reward", f"{task.label}:\n{failure}")] * len(candidates)
@@ -307,7 +313,7 @@ class RolloutManager:
 async def judge_attempts(
     reward: Reward, candidates: Sequence[AttemptRows], task: Task
 ) -> list[Outcome]:
-    """Return the outcome of each attempt by a reward, without the environment's turn rewards.
+    """Return the outcome that a reward gives each attempt, without the environment's turn rewards.
 
     Raises UserCodeFailed if the reward raises, or does not return one outcome for each attempt.
     """
@@ -402,11 +408,11 @@ def _check_outcome_count(
     # `list` comes first because `isinstance` is fast for it and slow for `Sequence`.
     if not isinstance(outcomes, list | Sequence):
         raise UserCodeFailed(
-            f"{name}.score gave {outcomes!r:.80}, it must be a sequence of outcomes"
+            f"{name}.score returned {outcomes!r:.80}. It must be a sequence of outcomes"
         )
     if len(outcomes) != len(candidates):
         raise UserCodeFailed(
-            f"{name}.score gave {len(outcomes)} outcomes for {len(candidates)} trajectories"
+            f"{name}.score returned {len(outcomes)} outcomes for {len(candidates)} trajectories"
         )
     return list(outcomes)
 
@@ -417,7 +423,7 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
     if not isinstance(outcome, Outcome):
         return Failed(
             "reward",
-            f"{name}.score gave {outcome!r:.80} for an attempt, it must be an Outcome such as "
+            f"{name}.score returned {outcome!r:.80} for an attempt. It must be an Outcome such as "
             "Scored(1.0)",
         )
     if isinstance(outcome, Scored | Truncated):
@@ -428,7 +434,7 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
         ):
             return Failed(
                 "reward",
-                f"{name}.score gave {outcome!r:.200}; rewards and their parts must be finite "
+                f"{name}.score returned {outcome!r:.200}; rewards and their parts must be finite "
                 "numbers",
             )
     return outcome
@@ -441,6 +447,7 @@ def _sum_turn_rewards(rows: AttemptRows) -> float | None:
 
 
 def _get_environment_outcome(rows: AttemptRows, *, needs_reward: bool) -> Outcome:
+    """Return the outcome of an attempt that only the environment's turn rewards judge."""
     total = _sum_turn_rewards(rows)
     truncated = rows[-1].truncated
     if total is None and not needs_reward:

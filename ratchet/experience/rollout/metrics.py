@@ -212,6 +212,7 @@ def _is_sampled(row: Trajectory) -> bool:
 
 
 def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the lengths, repetition, truncation and failures of sampled attempts."""
     lengths = [t.completion_length for t in attempts]
     failure_counts = Counter(t.outcome.kind for t in attempts if isinstance(t.outcome, Failed))
     return {

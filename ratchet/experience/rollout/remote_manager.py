@@ -38,11 +38,11 @@ class RolloutWorkers(Protocol):
 
 
 class RemoteRolloutManager:
-    """A `GroupPlayer` that plays in `ratchet.training.rollout_workers.GroupRank`s.
+    """A `GroupPlayer` whose groups are played by `ratchet.training.rollout_workers.RolloutWorker`.
 
     Args:
         workers: The rollout workers.
-        begin_arguments: The arguments of `GroupRank.begin`.
+        begin_arguments: The arguments of `RolloutWorker.begin`.
     """
 
     def __init__(self, workers: RolloutWorkers, begin_arguments: Sequence[Any]) -> None:

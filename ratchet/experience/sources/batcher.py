@@ -67,6 +67,7 @@ class Batcher:
         self.source.adapt(groups, step, measured)
 
     def _report(self, step: int, failures: Sequence[Failed], n_attempts: int) -> None:
+        """Raise TrainingError if too many attempts failed recently; otherwise log the failures."""
         recent_failures = [failure for failed, _ in self._recent for failure in failed]
         n_recent_attempts = sum(n_step_attempts for _, n_step_attempts in self._recent)
         if len(recent_failures) > self.max_failed_share * n_recent_attempts:

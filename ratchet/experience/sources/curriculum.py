@@ -25,6 +25,8 @@ from ratchet.protocols import Environment
 from ratchet.types import Group, Task
 
 UNTRIED_RATE = 0.5  # initial success rate; prefer=learnable gives it the highest weight
+# Checkpoint key of the pending tasks' indices in the pool. The name is that of older checkpoints.
+PENDING_INDICES = "places"
 
 
 class Curriculum(TaskStream):
@@ -95,7 +97,7 @@ class Curriculum(TaskStream):
         ]
         return {
             **state,
-            "places": indices,
+            PENDING_INDICES: indices,
             "rates": self._rates_N.copy(),
             "tried": self._tried_N.copy(),
         }
@@ -105,16 +107,16 @@ class Curriculum(TaskStream):
         self._rates_N, self._tried_N = state["rates"].copy(), state["tried"].copy()
         return [
             (position, self._pool[index])
-            for position, index in zip(state["pending"], state["places"], strict=True)
+            for position, index in zip(state["pending"], state[PENDING_INDICES], strict=True)
         ]
 
     def _get_task(self, position: int) -> Task:
+        """Draw the task of a position by weight."""
         open_O = self._get_open_tasks(position)
-        bounds_O = np.cumsum(self._compute_weights(open_O))
-        draw = random.Random(derive_seed(self.seed, "curriculum", position)).random() * bounds_O[-1]
-        return self._pool[
-            open_O[min(int(np.searchsorted(bounds_O, draw, side="right")), len(open_O) - 1)]
-        ]
+        cumulative_O = np.cumsum(self._compute_weights(open_O))
+        u = random.Random(derive_seed(self.seed, "curriculum", position)).random()
+        drawn = int(np.searchsorted(cumulative_O, u * cumulative_O[-1], side="right"))
+        return self._pool[open_O[min(drawn, len(open_O) - 1)]]
 
     def _get_open_tasks(self, position: int) -> NDArray[np.int64]:
         """Return the indices in the pool of the tasks that may be drawn at a position."""
@@ -127,6 +129,7 @@ class Curriculum(TaskStream):
         ]
 
     def _compute_weights(self, open_O: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return weights proportional to the probability of drawing each open task."""
         rates_O = self._rates_N[open_O]
         usefulness_O = {
             "even": np.ones_like(rates_O),

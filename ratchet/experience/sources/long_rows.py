@@ -29,10 +29,12 @@ class LongRowFilter:
         self._n_consecutive = 0
 
     def keeps(self, task: Task) -> bool:
-        """Return False for a task to leave out, and log how many there were at 1, 2, 4, 8, ...
+        """True unless the task is too long and the environment allows to leave it out.
+
+        The number of tasks left out is logged at 1, 2, 4, 8, ...
 
         Raises:
-            DataError: Every one of many tasks is too long.
+            DataError: The last MAX_DROPPED tasks were all too long.
         """
         if not self._environment.drops_too_long(task):
             return True
@@ -45,6 +47,7 @@ class LongRowFilter:
         return True
 
     def _note(self, task: Task, error: RowTooLong) -> None:
+        """Count a task that is left out, and log the count at 1, 2, 4, 8, ..."""
         self._n_consecutive += 1
         if self._n_consecutive >= MAX_DROPPED:
             raise DataError(f"the last {MAX_DROPPED:,} rows are too long; {error}") from error

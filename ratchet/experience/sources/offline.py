@@ -230,12 +230,10 @@ class LabelledSource(AnswerSource):
         for index, ((group_id, task), answer) in enumerate(zip(jobs, answers, strict=True)):
             rows = [self.text_renderer.row(task, answer.messages, answer.reward)]
             if self.uses_mismatched_pairs:
-                other = answers[_find_other_prompt(index, [task.messages for _, task in jobs])]
-                rows.append(
-                    replace(
-                        self.text_renderer.row(task, other.messages), attempt=1, use="reference"
-                    )
-                )
+                prompts = [task.messages for _, task in jobs]
+                mismatched_answer = answers[_find_other_prompt(index, prompts)]
+                mismatched_row = self.text_renderer.row(task, mismatched_answer.messages)
+                rows.append(replace(mismatched_row, attempt=1, use="reference"))
             groups.append(Group(group_id, task, tuple(rows)))
         return groups
 
@@ -250,7 +248,7 @@ def _find_other_prompt(index: int, prompts: Sequence[Sequence[Message]]) -> int:
         if prompts[other] != prompts[index]:
             return other
     raise DataError(
-        "KTO compares each answer with an answer to another prompt, and a draw has only one "
+        "KTO compares each answer with an answer to another prompt, but a draw has only one "
         "prompt. Raise batch_size"
     )
 

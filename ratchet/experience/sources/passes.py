@@ -1,4 +1,4 @@
-"""Turn passes over the data into numbers of steps, once the data are read."""
+"""Convert passes over the data (epochs) to numbers of steps, by counting the tasks of the data."""
 
 from __future__ import annotations
 

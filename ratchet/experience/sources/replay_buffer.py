@@ -53,6 +53,8 @@ class ReplayBuffer(Source):
         return groups
 
     def _sample_replayed(self, step: int) -> list[Group]:
+        """Return the groups of the buffer that a step replays."""
+
         def key(group: Group) -> float:
             u = 1 - random.Random(derive_seed(self.seed, step, group.id)).random()
             return math.log(u) / self._compute_priority(group)

@@ -58,9 +58,9 @@ class StreamSource(Source):
         return jobs
 
     def claim(self, group_id: str) -> tuple[str, Task]:
-        """Take up one group that the restored snapshot lists as pending, before new draws.
+        """Return (group id, task) of a group that the restored snapshot lists as pending.
 
-        Return its (group id, task).
+        The group is then pending again. Call this before any new draw, which would take it.
         """
         position, task = next(
             entry for entry in self._to_redraw if self._make_id(entry[0]) == group_id

@@ -107,6 +107,7 @@ class TaskStream:
         return list(pool.values())
 
     def _get_order(self, epoch: int) -> list[int]:
+        """Return the shuffled order of the pool in an epoch."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._epoch_order = random.Random(derive_seed(self.seed, "epoch", epoch)).sample(

@@ -196,7 +196,7 @@ def test_requests_of_no_group_are_neither_counted_nor_held_up():
     async def scene():
         generator = Ticking()
         asked = AbortableGenerator(generator)
-        await asked.cut()
+        await asked.abort_requests()
         passed = await asked.generate([1], Sampling(max_new_tokens=3))
         return len(passed.tokens), generator.aborted.is_set()
 
@@ -213,14 +213,14 @@ def test_who_asks_after_the_cut_waits_until_it_is_cancelled():
         tail_batching.CURRENT_COUNTER.set(drawn)
         running = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=9)))
         await asyncio.sleep(4)
-        await asked.cut()
+        await asked.abort_requests()
         late = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=1)))
         await asyncio.sleep(100)
         assert not running.done()
         assert not late.done()
         for task in (running, late):
             task.cancel()
-        asked.open()
+        asked.accept_requests()
         return (
             drawn.tokens,
             len(generator.requests),
@@ -239,7 +239,7 @@ def test_a_generator_that_does_not_answer_an_abort_is_not_waited_for(caplog):
         tail_batching.CURRENT_COUNTER.set(TokenCounter())
         running = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=10_000)))
         await asyncio.sleep(1)
-        await asked.cut()
+        await asked.abort_requests()
         running.cancel()
         return clock()
 

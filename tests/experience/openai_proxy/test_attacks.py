@@ -479,7 +479,9 @@ def test_agents_elsewhere_get_the_public_name_of_a_server_for_all_addresses():
 def test_an_address_of_another_machine_is_refused_with_the_fix():
     async def scene():
         proxy = Proxy(settings=AgentServerSettings(host="203.0.113.1"))
-        with pytest.raises(ConfigError, match=r"agent\.host=203\.0\.113\.1 is no address of this"):
+        with pytest.raises(
+            ConfigError, match=r"agent\.host=203\.0\.113\.1 is not an address of this"
+        ):
             async with serving(Scripted(["a"]), proxy=proxy):
                 pass
 

@@ -125,7 +125,7 @@ def test_an_environment_may_reward_what_was_cut_off():
         None
     ]
     failed = play(FakeGenerator(lambda tokens, sampling: [1] * 9), Paying(float("nan"))).outcome
-    assert "reward_cut_attempt gave nan" in failed.detail
+    assert "reward_cut_attempt returned nan" in failed.detail
 
 
 def test_an_answer_is_cut_by_tokens_and_not_by_turns():

@@ -16,7 +16,7 @@ def test_it_is_cut_where_a_checkpoint_ends_and_goes_on_there(tmp_path):
     ledger.close()
     again = PromptLedger(path)
     again.cut(offset)
-    again.note("filtered", ["s/1"], reason="it teaches nothing")
+    again.note("filtered", ["s/1"], reason="no training signal")
     again.close()
     assert [(line["event"], line["id"]) for line in read_ledger(path)] == [
         ("issued", "s/0"),
