@@ -28,10 +28,10 @@ from ratchet.types import Completion, Placed, Sampling
 class AsyncEngine(Generator):
     """A generator that runs requests on an `EngineCore`.
 
-    When weights are committed, running requests keep their tokens and these tokens' version. The
-    next tokens are drawn from the new weights. The KV cache is recomputed unless `keep_kv` is set.
-    A kept KV cache saves a forward over all running requests. But the completion then mixes two
-    policies, and no learner can score it exactly.
+    When weights are committed, running requests keep their tokens, each with the version that drew
+    it. The next tokens are drawn from the new weights. The KV cache is recomputed unless `keep_kv`
+    is set. A kept KV cache saves a forward over all running requests. But then new weights read
+    keys and values of the old ones, and no learner can score the next tokens exactly.
 
     Args:
         core: runs the requests.
@@ -243,7 +243,7 @@ class AsyncEngine(Generator):
 def _make_callback(
     future: asyncio.Future[Completion], set_outcome: Callable[[Any], None]
 ) -> Callable[[Any], None]:
-    """Return a callback that sets the future's outcome unless it is done (its caller cancelled)."""
+    """Return a callback that sets the future's outcome, unless the caller has cancelled it."""
 
     def set_if_pending(result: Any) -> None:
         if not future.done():

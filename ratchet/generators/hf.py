@@ -4,8 +4,8 @@ The KV cache is that of transformers. A model that reads images, audio or videos
 media in the prefill.
 
 This generator serves models that the embedded engine can't run. It is slower (padding, no
-continuous batching, no shared prompts). With equal weights and seeds both give equal tokens, except
-where logits differ in their last bits.
+continuous batching, no shared prompts). With equal weights and seeds, this generator and the engine
+give equal tokens, except where logits differ in their last bits.
 
 N = rows of the batch, L = tokens of the longest row, V = vocabulary.
 """
@@ -144,7 +144,7 @@ class _Row:
 class PaddedBatches:
     """An `EngineCore` that runs waiting requests as a batch, padded on the left.
 
-    Rows leave the batch when they end; the next batch starts when it is empty.
+    Rows leave the batch when they end; the next batch starts when all have left.
 
     media_policy: the policy around a model that reads media; None: the model reads only text.
     """

@@ -48,8 +48,8 @@ class WeightStaging:
     Args:
         weights: returns (canonical name, tensor that shares the parameter's memory) of each weight.
         parameters: returns all parameters; a commit may move them to other memory.
-        quantised: returns the quantised matrices. A push that changes them opens them until the
-            commit. While they are open, they take the memory of unquantised matrices.
+        quantised: returns the quantised matrices. A push that changes them opens an unquantised
+            write buffer for each, until the commit.
     """
 
     def __init__(

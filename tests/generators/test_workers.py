@@ -310,14 +310,14 @@ def test_a_death_in_a_push(method):
     asyncio.run(wanted.commit(3))
 
     def dies_in(worker):
-        link = worker.component.link
+        link = worker.component.call_receiver
 
         async def dying(place, name, *arguments):
             if name == method:
                 raise worker.death()
             return await link(place, name, *arguments)
 
-        worker.component.link = dying
+        worker.component.call_receiver = dying
 
     router, started = router_here(2, recovery="restart")
     dies_in(started[1])

@@ -25,7 +25,8 @@ class KVCache:
     """The keys and values of all layers, in slots.
 
     Slots and their capacity grow by doubling, so growth copies less than twice the stored size in
-    total. Attention reads multiples of `stride` tokens (a power of two), and no slot is smaller.
+    total. Attention reads multiples of `stride` tokens (a power of two), so a slot has at least
+    that capacity.
     The memory must always hold finite numbers, because attention reads beyond a request's end with
     weight 0, and 0 * NaN is NaN.
     """
@@ -39,8 +40,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.config = config
-        # Up to this number, the slots are rounded up to a power of two. If more are needed,
-        # exactly as many are made.
+        # The number of slots is rounded up to a power of two, but at most to this number. If more
+        # are needed, exactly that many are allocated.
         self.max_rounded_slots = max_rounded_slots
         self.dtype = dtype
         self.device = device

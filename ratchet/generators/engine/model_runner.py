@@ -28,11 +28,11 @@ from ratchet.models.layers.expert_routing import RouteRecorder
 class ModelRunner:
     """The decoder with the device memory of its requests: KV cache and token histories.
 
-    It gets requests, whose place in a sequence is their slot, and gives hidden states. It reads
-    the decoder's parameters at every call.
+    Its methods take requests in the order of their slots and return hidden states. They read the
+    decoder's parameters at every call.
 
     Attributes:
-        max_length: maximum number of tokens of a request that has the cache to itself.
+        max_length: maximum number of tokens of a single request that fills the whole cache.
         prefilled_tokens, decoded_tokens: the model's input tokens so far, without padding.
     """
 

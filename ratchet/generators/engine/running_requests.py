@@ -60,8 +60,8 @@ class ActiveSlots:
 class RequestSlots:
     """The state of all running requests, a row per slot.
 
-    routes_shape: shape of a token's expert choices, (sparse layers, experts per token); (0, 0):
-        none.
+    routes_shape: shape of a token's expert choices, (sparse layers, experts per token); (0, 0): the
+        model has no experts.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class RequestSlots:
         ]
 
     def read_routes(self, slot: int) -> NDArray[np.int16]:
-        """Return the expert choices of prompt and completion; the last token's are UNKNOWN.
+        """Return the expert choices of prompt and completion [tokens, L, K]; UNKNOWN for the last.
 
         The last token was sampled but has not yet been an input of the model.
         """

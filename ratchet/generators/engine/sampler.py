@@ -1,4 +1,4 @@
-"""Sample tokens: `Sampler` from hidden states, for the engine, and pure functions from logits.
+"""Sample tokens from hidden states (`Sampler`, for the engine) or from logits (pure functions).
 
 All generators that run in this process (the engine and transformers) use the functions.
 
@@ -33,8 +33,9 @@ CHUNK_ELEMENTS = 2**25
 def derive_stream(seed: int, drawn: int = 0) -> int:
     """Return the state of a seed's random stream, a signed 64-bit number.
 
-    Seeds are scrambled, so neighbouring seeds give unrelated streams. drawn: count of the
-    stream's numbers that have been used.
+    Seeds are scrambled, so neighbouring seeds give unrelated streams.
+
+    drawn: number of the stream's values that earlier requests have used.
     """
     x = (seed + GOLDEN) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * MIX_1) & (2**64 - 1)
@@ -253,7 +254,7 @@ def count_kept(sorted_FV: Tensor, cdf_FV: Tensor, filters: SamplingFilters) -> T
 
 
 class Sampler:
-    """The decoder's head with sampling: it gets hidden states and gives a token of each row.
+    """The decoder's head with sampling: it takes hidden states and returns a token per row.
 
     row_multiple: see `engine.batch_invariance`.
     """

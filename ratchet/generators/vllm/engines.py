@@ -319,7 +319,8 @@ class MultiprocessCore:
         """Make vLLM's processes ready. Await this before any other call to vLLM."""
         if self._guarding is None:
             self._guarding = asyncio.get_running_loop().create_task(self._prepare_workers())
-        await asyncio.shield(self._guarding)  # one caller's cancellation is not that of the others
+        # Shielded, because other callers await the same task when one caller is cancelled.
+        await asyncio.shield(self._guarding)
 
     async def _prepare_workers(self) -> None:
         """Make vLLM's processes end with this process, and repair their samplers."""

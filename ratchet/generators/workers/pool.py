@@ -462,7 +462,7 @@ class GeneratorPool(Generator):
 
 
 class PoolReceivers:
-    """The weight receivers at some of the workers, called together as `Ranks`."""
+    """The weight receivers at some of the workers, with the interface of `Ranks`."""
 
     def __init__(self, pool: GeneratorPool, queues: Sequence[WorkerQueue]) -> None:
         self.pool = pool
@@ -476,7 +476,7 @@ class PoolReceivers:
     async def call(self, method: str, /, *arguments: Any) -> list[Any]:
         """Call a method of every receiver and return the results."""
         calls = (
-            self.pool.call_worker(queue, "link", index, method, *arguments)
+            self.pool.call_worker(queue, "call_receiver", index, method, *arguments)
             for index, queue in enumerate(self.queues)
         )
         results = await asyncio.gather(*calls)

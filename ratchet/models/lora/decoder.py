@@ -20,7 +20,7 @@ from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.layers import FusedLoRA, SwitchableAdapter
 from ratchet.models.weights.hf_weights import SavableTensor
-from ratchet.models.weights.weight_layout import PEFT, WeightPiece, cut_blocks, list_pieces
+from ratchet.models.weights.weight_layout import PEFT_PREFIX, WeightPiece, cut_blocks, list_pieces
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def merge_lazily(
     merged_weights: dict[str, SavableTensor] = {}
     for name, weight in weights.items():
         a_name, b_name = (
-            f"{PEFT}{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB"
+            f"{PEFT_PREFIX}{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB"
         )
         if a_name in adapter and b_name in adapter:
             weight = MergedWeight(weight, adapter[a_name], adapter[b_name], scale)

@@ -21,7 +21,7 @@ from ratchet.config.lora import LoRAConfig
 from ratchet.errors import CheckpointError, MissingDependency, ModelError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.weights.hf_weights import SavableTensor
-from ratchet.models.weights.weight_layout import PEFT
+from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import atomic_path
 from ratchet.utils.terminal_text import get_first_line
@@ -103,7 +103,7 @@ class StoredAdapter:
         """
         rank = self.adapter.lora.rank
         for name, weight in self.weights.items():
-            layer, _, factor = name.removeprefix(PEFT).rpartition(".lora_")
+            layer, _, factor = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
             shape = shapes.get(f"{layer}.weight")
             if shape is None:
                 raise ModelError(
@@ -152,7 +152,9 @@ def load_adapter(directory: Path) -> StoredAdapter:
             "merged model"
         )
     for name in weights:
-        if not (name.startswith(PEFT) and name.endswith((".lora_A.weight", ".lora_B.weight"))):
+        if not (
+            name.startswith(PEFT_PREFIX) and name.endswith((".lora_A.weight", ".lora_B.weight"))
+        ):
             raise ModelError(
                 f"{directory}: weight '{name}' is neither the A nor the B of a linear map, so this "
                 "is not plain LoRA"
