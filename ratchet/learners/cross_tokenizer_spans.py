@@ -264,8 +264,8 @@ class DecodeWindow:
         """Cut the first tokens off a long window, if that does not change its decoded text.
 
         It does change if an incomplete character turns all bytes beside it into U+FFFD, as in
-        decoders with byte fallback. Such a window is not cut, and decoded again once it has grown
-        by an eighth.
+        decoders with byte fallback. Such a window is not cut. It is decoded again only once it has
+        grown by an eighth.
 
         text: the text of the whole run.
         """

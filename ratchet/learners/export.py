@@ -21,7 +21,7 @@ from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.protocols import ExportedPart, Shard
 
-HEAD = "head.weight"
+HEAD = "head.weight"  # name of the scalar head's weight
 
 
 def export_blocks(

@@ -57,9 +57,9 @@ class ParamShard:
         """This rank's part of the parameter, detached."""
         return get_local_tensor(self.parameter.detach())
 
-    def blocks(self, like: Tensor) -> Iterator[Shard]:
+    def blocks(self, tensor: Tensor) -> Iterator[Shard]:
         """Yield the blocks of a tensor that has the layout of the parameter's local part."""
-        return cut_blocks(self.pieces, like, self.rows)
+        return cut_blocks(self.pieces, tensor, self.rows)
 
 
 def get_local_tensor(x: Tensor) -> Tensor:

@@ -249,7 +249,9 @@ class MegatronLearner(RankLearner):
 
     @cached_property
     def base_fingerprint(self) -> str | None:
-        """The fingerprint of the frozen weights, which checkpoints omit; None without an adapter.
+        """The fingerprint of the frozen weights; None without an adapter.
+
+        Checkpoints hold it in place of the frozen weights.
 
         Its first use is a collective operation, so all ranks must use it at the same time.
         """
