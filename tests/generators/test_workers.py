@@ -302,7 +302,7 @@ def test_a_replacement_serves_with_the_pushed_weights_alone(workers):
     assert all(own.component.generator.version == 8 for own in started if own.left is None)
 
 
-@pytest.mark.parametrize("method", ["prepare", "verify", "commit"])
+@pytest.mark.parametrize("method", ["prepare", "verify_and_stage", "commit"])
 @pytest.mark.fault("P20")
 def test_a_death_in_a_push(method):
     """It begins again with the replacement; without recovery the run ends with the death itself."""
