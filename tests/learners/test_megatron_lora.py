@@ -172,7 +172,7 @@ def test_the_reference_is_the_base_and_the_export_is_pefts(tmp_path):
     fresh = dict(init_policy(SHAPES["untied"], seed=SEED).canonical_weights())
     assert all(torch.equal(weight, fresh[name]) for name, weight in exported.canonical_weights())
     stored = load_adapter(tmp_path / "adapter")
-    assert set(stored.names) == set(SOME.lora.target_modules)
+    assert set(stored.target_modules) == set(SOME.lora.target_modules)
     for name, weight in together(
         {**dict(exported.canonical_weights()), **stored.weights}, SOME
     ).items():

@@ -202,14 +202,14 @@ def _make_transformers_shard(
     """Return the shard of a parameter of a Hugging Face transformers model."""
     if division is None or mesh.tensor is None:
         return _make_shard(name, parameter, _make_whole_piece(name, parameter), mesh, ())
-    if name in division.blocks:
-        return _make_shard(name, parameter, (division.blocks[name],), mesh, (), is_divided=True)
+    if (piece := division.divided_pieces.get(name)) is not None:
+        return _make_shard(name, parameter, (piece,), mesh, (), is_divided=True)
     return _make_shard(
         name,
         parameter,
         _make_whole_piece(name, parameter),
         mesh,
-        (mesh.tensor,) if name in division.partial else (),
+        (mesh.tensor,) if name in division.partial_gradients else (),
     )
 
 

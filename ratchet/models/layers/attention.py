@@ -23,9 +23,9 @@ from torch.autograd import Function
 
 from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
 
-# Segments share a call if it has at most MAX_PADDING_FACTOR * (its pairs without padding) +
-# CALL_COST_PAIRS pairs of query and key. On a CPU a separate call costs about as much as
-# CALL_COST_PAIRS pairs.
+# Segments share a call if its number of query-key pairs, padding included, is at most
+# MAX_PADDING_FACTOR * (the pairs without padding) + CALL_COST_PAIRS. On a CPU a separate call costs
+# about as much as CALL_COST_PAIRS pairs.
 MAX_PADDING_FACTOR = 1.25
 CALL_COST_PAIRS = 4096
 # A function that returns the indices of the tokens before a segment, in order.

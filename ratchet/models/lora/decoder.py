@@ -28,7 +28,7 @@ class Adapter:
     """The settings of an adapter and its initial values."""
 
     lora: LoRAConfig
-    seed: int = 0  # of the initial A
+    seed: int = 0  # seed of the initial A
     base_model: str = ""  # directory or Hub id, written to the adapter's files
 
     def initial_weight(self, name: str, shape: Sequence[int]) -> Tensor:
