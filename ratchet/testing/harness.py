@@ -30,7 +30,10 @@ HELPER_COMMAND = "resource_tracker"
 
 
 class BrokenRule(AssertionError):
-    """The error of a kit whose rule is broken, distinct from assertions of the code under test."""
+    """An error for a rule that the code under test breaks.
+
+    The type tells it apart from an AssertionError that this code raises itself.
+    """
 
 
 def require(condition: bool, message: str | Callable[[], str]) -> None:
