@@ -71,7 +71,7 @@ class AsyncEngine(Generator):
         )
         self._staging = WeightStaging(weights, parameters, quantised)
         self._paused = False
-        self._pump: asyncio.Task[None] | None = None
+        self._step_task: asyncio.Task[None] | None = None
 
     @property
     def max_context(self) -> int:
@@ -110,7 +110,7 @@ class AsyncEngine(Generator):
         if request.limit == len(request.prompt):
             return request.without_tokens(request.reason_at_limit)
         self.core.add(request)
-        self._start_pump()
+        self._start_stepping()
         try:
             return await future
         except asyncio.CancelledError:
@@ -145,14 +145,16 @@ class AsyncEngine(Generator):
 
     # --- the task that runs the steps
 
-    def _start_pump(self) -> None:
+    def _start_stepping(self) -> None:
         loop = asyncio.get_running_loop()
         is_running = (
-            self._pump is not None and not self._pump.done() and self._pump.get_loop() is loop
+            self._step_task is not None
+            and not self._step_task.done()
+            and self._step_task.get_loop() is loop
         )
         if not is_running and not self._paused:
-            self._pump = loop.create_task(self._run())
-            self._pump.add_done_callback(_mark_retrieved)
+            self._step_task = loop.create_task(self._run())
+            self._step_task.add_done_callback(_mark_retrieved)
 
     async def _run(self) -> None:
         # Let callers that arrive together join one step, so that equal prompts are computed once.
@@ -187,7 +189,7 @@ class AsyncEngine(Generator):
     async def resume(self) -> None:
         self._paused = False
         if self.core.busy:
-            self._start_pump()
+            self._start_stepping()
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
         """Begin a push of weights.

@@ -235,8 +235,8 @@ class Decoder(nn.Module):
         self.tp_comm: TPComm = NO_TP_COMM
 
     @property
-    def inner_maps(self) -> Iterator[tuple[str, Linear]]:
-        """The (path, module) pairs of the linear maps inside the layers."""
+    def layer_linears(self) -> Iterator[tuple[str, Linear]]:
+        """The (path, module) pairs of the linear layers inside the decoder layers."""
         return (
             (path, module)
             for path, module in self.named_modules()

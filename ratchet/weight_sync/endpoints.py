@@ -1,4 +1,4 @@
-"""The ends of a weight sync: senders beside the learner's ranks, receivers beside generators.
+"""The ends of a weight sync: a sender at each rank of the learner, a receiver at each generator.
 
 A weight sync calls both through `worker_protocols.Ranks`, in this process or in others.
 """
@@ -44,7 +44,7 @@ class LocalRank:
 
 
 class WeightSender:
-    """The sending end of a weight sync, beside a learner in this process."""
+    """The sending end of a weight sync, for a learner in this process."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -55,7 +55,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """The receiving end of a weight sync, beside a generator.
+    """The receiving end of a weight sync, for a generator in this process.
 
     A push calls `prepare`, `receive`, `verify_and_stage` and `commit`; a failed push calls
     `rollback`.

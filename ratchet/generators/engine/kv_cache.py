@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 
-Window = tuple[Tensor, Tensor]
+Window = tuple[Tensor, Tensor]  # (keys, values) of the first tokens of the first slots
 # Scores and their softmax do not depend on padding if the length is a multiple of this.
 STRIDE = 16
 # Minimum length * head_dim of an attention product. Below 400 multiplications, PyTorch's `bmm` uses

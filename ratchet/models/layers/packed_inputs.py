@@ -174,11 +174,16 @@ def _share_prefixes(
     tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None
 ) -> PackedInputs:
     """Return the inputs for the distinct tokens of a prefix tree."""
-    order_U, distinct_T = (
-        torch.from_numpy(x).to(tokens_T.device) for x in (tree.token_index_U, tree.distinct_T)
+    order_U, distinct_index_T = (
+        torch.from_numpy(x).to(tokens_T.device) for x in (tree.token_index_U, tree.distinct_index_T)
     )
     return _reorder(
-        tokens_T, positions_T, TreeAttention(tree, tokens_T.device), order_U, distinct_T, routing
+        tokens_T,
+        positions_T,
+        TreeAttention(tree, tokens_T.device),
+        order_U,
+        distinct_index_T,
+        routing,
     )
 
 

@@ -81,7 +81,7 @@ def attach(decoder: Decoder, adapter: Adapter) -> None:
     resolve_decoder_targets(decoder.config, adapter.lora)
     decoder.requires_grad_(False)
     if adapter.lora.base is not None:
-        for _, linear in decoder.inner_maps:
+        for _, linear in decoder.layer_linears:
             linear.quantise(adapter.lora.base)
     add_adapters(decoder, adapter)
 
@@ -94,7 +94,7 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
     lora = adapter.lora
     target_names = resolve_decoder_targets(decoder.config, lora)
     layout = list_pieces(decoder)
-    for index, (path, linear) in enumerate(decoder.inner_maps):
+    for index, (path, linear) in enumerate(decoder.layer_linears):
         spans = [
             piece.rows
             for piece in layout[f"{path}.weight"]
@@ -132,7 +132,7 @@ def init_adapters(
 
 def merge(decoder: Decoder) -> None:
     """Merge the adapters into the (dequantized) weights, remove them, and unfreeze all weights."""
-    for _, linear in decoder.inner_maps:
+    for _, linear in decoder.layer_linears:
         linear.restore()
         if isinstance(linear.adapter, FusedLoRA):
             linear.adapter.merge_into(linear.weight)
