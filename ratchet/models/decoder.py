@@ -55,10 +55,10 @@ class Linear(nn.Linear):
         )
         return out if self.adapter is None else self.adapter(input, out)
 
-    def quantise(self, form: QuantFormat) -> None:
+    def quantise(self, quant_format: QuantFormat) -> None:
         """Replace the matrix by a quantized one."""
         if self.quantised is None:
-            self.quantised = QuantizedMatrix(self.weight, form)
+            self.quantised = QuantizedMatrix(self.weight, quant_format)
             self.register_parameter("weight", None)
 
     def restore(self) -> None:

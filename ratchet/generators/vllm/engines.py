@@ -169,14 +169,14 @@ class InProcessCore:
             self.llm.abort_request([name])
 
     def cancel(self, request: GenerationRequest) -> None:
-        self._drop(
+        self._abort_requests(
             name
             for name, partial_completion in self._partials.items()
             if partial_completion.request is request
         )
 
     def abort(self) -> None:
-        for partial_completion in self._drop(self._partials):
+        for partial_completion in self._abort_requests(self._partials):
             partial_completion.stop = StopReason.ABORTED
             try:
                 partial_completion.request.deliver(partial_completion.build_completion())
@@ -192,7 +192,7 @@ class InProcessCore:
             self.llm.abort_request(names)
         return requests
 
-    def _drop(self, names: Iterable[str]) -> list[PartialCompletion]:
+    def _abort_requests(self, names: Iterable[str]) -> list[PartialCompletion]:
         dropped_names = list(names)
         self.llm.abort_request(dropped_names)
         return [self._partials.pop(name) for name in dropped_names]

@@ -39,8 +39,8 @@ class PaddedVocabulary(VocabParallelLogits):
     """
 
     def _get_rows(self, rank: int, size: int) -> range:
-        height = padded_vocabulary(self.size, self.group.size()) // self.group.size()
-        return range(min(height * rank, size), min(height * (rank + 1), size))
+        rows_per_rank = padded_vocabulary(self.size, self.group.size()) // self.group.size()
+        return range(min(rows_per_rank * rank, size), min(rows_per_rank * (rank + 1), size))
 
 
 class MegatronPolicy(DistributedPolicy):
