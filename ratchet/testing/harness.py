@@ -1,6 +1,6 @@
 """Shared parts of the kits that check user code.
 
-They are calls with a deadline, broken services, and counts of what a process has open.
+The parts are calls with a deadline, broken services, and counts of what a process has open.
 """
 
 from __future__ import annotations

@@ -210,8 +210,8 @@ def invert_cdf(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
     """Return the first token whose cumulative mass exceeds `uniform * total`, int64 [N].
 
     `total_N` is the mass of the tokens that may be drawn. The threshold is kept below the total, so
-    the result is never past the first entry that reaches `total`. The token's probability is above
-    0. Both hold provided that rounding does not make the cumulative sum decrease (see
+    the result is never past the first entry that reaches `total`, and the token's probability is
+    above 0. This assumes that rounding does not make the cumulative sum decrease (see
     `draw_tokens`).
     """
     below_total_N = torch.nextafter(total_N, torch.zeros_like(total_N))

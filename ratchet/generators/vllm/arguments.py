@@ -22,7 +22,7 @@ from ratchet.utils.terminal_text import shorten_text
 
 CHECK_TIMEOUT_S = 300.0
 SPECULATIVE_CONFIG = "speculative_config"
-# Each of these makes vLLM draft tokens; the first holds all, the others are its short forms.
+# The arguments that make vLLM draft tokens: a mapping of all settings, and short forms of three.
 SPECULATION = (SPECULATIVE_CONFIG, "spec_method", "spec_model", "spec_tokens")
 
 # The recipe key that sets an argument of vLLM.

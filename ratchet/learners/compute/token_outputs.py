@@ -1,6 +1,6 @@
 """Compute the columns that losses read, such as log-probabilities, from hidden states.
 
-They are computed in float32 and in chunks, so that the logits [T, V] never exist as a whole.
+The columns are computed in float32 and in chunks, so that the logits [T, V] never exist as a whole.
 
 T = tokens of a micro-batch, S = its sequences, n = predicted tokens (only these need logits),
 d = hidden size, V = vocabulary, K = tokens for which a prediction's log-probabilities are returned.

@@ -75,7 +75,7 @@ def shard_model(
     offload_policy = (
         CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     )
-    # Hidden states between the layers stay in float32, as they do with autocast but without FSDP.
+    # Hidden states between the layers stay in float32, as under autocast without FSDP.
     bfloat16_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     precision = bfloat16_policy if autocast else MixedPrecisionPolicy()
     unsharded = {parameter for parameter in model.parameters() if parameter.dim() < 2}

@@ -76,7 +76,7 @@ class MultimodalPolicy(TransformersPolicy):
         """
         self.train_encoders = train_encoders
         self.files = dict(files or {})
-        # Sequences are packed into one forward, unless the checks below find that they then differ.
+        # Sequences are packed into one forward, unless the checks below find a difference.
         self.packs = True
         super().__init__(model, saved_config=saved_config)
         self.packs = self.packs and len(probes) > 1 and self._keeps_media_apart(probes)
