@@ -197,9 +197,10 @@ class Scheduler:
         """
         first = active.first_slot
         end = first + active.n_slots
-        full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
+        is_at_limit = self.slots.lengths[first:end] >= self.slots.limits[first:end]
         end_reasons: dict[int, StopReason | RequestFailed] = {
-            slot: self.running[slot].reason_at_limit for slot in full.tolist()
+            slot: self.running[slot].reason_at_limit
+            for slot in (np.flatnonzero(is_at_limit) + first).tolist()
         }
         if active.watched_slots:
             watched_n = torch.tensor(active.watched_slots, device=tokens_N.device) - first
