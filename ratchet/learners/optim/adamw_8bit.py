@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ratchet.learners.optim.adamw import AdamW, Moments
 from ratchet.models.layers.lazy_bitsandbytes import load_bitsandbytes
 
-# Elements that share a scale. The paper has 2048; bitsandbytes has 256 since its release 0.44.
+# Elements that share a scale, as in bitsandbytes' own 8-bit optimizers.
 BLOCK_SIZE = 256
 # Parameters with fewer elements keep float32 moments, which take little memory.
 MIN_QUANTISED_SIZE = 4096
