@@ -28,10 +28,10 @@ from ratchet.types import Completion, Placed, Sampling
 class AsyncEngine(Generator):
     """A generator that runs requests on an `EngineCore`.
 
-    When weights are committed, running requests keep their tokens and these tokens' version. The
-    next tokens are drawn from the new weights. The KV cache is recomputed unless `keep_kv` is set.
-    A kept KV cache saves a forward over all running requests. But the completion then mixes two
-    policies, and no learner can score it exactly.
+    When weights are committed, running requests keep their tokens, each with the version that drew
+    it. The next tokens are drawn from the new weights. The KV cache is recomputed unless `keep_kv`
+    is set. A kept KV cache saves a forward over all running requests. But then new weights read
+    keys and values of the old ones, and no learner can score the next tokens exactly.
 
     Args:
         core: runs the requests.
@@ -71,7 +71,7 @@ class AsyncEngine(Generator):
         )
         self._staging = WeightStaging(weights, parameters, quantised)
         self._paused = False
-        self._pump: asyncio.Task[None] | None = None
+        self._step_task: asyncio.Task[None] | None = None
 
     @property
     def max_context(self) -> int:
@@ -110,7 +110,7 @@ class AsyncEngine(Generator):
         if request.limit == len(request.prompt):
             return request.without_tokens(request.reason_at_limit)
         self.core.add(request)
-        self._start_pump()
+        self._start_stepping()
         try:
             return await future
         except asyncio.CancelledError:
@@ -145,14 +145,16 @@ class AsyncEngine(Generator):
 
     # --- the task that runs the steps
 
-    def _start_pump(self) -> None:
+    def _start_stepping(self) -> None:
         loop = asyncio.get_running_loop()
         is_running = (
-            self._pump is not None and not self._pump.done() and self._pump.get_loop() is loop
+            self._step_task is not None
+            and not self._step_task.done()
+            and self._step_task.get_loop() is loop
         )
         if not is_running and not self._paused:
-            self._pump = loop.create_task(self._run())
-            self._pump.add_done_callback(_mark_retrieved)
+            self._step_task = loop.create_task(self._run())
+            self._step_task.add_done_callback(_mark_retrieved)
 
     async def _run(self) -> None:
         # Let callers that arrive together join one step, so that equal prompts are computed once.
@@ -187,7 +189,7 @@ class AsyncEngine(Generator):
     async def resume(self) -> None:
         self._paused = False
         if self.core.busy:
-            self._start_pump()
+            self._start_stepping()
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
         """Begin a push of weights.
@@ -243,7 +245,7 @@ class AsyncEngine(Generator):
 def _make_callback(
     future: asyncio.Future[Completion], set_outcome: Callable[[Any], None]
 ) -> Callable[[Any], None]:
-    """Return a callback that sets the future's outcome unless it is done (its caller cancelled)."""
+    """Return a callback that sets the future's outcome, unless the caller has cancelled it."""
 
     def set_if_pending(result: Any) -> None:
         if not future.done():

@@ -4,8 +4,8 @@ The KV cache is that of transformers. A model that reads images, audio or videos
 media in the prefill.
 
 This generator serves models that the embedded engine can't run. It is slower (padding, no
-continuous batching, no shared prompts). With equal weights and seeds both give equal tokens, except
-where logits differ in their last bits.
+continuous batching, no shared prompts). With equal weights and seeds, this generator and the engine
+give equal tokens, except where logits differ in their last bits.
 
 N = rows of the batch, L = tokens of the longest row, V = vocabulary.
 """
@@ -144,7 +144,7 @@ class _Row:
 class PaddedBatches:
     """An `EngineCore` that runs waiting requests as a batch, padded on the left.
 
-    Rows leave the batch when they end; the next batch starts when it is empty.
+    Rows leave the batch when they end; the next batch starts when all have left.
 
     media_policy: the policy around a model that reads media; None: the model reads only text.
     """
@@ -219,7 +219,7 @@ class PaddedBatches:
         # fills no cache.
         self.model.eval()
         try:
-            settings_and_logits = self._compute()
+            settings_and_logits = self._compute_or_fail_rows()
         finally:
             self.model.train(was_training)
         if settings_and_logits is None:
@@ -266,14 +266,14 @@ class PaddedBatches:
             broken, all_fail=len(broken) == len(self.rows), weights=weights, version=self.version
         )
 
-    def _compute(self) -> tuple[SamplingSettings, Tensor] | None:
+    def _compute_or_fail_rows(self) -> tuple[SamplingSettings, Tensor] | None:
         """Return the rows' sampling settings and logits, or None if no row is left.
 
         If the prefill of a batch raises, each row is computed alone, and rows that raise again
         fail. Their error is RequestFailed if another row succeeded, else their own error.
         """
         try:
-            return self._prepare_draw()
+            return self._compute_logits()
         except Exception:  # of any type: one request's error must not fail the others
             rows = self.rows
             broken: dict[_Row, Exception] = {}
@@ -283,7 +283,7 @@ class PaddedBatches:
                 self.rows = [row]
                 self._cache = None
                 try:
-                    self._prepare_draw()
+                    self._compute_logits()
                 except Exception as error:
                     broken[row] = error
             self.rows = [row for row in rows if row not in broken]
@@ -292,9 +292,10 @@ class PaddedBatches:
                 raise
         for row, error in broken.items():
             row.request.fail(make_request_error(row.request, error) if self.rows else error)
-        return self._prepare_draw() if self.rows else None
+        return self._compute_logits() if self.rows else None
 
-    def _prepare_draw(self) -> tuple[SamplingSettings, Tensor]:
+    def _compute_logits(self) -> tuple[SamplingSettings, Tensor]:
+        """Return the rows' sampling settings and the logits of their next tokens, [N, V]."""
         samplings = [row.request.sampling for row in self.rows]
         settings = SamplingSettings.from_samplings(samplings, self.vocab_size, self.model.device)
         return settings, self._forward()

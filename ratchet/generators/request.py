@@ -115,7 +115,7 @@ class RequestValidator:
 
         Raises:
             DataError: The prompt is empty or too long, has unknown tokens or misplaced media, or
-                consists only of `sampling.drawn` tokens.
+                has no token besides the `sampling.drawn` ones, which belong to the completion.
             ConfigError: This generator can't apply the sampling settings or read the media.
         """
         prompt = _to_token_array(tokens)
@@ -142,7 +142,7 @@ class RequestValidator:
             served_text = (
                 f"it serves {', '.join(names)}"
                 if names
-                else "it serves only the policy's own. Set generator.kind=engine"
+                else "it serves only the policy's own adapter. Set generator.kind=engine"
             )
             raise ConfigError(f"the generator has no adapter '{sampling.adapter}': {served_text}")
         if sampling.stop and self.tokenizer is None:

@@ -48,8 +48,8 @@ class WeightStaging:
     Args:
         weights: returns (canonical name, tensor that shares the parameter's memory) of each weight.
         parameters: returns all parameters; a commit may move them to other memory.
-        quantised: returns the quantised matrices. A push that changes them opens them until the
-            commit. While they are open, they take the memory of unquantised matrices.
+        quantised: returns the quantised matrices. A push that changes them opens an unquantised
+            write buffer for each, until the commit.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class WeightStaging:
     def views(self) -> Mapping[str, Tensor]:
         """Return views of the weights by name.
 
-        During a push of adapter weights only these are included. Between pushes the views are
-        rebuilt for every call, so that no stale tensor is kept alive.
+        During a push of only an adapter, the views are those of the adapter's weights. Between
+        pushes the views are rebuilt for every call, so that no stale tensor is kept alive.
         """
         return self._open_views if self._open_views is not None else dict(self.all_weights())
 

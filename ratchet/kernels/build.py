@@ -104,9 +104,9 @@ def _make_cache_key(compiler: str) -> str:
 
 
 def describe_processor() -> bytes:
-    """Return Linux's description of the first processor.
+    """Return Linux's description of the first processor; b"" on other systems.
 
-    It is empty on other systems, where machines do not share the cache.
+    Without a description, machines with different processors must not share the cache.
     """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_bytes().split(b"\n\n", 1)[0].splitlines() if cpuinfo.exists() else []

@@ -4,7 +4,7 @@ Each call makes a single pass over memory, and matrix products use the faster of
 PyTorch's own operations make several passes, and the interpreter takes some ten microseconds for
 each of them, which is most of a decoding step of a small model. Gradients are first-order only.
 
-Callers (`ratchet.models.ops`, and the modules `attention` and `scheduler` of
+Callers (`ratchet.models.ops`, and the modules `attention` and `compiled_decode` of
 `ratchet.generators.engine`) check `is_supported` first, and compute with PyTorch for other dtypes
 and devices.
 

@@ -113,7 +113,7 @@ class TokenRun:
 
 
 def find_common_spans(student: TokenRun, teacher: TokenRun) -> Iterator[Span]:
-    """Yield the spans of two runs in order. They are as short as possible and do not overlap.
+    """Yield the spans of two runs in order. Spans are as short as possible and do not overlap.
 
     teacher: the student's text in the teacher's tokens, which may decode to a different text.
     """
@@ -263,9 +263,9 @@ class DecodeWindow:
     def shorten(self, text: str) -> None:
         """Cut the first tokens off a long window, if that does not change its decoded text.
 
-        It does change if an incomplete character turns all bytes beside it into U+FFFD, as in
-        decoders with byte fallback. Such a window is not cut, and decoded again once it has grown
-        by an eighth.
+        The text does change if an incomplete character turns all bytes beside it into U+FFFD, as in
+        decoders with byte fallback. Such a window is not cut. It is decoded again only once it has
+        grown by an eighth.
 
         text: the text of the whole run.
         """

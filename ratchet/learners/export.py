@@ -18,10 +18,10 @@ from ratchet.models.lora.files import check_base, fingerprint_weights, save_adap
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.models.weights.hf_weights import SavableTensor
-from ratchet.models.weights.weight_layout import PEFT
+from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.protocols import ExportedPart, Shard
 
-HEAD = "head.weight"
+HEAD = "head.weight"  # name of the scalar head's weight
 
 
 def export_blocks(
@@ -93,7 +93,9 @@ def _write_model(
     part: "all" (adapter merged into the weights), "base" (without the adapter) or "adapter" (the
         adapter alone).
     """
-    adapter_weights = {name: weight for name, weight in weights.items() if name.startswith(PEFT)}
+    adapter_weights = {
+        name: weight for name, weight in weights.items() if name.startswith(PEFT_PREFIX)
+    }
     model_weights = {
         name: weight
         for name, weight in weights.items()

@@ -304,7 +304,7 @@ class LocalLearner(Learner):
 
     @cached_property
     def _base_fingerprint(self) -> str:
-        """The fingerprint of the frozen weights beside an adapter, which checkpoints leave out."""
+        """The fingerprint of the frozen weights, which checkpoints hold in place of the weights."""
         frozen_names = self.model.frozen_names()
         return fingerprint_weights(
             {

@@ -39,8 +39,8 @@ class RemoteLearner(Learner):
     device: the kind of device on which the ranks compute.
     unit: the unit that micro-batches never split.
     vocab_size: rows of the model's embedding.
-    shares_prefixes: True if the model computes a shared prefix once. Ranks that divide the context
-      never do.
+    shares_prefixes: True if the model computes a shared prefix once. It is ignored under context
+      parallelism, which can't divide a shared prefix between ranks.
     """
 
     can_offload = True

@@ -22,7 +22,7 @@ class Teacher(LearnerWrapper):
 
     reads_rows: True if the teacher scores the policy's token ids, so that rows must fit into its
       context. False for `AlignedTeacher`, which tokenises the text again.
-    name: what errors call the teacher.
+    name: the teacher's name in error messages.
     max_positions: length of the teacher's context, in tokens.
     vocab_size: rows of the teacher's embedding.
     reads_media: True if the teacher can read images, audio or videos.

@@ -55,10 +55,10 @@ class Linear(nn.Linear):
         )
         return out if self.adapter is None else self.adapter(input, out)
 
-    def quantise(self, form: QuantFormat) -> None:
+    def quantise(self, quant_format: QuantFormat) -> None:
         """Replace the matrix by a quantized one."""
         if self.quantised is None:
-            self.quantised = QuantizedMatrix(self.weight, form)
+            self.quantised = QuantizedMatrix(self.weight, quant_format)
             self.register_parameter("weight", None)
 
     def restore(self) -> None:
@@ -235,8 +235,8 @@ class Decoder(nn.Module):
         self.tp_comm: TPComm = NO_TP_COMM
 
     @property
-    def inner_maps(self) -> Iterator[tuple[str, Linear]]:
-        """The (path, module) pairs of the linear maps inside the layers."""
+    def layer_linears(self) -> Iterator[tuple[str, Linear]]:
+        """The (path, module) pairs of the linear layers inside the decoder layers."""
         return (
             (path, module)
             for path, module in self.named_modules()

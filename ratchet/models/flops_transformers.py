@@ -21,9 +21,9 @@ def estimate_token_cost(
 ) -> TokenCost | None:
     """Return the cost of one token's forward pass; None if it can't be determined.
 
-    It can't be determined if a layer is not standard attention (but a state space model, a
-    convolution, or attention with compressed keys), or if the number of experts per token is
-    unknown.
+    The cost can't be determined if the number of experts per token is unknown, or if a layer is not
+    standard attention (for example a state space model, a convolution, or attention with compressed
+    keys).
 
     Args:
         weights: Parameters of the backbone, without embeddings, which are only looked up.

@@ -294,7 +294,7 @@ class DecoderPolicy(PolicyModel):
             packed.positions_U,
             packed.attend,
             route=packed.routing,
-            output_index=packed.output_index_U,
+            output_index=packed.output_index_n,
         )
         return packed.unfold(hidden)
 

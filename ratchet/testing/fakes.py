@@ -60,7 +60,7 @@ class FakeGenerator(Generator):
     def __init__(self, script: Callable[[Any, Sampling], Sequence[int]]) -> None:
         self.script = script
         self.requests: list[tuple[list[int], Sampling]] = []
-        self.media: list[tuple[Placed, ...]] = []  # of each request
+        self.media: list[tuple[Placed, ...]] = []  # the media of each request
         self.version = 0
 
     async def generate(
@@ -73,14 +73,15 @@ class FakeGenerator(Generator):
             raise DataError("an empty prompt: nothing precedes the first token")
         self.requests.append((list(tokens), sampling))
         self.media.append(tuple(media))
-        new = list(self.script(tokens, sampling))[: sampling.max_new_tokens]
-        stopped = bool(new) and new[-1] in sampling.stop_ids
+        new_tokens = list(self.script(tokens, sampling))[: sampling.max_new_tokens]
+        n_tokens = len(new_tokens)
+        has_stop_token = n_tokens > 0 and new_tokens[-1] in sampling.stop_ids
         return Completion(
-            tokens=np.asarray(new, dtype=np.int64),
-            logprobs=np.full(len(new), -1.0, dtype=np.float32),
-            log_kept_mass=np.zeros(len(new), dtype=np.float32),
-            versions=np.full(len(new), self.version, dtype=np.int32),
-            stop=StopReason.STOP_TOKEN if stopped else StopReason.LENGTH,
+            tokens=np.asarray(new_tokens, dtype=np.int64),
+            logprobs=np.full(n_tokens, -1.0, dtype=np.float32),
+            log_kept_mass=np.zeros(n_tokens, dtype=np.float32),
+            versions=np.full(n_tokens, self.version, dtype=np.int32),
+            stop=StopReason.STOP_TOKEN if has_stop_token else StopReason.LENGTH,
         )
 
     def abort(self) -> None: ...

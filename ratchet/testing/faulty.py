@@ -24,7 +24,8 @@ from ratchet.testing.harness import (
 )
 from ratchet.types import Message, Task
 
-INSTANCES = 4  # number of instances, after a first instance, that must leave nothing open
+# Number of instances that are used and closed after a first one; they must leave nothing open.
+INSTANCES = 4
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Call functions in processes that start at once.
 
-They are forked by a server that has imported torch and done nothing else, because a run of a few
-steps takes a second, and the start of a fresh interpreter several seconds. The server handles one
-call at a time. Each call has its own process, which may end with a status or by a signal.
+A server that has imported torch, and done nothing else, forks the processes. A run of a few steps
+takes a second, but the start of a fresh interpreter would take several. The server handles one call
+at a time. Each call has its own process, which may end with a status or by a signal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shared parts of the kits that check user code.
 
-They are calls with a deadline, broken services, and counts of what a process has open.
+The parts are calls with a deadline, broken services, and counts of what a process has open.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ HELPER_COMMAND = "resource_tracker"
 
 
 class BrokenRule(AssertionError):
-    """The error of a kit whose rule is broken, distinct from assertions of the code under test."""
+    """An error for a rule that the code under test breaks.
+
+    The type tells it apart from an AssertionError that this code raises itself.
+    """
 
 
 def require(condition: bool, message: str | Callable[[], str]) -> None:

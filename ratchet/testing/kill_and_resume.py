@@ -86,7 +86,7 @@ class ChaosTest:
     failpoints: list[str] = field(default_factory=list)
     # Failpoints that a resumed run passed, in order.
     resumed_failpoints: list[str] = field(default_factory=list)
-    duration_s: float = 0.0  # of the uninterrupted run
+    duration_s: float = 0.0  # duration of the uninterrupted run
 
     @property
     def reference_run(self) -> Path:
@@ -181,9 +181,9 @@ def chaos(recipe: Path, folder: Path, *, resume_after: str) -> Iterator[ChaosTes
         resume_after: See `ChaosTest.record`.
     """
     with ForkCaller(PRELOADED_MODULES, log=folder / "output.log") as forks:
-        prepared = ChaosTest(recipe, folder, forks)
-        prepared.record(resume_after=resume_after)
-        yield prepared
+        chaos_test = ChaosTest(recipe, folder, forks)
+        chaos_test.record(resume_after=resume_after)
+        yield chaos_test
 
 
 def train_here(recipe: str, run: str, spec: str) -> int:
@@ -238,8 +238,9 @@ def choose_evenly_spread(count: int, max_count: int) -> list[int]:
 def list_differences(a: Path, b: Path) -> list[str]:
     """Return the differences of two finished runs of a recipe, in words.
 
-    Files, weights and learner states are compared by bit, metrics and summaries without times, and
-    the last checkpoints by step, state, sentinels and progress.
+    Files, weights and learner states are compared by bit. Metrics and summaries are compared
+    without their times. The last checkpoints must have the same step, state, sentinels and
+    progress.
     """
     unequal = [
         f"only one has {name}" for name in sorted(_list_compared_files(a) ^ _list_compared_files(b))

@@ -119,7 +119,7 @@ class TinyRole:
             chosen_T2 = logits_TV.topk(2).indices
             monitor = RouterMonitor()
             monitor.layers[0] = LayerRouting(logits_TV, chosen_T2, chosen_T2)
-            columns["routers"] = monitor.columns(batch.sequence_T, batch.n_sequences)
+            columns["routers"] = monitor.measure(batch.sequence_T, batch.n_sequences)
         return {**columns, "token_scores": scalars_T}
 
     def _logits(self, hidden_nd: Tensor) -> Tensor:
@@ -194,15 +194,15 @@ def _make_attempts(
     """
     n_attempts = draw.attempts or algorithm.group_size
     names = list_part_names(algorithm)
-    is_plain = draw.has_equal_rewards or draw.attempts is not None
+    must_have_reward = draw.has_equal_rewards or draw.attempts is not None
     equal_reward = _draw_rewards(rng, names)
     rows: list[Trajectory] = []
     for attempt in range(n_attempts):
         reward = equal_reward if draw.has_equal_rewards or index == 1 else _draw_rewards(rng, names)
         outcome = (
             Failed("kit")
-            if index == 2 and not is_plain
-            else _draw_outcome(rng, reward, is_plain=is_plain)
+            if index == 2 and not must_have_reward
+            else _draw_outcome(rng, reward, must_have_reward=must_have_reward)
         )
         n_trajectories = 2 if rng.random() < 0.15 else 1
         rows += [
@@ -211,7 +211,9 @@ def _make_attempts(
         ]
     if algorithm.greedy_baseline:
         outcome = (
-            Failed("kit") if index == 3 and not is_plain else Scored(*_draw_rewards(rng, names))
+            Failed("kit")
+            if index == 3 and not must_have_reward
+            else Scored(*_draw_rewards(rng, names))
         )
         rows.append(
             _make_trajectory(rng, outcome, attempt=n_attempts, use="baseline", temperature=0.0)
@@ -224,13 +226,13 @@ def _draw_rewards(rng: np.random.Generator, names: Sequence[str]) -> tuple[float
 
 
 def _draw_outcome(
-    rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, is_plain: bool
+    rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, must_have_reward: bool
 ) -> Outcome:
-    """Return a random outcome; if `is_plain`, only one that has the reward."""
+    """Return a random outcome; if `must_have_reward`, one that has the reward."""
     probability = rng.random()
     if probability < 0.65:
         return Scored(*reward)
-    if probability < 0.8 or is_plain:
+    if probability < 0.8 or must_have_reward:
         return Truncated(*reward)
     return [Truncated(None), Failed("kit"), Cancelled("kit")][int(rng.integers(3))]
 
@@ -260,7 +262,7 @@ def _make_trajectory(
             Turn(start, len(owner), reward, state_key=str(rng.choice(["", "here", "there"])))
         )
         owner += [Owner.ENVIRONMENT] * int(rng.integers(0, 3))
-    is_policy = np.asarray([writer == Owner.POLICY for writer in owner])
+    is_policy = np.asarray([token_owner == Owner.POLICY for token_owner in owner])
     return Trajectory(
         tokens=rng.integers(0, VOCAB, len(owner)),
         owner=np.asarray(owner, dtype=np.int8),

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 WORDS_PER_ROW = 1024
-ROW_BYTES = 8 * WORDS_PER_ROW  # bytes
+ROW_BYTES = 8 * WORDS_PER_ROW
 # Bytes per chunk. A chunk fits into a core's cache, so its bytes are still there when they are
 # hashed after the copy.
 CHUNK_BYTES = 2**17

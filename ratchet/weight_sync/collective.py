@@ -237,7 +237,7 @@ class _BucketStream:
 class CollectiveWeightSync(PushWeightSync[CollectiveTransport]):
     """A weight sync by broadcasts from each rank to all receivers.
 
-    receivers_count: number of processes or components behind `receivers`.
+    receivers_count: number of receivers that one call of `receivers` reaches.
     host: address at which other processes reach the driver.
     backend: gloo sends from host memory. nccl sends from accelerators, where all weights must be.
     bucket_mib: size of a broadcast in MiB.

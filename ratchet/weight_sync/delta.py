@@ -1,9 +1,9 @@
 """Delta weight sync: send the positions and new values of changed weights, without loss.
 
 Small steps leave most bytes of bfloat16 weights unchanged (about 99 % of them at a learning rate of
-3e-6). Both ends keep the weights of the last push: each rank of the learner the blocks that it
-sends, each receiver all blocks. Changes can be applied only to the version that they were computed
-from. After they are applied, each block must have the sender's checksum.
+3e-6). Both ends keep the weights of the last push: each rank of the learner keeps the blocks that
+it sends, and each receiver keeps all blocks. Changes can be applied only to the version that they
+were computed from. After they are applied, each block must have the sender's checksum.
 
 Peak extra memory:
 - between pushes: the model's bytes at each receiver, and the bytes of its own blocks at each rank;
@@ -63,8 +63,8 @@ def view_as_words(tensor: Tensor) -> Tensor:
 def find_changed_words(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return (positions [c], new words [c]) of the changed words; positions are int32, ascending.
 
-    n = number of words in the block, c = number of changed words. Return None if the whole block
-    has no more bytes than the changes, or if int32 can't count its words.
+    n = number of words in the block, c = number of changed words. Return None if sending the whole
+    block takes no more bytes than the changes, or if its positions don't fit int32.
     """
     new_n = view_as_words(new)
     old_n = view_as_words(old)
@@ -141,7 +141,7 @@ class ReceivedWeights:
         self,
         blocks_by_rank: Sequence[Sequence[WeightBlock]],
         parts: Sequence[Sequence[SentPart]],
-        open_part: PartReader,
+        read_part: PartReader,
         *,
         base: int | None,
         version: int,
@@ -157,7 +157,7 @@ class ReceivedWeights:
         for rank, rank_parts in enumerate(parts):
             positions: dict[int, Tensor] = {}
             for part in rank_parts:
-                values = open_part(rank, part)
+                values = read_part(rank, part)
                 key = (rank, part.block)
                 if part.kind == "whole":
                     self._store_whole(key, values)

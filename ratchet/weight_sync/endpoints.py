@@ -1,4 +1,4 @@
-"""The ends of a weight sync: senders beside the learner's ranks, receivers beside generators.
+"""The ends of a weight sync: a sender at each rank of the learner, a receiver at each generator.
 
 A weight sync calls both through `worker_protocols.Ranks`, in this process or in others.
 """
@@ -44,7 +44,7 @@ class LocalRank:
 
 
 class WeightSender:
-    """The sending end of a weight sync, beside a learner in this process."""
+    """The sending end of a weight sync, for a learner in this process."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -55,9 +55,10 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """The receiving end of a weight sync, beside a generator.
+    """The receiving end of a weight sync, for a generator in this process.
 
-    A push calls prepare, receive, verify and commit; before the commit, it can call rollback.
+    A push calls `prepare`, `receive`, `verify_and_stage` and `commit`; a failed push calls
+    `rollback`.
 
     rank: index of this end among the receivers.
     """
@@ -71,7 +72,7 @@ class WeightReceiver:
         self._pending_weights: ReceivedWeights | None = None
         # A single thread for all pushes, because torch starts helper threads for each new thread,
         # which takes as long as the checksum of 100 MiB.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-receiver")
         self._checksum_threads = ThreadPool(torch.get_num_threads())
 
     async def prepare(
@@ -111,17 +112,19 @@ class WeightReceiver:
             partial(transport.receive, self._blocks, self.rank)
         )
 
-    async def verify(
+    async def verify_and_stage(
         self,
         parts: Sequence[Sequence[SentPart]],
         transport: WeightTransport,
         base: int | None,
         version: int,
     ) -> None:
-        """Verify the parts and load the weights into the generator (the built-in engine or vLLM).
+        """Verify the checksums of all parts, and pass the weights to the generator.
 
-        parts: description of what each rank sent.
-        transport: receives the parts, if `receive` has not been called.
+        The generator stages them, and uses them from the commit on.
+
+        parts: the parts that each rank sent.
+        transport: receives the parts if `receive` has not been called.
         base: the version that deltas are relative to; None: every block is sent whole.
 
         Raises WeightSyncError for the first part that differs from what was sent, or DeltaRefused.

@@ -1,9 +1,9 @@
 """Weight sync by shared memory on one host: ranks write their blocks, receivers read in place.
 
 A segment is an anonymous file in the driver's memory (memfd), which other processes open by the
-driver's process id. It needs no clean-up: the kernel frees it when the last process that maps it
-has ended, even by a kill. It is created once, and each process maps it once. The first push
-allocates its pages, and later pushes only copy.
+driver's process id. A segment needs no clean-up: the kernel frees it when the last process that
+maps it has ended, even by a kill. A segment is created once, and each process maps it once. The
+first push allocates its pages, and later pushes only copy.
 
 The blocks of a weight are arranged as in the weight itself, so that a generator may use the
 received memory in place (`Generator.adopted`). The next push then goes to a second segment,

@@ -30,7 +30,7 @@ TransportT = TypeVar("TransportT", bound=WeightTransport)
 class PushWeightSync(WeightSync, Generic[TransportT]):
     """The base class of weight syncs that push weights, by any transport.
 
-    They go from the ranks of a learner (`WeightSender`s) to receivers (`WeightReceiver`s).
+    Weights go from the ranks of a learner (`WeightSender`s) to receivers (`WeightReceiver`s).
 
     dtype, changes_only: see `WeightTransport`.
     timeout_s: maximum seconds of one push.
@@ -101,7 +101,7 @@ class PushWeightSync(WeightSync, Generic[TransportT]):
         parts, transport = await self._transfer(blocks, base, version)
         self.sent_bytes = sum(part.n_bytes for rank_parts in parts for part in rank_parts)
         self._phase = "a receiver compares checksums"
-        await self.receivers.call("verify", parts, transport, base, version)
+        await self.receivers.call("verify_and_stage", parts, transport, base, version)
         self._phase = "a receiver commits"
         await self._commit(version)
         # The receivers now have the frozen weights: later pushes send the adapter alone.

@@ -101,7 +101,7 @@ def test_requests_travel_with_each_image_once_and_without_any_as_before():
         for (_, got), (_, sent) in zip(media, own[number], strict=True):
             np.testing.assert_array_equal(got.inputs["pixel_values"], sent.inputs["pixel_values"])
     text = RequestBatch.from_requests({1: (tokens, make_prompt_key(tokens, []), SAMPLING, ())})
-    assert (text.media, text.media_places) == ([], ())
+    assert (text.media, text.media_positions) == ([], ())
 
 
 def test_a_router_brings_them_to_its_workers_and_sends_equal_prompts_together():

@@ -302,7 +302,7 @@ def test_a_replacement_serves_with_the_pushed_weights_alone(workers):
     assert all(own.component.generator.version == 8 for own in started if own.left is None)
 
 
-@pytest.mark.parametrize("method", ["prepare", "verify", "commit"])
+@pytest.mark.parametrize("method", ["prepare", "verify_and_stage", "commit"])
 @pytest.mark.fault("P20")
 def test_a_death_in_a_push(method):
     """It begins again with the replacement; without recovery the run ends with the death itself."""
@@ -310,14 +310,14 @@ def test_a_death_in_a_push(method):
     asyncio.run(wanted.commit(3))
 
     def dies_in(worker):
-        link = worker.component.link
+        link = worker.component.call_receiver
 
         async def dying(place, name, *arguments):
             if name == method:
                 raise worker.death()
             return await link(place, name, *arguments)
 
-        worker.component.link = dying
+        worker.component.call_receiver = dying
 
     router, started = router_here(2, recovery="restart")
     dies_in(started[1])

@@ -15,7 +15,7 @@ from ratchet.config.lora import LoRAConfig
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.decoder import Adapter, merge_lazily
 from ratchet.models.lora.files import load_adapter
-from ratchet.models.weights.weight_layout import PEFT
+from ratchet.models.weights.weight_layout import PEFT_PREFIX
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("megatron")]
 
@@ -94,7 +94,7 @@ def check_adapted(found, options, shape, kind, adapter, *, first=0):
 
 
 def together(weights, adapter):
-    low_rank = {name: weight for name, weight in weights.items() if name.startswith(PEFT)}
+    low_rank = {name: weight for name, weight in weights.items() if name.startswith(PEFT_PREFIX)}
     base = {name: weight for name, weight in weights.items() if name not in low_rank}
     whole = merge_lazily(base, low_rank, adapter.lora.scale)
     return {name: weight.to("cpu", torch.float32, copy=True) for name, weight in whole.items()}
@@ -172,7 +172,7 @@ def test_the_reference_is_the_base_and_the_export_is_pefts(tmp_path):
     fresh = dict(init_policy(SHAPES["untied"], seed=SEED).canonical_weights())
     assert all(torch.equal(weight, fresh[name]) for name, weight in exported.canonical_weights())
     stored = load_adapter(tmp_path / "adapter")
-    assert set(stored.names) == set(SOME.lora.target_modules)
+    assert set(stored.target_modules) == set(SOME.lora.target_modules)
     for name, weight in together(
         {**dict(exported.canonical_weights()), **stored.weights}, SOME
     ).items():

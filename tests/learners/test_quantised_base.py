@@ -53,7 +53,7 @@ def logprobs(made):
 def test_the_base_takes_its_bits_and_nothing_keeps_the_plain_one(form):
     net = init_policy(DecoderConfig(VOCAB, 128, 2, 4, 2, 32, 256), seed=0)
     engine = EmbeddedEngine(ENGINE, net)  # made before the adapter, as in a run
-    maps = [linear for _, linear in net.decoder.inner_maps]
+    maps = [linear for _, linear in net.decoder.layer_linears]
     plain, gone = (
         sum(linear.weight.nbytes for linear in maps),
         [linear.weight.data_ptr() for linear in maps],
@@ -72,7 +72,7 @@ def test_the_adapter_learns_over_a_base_that_rests(form):
     base = {name: tensor.clone() for name, tensor in made.model.canonical_weights()}
     first = logprobs(made)
     reference = init_policy(SHAPE, seed=0)
-    for _, linear in reference.decoder.inner_maps:
+    for _, linear in reference.decoder.layer_linears:
         linear.quantise(form)
     assert torch.equal(first, logprobs(LocalLearner(LocalConfig(), reference)))
     losses = learn(made, 30)

@@ -9,7 +9,7 @@ from ratchet.checkpoint.sharded import BlockFiles
 from ratchet.config.lora import LoRAConfig
 from ratchet.learners.distributed.topology import Topology
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.weights.weight_layout import PEFT
+from ratchet.models.weights.weight_layout import PEFT_PREFIX
 
 STEPS = 3
 ADAPTER = Adapter(LoRAConfig(rank=2, alpha=4.0), seed=5)
@@ -54,7 +54,7 @@ def test_ranks_train_the_adapter_that_one_process_does(name, tmp_path):
     moved = [
         key
         for key in expected[1]
-        if key.startswith(PEFT) and ".lora_B." in key and expected[1][key].any()
+        if key.startswith(PEFT_PREFIX) and ".lora_B." in key and expected[1][key].any()
     ]
     assert moved
 

@@ -69,7 +69,7 @@ def test_weights_are_used_where_they_lie_and_two_segments_take_turns():
     assert_bit_equal(held(generator), before)  # its memory lives as long as it is used
 
 
-@pytest.mark.parametrize("method", ["verify", "commit"])
+@pytest.mark.parametrize("method", ["verify_and_stage", "commit"])
 def test_a_push_that_fails_leaves_what_serves_untouched(method):
     policy, outlet = local(UNTIED)
     generator = engine(UNTIED)

@@ -82,7 +82,7 @@ def test_a_flipped_bit_in_the_segment_is_refused(at, ranks):
     shared_memory._MAPPED.clear()
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
-    receiver.method, receiver.act = "verify", flip_in_segment(at)
+    receiver.method, receiver.act = "verify_and_stage", flip_in_segment(at)
     error = push_then_fail(
         link, kept, ranks, match="weight 'w1' differs from the one that rank 1 sent"
     )
@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_a_file_is_refused(kind, ranks, tmp_path):
     link = LINKS[kind](ranks, receiver, tmp_path)
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
-    receiver.method, receiver.act = "verify", flip_in_file(tmp_path)
+    receiver.method, receiver.act = "verify_and_stage", flip_in_file(tmp_path)
     error = push_then_fail(link, kept, ranks, match="differs from the one that rank 1 sent")
     assert error.rank == 1
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_cut_off_or_gone_is_refused(ranks, tmp_path):
     link = LINKS["files"](ranks, receiver, tmp_path)
     asyncio.run(link.push(1))
     ranks.ask("become", 1)
-    receiver.method = "verify"
+    receiver.method = "verify_and_stage"
 
     def cut(*_):
         (path,) = tmp_path.glob("*/push-2-*/rank-0.safetensors")

@@ -62,7 +62,7 @@ def test_what_arrives_is_quantised_within_the_bound_of_its_form(kind, sent, tmp_
         assert generator.version == version
         assert all(
             linear.quantised.write_buffer is None
-            for _, linear in generator.policy.decoder.inner_maps
+            for _, linear in generator.policy.decoder.layer_linears
         )
         with torch.no_grad():
             for parameter in learner.model.parameters():
@@ -86,7 +86,8 @@ def test_a_push_that_fails_leaves_the_codes_that_serve(form):
     with pytest.raises(WeightSyncError, match="cut off"):
         asyncio.run(link.push(1))
     assert all(
-        linear.quantised.write_buffer is None for _, linear in generator.policy.decoder.inner_maps
+        linear.quantised.write_buffer is None
+        for _, linear in generator.policy.decoder.layer_linears
     )
     assert all(torch.equal(tensor, before[name]) for name, tensor in shown(generator).items())
     assert generator.generate_all(*asked)[0].tokens.tolist() == tokens

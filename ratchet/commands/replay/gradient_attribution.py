@@ -127,7 +127,7 @@ def measure_token_pulls(
     with torch.no_grad():
         outputs = forward.outputs(micro, forward.hidden(micro, monitor), needs)
         if monitor is not None:
-            outputs = replace(outputs, routers=monitor.columns(micro.sequence_T, micro.n_sequences))
+            outputs = replace(outputs, routers=monitor.measure(micro.sequence_T, micro.n_sequences))
     loss_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
     if outputs.logprobs is None:
         return loss_T, loss_T.clone()

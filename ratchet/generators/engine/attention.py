@@ -45,10 +45,12 @@ class DecodeAttention:
         self.positions_N = positions_N
         self.slots_N = torch.arange(self.n_rows, device=positions_N.device)
         fits_cache = self.n_rows <= cache.n_slots and longest <= cache.capacity
-        is_plain = positions_N.dtype is torch.int64 and cpu.has_layout(positions_N, self.n_rows)
+        are_positions_supported = positions_N.dtype is torch.int64 and cpu.has_layout(
+            positions_N, self.n_rows
+        )
         self.is_compiled = (
             fits_cache
-            and is_plain
+            and are_positions_supported
             and cache.config.head_dim <= cpu.MAX_HEAD_DIM
             and cpu.is_supported(cache.keys[0])
         )

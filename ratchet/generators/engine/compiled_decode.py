@@ -32,7 +32,7 @@ class CompiledDecoder:
             if isinstance(block, DecoderLayer) and isinstance(block.mlp, GatedMLP)
         ]
         self._modules = [_list_modules(block) for block in dense_blocks]
-        self._maps = [linear for _, linear in decoder.inner_maps]
+        self._maps = [linear for _, linear in decoder.layer_linears]
         is_small = (
             sum(linear.in_features * linear.out_features for linear in self._maps) <= MAX_ENTRIES
         )

@@ -48,7 +48,7 @@ class EmbeddedEngine(AsyncEngine):
                 "runs any model"
             )
         if config.quantise is not None:
-            for _, linear in decoder.inner_maps:
+            for _, linear in decoder.layer_linears:
                 linear.quantise(config.quantise)
         self.precision = config.quantise
         device = decoder.head_weight.device
@@ -75,7 +75,9 @@ class EmbeddedEngine(AsyncEngine):
             policy=policy,
             adapters=lambda: self.core.runner.adapters.names,
             quantised=lambda: (
-                linear.quantised for _, linear in decoder.inner_maps if linear.quantised is not None
+                linear.quantised
+                for _, linear in decoder.layer_linears
+                if linear.quantised is not None
             ),
         )
 

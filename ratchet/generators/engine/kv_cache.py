@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 
-Window = tuple[Tensor, Tensor]
+Window = tuple[Tensor, Tensor]  # (keys, values) of the first tokens of the first slots
 # Scores and their softmax do not depend on padding if the length is a multiple of this.
 STRIDE = 16
 # Minimum length * head_dim of an attention product. Below 400 multiplications, PyTorch's `bmm` uses
@@ -25,7 +25,8 @@ class KVCache:
     """The keys and values of all layers, in slots.
 
     Slots and their capacity grow by doubling, so growth copies less than twice the stored size in
-    total. Attention reads multiples of `stride` tokens (a power of two), and no slot is smaller.
+    total. Attention reads multiples of `stride` tokens (a power of two), so a slot has at least
+    that capacity.
     The memory must always hold finite numbers, because attention reads beyond a request's end with
     weight 0, and 0 * NaN is NaN.
     """
@@ -39,8 +40,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.config = config
-        # Up to this number, the slots are rounded up to a power of two. If more are needed,
-        # exactly as many are made.
+        # The number of slots is rounded up to a power of two, but at most to this number. If more
+        # are needed, exactly that many are allocated.
         self.max_rounded_slots = max_rounded_slots
         self.dtype = dtype
         self.device = device

@@ -28,11 +28,11 @@ from ratchet.models.layers.expert_routing import RouteRecorder
 class ModelRunner:
     """The decoder with the device memory of its requests: KV cache and token histories.
 
-    It gets requests, whose place in a sequence is their slot, and gives hidden states. It reads
-    the decoder's parameters at every call.
+    Its methods take requests in the order of their slots and return hidden states. They read the
+    decoder's parameters at every call.
 
     Attributes:
-        max_length: maximum number of tokens of a request that has the cache to itself.
+        max_length: maximum number of tokens of a single request that fills the whole cache.
         prefilled_tokens, decoded_tokens: the model's input tokens so far, without padding.
     """
 
@@ -215,30 +215,30 @@ class ModelRunner:
         if (layers := self.compiled.layers()) is None:
             return self._decode_with_torch(active, longest)
         count = active.n_slots
-        plain_slots = torch.arange(count)
+        slots = torch.arange(count)
         if active.adapters is None:
             hidden = self.compiled(
-                layers, active.feed[:count], active.positions[:count], plain_slots, self.cache
+                layers, active.input_tokens[:count], active.positions[:count], slots, self.cache
             )
-            padding = len(active.feed) - count
+            padding = len(active.input_tokens) - count
             return F.pad(hidden, (0, 0, 0, padding)) if padding else hidden
         hidden = self._decode_with_torch(active, longest)
-        plain_slots = plain_slots[[adapter is None for adapter in active.adapters]]
-        if len(plain_slots):
-            feed, positions = active.feed[plain_slots], active.positions[plain_slots]
-            hidden[plain_slots] = self.compiled(layers, feed, positions, plain_slots, self.cache)
+        slots = slots[[adapter is None for adapter in active.adapters]]
+        if len(slots):
+            tokens, positions = active.input_tokens[slots], active.positions[slots]
+            hidden[slots] = self.compiled(layers, tokens, positions, slots, self.cache)
         return hidden
 
     def _decode_with_torch(self, active: ActiveSlots, longest: int) -> Tensor:
         """Return hidden states like `_compute_next`, without the compiled step."""
         attend = DecodeAttention(self.cache, active.positions, longest)
-        feed, positions, count = active.feed, active.positions, active.n_slots
-        recorder = self._make_recorder(len(feed)) if active.records_routes else None
+        tokens, positions, count = active.input_tokens, active.positions, active.n_slots
+        recorder = self._make_recorder(len(tokens)) if active.records_routes else None
         decoder = self.decoder
         if active.adapters is not None:
             decoder = self.adapters.select_decoder(active.adapters)
         multiple = self.limits.row_multiple
-        hidden = decoder(feed, positions, attend, row_multiple=multiple, route=recorder)
+        hidden = decoder(tokens, positions, attend, row_multiple=multiple, route=recorder)
         if recorder is not None:
             targets = attend.slots_N[:count], positions[:count]
             self.slots.routes_RCLK.index_put_(targets, recorder.experts_TLK[:count])

@@ -76,8 +76,9 @@ class MultiLoRA:
         self._adapter_rows = AdapterRows()
         # By name, then by path of the linear map.
         self._adapters_by_name: dict[str, dict[str, FusedLoRA]] = {}
+        # A decoder with the source's tensors and a `MultiAdapter` at each linear map, if built.
         self._view: Decoder | None = None
-        # Identities of the source's adapters when the view was built.
+        # The `id`s of the source's adapters when the view was built.
         self._view_adapters: tuple[int, ...] = ()
 
     @property

@@ -35,13 +35,13 @@ NO_STOP = -1
 class ActiveSlots:
     """A range of slots uploaded for decoding; valid until requests enter or leave.
 
-    `feed` and `positions` end with padding rows, up to the multiple at which matrix products are
-    batch-invariant.
+    `input_tokens` and `positions` end with padding rows, up to the multiple at which matrix
+    products are batch-invariant.
     """
 
     first_slot: int
     n_slots: int
-    feed: Tensor  # the last token of each slot, the model's next input
+    input_tokens: Tensor  # the last token of each slot, which the model reads next
     positions: Tensor  # position of that token
     prompt_lengths_N: Tensor  # length of each prompt in tokens
     offset_N: Tensor  # index of the slot's first token in the flat [R * C] histories
@@ -60,8 +60,8 @@ class ActiveSlots:
 class RequestSlots:
     """The state of all running requests, a row per slot.
 
-    routes_shape: shape of a token's expert choices, (sparse layers, experts per token); (0, 0):
-        none.
+    routes_shape: shape of a token's expert choices, (sparse layers, experts per token); (0, 0): the
+        model has no experts.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class RequestSlots:
         ]
 
     def read_routes(self, slot: int) -> NDArray[np.int16]:
-        """Return the expert choices of prompt and completion; the last token's are UNKNOWN.
+        """Return the expert choices of prompt and completion [tokens, L, K]; UNKNOWN for the last.
 
         The last token was sampled but has not yet been an input of the model.
         """
@@ -214,7 +214,7 @@ class RequestSlots:
         padding = -len(requests) % self.row_multiple
         slot_indices = torch.arange(first_slot, end, device=self.device)
         positions_N = self._upload(self.lengths[first_slot:end]) - 1
-        feed_N = self.tokens_RC[slot_indices, positions_N]
+        tokens_N = self.tokens_RC[slot_indices, positions_N]
         stops_NS = self.stop_ids[first_slot:end]
         has_stops = bool((stops_NS != NO_STOP).any())
         adapters = [request.sampling.adapter for request in requests]
@@ -222,7 +222,7 @@ class RequestSlots:
         return ActiveSlots(
             first_slot=first_slot,
             n_slots=len(requests),
-            feed=torch.cat([feed_N, feed_N.new_zeros(padding)]),
+            input_tokens=torch.cat([tokens_N, tokens_N.new_zeros(padding)]),
             positions=torch.cat([positions_N, positions_N.new_zeros(padding)]),
             prompt_lengths_N=self._upload(self.prompt_lengths[first_slot:end]),
             offset_N=slot_indices * self.capacity,
@@ -256,7 +256,7 @@ class RequestSlots:
                 self.log_kept_RC.view(-1).index_copy_(
                     0, index_N[chunk.rows][filters.rows_F], kept_F
                 )
-        active.feed[:n_slots] = tokens_N
+        active.input_tokens[:n_slots] = tokens_N
         active.positions[:n_slots] += 1
         self.lengths[active.first_slot : active.first_slot + n_slots] += 1
         return tokens_N

@@ -1,4 +1,4 @@
-"""Sample tokens: `Sampler` from hidden states, for the engine, and pure functions from logits.
+"""Sample tokens from hidden states (`Sampler`, for the engine) or from logits (pure functions).
 
 All generators that run in this process (the engine and transformers) use the functions.
 
@@ -33,8 +33,9 @@ CHUNK_ELEMENTS = 2**25
 def derive_stream(seed: int, drawn: int = 0) -> int:
     """Return the state of a seed's random stream, a signed 64-bit number.
 
-    Seeds are scrambled, so neighbouring seeds give unrelated streams. drawn: count of the
-    stream's numbers that have been used.
+    Seeds are scrambled, so neighbouring seeds give unrelated streams.
+
+    drawn: number of the stream's values that earlier requests have used.
     """
     x = (seed + GOLDEN) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * MIX_1) & (2**64 - 1)
@@ -209,8 +210,8 @@ def invert_cdf(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
     """Return the first token whose cumulative mass exceeds `uniform * total`, int64 [N].
 
     `total_N` is the mass of the tokens that may be drawn. The threshold is kept below the total, so
-    the result is never past the first entry that reaches `total`. The token's probability is above
-    0. Both hold provided that rounding does not make the cumulative sum decrease (see
+    the result is never past the first entry that reaches `total`, and the token's probability is
+    above 0. This assumes that rounding does not make the cumulative sum decrease (see
     `draw_tokens`).
     """
     below_total_N = torch.nextafter(total_N, torch.zeros_like(total_N))
@@ -253,7 +254,7 @@ def count_kept(sorted_FV: Tensor, cdf_FV: Tensor, filters: SamplingFilters) -> T
 
 
 class Sampler:
-    """The decoder's head with sampling: it gets hidden states and gives a token of each row.
+    """The decoder's head with sampling: it takes hidden states and returns a token per row.
 
     row_multiple: see `engine.batch_invariance`.
     """

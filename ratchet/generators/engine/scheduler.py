@@ -35,8 +35,7 @@ EndReasons = Mapping[int, StopReason | RequestFailed]  # by slot
 class Scheduler:
     """An `EngineCore` for the built-in decoder.
 
-    It gets requests by `add` and gives each its completion or its error, by the request's own
-    callbacks.
+    `add` queues a request. Its completion or its error goes to the request's own callbacks.
     """
 
     def __init__(self, decoder: Decoder, limits: SchedulerLimits) -> None:
@@ -135,12 +134,12 @@ class Scheduler:
             if batch and n_tokens > self.limits.prefill_tokens:
                 break
             batch.append(request)
-        longest = int(self.slots.limits[: len(self.running)].max(initial=0))
-        # Entry n: the longest of the running requests and the first n of the batch.
-        longest_of_first = [*accumulate((r.limit for r in batch), max, initial=longest)]
+        largest_limit = int(self.slots.limits[: len(self.running)].max(initial=0))
+        # Entry n: the largest limit of the running requests and the first n of the batch.
+        largest_limits = [*accumulate((r.limit for r in batch), max, initial=largest_limit)]
         n_running, counts = len(self.running), range(1, len(batch) + 1)
         count = bisect_left(
-            counts, True, key=lambda n: not fits_cache(n_running + n, longest_of_first[n])
+            counts, True, key=lambda n: not fits_cache(n_running + n, largest_limits[n])
         )
         return batch[:count]
 
@@ -198,9 +197,10 @@ class Scheduler:
         """
         first = active.first_slot
         end = first + active.n_slots
-        full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
+        is_at_limit = self.slots.lengths[first:end] >= self.slots.limits[first:end]
         end_reasons: dict[int, StopReason | RequestFailed] = {
-            slot: self.running[slot].reason_at_limit for slot in full.tolist()
+            slot: self.running[slot].reason_at_limit
+            for slot in (np.flatnonzero(is_at_limit) + first).tolist()
         }
         if active.watched_slots:
             watched_n = torch.tensor(active.watched_slots, device=tokens_N.device) - first

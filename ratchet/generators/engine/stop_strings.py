@@ -28,7 +28,8 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], tokenizer: TextDecoder) -> None:
         self.strings = tuple(strings)
         self.tokenizer = tokenizer
-        self.margin = 2 * max(map(len, self.strings))
+        # A trimmed window decodes to more than this number of characters.
+        self.min_window_characters = 2 * max(map(len, self.strings))
         self.window: list[int] = []
 
     def feed(self, token: int) -> bool:
@@ -43,7 +44,7 @@ class StopStrings:
             return True
         if len(self.window) >= SHORTEST_WINDOW:
             last_half = self.window[len(self.window) // 2 :]
-            if len(self._decode(last_half)) > self.margin:
+            if len(self._decode(last_half)) > self.min_window_characters:
                 self.window = last_half
         return False
 

@@ -22,7 +22,7 @@ from ratchet.utils.terminal_text import shorten_text
 
 CHECK_TIMEOUT_S = 300.0
 SPECULATIVE_CONFIG = "speculative_config"
-# Each of these makes vLLM draft tokens; the first holds all, the others are its short forms.
+# The arguments that make vLLM draft tokens: a mapping of all settings, and short forms of three.
 SPECULATION = (SPECULATIVE_CONFIG, "spec_method", "spec_model", "spec_tokens")
 
 # The recipe key that sets an argument of vLLM.
@@ -147,7 +147,7 @@ REASONS: Mapping[str, str] = {
 def explain_refusal(arguments: Mapping[str, Any]) -> str | None:
     """Return the reason why `generator.arguments` may not have these arguments; None if it may.
 
-    This needs no vLLM. Names and values that it lets pass may still be unknown to vLLM.
+    vLLM need not be installed. It may still refuse names and values that this check lets pass.
     """
     for name in arguments:
         if name in KEYS:
@@ -172,7 +172,7 @@ def is_speculative(arguments: Mapping[str, Any]) -> bool:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check arguments by the vLLM that is installed; do nothing if none is.
+    """Check arguments with the installed vLLM; do nothing if vLLM is not installed.
 
     Raises ConfigError for a name or value that vLLM's parser refuses.
     """
@@ -214,15 +214,15 @@ def parse_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in fields(engine_args)}
     parsed: dict[str, Any] = {}
     for name, value in arguments.items():
-        place = f"generator.arguments.{name}"
+        key = f"generator.arguments.{name}"
         if name not in names:
-            raise ConfigError(f"{place} is no argument of vLLM's engine{_suggest(name, names)}")
+            raise ConfigError(f"{key} is no argument of vLLM's engine{_suggest(name, names)}")
         if value is None:  # vLLM's default
             continue
         try:
-            parsed[name] = getattr(parser.parse_args(_make_words(name, value)), name)
+            parsed[name] = getattr(parser.parse_args(_make_options(name, value)), name)
         except ValueError as error:
-            raise ConfigError(f"{place}: vLLM refuses {value!r}: {_shorten(error)}") from None
+            raise ConfigError(f"{key}: vLLM refuses {value!r}: {_shorten(error)}") from None
     _check_speculation(parsed.get(SPECULATIVE_CONFIG))
     return parsed
 
@@ -239,12 +239,12 @@ def _shorten(error: ValueError) -> str:
 
 
 def _raise_refusal(message: str) -> None:
-    """Raise the parser's complaint, in place of its exit."""
+    """Raise ValueError, where argparse would end the process."""
     raise ValueError(message)
 
 
-def _make_words(name: str, value: Any) -> list[str]:
-    """Return the words of vLLM's command line that set an argument."""
+def _make_options(name: str, value: Any) -> list[str]:
+    """Return vLLM's command-line options that set an argument."""
     option = f"--{name.replace('_', '-')}"
     if value is True:
         return [option]
@@ -258,9 +258,10 @@ def _make_words(name: str, value: Any) -> list[str]:
 
 
 def _check_speculation(settings: Any) -> None:
-    """Check the settings of speculative decoding, of which the parser only reads the JSON.
+    """Check the names and types of the settings of speculative decoding.
 
-    Whether they fit together and with the model is checked when vLLM starts.
+    The parser only reads their JSON. vLLM checks at its start that they fit together and fit the
+    model.
     """
     if settings is None:
         return
@@ -274,13 +275,13 @@ def _check_speculation(settings: Any) -> None:
     types = get_type_hints(section, include_extras=True)
     names = {field.name for field in fields(section)}
     for name, value in settings.items():
-        place = f"generator.arguments.{SPECULATIVE_CONFIG}.{name}"
+        key = f"generator.arguments.{SPECULATIVE_CONFIG}.{name}"
         if name not in names:
-            raise ConfigError(f"{place} is unknown to vLLM{_suggest(name, names)}")
+            raise ConfigError(f"{key} is unknown to vLLM{_suggest(name, names)}")
         try:
             validator(types[name]).validate_python(value)
         except ValueError as error:
-            raise ConfigError(f"{place}: vLLM refuses {value!r}: {_shorten(error)}") from None
+            raise ConfigError(f"{key}: vLLM refuses {value!r}: {_shorten(error)}") from None
 
 
 def _main() -> None:

@@ -169,14 +169,14 @@ class InProcessCore:
             self.llm.abort_request([name])
 
     def cancel(self, request: GenerationRequest) -> None:
-        self._drop(
+        self._abort_requests(
             name
             for name, partial_completion in self._partials.items()
             if partial_completion.request is request
         )
 
     def abort(self) -> None:
-        for partial_completion in self._drop(self._partials):
+        for partial_completion in self._abort_requests(self._partials):
             partial_completion.stop = StopReason.ABORTED
             try:
                 partial_completion.request.deliver(partial_completion.build_completion())
@@ -192,7 +192,7 @@ class InProcessCore:
             self.llm.abort_request(names)
         return requests
 
-    def _drop(self, names: Iterable[str]) -> list[PartialCompletion]:
+    def _abort_requests(self, names: Iterable[str]) -> list[PartialCompletion]:
         dropped_names = list(names)
         self.llm.abort_request(dropped_names)
         return [self._partials.pop(name) for name in dropped_names]
@@ -267,7 +267,7 @@ class MultiprocessCore:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._requests: dict[str, GenerationRequest] = {}
         self._aborting: asyncio.Task[None] | None = None
-        self._guarding: asyncio.Task[None] | None = None
+        self._preparation: asyncio.Task[None] | None = None
         self._reports_kept_mass = False
         self._shared_memory: list[str] = []  # paths that only vLLM uses; `close` removes them
         self._on_files_read = on_files_read
@@ -293,7 +293,7 @@ class MultiprocessCore:
             request.fail(error)
 
     async def _complete(self, name: str, request: GenerationRequest) -> Completion:
-        await self._guard()
+        await self._await_preparation()
         partial_completion = PartialCompletion(request)
         has_aborted = False
         parameters = make_sampling_params(request, streams=request.stop_strings is not None)
@@ -315,11 +315,12 @@ class MultiprocessCore:
                 has_aborted = True
         return partial_completion.build_completion()
 
-    async def _guard(self) -> None:
+    async def _await_preparation(self) -> None:
         """Make vLLM's processes ready. Await this before any other call to vLLM."""
-        if self._guarding is None:
-            self._guarding = asyncio.get_running_loop().create_task(self._prepare_workers())
-        await asyncio.shield(self._guarding)  # one caller's cancellation is not that of the others
+        if self._preparation is None:
+            self._preparation = asyncio.get_running_loop().create_task(self._prepare_workers())
+        # Shielded, because other callers await the same task when one caller is cancelled.
+        await asyncio.shield(self._preparation)
 
     async def _prepare_workers(self) -> None:
         """Make vLLM's processes end with this process, and repair their samplers."""
@@ -358,11 +359,11 @@ class MultiprocessCore:
         return []
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        await self._guard()
+        await self._await_preparation()
         return await self.llm.collective_rpc(method, args=arguments)
 
     async def reports_kept_mass(self) -> bool:
-        await self._guard()
+        await self._await_preparation()
         return self._reports_kept_mass
 
     async def halt(self, *, clear_cache: bool) -> None:

@@ -34,7 +34,7 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import load_adapter
 from ratchet.models.policy import PolicyModel
 from ratchet.models.weights.hf_weights import read_json
-from ratchet.models.weights.weight_layout import PEFT
+from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.protocols import Shard
 from ratchet.types import Completion, Placed, Sampling
 from ratchet.utils.temp_dirs import TemporaryFolder
@@ -42,8 +42,9 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-VERSION = "0.32"  # of vLLM, whose engine core changes with each release
-CPU_STEP_TOKENS = 4096  # of a step, where a prompt is not longer; vLLM's default on a CPU
+VERSION = "0.32"  # the supported release of vLLM; its engine core changes with each release
+# Maximum number of tokens in a step on a CPU, unless a prompt is longer; vLLM's own default.
+CPU_STEP_TOKENS = 4096
 SHARED_MEMORY = Path("/dev/shm")
 WORKER_EXTENSION = "ratchet.generators.vllm.worker_extension.VLLMWorkerExtension"
 
@@ -197,7 +198,7 @@ class VLLMGenerator(AsyncEngine):
         shapes = {
             name: tuple(weight["shape"])
             for name, weight in weights.items()
-            if name.startswith(PEFT)
+            if name.startswith(PEFT_PREFIX)
         }
         self._adapters.expect(adapter, shapes)
 
@@ -210,7 +211,7 @@ class VLLMGenerator(AsyncEngine):
 
     def _take_adapter_shard(self, shard: Shard) -> bool:
         """Store a shard if it belongs to the adapter, and return True; else return False."""
-        if not shard.name.startswith(PEFT):
+        if not shard.name.startswith(PEFT_PREFIX):
             return False
         self._adapters.add(shard)
         return True
@@ -378,8 +379,8 @@ def make_engine_arguments(
 def _make_prefill_arguments(max_context: int) -> dict[str, Any]:
     """Return the keywords by which each prompt is computed in one step.
 
-    On a CPU, vLLM 0.32 ends with an error when it computes a part of a prompt whose request has a
-    seed, as happens if prompts together have more tokens than a step ("CPU Generator does not use
+    If prompts together have more tokens than a step, vLLM splits a prompt over steps. On a CPU,
+    vLLM 0.32 then ends with an error if the request has a seed ("CPU Generator does not use
     offset").
     """
     return {

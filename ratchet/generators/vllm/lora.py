@@ -86,14 +86,14 @@ class AdapterSender:
 
         Return (directory, checksum of the weights' file).
         """
-        return self._save(stored.adapter, stored.names, stored.weights)
+        return self._save(stored.adapter, stored.target_modules, stored.weights)
 
     def _save(
-        self, adapter: Adapter, names: Sequence[str], weights: Mapping[str, Tensor]
+        self, adapter: Adapter, target_modules: Sequence[str], weights: Mapping[str, Tensor]
     ) -> tuple[Path, str]:
         self._n_saved += 1
         path = self.directory / f"adapter-{self._n_saved}"
-        save_adapter(path, adapter, names, weights)
+        save_adapter(path, adapter, target_modules, weights)
         return path, xxh3_128_hexdigest((path / WEIGHTS).read_bytes())
 
     def mark_loaded(self, path: Path) -> None:

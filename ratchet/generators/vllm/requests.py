@@ -86,7 +86,7 @@ class PartialCompletion:
 def _read_log_kept_mass(entry: Mapping[int, Any], token: int) -> float:
     """Return the log of the mass that the filters kept, from a token's two logprobs.
 
-    entry: as `ratchet.generators.vllm.sampler` has vLLM report them.
+    entry: the two logprobs, as `ratchet.generators.vllm.sampler` makes vLLM report them.
     """
     filtered = next(other.logprob for id, other in entry.items() if id != token)
     return min(entry[token].logprob - filtered, 0.0)  # rounding may give more than 0

@@ -17,9 +17,9 @@ from torch import Tensor
 def report_unfiltered(sampler: Any) -> None:
     """Make a sampler report two logprobs of a token to requests with `logprobs=1`.
 
-    The first entry is the drawn token's logprob under the temperature, before filters. The second,
-    under the id of another token, is the drawn token's logprob after them. Requests
-    without filters use `logprobs=0` and get the first alone, which is vLLM's own.
+    The first entry is the drawn token's logprob under the temperature, before filters. The second
+    is its logprob after filters; it is stored under the id of another token. Requests without
+    filters use `logprobs=0` and get only the first, which vLLM reports by itself.
 
     sampler: a `vllm.v1.sample.sampler.Sampler` with `logprobs_mode="processed_logprobs"`.
     """
@@ -32,10 +32,10 @@ def _sample(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the drawn tokens [N], and their logprobs: before and after filters, [N, 2, V].
 
-    vLLM applies min-p, top-k and top-p in this order, each to the probabilities that the filter
-    before it left over, renormalised. Ratchet's filters all read the probabilities under the
-    temperature (`ratchet.sampling.Sampling`). Renormalising changes only the result
-    of top-p: min-p reads ratios to the largest probability, and top-k ranks. So top-p goes first.
+    vLLM applies min-p, top-k and top-p in this order, each to the renormalised probabilities of the
+    tokens that the previous filter kept. Ratchet's filters all read the probabilities under the
+    temperature (`ratchet.sampling.Sampling`). Renormalising changes only the result of top-p,
+    because min-p compares ratios and top-k compares ranks. So top-p is applied first here.
     """
     if metadata.all_greedy or not metadata.max_num_logprobs or metadata.max_num_logprobs < 0:
         return sample(logits_NV, metadata, mode)

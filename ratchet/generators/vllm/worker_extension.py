@@ -84,8 +84,9 @@ def expand_to_tokens(
 ) -> torch.Tensor:
     """Return the value of each request once for each of its drafted tokens, [num_tokens].
 
-    It replaces vLLM's `expand_batch_to_tokens` on a CPU. That of vLLM 0.32 returns memory that was
-    never written, so that drafted tokens are sampled and reported at an arbitrary temperature.
+    On a CPU this function replaces vLLM's `expand_batch_to_tokens`, which in vLLM 0.32 returns
+    memory that was never written. Drafted tokens would be sampled and reported at an arbitrary
+    temperature.
 
     N = requests.
 

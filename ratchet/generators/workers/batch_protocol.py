@@ -30,7 +30,7 @@ class RequestBatch:
     samplings: Sequence[tuple[Any, ...]] = ()  # each request's values of the sampling `FIELDS`
     media: Sequence[Medium] = ()  # the distinct media
     # (start, index of the medium) of each prompt's media; () if no prompt has any
-    media_places: Sequence[Sequence[tuple[int, int]]] = ()
+    media_positions: Sequence[Sequence[tuple[int, int]]] = ()
 
     @classmethod
     def from_requests(
@@ -72,7 +72,7 @@ class RequestBatch:
         prompts = [self.prompts[start:end] for start, end in pairwise(self.starts)]
         media_by_prompt = [
             tuple(Placed(start, self.media[i]) for start, i in media_of_prompt)
-            for media_of_prompt in self.media_places
+            for media_of_prompt in self.media_positions
         ] or [()] * len(prompts)
         return [
             (number, prompts[prompt_index], Sampling(*values), media_by_prompt[prompt_index])
@@ -121,7 +121,7 @@ class CompletionBatch:
         if not self.columns:
             return []
         tokens, logprobs, log_kept_mass, versions = self.columns
-        slices = [slice(*ends) for ends in pairwise(self.starts)]
+        slices = [slice(*bounds) for bounds in pairwise(self.starts)]
         return [
             (
                 number,

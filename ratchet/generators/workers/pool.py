@@ -291,19 +291,23 @@ class GeneratorPool(Generator):
         )
         queue = next(queues_with_prompt, None) or min(serving_queues, key=lambda queue: queue.load)
         queue.add(request)
-        self._ensure_pump(queue)
+        self._start_exchanges(queue)
 
     def _assign_all(self) -> None:
         unassigned, self._unassigned = self._unassigned, {}
         for request in unassigned.values():
             self._assign(request)
 
-    def _ensure_pump(self, queue: WorkerQueue) -> None:
+    def _start_exchanges(self, queue: WorkerQueue) -> None:
         loop = asyncio.get_running_loop()
-        if queue.pump is None or queue.pump.done() or queue.pump.get_loop() is not loop:
-            queue.pump = loop.create_task(self._pump(queue))
+        if (
+            queue.exchange_task is None
+            or queue.exchange_task.done()
+            or queue.exchange_task.get_loop() is not loop
+        ):
+            queue.exchange_task = loop.create_task(self._run_exchanges(queue))
 
-    async def _pump(self, queue: WorkerQueue) -> None:
+    async def _run_exchanges(self, queue: WorkerQueue) -> None:
         """Exchange requests and completions with a worker while its queue is busy."""
         process = queue.process
         assert process is not None, "requests go to serving workers only"
@@ -453,7 +457,7 @@ class GeneratorPool(Generator):
     async def close(self) -> None:
         """End the workers. Callers that still wait for a completion are cancelled."""
         self._closed = True
-        for task in (self._recovery, *(queue.pump for queue in self.queues)):
+        for task in (self._recovery, *(queue.exchange_task for queue in self.queues)):
             if task is not None:
                 task.cancel()
         for request in self._list_outstanding():
@@ -462,7 +466,7 @@ class GeneratorPool(Generator):
 
 
 class PoolReceivers:
-    """The weight receivers at some of the workers, called together as `Ranks`."""
+    """The weight receivers at some of the workers, with the interface of `Ranks`."""
 
     def __init__(self, pool: GeneratorPool, queues: Sequence[WorkerQueue]) -> None:
         self.pool = pool
@@ -476,7 +480,7 @@ class PoolReceivers:
     async def call(self, method: str, /, *arguments: Any) -> list[Any]:
         """Call a method of every receiver and return the results."""
         calls = (
-            self.pool.call_worker(queue, "link", index, method, *arguments)
+            self.pool.call_worker(queue, "call_receiver", index, method, *arguments)
             for index, queue in enumerate(self.queues)
         )
         results = await asyncio.gather(*calls)

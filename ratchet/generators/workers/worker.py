@@ -119,7 +119,7 @@ class GeneratorRank:
 
     # --- weights
 
-    async def link(self, receiver_index: int, method: str, *arguments: Any) -> Any:
+    async def call_receiver(self, receiver_index: int, method: str, *arguments: Any) -> Any:
         """Call a method of a weight receiver, and return its result.
 
         Args:

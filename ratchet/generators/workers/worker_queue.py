@@ -68,7 +68,8 @@ class WorkerQueue:
     load: int = 0  # sum of `cost` over waiting and sent requests
     # Number of waiting and sent requests with each prompt.
     request_count_by_prompt: Counter[PromptKey] = field(default_factory=Counter)
-    pump: asyncio.Task[None] | None = None  # the task that exchanges messages with the worker
+    # The task that exchanges messages with the worker.
+    exchange_task: asyncio.Task[None] | None = None
 
     @property
     def busy(self) -> bool:
@@ -137,7 +138,7 @@ class WorkerQueue:
         self.cancelled_numbers = []
         self.must_abort = False
         self.load = 0
-        self.pump = None
+        self.exchange_task = None
         self.request_count_by_prompt.clear()
         return unanswered
 

@@ -30,7 +30,7 @@ def compute_target_logprobs(
     The distributions are `softmax(hidden @ matrix.T / temperature)`.
 
     chunk_rows: number of predictions in a chunk.
-    with_entropy: False leaves the entropies at 0. They have no gradient in either case.
+    with_entropy: False leaves the entropies at 0. Entropies never have a gradient.
 
     All tensors have the same dtype, except the int64 targets.
     """

@@ -137,7 +137,7 @@ class Forward:
         )
         out = self.outputs(micro, hidden_Td, needs, measured=needs - needs_with_gradient)
         if monitor is not None:
-            out = replace(out, routers=monitor.columns(micro.sequence_T, micro.n_sequences))
+            out = replace(out, routers=monitor.measure(micro.sequence_T, micro.n_sequences))
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         metrics: dict[str, Tensor] = {}
         for term in terms:

@@ -71,7 +71,8 @@ def plan_microbatches(
     shares_prefixes: True if the model computes a shared prefix of rows once. Attempts at a prompt
       then stay together, and their prompt counts once.
     workers: number of micro-batches that are computed at the same time. If it is above 1, micro-
-      batches have about the same size, and their number is a multiple of it.
+      batches have about the same size, and their number is a multiple of it if the sizes of the
+      rows allow that.
     """
     lengths = batch.lengths_S.tolist()
     rows_G: list[list[int]] = [[] for _ in range(batch.n_groups)]

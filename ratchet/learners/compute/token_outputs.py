@@ -1,6 +1,6 @@
 """Compute the columns that losses read, such as log-probabilities, from hidden states.
 
-They are computed in float32 and in chunks, so that the logits [T, V] never exist as a whole.
+The columns are computed in float32 and in chunks, so that the logits [T, V] never exist as a whole.
 
 T = tokens of a micro-batch, S = its sequences, n = predicted tokens (only these need logits),
 d = hidden size, V = vocabulary, K = tokens for which a prediction's log-probabilities are returned.
@@ -286,10 +286,11 @@ def _compute_chunk(
 def compute_outcome_logprobs(
     vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int
 ) -> Tensor:
-    """Return log p of K tokens and, unless they are all tokens, of "any other" in a last column.
+    """Return log p of K tokens and, in a last column, of any other token: [n, K + 1].
 
-    The probability of "any other" is summed over all other tokens. For a sharp distribution, 1
-    minus the probability of the K tokens would be 0 in float32, and have no gradient.
+    If the K tokens are the whole vocabulary, there is no last column. The probability of any other
+    token is a sum over these tokens. For a sharp distribution, 1 minus the probability of the K
+    tokens would be 0 in float32, and have no gradient.
     """
     chosen_nK = vocabulary.pick(all_nV, ids_nK)
     if ids_nK.shape[1] == size:

@@ -37,8 +37,8 @@ def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
 def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     """Raise ConfigError for keys that a transformers model does not support.
 
-    Ranks can divide its rows (data parallel), its weights (FSDP) and, by the model's own plan, its
-    matrices (tensor parallel).
+    Ranks can divide the rows of a batch (data parallel), the model's weights (FSDP) and, by the
+    model's own plan, its matrices (tensor parallel).
     """
     # This import takes seconds unless such a model is loaded already.
     from ratchet.models.transformers.policy import TransformersPolicy

@@ -66,7 +66,7 @@ def shard_model(
 ) -> None:
     """Shard a model's matrices over the FSDP ranks. Each rank keeps vectors (norms, biases) whole.
 
-    units: modules, such as layers, whose weights FSDP gathers together.
+    units: modules, such as layers. FSDP gathers the weights of one unit at a time.
     offload: True to keep shards in host memory.
     autocast: True if forwards run under autocast. Matrices of the units are then gathered in
       bfloat16, to which autocast would round them anyway. Matrices outside the units (such as the
@@ -75,7 +75,7 @@ def shard_model(
     offload_policy = (
         CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     )
-    # Hidden states between the layers stay in float32, as they do with autocast but without FSDP.
+    # Hidden states between the layers stay in float32, as under autocast without FSDP.
     bfloat16_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     precision = bfloat16_policy if autocast else MixedPrecisionPolicy()
     unsharded = {parameter for parameter in model.parameters() if parameter.dim() < 2}
@@ -167,8 +167,8 @@ class DTensorLearner(RankLearner):
                 )
         self.optimizer: AdamW | None = None
         if optimizer is not None:
-            named = [(shard.name, shard.parameter) for shard in self.trained]
-            self.optimizer = build(optimizer, named, to_local=get_local_tensor)
+            named_parameters = [(shard.name, shard.parameter) for shard in self.trained]
+            self.optimizer = build(optimizer, named_parameters, to_local=get_local_tensor)
         self._offloader = Offloader([model, head], self.optimizer)
 
     def _score(
@@ -232,7 +232,8 @@ class DTensorLearner(RankLearner):
     def _reshard(self) -> None:
         """Reshard all FSDP modules after a forward without backward.
 
-        FSDP keeps the root's weights gathered then, and the next forward would miss an update.
+        Otherwise the root's weights would stay gathered, and the forward after an update would read
+        the old ones.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -272,7 +273,7 @@ class DTensorLearner(RankLearner):
 
     @cached_property
     def base_fingerprint(self) -> str:
-        """The fingerprint of the frozen weights, which a checkpoint leaves out.
+        """The fingerprint of the frozen weights, which checkpoints hold in place of the weights.
 
         Its first use is a collective operation, so all ranks must use it at the same time.
         """

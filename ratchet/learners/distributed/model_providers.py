@@ -13,8 +13,8 @@ from ratchet.models.policy import PolicyModel
 class ModelProvider(Protocol):
     """A loader and copier of the models on one rank: policy, reference, critic and reward model.
 
-    `DistributedConfig.provider` names the class. It is created after torch's process group, from
-    the learner's section, the rank's device and the dtype of weights.
+    `DistributedConfig.provider` names the class. An instance is created after torch's process
+    group, from the learner's section, the rank's device and the dtype of weights.
     """
 
     def load(self, origin: ModelSource) -> PolicyModel:

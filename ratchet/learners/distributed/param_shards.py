@@ -57,9 +57,9 @@ class ParamShard:
         """This rank's part of the parameter, detached."""
         return get_local_tensor(self.parameter.detach())
 
-    def blocks(self, like: Tensor) -> Iterator[Shard]:
+    def blocks(self, tensor: Tensor) -> Iterator[Shard]:
         """Yield the blocks of a tensor that has the layout of the parameter's local part."""
-        return cut_blocks(self.pieces, like, self.rows)
+        return cut_blocks(self.pieces, tensor, self.rows)
 
 
 def get_local_tensor(x: Tensor) -> Tensor:
@@ -202,14 +202,14 @@ def _make_transformers_shard(
     """Return the shard of a parameter of a Hugging Face transformers model."""
     if division is None or mesh.tensor is None:
         return _make_shard(name, parameter, _make_whole_piece(name, parameter), mesh, ())
-    if name in division.blocks:
-        return _make_shard(name, parameter, (division.blocks[name],), mesh, (), is_divided=True)
+    if (piece := division.divided_pieces.get(name)) is not None:
+        return _make_shard(name, parameter, (piece,), mesh, (), is_divided=True)
     return _make_shard(
         name,
         parameter,
         _make_whole_piece(name, parameter),
         mesh,
-        (mesh.tensor,) if name in division.partial else (),
+        (mesh.tensor,) if name in division.partial_gradients else (),
     )
 
 

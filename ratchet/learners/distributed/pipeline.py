@@ -70,8 +70,8 @@ class Pipeline:
             micro_inputs,
             lambda hidden, number: loss(int(number), self._unpad(micro_inputs, hidden, number)),
         )
-        tokens = self._make_stage_input(micro_inputs)
-        schedule.step(*tokens, number=numbers_M, target=numbers_M, return_outputs=False)
+        stage_input = self._make_stage_input(micro_inputs)
+        schedule.step(*stage_input, number=numbers_M, target=numbers_M, return_outputs=False)
 
     def hidden(self, micros: Sequence[Batch]) -> list[Tensor]:
         """Return the hidden states of every micro-batch on the last rank; [] on other ranks."""
@@ -143,8 +143,8 @@ class Pipeline:
 
         Args:
             index: Index of the decoder stage on this rank.
-            tokens: Padded number of tokens, which the last stage returns.
-            local_tokens: Number of tokens on this rank of the hidden states between stages.
+            tokens: Padded number of tokens; the last stage returns the states of all of them.
+            local_tokens: Number of tokens whose states this rank has between stages.
         """
         stage = self.model.local_stages[index]
         size = self.model.hidden_size

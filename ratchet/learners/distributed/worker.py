@@ -95,7 +95,7 @@ class LearnerRank:
             self.learners[name] = self._create_learner(name, spec)
 
     def _create_learner(self, name: str, spec: RoleSpec) -> RankLearner:
-        """Return the learner of a role, with the policy's model, a copy of it, or its own."""
+        """Return the learner of a role, with the policy's model, a copy of it, or another model."""
         provider = self.provider
         if name == "policy":
             model = self.policy

@@ -100,7 +100,7 @@ class MegatronLearner(RankLearner):
         super().__init__(forward, topology, dist.get_rank(), gradient_group, step_rules)
         self.model = model
         self.autocast = autocast
-        self.owned_parameters = list(model.owned_parameters())
+        self.stage_parameters = list(model.stage_parameters())
         self.chunks: list[Any] = list(model.chunks)
         self.optimizer: Any = None
         if optimizer is not None:
@@ -234,12 +234,12 @@ class MegatronLearner(RankLearner):
 
     def blocks(self, part: ExportedPart = "all") -> Iterator[Shard]:
         """Yield views of this rank's blocks. A scalar head belongs to the part "adapter"."""
-        for item in self.owned_parameters:
-            if item.is_owner and part in (
+        for entry in self.stage_parameters:
+            if entry.is_owner and part in (
                 "all",
-                "base" if is_model_weight(item.name) else "adapter",
+                "base" if is_model_weight(entry.name) else "adapter",
             ):
-                yield from cut_blocks(item.pieces, item.parameter.detach())
+                yield from cut_blocks(entry.pieces, entry.parameter.detach())
 
     def export(
         self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
@@ -249,7 +249,9 @@ class MegatronLearner(RankLearner):
 
     @cached_property
     def base_fingerprint(self) -> str | None:
-        """The fingerprint of the frozen weights, which checkpoints omit; None without an adapter.
+        """The fingerprint of the frozen weights; None without an adapter.
+
+        Checkpoints hold it in place of the frozen weights.
 
         Its first use is a collective operation, so all ranks must use it at the same time.
         """

@@ -24,9 +24,9 @@ Moments = dict[str, Tensor]
 class AdamW:
     """AdamW with decoupled weight decay (arXiv:1711.05101), which applies to matrices only.
 
-    Norm scales and biases are not decayed, because that regularises nothing. With `ema_decay` the
-    optimizer also keeps an exponential moving average (EMA) of each parameter, which starts at the
-    parameter's value.
+    Norm scales and biases are not decayed, because decay would not regularise them. With
+    `ema_decay` the optimizer also keeps an exponential moving average (EMA) of each parameter,
+    which starts at the parameter's value.
 
     Attributes:
         state: Moments by parameter name; a parameter has none before its first gradient.

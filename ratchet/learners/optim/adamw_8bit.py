@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from ratchet.learners.optim.adamw import AdamW, Moments
 from ratchet.models.layers.lazy_bitsandbytes import load_bitsandbytes
 
-# Elements that share a scale, as in the paper.
+# Elements that share a scale, as in bitsandbytes' own 8-bit optimizers.
 BLOCK_SIZE = 256
 # Parameters with fewer elements keep float32 moments, which take little memory.
 MIN_QUANTISED_SIZE = 4096
@@ -138,9 +138,9 @@ class AdamW8bit(AdamW):
 class MomentCodes:
     """The two sets of 256 values between -1 and 1 that 8-bit codes stand for.
 
-    One is for the mean (the first moment), which has signs. The other is for the root (the square
-    root of the second moment), which has none. `quantise` searches the nearest value itself,
-    because bitsandbytes' CPU kernel returns a neighbour of the nearest among small values.
+    The set "mean" (for the first moment) has negative values too. The set "root" (for the square
+    root of the second moment) has none. `quantise` searches the nearest value itself, because
+    bitsandbytes' CPU kernel may return a neighbour of the nearest value for small numbers.
     """
 
     def __init__(self) -> None:

@@ -29,8 +29,8 @@ class Muon(AdamW):
         M <- momentum M + G
         W <- W - lr (0.2 sqrt(max(r, c)) NS(G + momentum M) + weight_decay W)
 
-    The scale gives a step the usual root mean square of an AdamW step, so that both can share one
-    learning rate and one weight decay.
+    The scale gives a step the usual root mean square of an AdamW step, so that Muon and AdamW can
+    share one learning rate and one weight decay.
 
     Args:
         matrices: The numbers of rows of the matrices in a parameter, by the parameter's name.

@@ -28,7 +28,7 @@ class OptimizerStepRules:
         self.bad_steps = 0
 
     def begin(self) -> dict[str, float]:
-        """Count the next step. Return its metrics: the learning rate, and skip metrics of 0."""
+        """Count the next step. Return its metrics: the learning rate, and zero skip metrics."""
         config = self.config
         factor = compute_lr_factor(
             self.steps_taken,

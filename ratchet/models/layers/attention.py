@@ -23,9 +23,9 @@ from torch.autograd import Function
 
 from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
 
-# Segments share a call if it has at most MAX_PADDING_FACTOR * (its pairs without padding) +
-# CALL_COST_PAIRS pairs of query and key. On a CPU a separate call costs about as much as
-# CALL_COST_PAIRS pairs.
+# Segments share a call if its number of query-key pairs, padding included, is at most
+# MAX_PADDING_FACTOR * (the pairs without padding) + CALL_COST_PAIRS. On a CPU a separate call costs
+# about as much as CALL_COST_PAIRS pairs.
 MAX_PADDING_FACTOR = 1.25
 CALL_COST_PAIRS = 4096
 # A function that returns the indices of the tokens before a segment, in order.
@@ -268,8 +268,10 @@ def _plan_branch_call(
     segment_RL = starts_R[:, None] + np.minimum(offsets_L, lengths_R[:, None] - 1)
     keys = torch.from_numpy(np.concatenate([past_RP, segment_RL], axis=1).reshape(-1))
     # Pasts of equal length need only one mask for all rows.
-    begins = sorted({segment.begin for segment in group})
-    begin_R = torch.tensor(begins if len(begins) == 1 else [segment.begin for segment in group])
+    distinct_begins = {segment.begin for segment in group}
+    begin_R = torch.tensor(
+        list(distinct_begins) if len(distinct_begins) == 1 else [segment.begin for segment in group]
+    )
     causal_LL = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool).tril()
     past_RLP = (torch.arange(longest_past) < begin_R[:, None])[:, None].expand(
         -1, bucket.longest, -1

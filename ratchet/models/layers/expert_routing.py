@@ -73,7 +73,7 @@ class RouterMonitor:
         # Index of each token's row in the layers' tensors; None: the rows are in token order.
         self.row_index_T: Tensor | None = None
 
-    def columns(self, sequence_T: Tensor, n_sequences: int) -> Tensor:
+    def measure(self, sequence_T: Tensor, n_sequences: int) -> Tensor:
         """Return five measures per sequence, averaged over the layers [S, 5].
 
         balance: sum over experts of (load x mean probability), where the load is the expert's share

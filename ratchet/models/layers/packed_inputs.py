@@ -2,7 +2,8 @@
 
 An output token is one whose final hidden state the caller uses.
 
-T = tokens of packed sequences, U = tokens that are computed, S = sequences, d = hidden size.
+T = tokens of packed sequences, U = tokens that are computed, n = output tokens, S = sequences,
+d = hidden size.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class PackedInputs:
     tokens_U: Tensor
     positions_U: Tensor
     attend: AttentionFn
-    # int64, index of each of the T tokens among the computed final states; None: U = T, in order.
+    # int64, index of each of the T tokens among the computed final states; None: same order.
     state_index_T: Tensor | None = None
     routing: Routing | None = None
     seed: int | None = None  # seed of adapter dropout, if it is sent with the inputs
-    # int64, indices of the tokens whose final states are computed; None: all.
-    output_index_U: Tensor | None = None
+    # int64, indices of the output tokens among the U tokens; None: all U final states are computed.
+    output_index_n: Tensor | None = None
 
     def unfold(self, hidden_Ud: Tensor) -> Tensor:
         """Return the hidden states of all tokens in their original order [T, d]."""
@@ -138,13 +139,13 @@ def pack_output_inputs(
         state_index_T = packed.state_index_T[state_index_T]
     output_mask_U = torch.zeros(len(packed.tokens_U), dtype=torch.bool, device=state_index_T.device)
     output_mask_U[state_index_T[output_mask_T]] = True
-    output_index_U = output_mask_U.nonzero()[:, 0]
-    if len(output_index_U) > MAX_REMAINING_SHARE * len(output_mask_U):
+    output_index_n = output_mask_U.nonzero()[:, 0]
+    if len(output_index_n) > MAX_REMAINING_SHARE * len(output_mask_U):
         return packed if kept_T.all() else replace(packed, state_index_T=state_index_T)
     return replace(
         packed,
         state_index_T=(output_mask_U.cumsum(0) - 1).clamp_(min=0)[state_index_T],
-        output_index_U=output_index_U,
+        output_index_n=output_index_n,
     )
 
 
@@ -173,11 +174,16 @@ def _share_prefixes(
     tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None
 ) -> PackedInputs:
     """Return the inputs for the distinct tokens of a prefix tree."""
-    order_U, distinct_T = (
-        torch.from_numpy(x).to(tokens_T.device) for x in (tree.token_index_U, tree.distinct_T)
+    order_U, distinct_index_T = (
+        torch.from_numpy(x).to(tokens_T.device) for x in (tree.token_index_U, tree.distinct_index_T)
     )
     return _reorder(
-        tokens_T, positions_T, TreeAttention(tree, tokens_T.device), order_U, distinct_T, routing
+        tokens_T,
+        positions_T,
+        TreeAttention(tree, tokens_T.device),
+        order_U,
+        distinct_index_T,
+        routing,
     )
 
 

@@ -51,7 +51,7 @@ class PrefixTree:
 
     segments: tuple[PrefixSegment, ...]  # in the order of their tokens among the U distinct ones
     token_index_U: Index  # for each distinct token, an index among the T tokens
-    distinct_T: Index  # for each token, its index among the U distinct tokens
+    distinct_index_T: Index  # for each token, its index among the U distinct tokens
     starts_S: Index  # for each sequence, the index of its first token among the T tokens
 
     @classmethod
@@ -81,12 +81,12 @@ class PrefixTree:
             segments.append(placed)
             segment_by_key[segment.row, segment.begin] = placed
             n_distinct += segment.length
-        distinct_T = np.empty(len(tokens_T), dtype=np.int64)
+        distinct_index_T = np.empty(len(tokens_T), dtype=np.int64)
         for sequence_start, path in zip(starts_S.tolist(), paths, strict=True):
             for segment in path:
                 # The segments in `paths` have no `start`, but the placed ones have.
                 start = segment_by_key[segment.row, segment.begin].start
-                distinct_T[sequence_start + segment.begin : sequence_start + segment.end] = (
+                distinct_index_T[sequence_start + segment.begin : sequence_start + segment.end] = (
                     np.arange(start, start + segment.length)
                 )
         token_index_U = np.empty(n_distinct, dtype=np.int64)
@@ -95,12 +95,12 @@ class PrefixTree:
             token_index_U[segment.start : segment.start + segment.length] = np.arange(
                 first_token, first_token + segment.length
             )
-        return cls(tuple(segments), token_index_U, distinct_T, starts_S)
+        return cls(tuple(segments), token_index_U, distinct_index_T, starts_S)
 
     def past(self, segment: PrefixSegment) -> Index:
         """Return the indices of a segment's past among the U distinct tokens, in order."""
         start = int(self.starts_S[segment.row])
-        return self.distinct_T[start : start + segment.begin]
+        return self.distinct_index_T[start : start + segment.begin]
 
 
 def compute_path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:

@@ -24,20 +24,20 @@ FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 class QuantizedMatrix(nn.Module):
     """A quantized matrix of a linear map. Quantizing a dequantized matrix again changes nothing.
 
-    Form "nf4" is 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes. The error of a
+    "nf4" is 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes. The error of a
     number is at most 0.16 of the largest number in its block.
 
-    Form "float8" is e4m3 with scales that are powers of two, so that scaling has no rounding error.
-    The error of a number is at most 1/16 of the number, or for small numbers 2^-17 of the largest
+    "float8" is e4m3 with scales that are powers of two, so that scaling has no rounding error. The
+    error of a number is at most 1/16 of the number, or for small numbers 2^-17 of the largest
     number in its block.
     """
 
     codes: Tensor
     scales: Tensor
 
-    def __init__(self, plain: Tensor, form: QuantFormat) -> None:
+    def __init__(self, plain: Tensor, quant_format: QuantFormat) -> None:
         super().__init__()
-        self.form = form
+        self.quant_format = quant_format
         self.shape = plain.shape
         self.dtype = plain.dtype
         for name, tensor in zip(("codes", "scales"), self._quantize(plain), strict=True):
@@ -47,7 +47,7 @@ class QuantizedMatrix(nn.Module):
 
     def plain(self) -> Tensor:
         """Return the dequantized matrix [o, i] in its original dtype."""
-        if self.form == "nf4":
+        if self.quant_format == "nf4":
             restored = torch.ops.bitsandbytes.dequantize_4bit(
                 self.codes, self.scales, NF4_BLOCK, "nf4", self.shape, torch.float32
             )
@@ -89,7 +89,7 @@ class QuantizedMatrix(nn.Module):
     def _quantize(self, plain: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes, scales) of an unquantized matrix."""
         matrix = plain.detach().float()
-        if self.form == "nf4":
+        if self.quant_format == "nf4":
             codes, state = load_bitsandbytes().quantize_4bit(
                 matrix.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4"
             )

@@ -20,7 +20,7 @@ from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.layers import FusedLoRA, SwitchableAdapter
 from ratchet.models.weights.hf_weights import SavableTensor
-from ratchet.models.weights.weight_layout import PEFT, WeightPiece, cut_blocks, list_pieces
+from ratchet.models.weights.weight_layout import PEFT_PREFIX, WeightPiece, cut_blocks, list_pieces
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Adapter:
     """The settings of an adapter and its initial values."""
 
     lora: LoRAConfig
-    seed: int = 0  # of the initial A
+    seed: int = 0  # seed of the initial A
     base_model: str = ""  # directory or Hub id, written to the adapter's files
 
     def initial_weight(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -81,7 +81,7 @@ def attach(decoder: Decoder, adapter: Adapter) -> None:
     resolve_decoder_targets(decoder.config, adapter.lora)
     decoder.requires_grad_(False)
     if adapter.lora.base is not None:
-        for _, linear in decoder.inner_maps:
+        for _, linear in decoder.layer_linears:
             linear.quantise(adapter.lora.base)
     add_adapters(decoder, adapter)
 
@@ -94,7 +94,7 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
     lora = adapter.lora
     target_names = resolve_decoder_targets(decoder.config, lora)
     layout = list_pieces(decoder)
-    for index, (path, linear) in enumerate(decoder.inner_maps):
+    for index, (path, linear) in enumerate(decoder.layer_linears):
         spans = [
             piece.rows
             for piece in layout[f"{path}.weight"]
@@ -132,7 +132,7 @@ def init_adapters(
 
 def merge(decoder: Decoder) -> None:
     """Merge the adapters into the (dequantized) weights, remove them, and unfreeze all weights."""
-    for _, linear in decoder.inner_maps:
+    for _, linear in decoder.layer_linears:
         linear.restore()
         if isinstance(linear.adapter, FusedLoRA):
             linear.adapter.merge_into(linear.weight)
@@ -212,7 +212,7 @@ def merge_lazily(
     merged_weights: dict[str, SavableTensor] = {}
     for name, weight in weights.items():
         a_name, b_name = (
-            f"{PEFT}{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB"
+            f"{PEFT_PREFIX}{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB"
         )
         if a_name in adapter and b_name in adapter:
             weight = MergedWeight(weight, adapter[a_name], adapter[b_name], scale)

@@ -21,7 +21,7 @@ from ratchet.config.lora import LoRAConfig
 from ratchet.errors import CheckpointError, MissingDependency, ModelError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.weights.hf_weights import SavableTensor
-from ratchet.models.weights.weight_layout import PEFT
+from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import atomic_path
 from ratchet.utils.terminal_text import get_first_line
@@ -47,8 +47,8 @@ def require_peft() -> None:
         raise MissingDependency("peft", extra="lora", needed_for="a stage with lora")
 
 
-def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
-    """Return peft's `LoraConfig`; `names` are the linear layers that have an adapter."""
+def peft_config(adapter: Adapter, target_modules: Sequence[str]) -> Any:
+    """Return peft's `LoraConfig`; `target_modules` are the linear layers that have an adapter."""
     require_peft()
     from peft import LoraConfig  # imported late, because it imports transformers
 
@@ -58,7 +58,7 @@ def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
         # peft's annotation says int, but any number works.
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
-        target_modules=sorted(names),
+        target_modules=sorted(target_modules),
         init_lora_weights=PEFT_INITS[lora.init],  # pyright: ignore[reportArgumentType]
         use_rslora=lora.rslora,
         base_model_name_or_path=adapter.base_model or None,
@@ -67,15 +67,18 @@ def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
 
 
 def save_adapter(
-    directory: Path, adapter: Adapter, names: Sequence[str], weights: Mapping[str, SavableTensor]
+    directory: Path,
+    adapter: Adapter,
+    target_modules: Sequence[str],
+    weights: Mapping[str, SavableTensor],
 ) -> None:
     """Write an adapter in float32, for `peft.PeftModel.from_pretrained`.
 
     Args:
-        names: names of the linear layers that have an adapter.
+        target_modules: names of the linear layers that have an adapter.
         weights: the adapter's weights by peft's names.
     """
-    config = peft_config(adapter, names)
+    config = peft_config(adapter, target_modules)
     config.inference_mode = True
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -92,7 +95,7 @@ class StoredAdapter:
     """An adapter read from files."""
 
     adapter: Adapter
-    names: tuple[str, ...]  # of the linear layers that have an adapter
+    target_modules: tuple[str, ...]  # names of the linear layers that have an adapter
     weights: Mapping[str, Tensor]  # by peft's names, on the CPU
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -103,7 +106,7 @@ class StoredAdapter:
         """
         rank = self.adapter.lora.rank
         for name, weight in self.weights.items():
-            layer, _, factor = name.removeprefix(PEFT).rpartition(".lora_")
+            layer, _, factor = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
             shape = shapes.get(f"{layer}.weight")
             if shape is None:
                 raise ModelError(
@@ -152,17 +155,19 @@ def load_adapter(directory: Path) -> StoredAdapter:
             "merged model"
         )
     for name in weights:
-        if not (name.startswith(PEFT) and name.endswith((".lora_A.weight", ".lora_B.weight"))):
+        if not (
+            name.startswith(PEFT_PREFIX) and name.endswith((".lora_A.weight", ".lora_B.weight"))
+        ):
             raise ModelError(
                 f"{directory}: weight '{name}' is neither the A nor the B of a linear map, so this "
                 "is not plain LoRA"
             )
-    names = tuple(sorted({name.split(".")[-3] for name in weights}))
+    target_modules = tuple(sorted({name.split(".")[-3] for name in weights}))
     try:
         lora = LoRAConfig(
             rank=config.r,
             alpha=float(config.lora_alpha),
-            target_modules=names,
+            target_modules=target_modules,
             rslora=bool(config.use_rslora),
         )
     except (ValueError, TypeError, OverflowError) as error:
@@ -170,7 +175,7 @@ def load_adapter(directory: Path) -> StoredAdapter:
             f"{directory / CONFIG} has impossible numbers: {get_first_line(str(error))}"
         ) from None
     return StoredAdapter(
-        Adapter(lora, base_model=config.base_model_name_or_path or ""), names, weights
+        Adapter(lora, base_model=config.base_model_name_or_path or ""), target_modules, weights
     )
 
 

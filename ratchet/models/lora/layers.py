@@ -123,16 +123,16 @@ def place_columns(parts: Sequence[tuple[range, Tensor]], outputs: int) -> Tensor
     Args:
         parts: (columns, tensor), in the order of their columns.
     """
-    like = parts[0][1]
+    first_part = parts[0][1]
     blocks = []
     end = 0
     for columns, part in parts:
         if columns.start > end:
-            blocks.append(like.new_zeros(*like.shape[:-1], columns.start - end))
+            blocks.append(first_part.new_zeros(*first_part.shape[:-1], columns.start - end))
         blocks.append(part)
         end = columns.stop
     if end < outputs:
-        blocks.append(like.new_zeros(*like.shape[:-1], outputs - end))
+        blocks.append(first_part.new_zeros(*first_part.shape[:-1], outputs - end))
     return torch.cat(blocks, dim=-1) if len(blocks) > 1 else blocks[0]
 
 

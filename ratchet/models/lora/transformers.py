@@ -16,7 +16,7 @@ from ratchet.errors import ModelError
 from ratchet.models.lora.decoder import Adapter, adapter_parameters, is_adapter_parameter
 from ratchet.models.lora.files import peft_config
 from ratchet.models.lora.layers import SeededDropout
-from ratchet.models.weights.weight_layout import PEFT
+from ratchet.models.weights.weight_layout import PEFT_PREFIX
 
 ADAPTER_NAME = "default"  # peft's name for an unnamed adapter
 BASE_SUFFIX = ".base_layer"
@@ -111,4 +111,4 @@ def _find_lora_layers(model: nn.Module) -> list[Any]:
 
 
 def _get_peft_name(name: str) -> str:
-    return f"{PEFT}{name.replace(f'.{ADAPTER_NAME}.', '.')}"
+    return f"{PEFT_PREFIX}{name.replace(f'.{ADAPTER_NAME}.', '.')}"

@@ -25,7 +25,7 @@ SCALAR = "scalar."  # prefix of the scalar head's parameters in a stage
 
 
 @dataclass(frozen=True)
-class OwnedParameter:
+class StageParameter:
     """A parameter of a stage with its blocks."""
 
     name: str  # name in its stage
@@ -56,9 +56,9 @@ def make_adapter_layout(stage: MegatronStage) -> Layout:
     }
 
 
-def list_owned_parameters(
+def list_stage_parameters(
     stages: Sequence[MegatronStage], sizes: MegatronSizes
-) -> Iterator[OwnedParameter]:
+) -> Iterator[StageParameter]:
     """Yield all parameters of the stages, in order."""
     for stage in stages:
         layout = {**make_stage_layout(stage, sizes), **make_adapter_layout(stage)}
@@ -70,7 +70,7 @@ def list_owned_parameters(
             )
             # A tied head is a copy of the embedding, which the first stage saves and sends.
             is_copy = name == "output_layer.weight" and stage.shape.tied
-            yield OwnedParameter(name, parameter, pieces, not is_copy and _is_owner(parameter))
+            yield StageParameter(name, parameter, pieces, not is_copy and _is_owner(parameter))
 
 
 def fill_stages(stages: Sequence[MegatronStage], sizes: MegatronSizes, read: ReadBlock) -> None:
@@ -89,7 +89,7 @@ def is_model_weight(name: str) -> bool:
 
 def _is_owner(parameter: nn.Parameter) -> bool:
     """True if this rank is the first of the ranks that hold the same parameter."""
-    # Megatron Core marks only the parameters to which these apply.
+    # A parameter without one of these attributes belongs to no expert, or is not divided.
     is_expert = not getattr(parameter, "allreduce", True)
     data_rank = (
         parallel_state.get_expert_data_parallel_rank()

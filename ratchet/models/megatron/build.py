@@ -118,7 +118,7 @@ class MegatronStage(GPTModel):
             attend=packed.attend,
             cos_T1D=cos_T1D,
             sin_T1C=sin_T1C,
-            route=self._route(packed),
+            route=self._select_routing(packed),
             seed=packed.seed,
         )
         x = None
@@ -136,7 +136,7 @@ class MegatronStage(GPTModel):
             else x_td
         )
 
-    def _route(self, packed: PackedInputs) -> Routing | None:
+    def _select_routing(self, packed: PackedInputs) -> Routing | None:
         """Return the routing of this rank's tokens: fewer than T under sequence parallelism."""
         routing = packed.routing
         if routing is None or self.tensor is None or not self.config.sequence_parallel:

@@ -20,7 +20,7 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.megatron.blocks import OwnedParameter, fill_stages, list_owned_parameters
+from ratchet.models.megatron.blocks import StageParameter, fill_stages, list_stage_parameters
 from ratchet.models.megatron.build import MegatronStage, build_stages
 from ratchet.models.megatron.lora import attach
 from ratchet.models.model_source import ReadBlock
@@ -39,8 +39,8 @@ class PaddedVocabulary(VocabParallelLogits):
     """
 
     def _get_rows(self, rank: int, size: int) -> range:
-        height = padded_vocabulary(self.size, self.group.size()) // self.group.size()
-        return range(min(height * rank, size), min(height * (rank + 1), size))
+        rows_per_rank = padded_vocabulary(self.size, self.group.size()) // self.group.size()
+        return range(min(rows_per_rank * rank, size), min(rows_per_rank * (rank + 1), size))
 
 
 class MegatronPolicy(DistributedPolicy):
@@ -77,9 +77,9 @@ class MegatronPolicy(DistributedPolicy):
         """The stages on this rank: the model chunks of Megatron."""
         return [cast(MegatronStage, stage) for stage in self.stages]
 
-    def owned_parameters(self) -> Iterator[OwnedParameter]:
+    def stage_parameters(self) -> Iterator[StageParameter]:
         """Yield all parameters of this rank with their blocks."""
-        return list_owned_parameters(self.chunks, self.sizes)
+        return list_stage_parameters(self.chunks, self.sizes)
 
     def fill(self, read: ReadBlock) -> None:
         """Load this rank's weights from `read`, which returns one block of a weight."""

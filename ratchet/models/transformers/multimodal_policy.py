@@ -1,8 +1,7 @@
 """Policies over multimodal models of transformers, which read images, audio or videos.
 
 A medium has placeholder tokens in its sequence. Embeddings from an encoder (tower) replace them.
-T = tokens of packed sequences, N = sequences, L = longest sequence, d = hidden size, R = axes of a
-position.
+T = packed tokens, N = sequences, L = longest sequence, d = hidden size, R = axes of a position.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from ratchet.utils.atomic_files import atomic_path
 SEPARATELY_ENCODED: tuple[MediaKind, ...] = ("image", "video")
 # The token type ids of transformers for placeholders of media; 0 is text.
 MEDIA_TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
-N_PROBE_TEXT_TOKENS = 3  # before a probe sequence's first medium; after each medium one more
+N_PROBE_TEXT_TOKENS = 3  # before a probe sequence's first medium; one more follows each medium
 
 Media = Sequence[Sequence[Placed]]  # the media of each sequence
 
@@ -77,7 +76,7 @@ class MultimodalPolicy(TransformersPolicy):
         """
         self.train_encoders = train_encoders
         self.files = dict(files or {})
-        # Sequences are packed into one forward, unless the checks below find that they then differ.
+        # Sequences are packed into one forward, unless the checks below find a difference.
         self.packs = True
         super().__init__(model, saved_config=saved_config)
         self.packs = self.packs and len(probes) > 1 and self._keeps_media_apart(probes)
@@ -235,8 +234,8 @@ class MultimodalPolicy(TransformersPolicy):
         for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
             self._mark_media(types_T[end - length : end], tokens_T[end - length : end], placed)
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
-        row_media = [placed.medium for row in media for placed in row]
-        options |= self._make_inputs(row_media, types_T[None])
+        all_media = [placed.medium for row in media for placed in row]
+        options |= self._make_inputs(all_media, types_T[None])
         if self.takes_positions:
             options["position_ids"] = self._compute_position_ids(
                 tokens_T, positions_T, types_T, lengths, media
@@ -337,6 +336,7 @@ class MultimodalPolicy(TransformersPolicy):
         return 3 if hasattr(self.backbone, "get_rope_index") else 1
 
     def _find_types(self, tokens_T: Tensor) -> Tensor:
+        """Return the type id of each token (see `MEDIA_TYPES`); 0 if it is no placeholder."""
         types_T = torch.zeros_like(tokens_T)
         for kind, number in MEDIA_TYPES.items():
             token = getattr(self.model.config, f"{kind}_token_id", None)
@@ -452,7 +452,7 @@ class MultimodalPolicy(TransformersPolicy):
         lengths = [len(row) for row in rows]
         positions = [torch.arange(n, device=rows[0].device) for n in lengths]
         is_medium = self._find_types(rows[0]) > 0
-        changed_row = torch.where(is_medium, rows[0], (rows[0] + 1) % N_PROBE_TEXT_TOKENS)
+        changed_row = torch.where(is_medium, rows[0], (rows[0] + 1) % 3)  # ids 0 to 2 are text
         try:
             packed = self.hidden(torch.cat(rows), torch.cat(positions), lengths, media=media)
             beside_changed = self.hidden(

@@ -48,9 +48,9 @@ class TransformersPolicy(PolicyModel):
     that the architecture keeps them independent. If it does not, each sequence runs alone (`packs`
     is False).
 
-    Logits come from the model's own forward, with its backbone replaced by given hidden states. So
-    soft-capping, logit scales and biases apply in every architecture. Dropout is off, because a
-    policy must score the distribution from which it sampled.
+    Logits come from the model's own forward, in which a stand-in for the backbone returns the given
+    hidden states. So soft-capping, logit scales and biases apply in every architecture. Dropout is
+    off, because a policy must score the distribution from which it sampled.
     """
 
     def __init__(
@@ -187,9 +187,10 @@ class TransformersPolicy(PolicyModel):
             if name == "logits" and self.tp_division.vocab_parallel is not None:
                 rows = self.tp_division.vocab_parallel.rows
                 expected = expected[:, rows.start : rows.stop]
-            if name in self.tp_division.partial:
+            if name in self.tp_division.partial_gradients:
                 computed = all_reduce_sum(computed, group)
-            if name not in self.tp_division.blocks and not is_close(
+            # The gradient of a divided parameter has only this rank's entries.
+            if name not in self.tp_division.divided_pieces and not is_close(
                 computed, expected, self.model.dtype, PROBE_ROUNDING
             ):
                 raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")

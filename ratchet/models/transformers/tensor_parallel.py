@@ -111,13 +111,14 @@ class TPPlan:
 class TPDivision:
     """The division of a model's parameters, by name.
 
-    blocks: this rank's block of each divided parameter.
-    partial: parameters that each rank has as a whole, but whose gradient must be summed over ranks.
+    divided_pieces: this rank's piece of each divided parameter.
+    partial_gradients: names of the parameters that each rank has as a whole, but whose gradient
+      must be summed over ranks.
     vocab_parallel: the operations on the divided logits; None if each rank has all logits.
     """
 
-    blocks: Mapping[str, WeightPiece]
-    partial: frozenset[str]
+    divided_pieces: Mapping[str, WeightPiece]
+    partial_gradients: frozenset[str]
     vocab_parallel: VocabParallelLogits | None
 
 
@@ -129,7 +130,7 @@ def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
     n_parameters = len(list(model.parameters()))
     shard_index = ShardIndex(group.rank(), group.size())
     pieces: CutPieces = {}
-    partial: set[Tensor] = set()
+    partially_used: set[Tensor] = set()
     vocab_parallel = None
     if plan.head in plan.styles:
         head = model.get_submodule(plan.head)
@@ -139,7 +140,7 @@ def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
     for path, style in plan.styles.items():
         module = model.get_submodule(path)
         if style in PARTIAL:
-            partial.update(module.parameters(recurse=False))
+            partially_used.update(module.parameters(recurse=False))
         elif isinstance(module, nn.Embedding) and module.weight not in pieces:
             pieces |= _divide_embedding(module, shard_index, group)
         elif isinstance(module, nn.Linear) and path != plan.head:
@@ -151,14 +152,15 @@ def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
                 pieces |= _divide_inputs(
                     module, shard_index, group, split_input=style in SPLIT_INPUTS
                 )
-    named = dict(model.named_parameters())
-    if len(named) != n_parameters:
+    parameters = dict(model.named_parameters())
+    if len(parameters) != n_parameters:
         raise ModelError(
             f"the plan of {type(model).__name__} divides weights that other modules share: {REMEDY}"
         )
-    blocks = {name: replace(pieces[p], name=name) for name, p in named.items() if p in pieces}
     return TPDivision(
-        blocks, frozenset(name for name, p in named.items() if p in partial), vocab_parallel
+        {name: replace(pieces[p], name=name) for name, p in parameters.items() if p in pieces},
+        frozenset(name for name, p in parameters.items() if p in partially_used),
+        vocab_parallel,
     )
 
 

@@ -25,7 +25,7 @@ BY_ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
 BY_COLUMNS = ("o_proj", "down_proj")
 EXPERTS = "experts"
 # The prefix of adapter names in peft's files, before the path of the adapted module.
-PEFT = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def make_factor_piece(piece: WeightPiece, factor: str, rank: int, start: int = 0
         factor: "lora_A" or "lora_B".
         start: The factor's first row in its parameter.
     """
-    name = f"{PEFT}{piece.name.removesuffix('.weight')}.{factor}.weight"
+    name = f"{PEFT_PREFIX}{piece.name.removesuffix('.weight')}.{factor}.weight"
     (outputs, inputs), (row, column) = piece.shape, piece.offsets
     if factor == "lora_A":
         return WeightPiece(name, (rank, inputs), (0, column), range(start, start + rank))

@@ -137,7 +137,7 @@ def test_a_profile_counts_its_products():
         step(decoder, tokens, positions, cache_of(SHAPE))
     events = read_events(taken)
     assert sum(event.flop for event in events) == 2 * 5 * sum(
-        linear.weight.numel() for _, linear in decoder.inner_maps
+        linear.weight.numel() for _, linear in decoder.layer_linears
     )
     assert [event.shapes[1] for event in events if event.name == EMBEDDING] == [[5]]
 

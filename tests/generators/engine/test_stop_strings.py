@@ -45,7 +45,7 @@ def test_windows_change_nothing(text, stop):
     for count in range(1, len(data) + 1):
         expected = stop in decoder.decode(list(data[:count]))
         assert watch.feed(data[count - 1]) == expected
-        assert len(watch.window) <= SHORTEST_WINDOW + 2 * watch.margin
+        assert len(watch.window) <= SHORTEST_WINDOW + 2 * watch.min_window_characters
         if expected:
             break
 

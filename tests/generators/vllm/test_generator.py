@@ -431,7 +431,7 @@ def generation(monkeypatch, decoder):
         def of(arguments, on_files_read):
             made = object.__new__(core)
             made.llm, made.version, made._running, made._requests = FakeLLM(), 0, {}, {}
-            made._ids, made._guarding, made.loras = map(str, range(1000)), None, LoRARequests()
+            made._ids, made._preparation, made.loras = map(str, range(1000)), None, LoRARequests()
             made._on_files_read = on_files_read
             made.close = lambda: None
             return made

@@ -308,7 +308,7 @@ def test_even_routing_has_balance_one_and_the_loss_lowers_the_load_of_the_busies
     logits = torch.zeros(4, 4)
     even = torch.tensor([[0, 1], [2, 3], [0, 2], [1, 3]])
     Routing(even[:, None].to(torch.int16), seen)(0, logits, even.flip(0))
-    ((balance, z, entropy, most, rerouted),) = seen.columns(
+    ((balance, z, entropy, most, rerouted),) = seen.measure(
         torch.zeros(4, dtype=torch.int64), 1
     ).tolist()
     assert (balance, most) == (pytest.approx(1), pytest.approx(1))

@@ -58,7 +58,7 @@ def test_every_token_goes_where_its_whole_past_is_the_same(rows: list[list[int]]
     start = 0
     for row in rows:
         for t in range(len(row)):
-            distinct = int(tree.distinct_T[start + t])
+            distinct = int(tree.distinct_index_T[start + t])
             assert pasts.setdefault(distinct, tuple(row[: t + 1])) == tuple(row[: t + 1])
         start += len(row)
     assert len(pasts) == len(tree.token_index_U)

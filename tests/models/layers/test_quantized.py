@@ -105,14 +105,14 @@ def test_a_decoder_with_quantised_maps_has_the_same_names_and_gets_its_weights_b
         DecoderConfig(23, 16, 2, 2, 1, 8, 24, tied=False, qkv_bias=True)
     ).init_weights(0)
     before = {name: tensor.clone() for name, tensor in canonical_weights(decoder)}
-    for _, linear in decoder.inner_maps:
+    for _, linear in decoder.layer_linears:
         linear.quantise("float8")
     found = dict(canonical_weights(decoder))
     assert list(found) == list(before)
     for name, tensor in found.items():
         assert (tensor - before[name]).abs().max() <= before[name].abs().max() / 16, name
         assert torch.equal(tensor, before[name]) == ("proj.weight" not in name), name
-    for _, linear in decoder.inner_maps:
+    for _, linear in decoder.layer_linears:
         linear.restore()
     assert [name for name, _ in decoder.named_parameters()].count(
         "layers.0.self_attn.o_proj.weight"
