@@ -7,6 +7,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -215,6 +216,8 @@ def test_a_container_that_is_not_removed_costs_no_result(engine, sandbox, caplog
     engine.faults[r"DELETE /containers/\w+"] = ["status:403"]
     assert run(sandbox, "print('done')").stdout == b"done\n"
     assert "can't be removed" in caplog.text
+    while engine.containers:  # each ends with its connection
+        time.sleep(0.005)
 
 
 def test_an_absent_image_is_named_with_the_fix_and_fetched_where_asked(engine):
