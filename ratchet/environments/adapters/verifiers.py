@@ -42,8 +42,8 @@ class VerifiersConfig(EnvironmentConfig):
     options: dict[str, Any] = Field({}, description="Further keys of the taskset's own config.")
     env: dict[str, Any] = Field(
         {},
-        description="Keys of verifiers' environment config. The default of its id is the "
-        "taskset's.",
+        description="Keys of verifiers' environment config. Without the key id, the taskset's own "
+        "environment is used.",
     )
     seat: str | None = Field(
         None, description="Name of the agent that the policy plays; null: the only agent."
@@ -166,7 +166,7 @@ class VerifiersEnvironment(Rows):
         return None
 
     async def request_turn(self, messages: Sequence[Message]) -> str | None:
-        """Pass messages to the policy and return its reply; None to stop the episode."""
+        """Pass messages to the policy. Return its reply, or None if the episode must stop."""
         await self._requests.put(messages)
         return await self._replies.get()
 

@@ -75,7 +75,7 @@ class SplitRows:
 class Dataset(SingleTurn):
     """An environment whose tasks are the rows of a dataset."""
 
-    judges = False  # returns no rewards itself, so the recipe must name one
+    returns_rewards = False  # so the recipe must name a reward
 
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
@@ -327,7 +327,7 @@ class Dataset(SingleTurn):
         The mask is True for rows that are held out: those with a small hash of the id, or of the
         prompt if the row has no id.
         """
-        test_limit = round(self.config.test_share * 2**64)
+        max_test_hash = round(self.config.test_share * 2**64)
         is_distinct = self.config.is_distinct
         # Arrays take less memory than lists for many millions of rows.
         row_numbers, prompt_hashes, is_test = array("q"), array("Q"), array("B")
@@ -351,7 +351,7 @@ class Dataset(SingleTurn):
                 seen_hashes.add(prompt_hash)
             row_numbers.append(index)
             prompt_hashes.append(prompt_hash)
-            is_test.append((_hash(contents.id) if contents.id else prompt_hash) < test_limit)
+            is_test.append((_hash(contents.id) if contents.id else prompt_hash) < max_test_hash)
         return (
             np.asarray(row_numbers, np.int64),
             np.asarray(prompt_hashes, np.uint64),

@@ -96,9 +96,9 @@ class Game(Procedural, Generic[State]):
 
     @abstractmethod
     def player(self, task: Task) -> Callable[[State], str]:
-        """Return the best player of a task: a function from each state to the next move.
+        """Return the best player of a task: a function that takes a state and returns a move.
 
-        It is called with all states of a game in order.
+        The function is called once in each turn, with the game's states in order.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Play tasks in Harbor's format: work with a shell in one session, be judged in another.
+"""Play tasks in Harbor's format: the agent works in one session, the tests run in another.
 
 The tests run in a new session of the task's image, which gets the agent's files: those of the
 working directory, of /logs/artifacts and of the task's artifacts. So no process, no variable and
@@ -41,9 +41,9 @@ from ratchet.types import Message, Split, Task
 
 SETUP_TIMEOUT_S = 30.0
 MIN_MEMORY_MIB = 64  # the least that a sandbox accepts
-# Directories that Harbor provides in each container. They are created by putting a placeholder file
-# into each: the sandbox then makes directories that any user may write to, and a command in the
-# session could not.
+# Directories that Harbor provides in each container. To create them, a placeholder file is put into
+# each, because the sandbox then makes directories that any user may write to. A command in the
+# session may lack the permission to make them.
 LOG_FOLDERS = ("logs/agent", "logs/artifacts", "logs/verifier")
 PLACEHOLDER = ".ratchet-empty"
 REMOVED_AT_ONCE = 200  # paths of one `rm`, so that its command line stays short
@@ -62,8 +62,8 @@ class HarborConfig(ShellConfig):
     test: Path | None = Field(None, description="Directory of the test split's tasks.")
     waive: tuple[Waiver, ...] = Field(
         (),
-        description="Requirements of tasks that are not met: image (a local sandbox runs the "
-        "machine's own programs), network (there is none), user (all commands run as one), "
+        description="Requirements of tasks to ignore: image (a local sandbox runs the machine's "
+        "own programs), network (sandboxes have none), user (all commands run as one user), "
         "unknown_keys (of task.toml).",
     )
     workdir: str = Field(
@@ -331,8 +331,8 @@ def _get_interpreter(script: bytes) -> str:
     """Return the command that runs a script: that of its #! line, else sh.
 
     The script is passed to its interpreter, because a sandbox may forbid executing the files that
-    were put into it. The result is "" for an empty script, which stands for one that is only in the
-    image.
+    were put into it. An empty `script` means that the script is only in the image. The result is
+    then "", so that the script itself is the command.
     """
     first_line = script.split(b"\n", 1)[0].decode("utf-8", "replace")
     return first_line[2:].strip() if first_line.startswith("#!") else "sh" if script else ""

@@ -1,6 +1,7 @@
 """Read the reward file that a task's tests wrote.
 
-Source: the package harbor 0.25.0, verifier/verifier.py. What Harbor counts as an error is one here.
+Source: the package harbor 0.25.0, verifier/verifier.py. Whatever Harbor counts as an error is one
+here too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_VALUES = 100
 
 
 class VerifierError(RatchetError):
-    """The tests of a task gave no reward, so the attempt fails. It does not earn 0."""
+    """The tests of a task gave no reward, so the attempt fails instead of earning 0."""
 
 
 def read_reward(

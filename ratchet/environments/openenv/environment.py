@@ -63,14 +63,18 @@ class OpenEnvConfig(EnvironmentConfig):
         "server's (MCP) tools, and a message without a call ends the episode.",
     )
     action_field: str | None = Field(
-        None, description="With text: field of the action; null: its only required one."
+        None,
+        description="With actions=text: field of the action that a message fills; null: the only "
+        "required field.",
     )
     prompt: str = Field(
         "{observation}",
         description="First message: {observation} is the text of the observation, {name} one of "
         "its fields.",
     )
-    reply: str = Field("{observation}", description="Further messages, likewise.")
+    reply: str = Field(
+        "{observation}", description="Further messages, with the same placeholders as prompt."
+    )
     reset: dict[str, Any] = Field({}, description="Further arguments of the server's reset.")
     test_tasks: int = Field(100, ge=1, description="Number of held-out seeds, from 0 on.")
     max_turns: int = Field(100, ge=1, description="Turns after which an episode is ended.")
@@ -250,7 +254,7 @@ class OpenEnv(SeededTasks):
         return await self._guard(self._session.step(action))
 
     async def _guard(self, awaitable: Any) -> Any:
-        """Return the result of a request. An OpenEnvError says how the server's process ended."""
+        """Return the result of a request. Add to an OpenEnvError how the server's process ended."""
         try:
             return await awaitable
         except InvalidAction:
@@ -279,7 +283,7 @@ def format_observation(template: str, observation: Mapping[str, Any]) -> str:
         for name, value in fields.items()
     }
     values["observation"] = whole
-    # In one pass: braces inside an observation stay as they are.
+    # One pass, so that braces inside an observation stay as they are.
     return re.sub(r"\{([^{}]*)\}", lambda match: values.get(match[1], match[0]), template)
 
 

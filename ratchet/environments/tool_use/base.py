@@ -145,7 +145,8 @@ class Toolbox:
             raise ToolError(f"{tool.name} gave no answer within {self.timeout_s:g} s") from None
         except (RatchetError, ToolError):
             raise
-        # A tool is user code and may raise any exception. The policy reads its text, and may go on.
+        # A tool is user code and may raise any exception. The policy reads the exception's text and
+        # may go on.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
@@ -167,11 +168,12 @@ def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
     unknown = [name for name in arguments if name not in properties]
     if missing:
         raise ToolError(
-            f"the argument '{missing[0]}' is missing; it takes {', '.join(properties) or 'none'}"
+            f"the argument '{missing[0]}' is missing; the tool takes "
+            f"{', '.join(properties) or 'none'}"
         )
     if unknown and not parameters.get("additionalProperties", False):
         raise ToolError(
-            f"there is no argument '{unknown[0]}'; it takes {', '.join(properties) or 'none'}"
+            f"there is no argument '{unknown[0]}'; the tool takes {', '.join(properties) or 'none'}"
         )
     for name, value in arguments.items():
         expected = properties.get(name, {}).get("type")

@@ -91,7 +91,7 @@ class ShellEnvironment(Rows):
         """Return the reward and the metrics of an attempt that has ended."""
 
     def get_remaining_s(self, attempt: Attempt) -> float:
-        """Return the wall time in seconds that the attempt's next command may take; 0 ends it."""
+        """Return the wall time in seconds for the next command. 0 or less ends the attempt."""
         return self.settings.command_timeout_s
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:

@@ -83,8 +83,8 @@ class ShapesConfig(EnvironmentConfig):
 
     shuffled: bool = Field(
         False,
-        description="Combine each question with another picture of its kind, which measures what a "
-        "model reaches without looking.",
+        description="Show another random picture with each question, to measure a model's accuracy "
+        "without looking.",
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Reward following the instructions of IFEval (arXiv:2311.07911) and data with its columns."""
+"""A reward for following instructions, for IFEval (arXiv:2311.07911) and data in its form."""
 
 from __future__ import annotations
 

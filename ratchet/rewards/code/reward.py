@@ -40,7 +40,8 @@ class CodeConfig(Section):
         "must be the same.",
     )
     blocks: Literal["last", "first", "all"] = Field(
-        "last", description="The fenced blocks of the answer that are the program; all: joined."
+        "last",
+        description="Fenced block of the answer that is the program; all: all blocks, joined.",
     )
     require_block: bool = Field(
         False,
