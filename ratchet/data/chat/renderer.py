@@ -338,7 +338,7 @@ class Renderer:
             except DataError as error:
                 raise ConfigError(f"the chat template can't write a tool call: {error}") from error
         header, _, end_of_turn = texts[0].partition(SENTINEL)
-        # The prefix is one of characters, not of path components.
+        # Here commonprefix compares characters, not path components, which the lint rule suspects.
         shared = commonprefix([header, texts[1]])  # noqa: RUF071
         written = texts[1][len(shared) :].removesuffix(end_of_turn)
         if list(self.tool_format.parse(written, PROBE_TOOLS).calls) != [PROBE_CALL]:
