@@ -142,7 +142,7 @@ class AnswerReward(PerTrajectory):
     """A reward that judges the text of the last message; a truncated trajectory earns 0."""
 
     def judge(self, trajectory: Trajectory, task: Task) -> Verdict | Awaitable[Verdict]:
-        text = answer_text(trajectory)
+        text = answer_text(trajectory)  # raises if there is none, even for a truncated trajectory
         return 0.0 if isinstance(trajectory.outcome, Truncated) else self.grade(text, task)
 
     @abstractmethod

@@ -153,14 +153,14 @@ class TRLEnvironment(Environment):
         raise DataError("TRL's environments have no demonstrations: train with rollouts")
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        return self._schemas[self._get_name(task)]
+        return self._schemas[self._get_factory_name(task)]
 
     async def reset(self, task: Task) -> Sequence[Message]:
         """Reset the instance with the row's columns, and return the prompt.
 
         The text that the instance's `reset` returns is appended to the last message.
         """
-        name = self._get_name(task)
+        name = self._get_factory_name(task)
         if name not in self._instances:
             self._instances[name] = await self._call(self.factories[name])
         self._instance, self._task, self._n_calling_turns = self._instances[name], task, 0
@@ -208,7 +208,7 @@ class TRLEnvironment(Environment):
         # Like TRL, call no method of the instances: a public `close` would be a tool.
         self._instances = {}
 
-    def _get_name(self, task: Task) -> str:
+    def _get_factory_name(self, task: Task) -> str:
         """Return the key of the task's class in `factories`. Raises DataError if it is unknown."""
         if not isinstance(self.config.factory, dict):
             return ""

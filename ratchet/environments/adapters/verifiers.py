@@ -97,6 +97,7 @@ class VerifiersEnvironment(Rows):
         has_repeats = len(set(prompts)) < len(prompts)
         for index, (task, prompt) in enumerate(zip(tasks, prompts, strict=True)):
             _check_needs(task)
+            # If prompts repeat, or all are empty, only their hashes tell the tasks apart.
             text = task.hash if has_repeats else "\n".join(message.text for message in prompt)
             split = "test" if is_held_out(text) else "train"
             converted_task = Task(
@@ -134,6 +135,7 @@ class VerifiersEnvironment(Rows):
         await self._replies.put(message.text)
         request = await self._next_request()
         if request is not None and self._turns >= self.config.max_turns:
+            # No reply stops the episode, so that no further request follows.
             await self._replies.put(None)
             request = await self._next_request()
         if request is not None:

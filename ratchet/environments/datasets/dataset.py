@@ -68,8 +68,8 @@ class SplitRows:
         """Return the number of the split's rows in each block of the table."""
         if self.row_numbers is None:
             return self.table.block_sizes
-        ends = np.cumsum(self.table.block_sizes)
-        return np.diff(np.searchsorted(self.row_numbers, ends), prepend=0).tolist()
+        block_ends = np.cumsum(self.table.block_sizes)
+        return np.diff(np.searchsorted(self.row_numbers, block_ends), prepend=0).tolist()
 
 
 class Dataset(SingleTurn):
@@ -359,7 +359,7 @@ class Dataset(SingleTurn):
         )
 
     def _explain_empty(self, split: Split) -> str:
-        other = "test" if split == "train" else "train"
+        other_split = "test" if split == "train" else "train"
         if split not in self._splits:
             alternative = ", or set evaluation.tasks: 0" if split == "test" else ""
             return (
@@ -372,7 +372,7 @@ class Dataset(SingleTurn):
                 f"test_share={share:g} holds out none of so few rows. Raise test_share, name "
                 "`test`, or set evaluation.tasks: 0"
             )
-        return f"`keep` filters out all rows, or all are in the {other} split: loosen `keep`"
+        return f"`keep` filters out all rows, or all are in the {other_split} split: loosen `keep`"
 
 
 class DatasetWithTools(Dataset):

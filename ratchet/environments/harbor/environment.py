@@ -126,7 +126,7 @@ class Harbor(ShellEnvironment):
     def _directories(self) -> dict[str, TaskDirectory]:
         return {str(task.path): task for tasks in self._tasks.values() for task in tasks}
 
-    def _find(self, task: Task) -> TaskDirectory:
+    def _find_directory(self, task: Task) -> TaskDirectory:
         path = str(task.meta["directory"])
         if path not in self._directories:
             raise DataError(f"task '{task.id}' is in {path}, which is in neither train nor test")
@@ -137,12 +137,12 @@ class Harbor(ShellEnvironment):
 
         Raises DataError if the task has no solution, or one that can't be written as a shell block.
         """
-        directory = self._find(task)
+        directory = self._find_directory(task)
         files = directory.read_solution()
         if "solve.sh" not in files:
             raise DataError(f"task '{task.id}' has no solution/solve.sh")
         lines = [_write_command(f"/solution/{name}", data, task) for name, data in files.items()]
-        variables = _export(directory.get_variables("solution"))
+        variables = _write_exports(directory.get_variables("solution"))
         script = f"{_get_interpreter(files['solve.sh'])} /solution/solve.sh"
         block = "\n".join([*lines, f"({variables}{script})"])
         return (Message("assistant", f"```sh\n{block}\n```"), Message("assistant", "Done."))
@@ -150,7 +150,7 @@ class Harbor(ShellEnvironment):
     async def reset(self, task: Task) -> Sequence[Message]:
         """Open a session in the task's image, with the files of its environment/ folder."""
         await self.close()
-        directory = self._find(task)
+        directory = self._find_directory(task)
         session = await self._open(directory, directory.image)
         self._attempt = Attempt(task, session)
         files = self._read_files(directory)
@@ -159,7 +159,7 @@ class Harbor(ShellEnvironment):
         return task.messages
 
     def get_remaining_s(self, attempt: Attempt) -> float:
-        limit = self._find(attempt.task).manifest.agent.timeout_sec
+        limit = self._find_directory(attempt.task).manifest.agent.timeout_sec
         command_timeout_s = self.config.command_timeout_s
         return (
             command_timeout_s if limit is None else min(command_timeout_s, limit - attempt.seconds)
@@ -170,7 +170,7 @@ class Harbor(ShellEnvironment):
 
         Raises VerifierError if the tests give no reward, SandboxError if the sandbox fails.
         """
-        directory = self._find(attempt.task)
+        directory = self._find_directory(attempt.task)
         files: dict[str, bytes] = {}
         try:
             for path in directory.kept_paths:
@@ -247,7 +247,7 @@ class Harbor(ShellEnvironment):
         placeholders = {f"{folder}/{PLACEHOLDER}": b"" for folder in folders}
         await session.put({**placeholders, **files})
         removal = shlex.join(["rm", "-f", *placeholders])
-        variables = _export(directory.get_variables(phase))
+        variables = _write_exports(directory.get_variables(phase))
         workdir = shlex.quote(f"/{directory.workdir}")
         command = f"{removal} && {variables}cd {workdir}"
         result = await session.run(command, SETUP_TIMEOUT_S)
@@ -306,7 +306,7 @@ def _make_task(directory: TaskDirectory, split: Split, instructions: str) -> Tas
 
 
 def _adapt_sandbox(section: Section) -> Section:
-    """Return the section. A Docker session is set to begin at / and to have a writable image."""
+    """Return the sandbox's section, with Docker sessions that begin at / and may write anywhere."""
     if not isinstance(section, DockerSandboxConfig):
         return section
     return section.model_copy(update={"read_only": False, "workdir": "/"})
@@ -338,7 +338,7 @@ def _get_interpreter(script: bytes) -> str:
     return first_line[2:].strip() if first_line.startswith("#!") else "sh" if script else ""
 
 
-def _export(variables: Mapping[str, str]) -> str:
+def _write_exports(variables: Mapping[str, str]) -> str:
     """Return shell commands that set variables, each followed by `&&`."""
     return "".join(f"export {name}={shlex.quote(value)} && " for name, value in variables.items())
 

@@ -69,8 +69,8 @@ class TaskDirectory:
     @cached_property
     def workdir(self) -> str:
         """Return the working directory, relative to the root."""
-        named = self.manifest.environment.workdir or self._dockerfile_workdir
-        workdir = posixpath.normpath(named or self.default_workdir).lstrip("/")
+        task_workdir = self.manifest.environment.workdir or self._dockerfile_workdir
+        workdir = posixpath.normpath(task_workdir or self.default_workdir).lstrip("/")
         if workdir in ("", ".") or any(_overlap(workdir, path) for path in RESERVED):
             raise DataError(
                 f"{self.path / MANIFEST}: the working directory is /{workdir.lstrip('.')}, whose "

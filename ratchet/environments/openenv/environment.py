@@ -52,7 +52,7 @@ class OpenEnvConfig(EnvironmentConfig):
     python: str | None = Field(
         None,
         description="With path: interpreter that has openenv and what the package needs; null: "
-        "this one.",
+        "the interpreter of the run.",
     )
     sessions: int = Field(
         64, gt=0, description="With path: maximum number of sessions of the server at once."
@@ -134,8 +134,8 @@ class OpenEnvServer:
         required = schema.get("required", [])
         field = self._config.action_field
         candidates = [field] if field else required or fields
-        others = set(required) - set(candidates[:1])
-        if len(candidates) != 1 or candidates[0] not in fields or others:
+        other_required = set(required) - set(candidates[:1])
+        if len(candidates) != 1 or candidates[0] not in fields or other_required:
             raise ConfigError(
                 f"environment.action_field={field}: the server's action has the fields "
                 f"{', '.join(fields) or 'none'}, and requires {', '.join(required) or 'none'}. "
@@ -277,12 +277,12 @@ def format_observation(template: str, observation: Mapping[str, Any]) -> str:
     """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     texts = [value for value in fields.values() if isinstance(value, str)]
-    whole = texts[0] if len(texts) == 1 else json.dumps(fields, ensure_ascii=False)
+    observation_text = texts[0] if len(texts) == 1 else json.dumps(fields, ensure_ascii=False)
     values = {
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for name, value in fields.items()
     }
-    values["observation"] = whole
+    values["observation"] = observation_text
     # One pass, so that braces inside an observation stay as they are.
     return re.sub(r"\{([^{}]*)\}", lambda match: values.get(match[1], match[0]), template)
 

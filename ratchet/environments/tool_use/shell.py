@@ -119,7 +119,7 @@ class ShellEnvironment(Rows):
         assert attempt is not None, "step before reset"
         commands = extract_commands(message)
         answers: list[Message] = []
-        for call, command in commands[: self.settings.commands - attempt.n_commands]:
+        for call_id, command in commands[: self.settings.commands - attempt.n_commands]:
             attempt.n_commands += 1
             if command is None:
                 text = f"there is no such call: call {TOOL_NAME} with a command"
@@ -130,7 +130,7 @@ class ShellEnvironment(Rows):
                 attempt.seconds += result.seconds
                 text = format_result(result, self.settings.shown_characters)
             answers.append(
-                Message("tool", text, tool_call_id=call) if call else Message("user", text)
+                Message("tool", text, tool_call_id=call_id) if call_id else Message("user", text)
             )
         has_commands_left = attempt.n_commands < self.settings.commands
         if commands and has_commands_left and self.get_remaining_s(attempt) > 0:

@@ -53,11 +53,11 @@ UNIT = re.compile(
 
 def extract_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{}; "" if it is not closed, None if there is none."""
-    last = find_last_match(BOXED, text)
-    if last is None:
+    opening = find_last_match(BOXED, text)
+    if opening is None:
         return None
-    content = text[last.end() : last.end() + MAX_ANSWER_CHARS]
-    if not last.group().endswith("{"):  # no braces, as in "\boxed 5"
+    content = text[opening.end() : opening.end() + MAX_ANSWER_CHARS]
+    if not opening.group().endswith("{"):  # no braces, as in "\boxed 5"
         return content.split(maxsplit=1)[0].rstrip("$.,;")
     depth = 1
     for brace in BRACES.finditer(content):

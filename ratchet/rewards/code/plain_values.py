@@ -89,8 +89,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        whole = int.__int__(value)
-        return whole if -SMALL_INT_LIMIT < whole < SMALL_INT_LIMIT else ["int", hex(whole)]
+        number = int.__int__(value)
+        return number if -SMALL_INT_LIMIT < number < SMALL_INT_LIMIT else ["int", hex(number)]
     if isinstance(value, float):
         return ["float", float.hex(value)]
     if isinstance(value, complex):
