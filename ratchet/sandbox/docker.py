@@ -291,7 +291,7 @@ class DockerSandbox:
         while (state := self._engine.json("GET", f"/exec/{exec_id}/json"))["Running"]:
             if time.monotonic() > deadline:
                 raise EngineUnavailable(
-                    "the engine's stream was cut: it ended while the program is running"
+                    "the engine's stream was cut: it ended before the program did"
                 )
             time.sleep(0.02)
         return int(state["ExitCode"])

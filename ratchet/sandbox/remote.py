@@ -139,7 +139,7 @@ class RemoteSandbox:
         if self.isolation > Isolation.SECCOMP and b"True" in probe.stdout:
             raise SandboxError(
                 f"offers={self.config.offers} is wrong: at the service {self.config.address} a "
-                "program can read files of the one before. Make it isolate programs, or set "
+                "program can read files of an earlier program. Make it isolate programs, or set "
                 "offers=seccomp"
             )
 

@@ -70,7 +70,8 @@ class HarborConfig(ShellConfig):
         "/app", pattern="^/.", description="Working directory of tasks that name none."
     )
     reward: str = Field(
-        "reward", description="Name of the reward if reward.json has several; others are metrics."
+        "reward",
+        description="Name of the reward if reward.json has several numbers; others are metrics.",
     )
 
     @model_validator(mode="after")

@@ -43,7 +43,7 @@ class ShellConfig(EnvironmentConfig):
     workers: int = Field(2, gt=0, description="Maximum number of commands that run at once.")
     instructions: str = Field(INSTRUCTIONS, description="Text appended to each goal.")
     commands: int = Field(
-        20, gt=0, description="Maximum number of commands in an attempt; after them it is judged."
+        20, gt=0, description="Maximum number of commands in an attempt, which is then judged."
     )
     command_timeout_s: float = Field(
         30.0, gt=0, description="Wall time limit of a command, in seconds."

@@ -28,8 +28,8 @@ class IFEvalConfig(Section):
     )
     loose: bool = Field(
         False,
-        description="True to accept also the text without asterisks, first line or last line, as "
-        "in the paper.",
+        description="True to judge the text also without asterisks, first line or last line, as in "
+        "the paper. An instruction counts as followed if one of these forms follows it.",
     )
 
 

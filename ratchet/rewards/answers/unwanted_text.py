@@ -23,8 +23,8 @@ class UnwantedTextConfig(Section):
     )
     token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (),
-        description="Ids of tokens that the policy must not write, the token that ends a turn "
-        "included.",
+        description="Ids of tokens that the policy must not write. The token that ends a turn is "
+        "checked too.",
     )
 
     @model_validator(mode="after")

@@ -51,8 +51,8 @@ class CodeConfig(Section):
     timeout_s: float = Field(
         4.0,
         gt=0,
-        description="Processor time limit of one test, in whole seconds; the wall time limit is "
-        "three times as long.",
+        description="Processor time limit of one test, in seconds (rounded up to whole ones). The "
+        "wall time limit is three times as long.",
     )
     memory_mib: int = Field(
         512, ge=64, description="Memory limit (address space) of the program, in MiB."
