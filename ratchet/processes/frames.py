@@ -157,6 +157,7 @@ class Connection:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self, count: int) -> bytes | bytearray:
+        """Return the next `count` bytes. Bytes that were received beyond them are kept."""
         unread = self._unread
         if not unread and count < SMALL_BYTES:
             unread = memoryview(self._take(self.socket.recv, SMALL_BYTES))

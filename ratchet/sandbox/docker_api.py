@@ -282,6 +282,7 @@ class DockerEngine:
             raise self._make_unreachable_error(error) from error
 
     def _check(self, response: httpx2.Response, method: str, path: str) -> None:
+        """Raise the error that a response reports, if it is not a success."""
         if response.is_success or response.status_code == 101:
             return
         text = _read_bounded(response, MAX_ANSWER_BYTES)

@@ -355,6 +355,7 @@ class Renderer:
     def _decode_text(
         self, tokens: Sequence[int], stop: StopReason | None, *, skip_special: bool
     ) -> str:
+        """Return the text of a completion, without its end of turn or an incomplete character."""
         ids = list(tokens)
         if ids and ids[-1] in self.stop_ids:
             ids.pop()

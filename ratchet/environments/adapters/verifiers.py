@@ -173,6 +173,7 @@ class VerifiersEnvironment(Rows):
         return await self._replies.get()
 
     async def _play(self, task: vf.Task) -> vf.Episode:
+        """Run the environment on a task, and return the episode with the policy's only trace."""
         from verifiers.v1 import EnvInfo, Episode, TraceTask
 
         trace_task = TraceTask(
@@ -303,6 +304,7 @@ def _load(config: VerifiersConfig) -> vf.Env:
 
 
 def _choose_seat(inner: vf.Env, configured: str | None) -> str:
+    """Return the name of the policy's agent: the configured one, or the only one."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     seats = list(agent_config_fields(inner.config))

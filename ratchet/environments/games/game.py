@@ -284,6 +284,7 @@ def find_shortest_path(
 
 
 def _retrace(came_from: dict[State, tuple[State, str] | None], state: State) -> list[str]:
+    """Return the moves that led from the first state to `state`."""
     moves: list[str] = []
     step = came_from[state]
     while step is not None:

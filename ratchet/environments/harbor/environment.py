@@ -217,6 +217,7 @@ class Harbor(ShellEnvironment):
         return {} if self._has_images and directory.image else directory.read_files()
 
     async def _open(self, directory: TaskDirectory, image: TaskImage) -> Session:
+        """Open a session in an image, which is built first if it is a folder's."""
         limits = self.limits
         if memory_mib := directory.manifest.environment.memory_mib:
             limits = replace(limits, memory_mib=max(memory_mib, MIN_MEMORY_MIB))

@@ -195,8 +195,8 @@ def build_tools(sections: Sequence[Section]) -> list[Tool]:
     """Build the tools of sections. Raises ConfigError if a section builds something else."""
     tools: list[Tool] = []
     for section in sections:
-        built = build(section)
-        for tool in built if isinstance(built, list | tuple) else (built,):
+        section_tools = build(section)
+        for tool in section_tools if isinstance(section_tools, list | tuple) else (section_tools,):
             if not isinstance(tool, Tool):
                 raise ConfigError(
                     f"{tool!r:.80} is not a tool: it needs name, description, parameters and "

@@ -98,6 +98,7 @@ class Countdown(Procedural):
 
 
 def _join(left: Term, sign: str, right: Term) -> Term | None:
+    """Return the terms joined by an operator; None unless the value is a positive integer."""
     value = _compute(left.value, sign, right.value)
     if value is None or value < 1:
         return None

@@ -91,6 +91,7 @@ class WorkerEnvironment(Environment):
         return environment
 
     def _register(self) -> None:
+        """Give this copy a number in the pool, which the pool forgets when the copy is gone."""
         self._instance = self._pool.register()
         self._task: Task | None = None
         self._reply: Mapping[str, Any] = {}

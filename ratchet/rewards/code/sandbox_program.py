@@ -83,6 +83,7 @@ class AssertTransformer(ast.NodeTransformer):
     removed, because it tests nothing.
     """
 
+    # {0} is the number of the assertion, which takes the place of `pass`.
     WRAPPED = (
         "try:\n  pass\nexcept Exception as _ratchet_error:\n  if "
         "_ratchet_judge.record_broken(_ratchet_error, {0}): raise\n"
