@@ -272,12 +272,12 @@ class Environment(ABC):
 
     Attributes:
         replayable: True if `reset(task)` and the same messages give the same observations.
-        judges: True if steps return rewards, so that attempts can be judged without `rewards`.
+        returns_rewards: True if steps return rewards, so that the recipe needs no `rewards`.
         stop_strings: Stop strings beside the recipe's; they are read before each turn.
     """
 
     replayable: bool = False
-    judges: bool = True
+    returns_rewards: bool = True
     stop_strings: tuple[str, ...] = ()
 
     @abstractmethod

@@ -231,7 +231,7 @@ def _describe_evaluation(stage: StageConfig, first_step: int) -> str:
         f"{' and '.join(kinds)})"
     )
     environment = settings.environment or stage.environment
-    is_judged = bool(stage.eval_rewards) or environment.judges
+    is_judged = bool(stage.eval_rewards) or environment.returns_rewards
     if not is_judged:
         size = f"the loss of {_format_count(settings.tasks, 'task')} at most"
         if stage.source == "pairs":

@@ -364,7 +364,7 @@ def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mappin
     start_roles = [name for name, role in algorithm.roles.items() if role.path is None]
     # Judged answers and compared pairs need only the policy. Otherwise the held-out loss is
     # measured, which reads the other roles too.
-    measures_loss = algorithm.source != "pairs" and not setup.judges
+    measures_loss = algorithm.source != "pairs" and not setup.has_rewards
     if start_roles and measures_loss and (start_model := _find_start_model(target)) is not None:
         roles = {
             name: replace(role, path=role.path or start_model)

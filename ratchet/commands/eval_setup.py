@@ -141,7 +141,7 @@ def build_eval_setup(
 
 def require_judge(setup: EnvSetup) -> None:
     """Raise ConfigError if nothing judges the answers: neither a reward nor the environment."""
-    if not setup.judges:
+    if not setup.has_rewards:
         raise ConfigError(
             "the environment has no reward to judge answers: name another by --on KIND, or a "
             "recipe with rewards by --recipe RECIPE"

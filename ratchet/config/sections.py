@@ -104,15 +104,15 @@ class EnvironmentConfig(Section):
     Attributes:
         default_reward: Kind of the reward, unless the recipe names another; "": none.
         data_kinds: The kinds of training data that the environment offers (see `Source`).
-        judges: True if the environment's steps return rewards. It is read only if `default_reward`
-            is "".
+        returns_rewards: True if the environment's steps return rewards. It is read only if
+            `default_reward` is "".
         needs_media: True if every task has images, audio or videos.
         has_scan: True if a key `scan` makes the environment read all its rows when it is built.
     """
 
     default_reward: ClassVar[str] = ""
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
-    judges: ClassVar[bool] = True
+    returns_rewards: ClassVar[bool] = True
     needs_media: ClassVar[bool] = False
     has_scan: ClassVar[bool] = False
 

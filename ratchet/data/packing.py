@@ -62,7 +62,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         trainable_T=trainable_T & train_S.repeat_interleave(lengths_S),
         predicted_T=trainable_T & ~baseline_S.repeat_interleave(lengths_S),
         rollout_logprobs_T=token_column(lambda t: t.rollout_logprobs, np.float32),
-        log_kept_mass_T=token_column(_get_kept_mass, np.float32),
+        log_kept_mass_T=token_column(_get_log_kept_mass, np.float32),
         versions_T=token_column(lambda t: t.versions, np.int32),
         lengths_S=lengths_S,
         group_S=sequence_column([g for g, _ in rows], np.int64),
@@ -144,7 +144,7 @@ class _TurnColumns:
         return state_T
 
 
-def _get_kept_mass(trajectory: Trajectory) -> np.ndarray:
+def _get_log_kept_mass(trajectory: Trajectory) -> np.ndarray:
     return (
         np.zeros(len(trajectory), np.float32)
         if trajectory.log_kept_mass is None

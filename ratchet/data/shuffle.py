@@ -12,7 +12,7 @@ WINDOW = 4  # number of blocks that are in memory at once and whose rows are shu
 
 
 class RowOrder:
-    """The row at each position of an endless sequence of epochs over `sum(block_sizes)` rows.
+    """The order in which endless epochs go through `sum(block_sizes)` rows.
 
     A block is a number of rows that are read together. Each epoch shuffles the blocks, then the
     rows within each window of WINDOW consecutive blocks. A single block is shuffled fully. So the
@@ -52,6 +52,7 @@ class RowOrder:
         return int(self._window_rows[offset - window_start])
 
     def _shuffle_window(self, epoch: int, window: int) -> NDArray[np.int64]:
+        """Return the row numbers of a window, in the epoch's order."""
         blocks = self._block_order[window * WINDOW : (window + 1) * WINDOW]
         rows = np.concatenate(
             [
@@ -64,6 +65,7 @@ class RowOrder:
         return rows[self._draw_permutation(len(rows), "rows", epoch, window)]
 
     def _draw_permutation(self, n: int, *names: object) -> NDArray[np.int64]:
+        """Return a random permutation of range(n) that depends only on the seed and the names."""
         key = blake2b(
             "/".join(map(str, (self.name, self.seed, *names))).encode(), digest_size=32
         ).digest()

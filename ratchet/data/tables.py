@@ -278,11 +278,12 @@ class JoinedTable:
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tables
-        self.ends = list(accumulate(len(table) for table in tables))
+        # For each table, the index of the row after its last row.
+        self.table_ends = list(accumulate(len(table) for table in tables))
         self.block_sizes: Sequence[int] = [block for table in tables for block in table.block_sizes]
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.table_ends[-1]
 
     def row(self, index: int) -> DataRow:
         table, row_in_table = self._locate(index)
@@ -293,5 +294,7 @@ class JoinedTable:
         return table.where(row_in_table)
 
     def _locate(self, index: int) -> tuple[Table, int]:
-        table_index = bisect_right(self.ends, index)
-        return self.tables[table_index], index - (self.ends[table_index - 1] if table_index else 0)
+        table_index = bisect_right(self.table_ends, index)
+        return self.tables[table_index], index - (
+            self.table_ends[table_index - 1] if table_index else 0
+        )

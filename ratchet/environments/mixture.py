@@ -64,8 +64,8 @@ class MixtureConfig(EnvironmentConfig):
         return frozenset.intersection(*(frozenset(part.data_kinds) for part in self.parts))
 
     @property
-    def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return all(part.judges for part in self.parts)
+    def returns_rewards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(part.returns_rewards for part in self.parts)
 
 
 def get_part_tag(part: Any) -> str:
@@ -115,19 +115,19 @@ class Mixture(Environment):
         return sum(known_counts) if len(known_counts) == len(counts) else None
 
     def _iter_train_tasks(self, seed: int, start: int) -> Iterator[Task]:
-        upcoming: dict[int, Iterator[Task]] = {}
+        streams: dict[int, Iterator[Task]] = {}
         tags = list(self._parts)
         for position in itertools.count(start):
-            part_index, index = locate_task(position, self._weights)
-            if part_index not in upcoming:
-                upcoming[part_index] = self._parts[tags[part_index]].tasks(
-                    "train", seed=seed, start=index
+            part_index, task_index = locate_task(position, self._weights)
+            if part_index not in streams:
+                streams[part_index] = self._parts[tags[part_index]].tasks(
+                    "train", seed=seed, start=task_index
                 )
-            task = next(upcoming[part_index], None)
+            task = next(streams[part_index], None)
             if task is None:
                 raise DataError(
-                    f"part '{tags[part_index]}' of the mixture ran out of training tasks: it must "
-                    "repeat its data"
+                    f"part '{tags[part_index]}' of the mixture ran out of training tasks: a part "
+                    "must repeat its data"
                 )
             yield self._add_tag(tags[part_index], task)
 
@@ -194,7 +194,7 @@ class Mixture(Environment):
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the metrics of the parts, and the number of prompts of each part.
 
-        The numbers may differ from the weights, because of filters and curricula.
+        Because of filters and curricula, the numbers may not be proportional to the weights.
         """
         metrics: dict[str, float] = {}
         for tag, part in self._parts.items():

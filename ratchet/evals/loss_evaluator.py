@@ -66,10 +66,9 @@ class LossEvaluator:
         perplexity     = exp((1 / N) sum_t -log p(y_t | y_<t))
         token_accuracy = (1 / N) sum_t [y_t is the likeliest token]
 
-    For distillation, the loss is the divergence between teacher and student, and `sft_coef` times
-    the mean NLL where that is set. For on-policy
-    distillation by a policy gradient, it is the mean of log student - log teacher on sampled
-    tokens, which estimates the reverse KL.
+    For distillation, the loss is the divergence between teacher and student, plus `sft_coef` times
+    the mean NLL if the algorithm has that term. For on-policy distillation by a policy gradient, it
+    is the mean of log student - log teacher on sampled tokens, which estimates the reverse KL.
 
     Args:
         roles: The stage's learners. Scoring passes may read roles other than the policy.
@@ -90,8 +89,8 @@ class LossEvaluator:
         self.tasks = tasks
         self.algorithm = algorithm
         self.managers = managers
-        # A stage takes over the last metrics of the stage before if both measure the same
-        # quantities. The stage's name prevents it: losses of two stages can't be compared.
+        # A stage takes over the last metrics of the previous stage if both measure the same
+        # quantities. The stage's name prevents this: losses of two stages can't be compared.
         self.measured_quantities = frozenset({f"loss of stage {source.name}"})
 
     async def run(self) -> HeldOutLoss:

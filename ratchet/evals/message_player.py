@@ -38,11 +38,11 @@ UNKNOWN_TOKEN = -1  # the id of every token in a trajectory, because only messag
 
 
 class AttemptFailed(RatchetError):
-    """The policy gave no usable answer; `reason` is the reason of the `Failed` outcome."""
+    """The policy gave no usable answer. `kind` is the kind of the `Failed` outcome."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
-        self.reason = reason
+        self.kind = kind
 
 
 class Reply(NamedTuple):
@@ -150,14 +150,14 @@ class MessagePlayer(ABC):
             async with time_limit:
                 outcome = await self._play_episode(state, sampling)
         except TimeoutError:
-            # Without an expired limit, the policy raised it.
+            # If the limit has not expired, the policy itself raised the error.
             if not time_limit.expired():
                 raise
             outcome = Failed(
                 "timeout", f"not over after {self.timeout_s:g} s and {len(state.turns)} turns"
             )
         except AttemptFailed as failure:
-            outcome = Failed(failure.reason, str(failure))
+            outcome = Failed(failure.kind, str(failure))
         except (UserCodeFailed, DataError) as failure:
             outcome = Failed("environment", str(failure))
         return [state.make_trajectory(attempt, sampling.temperature, outcome)]

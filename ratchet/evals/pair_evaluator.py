@@ -1,4 +1,4 @@
-"""Measure held-out accuracy on preference pairs: the share whose chosen answer is likelier.
+"""Measure held-out accuracy: the share of preference pairs whose chosen answer is likelier.
 
 T = tokens, S = sequences, G = pairs.
 """

@@ -61,7 +61,7 @@ class PromptResult:
 
     Attributes:
         digest: A hash of the task (see `hash_task`).
-        votes: True if the attempts' final answers can be compared.
+        votes: True if the final answers can be compared, so that the attempts can vote (cons@k).
         prompt: The last message of the task, at most MAX_PROMPT_CHARS of it; "" in results of
             earlier versions.
     """

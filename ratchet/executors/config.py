@@ -70,7 +70,9 @@ class RayClusterConfig(ClusterConfig):
         "machine.",
     )
     nodes: int = Field(
-        1, ge=1, description="Nodes that the run uses; it refuses to start on fewer."
+        1,
+        ge=1,
+        description="Number of nodes that the run uses. It does not start on a smaller cluster.",
     )
     gpus_per_node: int | None = Field(
         None, ge=0, description="Accelerators that the run uses on each node; null: all."

@@ -109,10 +109,11 @@ class LocalExecutor:
         self._servers = []
 
     def _get_server(self) -> ForkServer:
-        """Return a running fork server; generators are restarted from several threads at once."""
+        """Return a running fork server."""
+        # Generators are restarted from several threads at once.
         with self._servers_lock:
             if not self._servers or self._servers[-1].has_ended:
-                # Numerical libraries must start no threads there: a fork would not copy them.
+                # Numerical libraries must start no threads in the server: a fork copies no threads.
                 environment = inherit_environment(OMP_NUM_THREADS="1")
                 preload = (WORKER_MODULE, *self.preload)
                 self._servers.append(ForkServer(preload, environment))

@@ -193,6 +193,7 @@ class _Layout:
         return len(bundles)
 
     def _assign_rank(self, request: ResourceRequest, strategy: Strategy) -> ResourceBundle | None:
+        """Assign one rank to a node and return its bundle; None if it fits on no node."""
         candidates = [free for free in self._free_resources if free.fits(request)]
         if strategy == "per_node":
             candidates = [free for free in candidates if not free.rank_count_by_role[request.role]]

@@ -171,6 +171,7 @@ class RayExecutor:
     # --- Ray itself
 
     def _take_inventory(self) -> ResourceManager:
+        """Return the nodes that the run may use: this machine, if Ray is yet to be started here."""
         if self.config.address is None and not ray.is_initialized():
             return ResourceManager(
                 [self._limit_resources(find_node(self.threads, self.device))], self.config.strategy

@@ -229,6 +229,7 @@ def _find_own_address() -> str:
 
 
 def _connect_store(torchrun_rank: TorchrunRank) -> Any:
+    """Return torchrun's key-value store, in which the ranks find the driver's address."""
     import torch.distributed as dist
 
     # torchrun's agent serves the store; if another program set the variables, rank 0 does. The

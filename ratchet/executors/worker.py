@@ -25,7 +25,7 @@ from ratchet.utils.object_store import configure_cache
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The rank and resources of a component, which gets them as its first argument."""
+    """The rank and resources of a component. Its factory gets them as the first argument."""
 
     role: str
     rank: int

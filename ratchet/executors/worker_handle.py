@@ -52,6 +52,7 @@ class WorkerHandle(abc.ABC):
         self.reported_host = ""
         self._has_greeted = False
         self._final_error: WorkerError | None = None  # raised by every later call
+        # Pending calls by number: the name of each, and the future of its answer.
         self._calls: dict[int, tuple[str, Future[Answer]]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()

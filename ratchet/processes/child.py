@@ -1,4 +1,4 @@
-"""The start of a child process, in the child: it ends with its parent, and calls its entry."""
+"""Code that a child process runs first: it binds the child to its parent, and calls its entry."""
 
 from __future__ import annotations
 

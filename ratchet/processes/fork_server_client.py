@@ -44,7 +44,7 @@ class ForkedProcess:
         self.pid.add_done_callback(lambda pid: self._send_kill(pid.result()))
 
     def describe_end(self) -> tuple[str, str]:
-        """Wait briefly for the end; return it in words, and the name of the signal or ""."""
+        """Wait briefly for the process to end. Return how it ended, and the signal's name or ""."""
         try:
             return describe_exit(self.status.result(END_S))
         except TimeoutError:
@@ -75,8 +75,8 @@ class ForkServer:
         self._temporary_folder = TemporaryFolder("fork-server")
         self.folder = self._temporary_folder.path
         self._server: Future[SpawnedProcess] = Future()
-        self._started: dict[int, ForkedProcess] = {}  # by number, until the process id is known
-        self._living: dict[int, ForkedProcess] = {}  # by process id
+        self._starting: dict[int, ForkedProcess] = {}  # by number, until the process id is known
+        self._running: dict[int, ForkedProcess] = {}  # by process id
         self._numbers = itertools.count()
         self._thread = threading.Thread(
             target=self._run_server, args=(preload, environment), name="fork-server", daemon=True
@@ -101,7 +101,7 @@ class ForkServer:
         number = next(self._numbers)
         log = self.folder / f"{name}-{number}.log"
         driver_end, process_end = socket.socketpair()
-        process = self._started[number] = ForkedProcess(
+        process = self._starting[number] = ForkedProcess(
             Connection(driver_end), log, self._send_kill
         )
         order = dump_json([str(log), entry, list(arguments)])
@@ -153,18 +153,18 @@ class ForkServer:
                 report = server.connection.receive()
                 if report.kind is FrameKind.HELLO:
                     pid = report.parcel.load_json()
-                    process = self._living[pid] = self._started.pop(report.number)
+                    process = self._running[pid] = self._starting.pop(report.number)
                     process.pid.set_result(pid)
                 elif report.kind is FrameKind.CLOSE:
-                    self._living.pop(report.number).status.set_result(report.parcel.load_json())
+                    self._running.pop(report.number).status.set_result(report.parcel.load_json())
                 else:
                     failure = report.parcel.load_json()
         status = server.wait()
         # The server died before it could kill its processes' groups. Children of the forked
         # processes may still run.
         if status != 0:
-            for pid in self._living:
+            for pid in self._running:
                 kill_group(pid)
         end = failure or describe_exit(status)[0]
-        for process in (*self._started.values(), *self._living.values()):
+        for process in (*self._starting.values(), *self._running.values()):
             process.status.set_exception(WorkerError(f"the fork server ended: {end}"))

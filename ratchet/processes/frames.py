@@ -88,7 +88,7 @@ def encode_frame(
 
 
 def parse_frame() -> Generator[int, bytes | bytearray, Frame]:
-    """Parse a frame: yield the number of bytes to read next, and be sent these bytes."""
+    """Parse a frame. The generator yields how many bytes it needs next, and is sent these bytes."""
     kind, number, body_bytes, n_buffers = HEAD.unpack((yield HEAD.size))
     lengths = LENGTH.iter_unpack((yield n_buffers * LENGTH.size)) if n_buffers else ()
     body = (yield body_bytes) if body_bytes else b""
@@ -157,6 +157,7 @@ class Connection:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self, count: int) -> bytes | bytearray:
+        """Return the next `count` bytes. Bytes that were received beyond them are kept."""
         unread = self._unread
         if not unread and count < SMALL_BYTES:
             unread = memoryview(self._take(self.socket.recv, SMALL_BYTES))

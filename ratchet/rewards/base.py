@@ -61,9 +61,9 @@ class PerTrajectory(Reward):
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return an outcome for each trajectory.
 
-        It is Scored, or Truncated with a reward if the trajectory was cut off. It is
-        Failed("reward") if judging raised, or returned no finite number or one out of bounds. A
-        trajectory that had failed or was cancelled keeps its outcome.
+        The outcome is Scored, or Truncated with a reward if the trajectory was cut off. It is
+        Failed("reward") if judging raised an exception, or if the reward is not finite or is out of
+        bounds. A trajectory that had failed or was cancelled keeps its outcome.
         """
         # `compares_attempts` is False, so most calls have one trajectory, which needs no asyncio
         # task.
@@ -142,7 +142,7 @@ class AnswerReward(PerTrajectory):
     """A reward that judges the text of the last message; a truncated trajectory earns 0."""
 
     def judge(self, trajectory: Trajectory, task: Task) -> Verdict | Awaitable[Verdict]:
-        text = answer_text(trajectory)
+        text = answer_text(trajectory)  # raises if there is none, even for a truncated trajectory
         return 0.0 if isinstance(trajectory.outcome, Truncated) else self.grade(text, task)
 
     @abstractmethod
@@ -180,10 +180,10 @@ def answer_text(trajectory: Trajectory) -> str:
 
 
 def list_policy_messages(trajectory: Trajectory) -> list[Message]:
-    """Return the messages that the policy wrote; of text that was not played, the last one.
+    """Return the messages that the policy wrote.
 
-    Assistant messages of the prompt, such as worked examples, are left out. Raises DataError if
-    there are none.
+    Assistant messages of the prompt, such as worked examples, are left out. Of a conversation that
+    was not played, only the last assistant message counts. Raises DataError if there is none.
     """
     n_turns = int(trajectory.metrics.get("turns", 0)) or len(trajectory.turns) or 1
     replies = [message for message in trajectory.messages if message.role == "assistant"]
@@ -193,7 +193,7 @@ def list_policy_messages(trajectory: Trajectory) -> list[Message]:
 
 
 def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:
-    """Return a complete reward: `reward`, or a function adapted to it.
+    """Return `reward` with all members of `Reward`, or a function as a FunctionReward.
 
     Raises ConfigError for anything else.
     """

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from ratchet.sandbox import Limits, Result, Sandbox
 
+# The innermost deadline of the running asyncio task; None without a deadline.
 CURRENT_DEADLINE: ContextVar[Pausable | None] = ContextVar("deadline", default=None)
 # An answer's programs may take this multiple of the deadline, in case the machine is busy.
 WALL_PER_LIMIT = 3

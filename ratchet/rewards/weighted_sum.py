@@ -29,11 +29,11 @@ class WeightedSum(Reward):
     """
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
-        """Create the sum. Raises ConfigError if the names of the two differ, or there are none."""
+        """Raise ConfigError if rewards and weights have different names, or are empty."""
         if not rewards or set(rewards) != set(weights):
             raise ConfigError(
-                f"rewards {sorted(rewards)} and weights {sorted(weights)} must name the same, at "
-                "least one"
+                f"rewards {sorted(rewards)} and weights {sorted(weights)} must have the same "
+                "names, at least one"
             )
         self.rewards, self.weights = dict(rewards), dict(weights)
 
@@ -63,7 +63,11 @@ class WeightedSum(Reward):
         return [self._sum(outcomes) for outcomes in zip(*outcomes_by_reward, strict=True)]
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
-        """Return the outcome of one attempt, from the outcome of each reward, in their order."""
+        """Return the outcome of one attempt.
+
+        Args:
+            outcomes: The attempt's outcome by each reward, in the order of `self.rewards`.
+        """
         total: float | None = 0.0
         is_truncated = False
         parts: dict[str, float] = {}
@@ -95,8 +99,8 @@ class WeightedSum(Reward):
 def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
     """Return the weighted sum of the rewards that sections of a recipe describe.
 
-    The sections' `metric_name` are the names, and their `weight` the weights. Raises ConfigError if
-    two share a name, or there are none.
+    A section's `metric_name` and `weight` are the name and the weight of its reward. Raises
+    ConfigError if two sections have the same name, or if there are no sections.
     """
     names = [section.metric_name for section in sections]
     if len(set(names)) < len(names):
@@ -112,5 +116,5 @@ def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
 
 
 def _get_weight(section: Any) -> float:
-    """Return the factor of a reward. A section made in Python may lack it; `resolve` adds it."""
+    """Return a section's `weight`: 1 for a section made in Python without the key."""
     return section.weight if "weight" in type(section).model_fields else 1.0

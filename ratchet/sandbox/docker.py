@@ -298,7 +298,7 @@ class DockerSandbox:
         ):
             if time.monotonic() > deadline:
                 raise EngineUnavailable(
-                    "the engine's stream was cut: it ended while the program is running"
+                    "the engine's stream was cut: it ended before the program did"
                 )
             time.sleep(0.02)
         code = read_field(state, int, "ExitCode")

@@ -331,6 +331,7 @@ class DockerEngine:
         return bytes(data)
 
     def _check(self, response: httpx2.Response, method: str, path: str) -> None:
+        """Raise the error that a response reports, if it is not a success."""
         if response.is_success or response.status_code == 101:
             return
         text = self._read(response, MAX_ANSWER_BYTES)

@@ -34,7 +34,7 @@ from ratchet.sandbox.base import (
 )
 
 START_TIMEOUT_S = 30.0
-GRACE_S = 5.0  # beyond the wall limit, before the fork server itself counts as broken
+GRACE_S = 5.0  # seconds after the wall limit at which the fork server itself counts as broken
 CHUNK_BYTES = 1 << 16
 # Share of the CPU limit from which a SIGKILL counts as the kernel's CPU limit. The kernel counts
 # whole ticks and the report is exact, so on a busy virtual machine the report can be lower by a
@@ -84,7 +84,7 @@ class ForkServerSlot:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._stderr_file = -1
-        # Protects the channel while it is replaced from a `stop` in another thread.
+        # Keeps a `stop` in another thread from using the channel while it is replaced.
         self._lock = threading.Lock()
 
     def start(self) -> Strength:

@@ -53,7 +53,7 @@ def _may_be_alive(owner: str) -> bool:
 def _read_boot_id() -> str:
     """Return an id of the machine's boot and of this pid namespace; "" if unknown.
 
-    Two namespaces may use the same pid.
+    The namespace is part of the id, because two namespaces may use the same pid.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(

@@ -129,6 +129,7 @@ class RemoteSandbox:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def _check_service(self) -> None:
+        """Raise SandboxError if the service can't run Python, or isolates less than declared."""
         name = f"ratchet-{secrets.token_hex(8)}"
         self._run(LEAVE_FILE.format(name=name), b"", DEFAULT_LIMITS)
         probe = self._run(LOOK_FOR_FILE.format(name=name), b"", DEFAULT_LIMITS)
@@ -139,7 +140,7 @@ class RemoteSandbox:
         if self.isolation > Isolation.SECCOMP and b"True" in probe.stdout:
             raise SandboxError(
                 f"offers={self.config.offers} is wrong: at the service {self.config.address} a "
-                "program can read files of the one before. Make it isolate programs, or set "
+                "program can read files of an earlier program. Make it isolate programs, or set "
                 "offers=seccomp"
             )
 

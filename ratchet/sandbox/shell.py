@@ -28,5 +28,15 @@ eval "$2"
 )
 
 
-def build_shell_command(shell: str, command: str, state: str, end: str = "") -> list[str]:
-    return [shell, "-c", SCRIPT, shell, state, command, end]
+def build_shell_command(
+    shell: str, command: str, state_file: str, end_marker: str = ""
+) -> list[str]:
+    """Return the words that run a session's command in a new shell.
+
+    Args:
+        shell: The shell's program.
+        command: The text of the command.
+        state_file: Path of the file with the directory and variables of the previous command.
+        end_marker: Text to print at the end of stdout and stderr.
+    """
+    return [shell, "-c", SCRIPT, shell, state_file, command, end_marker]

@@ -81,7 +81,7 @@ class Workspace:
             return replace(
                 program_result,
                 stdout=b"",
-                stderr=b"the command ended its session's process; its files are undone\n",
+                stderr=b"the command ended its session's process: changes by it are undone\n",
             )
         return self._read_report(program_result)
 

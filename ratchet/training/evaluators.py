@@ -175,7 +175,7 @@ def make_stage_evaluator(
     if SCALAR_COLUMNS & algorithm.required_outputs("policy"):
         return make_loss_evaluator(policy, setup, algorithm, spec, roles)
     evaluators: list[StageEvaluator | None] = []
-    if setup.judges:
+    if setup.has_rewards:
         evaluators.append(make_evaluator(policy, setup, spec))
     elif algorithm.source == "pairs":
         evaluators.append(make_pair_evaluator(policy, setup, algorithm, spec, roles["policy"]))
@@ -206,11 +206,11 @@ def has_held_out_loss(algorithm: Algorithm, setup: EnvSetup, spec: StageSpec) ->
     """
     if algorithm.source == "rows":
         reason = _explain_missing_answers(setup, spec)
-        if reason and not setup.judges:
+        if reason and not setup.has_rewards:
             raise ConfigError(explain_no_answers("rows", reason))
         if reason:
             log.info("stage %s: no held-out loss is measured: %s", spec.name, reason)
         return not reason
     if algorithm.source == "rollouts":
         return not algorithm.reads_reward and "routers" not in algorithm.required_outputs("policy")
-    return algorithm.source != "pairs" and not setup.judges
+    return algorithm.source != "pairs" and not setup.has_rewards

@@ -184,7 +184,7 @@ class _StageCheck:
             if task is None:
                 return
             rewards = choose_eval_rewards(self.stage, environment)
-            is_judged = bool(rewards) or environment.judges
+            is_judged = bool(rewards) or environment.returns_rewards
             if not is_judged and self.stage.source in OFFLINE_SOURCES:
                 self._render_held_out(environment, task)
             if rewards != self.stage.rewards:

@@ -145,9 +145,13 @@ class EnvSetup:
                 add_missing_members(reward, Reward)
 
     @property
-    def judges(self) -> bool:
+    def has_rewards(self) -> bool:
         """True if answers can get rewards, from a reward function or from the environment."""
-        return self.reward is not None or self.eval_reward is not None or self.environment.judges
+        return (
+            self.reward is not None
+            or self.eval_reward is not None
+            or self.environment.returns_rewards
+        )
 
     def get_environment_factory(self) -> Callable[[], Environment]:
         """Return a function that makes a copy of the environment for each attempt.

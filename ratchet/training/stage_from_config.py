@@ -86,7 +86,7 @@ def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequenc
     if section is None:
         return stage.eval_rewards
     rewards = get_default_rewards(section)
-    if rewards or environment.judges:
+    if rewards or environment.returns_rewards:
         return rewards
     is_environment_default = stage.eval_rewards == get_default_rewards(stage.environment)
     return () if is_environment_default else stage.eval_rewards

@@ -129,7 +129,7 @@ def test_what_the_parts_have_in_common_is_what_a_mixture_gives(tmp_path):
         "environment", {"kind": "mixture", "parts": [{"kind": "sorting"}, {"kind": "countdown"}]}
     )
     assert section.data_kinds == {"rows", "rollouts"}
-    assert section.judges
+    assert section.returns_rewards
     assert section.default_reward == {
         "kind": "by_tag",
         "domains": {"sorting": [{"kind": "exact_match"}], "countdown": [{"kind": "countdown"}]},

@@ -124,8 +124,8 @@ class Odd:
     ("name", "arguments", "told"),
     [
         ("eval", {}, "Error: there is no tool 'eval'; there are odd"),
-        ("odd", {}, "Error: the argument 'how' is missing; it takes how, n"),
-        ("odd", {"how": "x", "m": 1}, "Error: there is no argument 'm'; it takes how, n"),
+        ("odd", {}, "Error: the argument 'how' is missing; the tool takes how, n"),
+        ("odd", {"how": "x", "m": 1}, "Error: there is no argument 'm'; the tool takes how, n"),
         ("odd", {"how": 3}, "Error: the argument 'how' must be of type string, not 3"),
         (
             "odd",

@@ -305,7 +305,9 @@ def test_what_is_no_pattern_is_refused():
     ):
         resolve("rewards", {"kind": "regex", "pattern": "(a"})
     for group in (2, -1, "m"):
-        with pytest.raises(ValueError, match=r"is not in the pattern: it has 1, named \['n'\]"):
+        with pytest.raises(
+            ValueError, match=r"is not in the pattern: it has groups 0 to 1, named \['n'\]"
+        ):
             RegexConfig(pattern="(?P<n>a)", group=group)
 
 

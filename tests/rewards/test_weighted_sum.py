@@ -100,7 +100,7 @@ def test_an_object_that_scores_no_finite_number_fails_the_attempt(value):
 
 def test_names_must_match():
     with pytest.raises(
-        ConfigError, match=r"rewards \['exact'\] and weights \['exakt'\] must name the same"
+        ConfigError, match=r"rewards \['exact'\] and weights \['exakt'\] must have the same names"
     ):
         WeightedSum({"exact": exact}, {"exakt": 1.0})
     with pytest.raises(ConfigError, match="at least one"):

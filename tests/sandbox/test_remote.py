@@ -116,7 +116,7 @@ def test_absent_and_weak_services_are_refused_at_once(service, tmp_path):
         made(service, offers="landlock")
     service.shared = str(tmp_path)
     with pytest.raises(
-        SandboxError, match=r"offers=namespaces is wrong: .* can read files of the one before"
+        SandboxError, match=r"offers=namespaces is wrong: .* can read files of an earlier program"
     ):
         made(service)
     made(service, at_least=Isolation.SECCOMP, offers="seccomp").close()

@@ -30,7 +30,7 @@ class Plain:
 class Teaching(Plain):
     """It has some of the optional members."""
 
-    judges = False
+    returns_rewards = False
 
     def __init__(self):
         self.stop_strings = ("end",)
@@ -46,7 +46,7 @@ def test_what_a_plain_class_lacks_has_its_default():
     plain = Plain()
     assert add_missing_members(plain, Environment) is plain
     assert copy.copy(plain).stop_strings == ()
-    assert (plain.judges, plain.replayable, plain.task_count()) == (True, False, None)
+    assert (plain.returns_rewards, plain.replayable, plain.task_count()) == (True, False, None)
     assert not any((plain.has_tools, plain.has_pairs, plain.has_labelled_answers))
     assert plain.tools(None) == ()
     assert asyncio.run(plain.reward_cut_attempt([])) is None
@@ -56,7 +56,7 @@ def test_what_a_plain_class_lacks_has_its_default():
 
 def test_what_a_plain_class_has_stays():
     teaching = add_missing_members(Teaching(), Environment)
-    assert (teaching.judges, teaching.stop_strings) == (False, ("end",))
+    assert (teaching.returns_rewards, teaching.stop_strings) == (False, ("end",))
     assert (teaching.has_tools, teaching.has_pairs, teaching.has_step_labels) == (True, True, False)
     assert teaching.tools(None) == [{"type": "function"}]
     assert teaching.comparison(None) == "a pair"

@@ -204,7 +204,7 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
 
 
 def _judges_itself(environment: EnvironmentConfig) -> bool:
-    return bool(get_default_rewards(environment)) or environment.judges
+    return bool(get_default_rewards(environment)) or environment.returns_rewards
 
 
 def _check_reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -294,7 +294,7 @@ def _may_have_rows(environment: type[Section], source: str) -> bool:
 def _check_is_judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that something rewards the attempts."""
     needs_reward = stage.source == "rollouts" and stage.algorithm.reads_reward
-    if needs_reward and not stage.rewards and not stage.environment.judges:
+    if needs_reward and not stage.rewards and not stage.environment.returns_rewards:
         yield clash(
             f"nothing judges the attempts in environment {stage.environment.kind_name}: "
             "set rewards",

@@ -185,7 +185,8 @@ class RenderedConversation:
     ) -> list[tuple[int, int | None]]:
         """Return (id, turn) of every token.
 
-        Only the template's text can contain special tokens. Their text in a message is plain text.
+        Only the template's text can contain special tokens. In a message, the text of a special
+        token stays plain text.
 
         Args:
             after: What precedes the pieces, see `Tokenizer.encode`.

@@ -213,7 +213,7 @@ def set_printed_date(date: str | None) -> None:
 
 
 def get_printed_time() -> datetime:
-    """Return the default time that a template prints."""
+    """Return the date of `set_printed_date`, or the current time if no date is set."""
     return _printed_date or datetime.now()
 
 

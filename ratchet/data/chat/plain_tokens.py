@@ -79,6 +79,7 @@ def copy_for_text(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, 
 
 
 def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
+    """True if every byte has a token, so that every text can be encoded."""
     if backend.model.byte_fallback:
         return all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
     if "ByteLevel" not in f"{backend.pre_tokenizer} {backend.normalizer}":

@@ -121,14 +121,14 @@ class Renderer:
         Raise DataError if the last message is not the assistant's, or if the template rewrites an
         earlier turn that should train.
         """
-        last = len(messages) - 1
-        if last < 0 or messages[last].role != "assistant":
+        last_index = len(messages) - 1
+        if last_index < 0 or messages[last_index].role != "assistant":
             raise DataError(
                 "a supervised conversation ends with a message of the assistant: drop what follows "
                 "the assistant's last answer"
             )
         conversation = self._make_conversation(messages, tools)
-        pieces, rewritten = conversation.split_prompt(last)
+        pieces, rewritten = conversation.split_prompt(last_index)
         if train == "all" and rewritten:
             # Raises an error with the reason if the turn itself can't be rendered.
             conversation.split_turn(rewritten[0])
@@ -137,14 +137,17 @@ class Renderer:
                 "(it may drop earlier reasoning), so the turn can't train as it was written: use "
                 'train="last", with one row per turn'
             )
-        _, answer = conversation.split_turn(last)
-        marked = self._expand_placeholders(
-            conversation.tokenize([*pieces, Piece(answer, last)]), messages
+        _, answer = conversation.split_turn(last_index)
+        tokens_and_turns = self._expand_placeholders(
+            conversation.tokenize([*pieces, Piece(answer, last_index)]), messages
         )
-        tokens = [token for token, _ in marked]
-        trainable = [turn is not None and (train == "all" or turn == last) for _, turn in marked]
+        tokens = [token for token, _ in tokens_and_turns]
+        trainable = [
+            turn is not None and (train == "all" or turn == last_index)
+            for _, turn in tokens_and_turns
+        ]
         # If the template does not end the turn, the model must still learn to end it.
-        if marked[-1][1] != last or tokens[-1] not in self._special_ids:
+        if tokens_and_turns[-1][1] != last_index or tokens[-1] not in self._special_ids:
             tokens.append(self._get_eos_id())
             trainable.append(True)
         return tokens, trainable
@@ -338,7 +341,7 @@ class Renderer:
             except DataError as error:
                 raise ConfigError(f"the chat template can't write a tool call: {error}") from error
         header, _, end_of_turn = texts[0].partition(SENTINEL)
-        # The prefix is one of characters, not of path components.
+        # Here commonprefix compares characters, not path components, which the lint rule suspects.
         shared = commonprefix([header, texts[1]])  # noqa: RUF071
         written = texts[1][len(shared) :].removesuffix(end_of_turn)
         if list(self.tool_format.parse(written, PROBE_TOOLS).calls) != [PROBE_CALL]:
@@ -352,6 +355,7 @@ class Renderer:
     def _decode_text(
         self, tokens: Sequence[int], stop: StopReason | None, *, skip_special: bool
     ) -> str:
+        """Return the text of a completion, without its end of turn or an incomplete character."""
         ids = list(tokens)
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -405,7 +409,7 @@ class Renderer:
         return expanded
 
     def _expand_placeholders(
-        self, marked: list[tuple[int, int | None]], messages: Sequence[Message]
+        self, tokens_and_turns: list[tuple[int, int | None]], messages: Sequence[Message]
     ) -> list[tuple[int, int | None]]:
         """Return (id, turn) of tokens, with placeholders expanded to the tokens of their media.
 
@@ -414,10 +418,10 @@ class Renderer:
         """
         media = self._list_media(messages)
         if self.processor is None:
-            return marked
+            return tokens_and_turns
         expanded: list[tuple[int, int | None]] = []
         kind_by_placeholder, n_used = self.processor.kind_by_placeholder, 0
-        for token, turn in marked:
+        for token, turn in tokens_and_turns:
             kind = kind_by_placeholder.get(token)
             if kind is None:
                 expanded.append((token, turn))
@@ -427,7 +431,9 @@ class Renderer:
             n_used += 1
         media_kinds = [item.medium.kind for item in media]
         placeholder_kinds = [
-            kind_by_placeholder[token] for token, _ in marked if token in kind_by_placeholder
+            kind_by_placeholder[token]
+            for token, _ in tokens_and_turns
+            if token in kind_by_placeholder
         ]
         if media_kinds != placeholder_kinds:
             raise DataError(

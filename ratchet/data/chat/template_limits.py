@@ -269,7 +269,7 @@ class _OpaqueNamespace(Namespace):
 
 def _get_owner(called: Any) -> Any:
     """Return the object whose method is called, also through a wrapper; None for a function."""
-    for method in (called, getattr(called, "__wrapped__", None)):  # only wrappers have this
+    for method in (called, getattr(called, "__wrapped__", None)):  # only wrappers have __wrapped__
         # A template may call any object, and only methods have an owner.
         if (owner := getattr(method, "__self__", None)) is not None:
             return owner
@@ -294,7 +294,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             name: _count_test_steps(name, function) for name, function in DEFAULT_TESTS.items()
         }
         self.globals["namespace"] = _OpaqueNamespace
-        for name in DEFAULT_NAMESPACE.keys() & {"lipsum"}:
+        for name in DEFAULT_NAMESPACE.keys() & {"lipsum"}:  # it makes random text of any length
             del self.globals[name]
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:

@@ -301,6 +301,7 @@ class Tokenizer:
         return {after: (text, self._encode_plain(text).ids) for after, text in contexts.items()}
 
     def _encode_text(self, text: str, after: After) -> list[int]:
+        """Return the ids of plain text, encoded in the context of `_context_by_after`."""
         if not text:
             return []
         context, context_ids = self._context_by_after[after]

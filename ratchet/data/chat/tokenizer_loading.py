@@ -119,7 +119,7 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(
             f"transformers can't read the tokenizer in {directory}: {reason}"
         ) from error
-    # Tokenizers written in Python have none.
+    # Tokenizers written in Python have no backend.
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(

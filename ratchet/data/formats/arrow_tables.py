@@ -63,7 +63,8 @@ class ArrowTable:
         if not sum(self.block_sizes):
             raise DataError(f"{path}: the file holds no rows")
         self._check_row_count()
-        self.ends = list(accumulate(self.block_sizes))
+        # For each block, the index of the row after its last row.
+        self.block_ends = list(accumulate(self.block_sizes))
         self._cached_block = lru_cache(WINDOW)(self._read_block)
 
     def _check_row_count(self) -> None:
@@ -78,11 +79,11 @@ class ArrowTable:
             )
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.block_ends[-1]
 
     def row(self, index: int) -> DataRow:
-        block = bisect_right(self.ends, index)
-        block_start = self.ends[block - 1] if block else 0
+        block = bisect_right(self.block_ends, index)
+        block_start = self.block_ends[block - 1] if block else 0
         try:
             with convert_read_errors(self.path):
                 (values,) = self._cached_block(block).slice(index - block_start, 1).to_pylist()

@@ -186,7 +186,7 @@ def convert_mbpp(values: Values, where: str) -> Values:
     )
     tests = "\n".join(values["test_list"])
     request = f"{CODE_BLOCK_REQUEST}\nIt must pass these tests:\n\n```python\n{tests}\n```"
-    # The reward `code` runs `prompt` as code, so it must not be the task.
+    # The reward `code` runs the column `prompt` as code, so the task's text must not stay in it.
     return {
         **values,
         PROMPT_COLUMN: task.strip() + request,

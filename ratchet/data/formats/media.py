@@ -248,7 +248,7 @@ def decode_video(
         )
     frames = []
     with _open_image(source, where, limits) as image:
-        # Pillow gives it only to formats that may have several frames.
+        # Pillow sets `n_frames` only for formats that may have several frames.
         for i in _choose_evenly_spaced(getattr(image, "n_frames", 1), limits.max_frames):
             image.seek(i)
             frames.append(_convert_to_rgb(image.copy()))
@@ -413,7 +413,7 @@ def import_soundfile() -> Any:
     """Import and return the package soundfile. Raises MissingDependency without it."""
     try:
         import soundfile
-    except (ImportError, OSError) as error:  # OSError: without its library
+    except (ImportError, OSError) as error:  # OSError: its C library is missing
         raise MissingDependency("soundfile", extra="audio", needed_for="reading audio") from error
     return soundfile
 
@@ -437,7 +437,8 @@ def _read_samples(
             f"{where}: is not audio, or is damaged ({_get_first_line(error)}): copy it again, or "
             "drop the row"
         ) from error
-    # soundfile takes what is left of a WAV file as its declared length.
+    # Of a WAV file that is cut off, soundfile reports the remaining samples as the declared ones,
+    # so the size in the file's header is compared too.
     is_short_wave = source[:4] == b"RIFF" and len(source) < 8 + int.from_bytes(
         source[4:8], "little"
     )

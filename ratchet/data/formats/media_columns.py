@@ -151,6 +151,7 @@ class MediaPlacer:
         )
 
     def _resolve(self, part: Part, where: str) -> Part:
+        """Return the part with the location of its file. Raises DataError if it may not be read."""
         reference = part.value
         if reference.startswith("data:"):
             return part

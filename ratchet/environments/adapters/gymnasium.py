@@ -44,7 +44,7 @@ class GymnasiumConfig(ResetStepConfig):
         description="True for an environment that uses the global generator of Python's random or "
         "of numpy. Its calls then run one at a time, and the generator's state is saved between "
         "them. False: calls run concurrently in threads. Gymnasium's own environments "
-        "need only false.",
+        "never use it.",
     )
 
     @model_validator(mode="after")
@@ -73,17 +73,18 @@ class GymnasiumEnvironment(ResetStepEnvironment):
     def __init__(self, config: GymnasiumConfig) -> None:
         super().__init__(config, config.id)
         self.config = config
-        sample = self._make_sample()
-        self.discrete_space = sample.action_space if hasattr(sample.action_space, "n") else None
-        self._check_settings(sample)
-        sample.close()
+        inner = self._make_inner_or_raise()
+        self.discrete_space = inner.action_space if hasattr(inner.action_space, "n") else None
+        self._check_settings(inner)
+        inner.close()
 
     def make_inner(self) -> Any:
         import gymnasium
 
         return gymnasium.make(self.config.id, **self.config.kwargs)
 
-    def _make_sample(self) -> Any:
+    def _make_inner_or_raise(self) -> Any:
+        """Return an inner environment, or raise an error that names the key or the package."""
         try:
             import gymnasium
         except ImportError as error:
@@ -95,10 +96,10 @@ class GymnasiumEnvironment(ResetStepEnvironment):
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ConfigError(f"environment.id {self.config.id}: {error}") from error
 
-    def _check_settings(self, sample: Any) -> None:
+    def _check_settings(self, inner: Any) -> None:
         from gymnasium.spaces import Discrete, Text
 
-        spaces = {"observation": sample.observation_space, "action": sample.action_space}
+        spaces = {"observation": inner.observation_space, "action": inner.action_space}
         for name, space in spaces.items():
             if not isinstance(space, Discrete | Text):
                 hint = (
@@ -117,7 +118,7 @@ class GymnasiumEnvironment(ResetStepEnvironment):
                 f"are {spaces['action']}"
             )
         for name in ("prompt", "reply"):
-            if "{screen}" in getattr(self.config, name) and sample.render_mode != "ansi":
+            if "{screen}" in getattr(self.config, name) and inner.render_mode != "ansi":
                 raise ConfigError(
                     f"environment.{name} shows {{screen}}, which is text only with kwargs: "
                     "{render_mode: ansi}"

@@ -128,10 +128,10 @@ class ResetStepEnvironment(SeededTasks):
         )
 
     def _run_with_random_state(self, function: Callable[[], T]) -> T:
-        """Call `function` with the state of the global random generators that this instance saved.
+        """Call `function` with this instance's own state of the global random generators.
 
-        After the call the instance saves their state again, and restores the state from before the
-        call.
+        After the call, that state is saved for the next call, and the generators get back the state
+        that they had before.
         """
         with GLOBAL_RANDOM_LOCK:
             global_state = random.getstate(), np.random.get_state()

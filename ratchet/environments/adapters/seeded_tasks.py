@@ -17,12 +17,12 @@ class SeededTasks(Environment):
     Attributes:
         n_test_tasks: Number of held-out tasks, whose seeds are 0 to n_test_tasks - 1. The seeds of
             training tasks are random and at least n_test_tasks.
-        judges: True: the steps return rewards, so the recipe needs none.
+        returns_rewards: True, because the steps return rewards.
     """
 
     name: str
     n_test_tasks: int
-    judges = True
+    returns_rewards = True
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Return a split's tasks from position `start`; the train split is endless.

@@ -32,7 +32,7 @@ from ratchet.utils.user_code import get_qualified_name
 from ratchet.utils.user_imports import import_object
 
 # Public methods of a class that are not tools.
-NO_TOOLS = ("reset", "get_reward")
+NON_TOOL_METHODS = ("reset", "get_reward")
 
 
 class TRLEnvironmentConfig(EnvironmentConfig):
@@ -93,8 +93,8 @@ class TRLEnvironmentConfig(EnvironmentConfig):
         return functions
 
     @property
-    def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """True if a reward function or a class may judge.
+    def returns_rewards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True if `reward_funcs` is set, or if a class may have `get_reward`.
 
         A factory function counts, because the class of its instances is unknown.
         """
@@ -153,14 +153,14 @@ class TRLEnvironment(Environment):
         raise DataError("TRL's environments have no demonstrations: train with rollouts")
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        return self._schemas[self._get_name(task)]
+        return self._schemas[self._get_factory_name(task)]
 
     async def reset(self, task: Task) -> Sequence[Message]:
         """Reset the instance with the row's columns, and return the prompt.
 
         The text that the instance's `reset` returns is appended to the last message.
         """
-        name = self._get_name(task)
+        name = self._get_factory_name(task)
         if name not in self._instances:
             self._instances[name] = await self._call(self.factories[name])
         self._instance, self._task, self._n_calling_turns = self._instances[name], task, 0
@@ -208,8 +208,8 @@ class TRLEnvironment(Environment):
         # Like TRL, call no method of the instances: a public `close` would be a tool.
         self._instances = {}
 
-    def _get_name(self, task: Task) -> str:
-        """Return the key of the task's class. Raises DataError for an unknown one."""
+    def _get_factory_name(self, task: Task) -> str:
+        """Return the key of the task's class in `factories`. Raises DataError if it is unknown."""
         if not isinstance(self.config.factory, dict):
             return ""
         name = task.meta.get("environment")
@@ -228,7 +228,8 @@ class TRLEnvironment(Environment):
             return str(await self._call(function, **call.arguments)), False
         except RatchetError:
             raise
-        # A tool is user code and may raise any exception. The policy reads its text, and may go on.
+        # A tool is user code and may raise any exception. The policy reads the exception's text and
+        # may go on.
         except Exception as error:
             return str({"error": str(error)}), True
 
@@ -301,11 +302,13 @@ def _import_callable(path: str) -> Any:
 def _list_tool_names(instance: Any) -> list[str]:
     """Return the names of the methods that are tools, in TRL's order: by name."""
     members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
-    return [name for name, _ in members if name not in NO_TOOLS and not name.startswith("_")]
+    return [
+        name for name, _ in members if name not in NON_TOOL_METHODS and not name.startswith("_")
+    ]
 
 
 def _describe_methods(instance: Any) -> list[dict[str, Any]]:
-    # The class is a user's.
+    # The class is user code, which may lack `reset`.
     if not callable(getattr(instance, "reset", None)):
         raise ConfigError(
             f"{type(instance).__name__} is no environment of TRL: it has no method `reset`"

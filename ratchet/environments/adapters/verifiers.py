@@ -42,8 +42,8 @@ class VerifiersConfig(EnvironmentConfig):
     options: dict[str, Any] = Field({}, description="Further keys of the taskset's own config.")
     env: dict[str, Any] = Field(
         {},
-        description="Keys of verifiers' environment config. The default of its id is the "
-        "taskset's.",
+        description="Keys of verifiers' environment config. Without the key id, the taskset's own "
+        "environment is used.",
     )
     seat: str | None = Field(
         None, description="Name of the agent that the policy plays; null: the only agent."
@@ -97,6 +97,7 @@ class VerifiersEnvironment(Rows):
         has_repeats = len(set(prompts)) < len(prompts)
         for index, (task, prompt) in enumerate(zip(tasks, prompts, strict=True)):
             _check_needs(task)
+            # If prompts repeat, or all are empty, only their hashes tell the tasks apart.
             text = task.hash if has_repeats else "\n".join(message.text for message in prompt)
             split = "test" if is_held_out(text) else "train"
             converted_task = Task(
@@ -134,6 +135,7 @@ class VerifiersEnvironment(Rows):
         await self._replies.put(message.text)
         request = await self._next_request()
         if request is not None and self._turns >= self.config.max_turns:
+            # No reply stops the episode, so that no further request follows.
             await self._replies.put(None)
             request = await self._next_request()
         if request is not None:
@@ -166,11 +168,12 @@ class VerifiersEnvironment(Rows):
         return None
 
     async def request_turn(self, messages: Sequence[Message]) -> str | None:
-        """Pass messages to the policy and return its reply; None to stop the episode."""
+        """Pass messages to the policy. Return its reply, or None if the episode must stop."""
         await self._requests.put(messages)
         return await self._replies.get()
 
     async def _play(self, task: vf.Task) -> vf.Episode:
+        """Run the environment on a task, and return the episode with the policy's only trace."""
         from verifiers.v1 import EnvInfo, Episode, TraceTask
 
         trace_task = TraceTask(
@@ -301,6 +304,7 @@ def _load(config: VerifiersConfig) -> vf.Env:
 
 
 def _choose_seat(inner: vf.Env, configured: str | None) -> str:
+    """Return the name of the policy's agent: the configured one, or the only one."""
     from verifiers.v1.configs.agent import agent_config_fields
 
     seats = list(agent_config_fields(inner.config))

@@ -58,8 +58,8 @@ class CodeRepair(Environment):
     After a failed try the program runs again to produce a hint, which does not change the reward.
     This run contains only the input of one test, or the arguments of one call, so all that the
     program prints can be shown without leaking other tests. All hints of an episode together show
-    the expected output of at most one input. They show it only if copying it into the next program
-    can't earn a reward: all tests must be required, and other inputs must be tested too.
+    the expected output of at most one input. An expected output is shown only if a program that
+    copies it can't earn a reward: all tests must be required, and other inputs must be tested too.
     """
 
     replayable = True
@@ -119,11 +119,11 @@ class CodeRepair(Environment):
             result = await ProgramRunner(self._code.sandbox).run(program, stdin, self._code.limits)
             if result.ok and has_expected_output(result, expected, judge.compare, judge.tolerance):
                 continue
-            where = f"For the input\n{_shorten(stdin.decode('utf-8', 'replace'))}\n"
+            heading = f"For the input\n{_shorten(stdin.decode('utf-8', 'replace'))}\n"
             if not result.ok:
-                return where + self._shorten_error(describe_failure(result))
+                return heading + self._shorten_error(describe_failure(result))
             output_text = (
-                f"{where}your program "
+                f"{heading}your program "
                 f"prints\n{_shorten(result.stdout.decode('utf-8', 'replace'))}\n"
             )
             if not self._may_show_output(stdin, pairs):
@@ -146,18 +146,18 @@ class CodeRepair(Environment):
         if not verdict.call:
             return "Your program does not pass its tests."
         explanation = await self._code.function_judge.explain(program, task, verdict.call)
-        where = f"For the call\n{explanation.call}\n"
+        heading = f"For the call\n{explanation.call}\n"
         if not explanation.result.ok:
-            return where + self._shorten_error(describe_failure(explanation.result))
+            return heading + self._shorten_error(describe_failure(explanation.result))
         if verdict.end == "limit":
             return (
                 "Your program does not pass its tests: the calls together take too much time "
                 "or memory."
             )
         if explanation.returned is None:
-            return f"{where}your program ends without an answer."
+            return f"{heading}your program ends without an answer."
         return (
-            f"{where}your program returns\n{explanation.returned}\n"
+            f"{heading}your program returns\n{explanation.returned}\n"
             "and a test that makes this call fails."
         )
 

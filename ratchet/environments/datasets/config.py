@@ -28,7 +28,7 @@ class PreferencesConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.datasets.preferences:Preferences"
     data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
-    judges: ClassVar[bool] = False
+    returns_rewards: ClassVar[bool] = False
     usual_columns: ClassVar[tuple[str, ...]] = (
         *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
         *("completion", "label", "completions", "labels"),
@@ -183,8 +183,9 @@ class DatasetConfig(EnvironmentConfig):
     )
     too_long: Literal["error", "drop"] = Field(
         "error",
-        description="Handling of rows with more tokens than the model's context (in rollouts: of "
-        "prompts). error ends the run (in rollouts: fails the attempt), drop leaves the row out.",
+        description="Handling of rows with more tokens than the model's context; in rollouts only "
+        "the prompt counts. error: ends the run, or fails the attempt in rollouts. drop: leaves "
+        "the row out.",
     )
     shuffle: bool = Field(
         True, description="Shuffle the rows anew in each pass; false: keep their order."
@@ -276,6 +277,7 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def is_distinct(self) -> bool:
+        """True if only the first of rows with equal prompts is kept."""
         preset = self.dataset_preset
         return (
             self.distinct if self.distinct is not None else preset is not None and preset.distinct
@@ -340,5 +342,5 @@ class DatasetConfig(EnvironmentConfig):
         )
 
     @property
-    def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def returns_rewards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return False

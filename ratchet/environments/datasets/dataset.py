@@ -68,14 +68,14 @@ class SplitRows:
         """Return the number of the split's rows in each block of the table."""
         if self.row_numbers is None:
             return self.table.block_sizes
-        ends = np.cumsum(self.table.block_sizes)
-        return np.diff(np.searchsorted(self.row_numbers, ends), prepend=0).tolist()
+        block_ends = np.cumsum(self.table.block_sizes)
+        return np.diff(np.searchsorted(self.row_numbers, block_ends), prepend=0).tolist()
 
 
 class Dataset(SingleTurn):
     """An environment whose tasks are the rows of a dataset."""
 
-    judges = False  # returns no rewards itself, so the recipe must name one
+    returns_rewards = False  # so the recipe must name a reward
 
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
@@ -327,7 +327,7 @@ class Dataset(SingleTurn):
         The mask is True for rows that are held out: those with a small hash of the id, or of the
         prompt if the row has no id.
         """
-        test_limit = round(self.config.test_share * 2**64)
+        max_test_hash = round(self.config.test_share * 2**64)
         is_distinct = self.config.is_distinct
         # Arrays take less memory than lists for many millions of rows.
         row_numbers, prompt_hashes, is_test = array("q"), array("Q"), array("B")
@@ -351,7 +351,7 @@ class Dataset(SingleTurn):
                 seen_hashes.add(prompt_hash)
             row_numbers.append(index)
             prompt_hashes.append(prompt_hash)
-            is_test.append((_hash(contents.id) if contents.id else prompt_hash) < test_limit)
+            is_test.append((_hash(contents.id) if contents.id else prompt_hash) < max_test_hash)
         return (
             np.asarray(row_numbers, np.int64),
             np.asarray(prompt_hashes, np.uint64),
@@ -359,7 +359,7 @@ class Dataset(SingleTurn):
         )
 
     def _explain_empty(self, split: Split) -> str:
-        other = "test" if split == "train" else "train"
+        other_split = "test" if split == "train" else "train"
         if split not in self._splits:
             alternative = ", or set evaluation.tasks: 0" if split == "test" else ""
             return (
@@ -372,7 +372,7 @@ class Dataset(SingleTurn):
                 f"test_share={share:g} holds out none of so few rows. Raise test_share, name "
                 "`test`, or set evaluation.tasks: 0"
             )
-        return f"`keep` filters out all rows, or all are in the {other} split: loosen `keep`"
+        return f"`keep` filters out all rows, or all are in the {other_split} split: loosen `keep`"
 
 
 class DatasetWithTools(Dataset):

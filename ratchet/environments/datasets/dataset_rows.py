@@ -71,6 +71,7 @@ class DatasetRowReader:
         preset = config.dataset_preset
         self.config = config
         self.column_names = config.column_names
+        # Usual names for which the recipe or the preset names a column: every row must have it.
         self.declared_usual_names = frozenset(config.columns) | (
             frozenset(preset.columns) if preset else frozenset()
         )
@@ -224,6 +225,7 @@ class _RowParser:
 
     def parse_judged_answers(self) -> tuple[Messages, Judgement]:
         """Return the prompt, built by the template if there is one, and the judged answers."""
+        # A preset may have no column for a usual name. The placeholder is then no row's column.
         names = {
             usual_name: self.reader.column_names.get(usual_name, f"no {usual_name}")
             for usual_name in PreferencesConfig.usual_columns

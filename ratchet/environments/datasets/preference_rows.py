@@ -87,8 +87,8 @@ class _PreferenceParser:
         """
         answer = self.values.get("chosen", self.values.get("completion"))
         if isinstance(answer, list):
-            first = answer[0] if answer else None
-            needs_prompt = isinstance(first, dict) and first.get("role") == "assistant"
+            message = answer[0] if answer else None
+            needs_prompt = isinstance(message, dict) and message.get("role") == "assistant"
         else:
             needs_prompt = not (isinstance(answer, str) and SPEAKER_PATTERN.match(answer))
         if not needs_prompt:

@@ -33,8 +33,8 @@ class Preferences(Rows):
     """An environment whose tasks are rows of preference data."""
 
     name = "preferences"
-    # The labels judge only the file's answers. For the policy's, the recipe needs a reward.
-    judges = False
+    # The labels judge only the file's answers. The policy's answers need a reward of the recipe.
+    returns_rewards = False
 
     def __init__(self, config: PreferencesConfig) -> None:
         self.config = config
@@ -71,9 +71,9 @@ class Preferences(Rows):
         )
 
     def demonstration(self, task: Task) -> Messages:
-        """Return the chosen answer, or an answer labelled good (in all its steps).
+        """Return the chosen answer of a pair, or the only answer if it is labelled as good.
 
-        Raises DataError for an answer that is labelled as bad.
+        Step labels count as good if all of them do. Raises DataError for an answer labelled as bad.
         """
         row = _read_row(task)
         match row.judgement:

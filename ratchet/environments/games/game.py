@@ -96,9 +96,9 @@ class Game(Procedural, Generic[State]):
 
     @abstractmethod
     def player(self, task: Task) -> Callable[[State], str]:
-        """Return the best player of a task: a function from each state to the next move.
+        """Return the best player of a task: a function that takes a state and returns a move.
 
-        It is called with all states of a game in order.
+        The function is called once in each turn, with the game's states in order.
         """
 
     @abstractmethod
@@ -284,6 +284,7 @@ def find_shortest_path(
 
 
 def _retrace(came_from: dict[State, tuple[State, str] | None], state: State) -> list[str]:
+    """Return the moves that led from the first state to `state`."""
     moves: list[str] = []
     step = came_from[state]
     while step is not None:

@@ -77,12 +77,12 @@ class SlidingPuzzle(BoardGame[Board]):
     def sample(self, rng: random.Random) -> Problem | None:
         board, shuffle = self.solved, list[str]()
         for _ in range(rng.randint(self.config.min_shuffle_moves, self.config.shuffle_moves)):
-            legal = dict(self._iter_slides(board))
+            board_by_move = dict(self._iter_slides(board))
             if shuffle:
                 # No move reverses the previous one, so that moves do not cancel out.
-                legal.pop(OPPOSITE[shuffle[-1]])
-            shuffle.append(rng.choice(list(legal)))
-            board = legal[shuffle[-1]]
+                board_by_move.pop(OPPOSITE[shuffle[-1]])
+            shuffle.append(rng.choice(list(board_by_move)))
+            board = board_by_move[shuffle[-1]]
         if board == self.solved:
             return None
         solution = [OPPOSITE[move] for move in reversed(shuffle)]

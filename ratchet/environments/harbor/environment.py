@@ -1,4 +1,4 @@
-"""Play tasks in Harbor's format: work with a shell in one session, be judged in another.
+"""Play tasks in Harbor's format: the agent works in one session, the tests run in another.
 
 The tests run in a new session of the task's image, which gets the agent's files: those of the
 working directory, of /logs/artifacts and of the task's artifacts. So no process, no variable and
@@ -41,9 +41,9 @@ from ratchet.types import Message, Split, Task
 
 SETUP_TIMEOUT_S = 30.0
 MIN_MEMORY_MIB = 64  # the least that a sandbox accepts
-# Directories that Harbor provides in each container. They are created by putting a placeholder file
-# into each: the sandbox then makes directories that any user may write to, and a command in the
-# session could not.
+# Directories that Harbor provides in each container. To create them, a placeholder file is put into
+# each, because the sandbox then makes directories that any user may write to. A command in the
+# session may lack the permission to make them.
 LOG_FOLDERS = ("logs/agent", "logs/artifacts", "logs/verifier")
 PLACEHOLDER = ".ratchet-empty"
 REMOVED_AT_ONCE = 200  # paths of one `rm`, so that its command line stays short
@@ -62,15 +62,16 @@ class HarborConfig(ShellConfig):
     test: Path | None = Field(None, description="Directory of the test split's tasks.")
     waive: tuple[Waiver, ...] = Field(
         (),
-        description="Requirements of tasks that are not met: image (a local sandbox runs the "
-        "machine's own programs), network (there is none), user (all commands run as one), "
+        description="Requirements of tasks to ignore: image (a local sandbox runs the machine's "
+        "own programs), network (sandboxes have none), user (all commands run as one user), "
         "unknown_keys (of task.toml).",
     )
     workdir: str = Field(
         "/app", pattern="^/.", description="Working directory of tasks that name none."
     )
     reward: str = Field(
-        "reward", description="Name of the reward if reward.json has several; others are metrics."
+        "reward",
+        description="Name of the reward if reward.json has several numbers; others are metrics.",
     )
 
     @model_validator(mode="after")
@@ -126,7 +127,7 @@ class Harbor(ShellEnvironment):
     def _directories(self) -> dict[str, TaskDirectory]:
         return {str(task.path): task for tasks in self._tasks.values() for task in tasks}
 
-    def _find(self, task: Task) -> TaskDirectory:
+    def _find_directory(self, task: Task) -> TaskDirectory:
         path = str(task.meta["directory"])
         if path not in self._directories:
             raise DataError(f"task '{task.id}' is in {path}, which is in neither train nor test")
@@ -137,12 +138,12 @@ class Harbor(ShellEnvironment):
 
         Raises DataError if the task has no solution, or one that can't be written as a shell block.
         """
-        directory = self._find(task)
+        directory = self._find_directory(task)
         files = directory.read_solution()
         if "solve.sh" not in files:
             raise DataError(f"task '{task.id}' has no solution/solve.sh")
         lines = [_write_command(f"/solution/{name}", data, task) for name, data in files.items()]
-        variables = _export(directory.get_variables("solution"))
+        variables = _write_exports(directory.get_variables("solution"))
         script = f"{_get_interpreter(files['solve.sh'])} /solution/solve.sh"
         block = "\n".join([*lines, f"({variables}{script})"])
         return (Message("assistant", f"```sh\n{block}\n```"), Message("assistant", "Done."))
@@ -150,7 +151,7 @@ class Harbor(ShellEnvironment):
     async def reset(self, task: Task) -> Sequence[Message]:
         """Open a session in the task's image, with the files of its environment/ folder."""
         await self.close()
-        directory = self._find(task)
+        directory = self._find_directory(task)
         session = await self._open(directory, directory.image)
         self._attempt = Attempt(task, session)
         files = self._read_files(directory)
@@ -159,7 +160,7 @@ class Harbor(ShellEnvironment):
         return task.messages
 
     def get_remaining_s(self, attempt: Attempt) -> float:
-        limit = self._find(attempt.task).manifest.agent.timeout_sec
+        limit = self._find_directory(attempt.task).manifest.agent.timeout_sec
         command_timeout_s = self.config.command_timeout_s
         return (
             command_timeout_s if limit is None else min(command_timeout_s, limit - attempt.seconds)
@@ -170,7 +171,7 @@ class Harbor(ShellEnvironment):
 
         Raises VerifierError if the tests give no reward, SandboxError if the sandbox fails.
         """
-        directory = self._find(attempt.task)
+        directory = self._find_directory(attempt.task)
         files: dict[str, bytes] = {}
         try:
             for path in directory.kept_paths:
@@ -216,6 +217,7 @@ class Harbor(ShellEnvironment):
         return {} if self._has_images and directory.image else directory.read_files()
 
     async def _open(self, directory: TaskDirectory, image: TaskImage) -> Session:
+        """Open a session in an image, which is built first if it is a folder's."""
         limits = self.limits
         if memory_mib := directory.manifest.environment.memory_mib:
             limits = replace(limits, memory_mib=max(memory_mib, MIN_MEMORY_MIB))
@@ -247,7 +249,7 @@ class Harbor(ShellEnvironment):
         placeholders = {f"{folder}/{PLACEHOLDER}": b"" for folder in folders}
         await session.put({**placeholders, **files})
         removal = shlex.join(["rm", "-f", *placeholders])
-        variables = _export(directory.get_variables(phase))
+        variables = _write_exports(directory.get_variables(phase))
         workdir = shlex.quote(f"/{directory.workdir}")
         command = f"{removal} && {variables}cd {workdir}"
         result = await session.run(command, SETUP_TIMEOUT_S)
@@ -306,7 +308,7 @@ def _make_task(directory: TaskDirectory, split: Split, instructions: str) -> Tas
 
 
 def _adapt_sandbox(section: Section) -> Section:
-    """Return the section. A Docker session is set to begin at / and to have a writable image."""
+    """Return the sandbox's section, with Docker sessions that begin at / and may write anywhere."""
     if not isinstance(section, DockerSandboxConfig):
         return section
     return section.model_copy(update={"read_only": False, "workdir": "/"})
@@ -331,14 +333,14 @@ def _get_interpreter(script: bytes) -> str:
     """Return the command that runs a script: that of its #! line, else sh.
 
     The script is passed to its interpreter, because a sandbox may forbid executing the files that
-    were put into it. The result is "" for an empty script, which stands for one that is only in the
-    image.
+    were put into it. An empty `script` means that the script is only in the image. The result is
+    then "", so that the script itself is the command.
     """
     first_line = script.split(b"\n", 1)[0].decode("utf-8", "replace")
     return first_line[2:].strip() if first_line.startswith("#!") else "sh" if script else ""
 
 
-def _export(variables: Mapping[str, str]) -> str:
+def _write_exports(variables: Mapping[str, str]) -> str:
     """Return shell commands that set variables, each followed by `&&`."""
     return "".join(f"export {name}={shlex.quote(value)} && " for name, value in variables.items())
 

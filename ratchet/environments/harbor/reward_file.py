@@ -1,6 +1,7 @@
 """Read the reward file that a task's tests wrote.
 
-Source: the package harbor 0.25.0, verifier/verifier.py. What Harbor counts as an error is one here.
+Source: the package harbor 0.25.0, verifier/verifier.py. Whatever Harbor counts as an error is one
+here too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_VALUES = 100
 
 
 class VerifierError(RatchetError):
-    """The tests of a task gave no reward, so the attempt fails. It does not earn 0."""
+    """The tests of a task gave no reward, so the attempt fails instead of earning 0."""
 
 
 def read_reward(
@@ -27,8 +28,8 @@ def read_reward(
 ) -> tuple[float, dict[str, float]]:
     """Return the reward, and the other numbers of reward.json as metrics.
 
-    If the tests' files name only one of reward.json and reward.txt, the other is ignored: a program
-    of the agent that the tests ran may have written it.
+    If the tests' source mentions only one of reward.json and reward.txt, the other file is ignored,
+    because a program of the agent that the tests ran may have written it.
 
     Args:
         outputs: Files of /logs/verifier, by path relative to the root.
@@ -38,8 +39,8 @@ def read_reward(
     Raises VerifierError if there is no reward file, or if its reward is no finite number.
     """
     text = b"\n".join(tests.values())
-    named = [file for file in (JSON_FILE, TEXT_FILE) if file.encode() in text]
-    for file in named or (JSON_FILE, TEXT_FILE):
+    mentioned = [file for file in (JSON_FILE, TEXT_FILE) if file.encode() in text]
+    for file in mentioned or (JSON_FILE, TEXT_FILE):
         data = outputs.get(f"{FOLDER}/{file}")
         if data is None:
             continue

@@ -69,8 +69,8 @@ class TaskDirectory:
     @cached_property
     def workdir(self) -> str:
         """Return the working directory, relative to the root."""
-        named = self.manifest.environment.workdir or self._dockerfile_workdir
-        workdir = posixpath.normpath(named or self.default_workdir).lstrip("/")
+        task_workdir = self.manifest.environment.workdir or self._dockerfile_workdir
+        workdir = posixpath.normpath(task_workdir or self.default_workdir).lstrip("/")
         if workdir in ("", ".") or any(_overlap(workdir, path) for path in RESERVED):
             raise DataError(
                 f"{self.path / MANIFEST}: the working directory is /{workdir.lstrip('.')}, whose "
@@ -129,18 +129,17 @@ class TaskDirectory:
         """Return the environment variables of the phase "agent", "verifier" or "solution"."""
         manifest, path = self.manifest, self.path / MANIFEST
         machine: Machine = manifest.environment
-        further = {"verifier": manifest.verifier.env, "solution": manifest.solution.env}
+        phase_variables = {"verifier": manifest.verifier.env, "solution": manifest.solution.env}
         if phase == "verifier" and manifest.verifier.environment is not None:
             machine = manifest.verifier.environment
-        return fill_template({**machine.env, **further.get(phase, {})}, path)
+        return fill_template({**machine.env, **phase_variables.get(phase, {})}, path)
 
     def read_files(self) -> dict[str, bytes]:
         """Return the files to copy into a sandbox, by path relative to the root.
 
-        They replace the task's image where the sandbox can't use it, or where there is none.
-
-        A Dockerfile's COPY lines are followed, and its other lines are not. Without a Dockerfile
-        the whole folder is the working directory.
+        They replace the task's image if the sandbox can't use it, or if there is none. Of a
+        Dockerfile, only WORKDIR, COPY and ADD are followed. Without a Dockerfile, the whole folder
+        is the working directory.
         """
         if not (self.environment_folder / DOCKERFILE).is_file():
             files = read_tree(self.environment_folder)
@@ -217,9 +216,9 @@ def read_task_directory(
 
 
 def list_task_directories(path: Path) -> list[Path]:
-    """Return the task directories in a directory, sorted by name; itself alone if it is a task.
+    """Return the task directories in `path`, sorted by name; only `path` if it is a task itself.
 
-    Raises DataError if it has none.
+    Raises DataError if there are none.
     """
     if (path / MANIFEST).is_file():
         return [path]

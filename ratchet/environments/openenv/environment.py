@@ -52,7 +52,7 @@ class OpenEnvConfig(EnvironmentConfig):
     python: str | None = Field(
         None,
         description="With path: interpreter that has openenv and what the package needs; null: "
-        "this one.",
+        "the interpreter of the run.",
     )
     sessions: int = Field(
         64, gt=0, description="With path: maximum number of sessions of the server at once."
@@ -63,14 +63,18 @@ class OpenEnvConfig(EnvironmentConfig):
         "server's (MCP) tools, and a message without a call ends the episode.",
     )
     action_field: str | None = Field(
-        None, description="With text: field of the action; null: its only required one."
+        None,
+        description="With actions=text: field of the action that a message fills; null: the only "
+        "required field.",
     )
     prompt: str = Field(
         "{observation}",
         description="First message: {observation} is the text of the observation, {name} one of "
         "its fields.",
     )
-    reply: str = Field("{observation}", description="Further messages, likewise.")
+    reply: str = Field(
+        "{observation}", description="Further messages, with the same placeholders as prompt."
+    )
     reset: dict[str, Any] = Field({}, description="Further arguments of the server's reset.")
     test_tasks: int = Field(100, ge=1, description="Number of held-out seeds, from 0 on.")
     max_turns: int = Field(100, ge=1, description="Turns after which an episode is ended.")
@@ -130,8 +134,8 @@ class OpenEnvServer:
         required = schema.get("required", [])
         field = self._config.action_field
         candidates = [field] if field else required or fields
-        others = set(required) - set(candidates[:1])
-        if len(candidates) != 1 or candidates[0] not in fields or others:
+        other_required = set(required) - set(candidates[:1])
+        if len(candidates) != 1 or candidates[0] not in fields or other_required:
             raise ConfigError(
                 f"environment.action_field={field}: the server's action has the fields "
                 f"{', '.join(fields) or 'none'}, and requires {', '.join(required) or 'none'}. "
@@ -250,7 +254,7 @@ class OpenEnv(SeededTasks):
         return await self._guard(self._session.step(action))
 
     async def _guard(self, awaitable: Any) -> Any:
-        """Return the result of a request. An OpenEnvError says how the server's process ended."""
+        """Return the result of a request. Add to an OpenEnvError how the server's process ended."""
         try:
             return await awaitable
         except InvalidAction:
@@ -273,13 +277,13 @@ def format_observation(template: str, observation: Mapping[str, Any]) -> str:
     """
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     texts = [value for value in fields.values() if isinstance(value, str)]
-    whole = texts[0] if len(texts) == 1 else json.dumps(fields, ensure_ascii=False)
+    observation_text = texts[0] if len(texts) == 1 else json.dumps(fields, ensure_ascii=False)
     values = {
         name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for name, value in fields.items()
     }
-    values["observation"] = whole
-    # In one pass: braces inside an observation stay as they are.
+    values["observation"] = observation_text
+    # One pass, so that braces inside an observation stay as they are.
     return re.sub(r"\{([^{}]*)\}", lambda match: values.get(match[1], match[0]), template)
 
 

@@ -145,7 +145,8 @@ class Toolbox:
             raise ToolError(f"{tool.name} gave no answer within {self.timeout_s:g} s") from None
         except (RatchetError, ToolError):
             raise
-        # A tool is user code and may raise any exception. The policy reads its text, and may go on.
+        # A tool is user code and may raise any exception. The policy reads the exception's text and
+        # may go on.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
@@ -167,11 +168,12 @@ def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
     unknown = [name for name in arguments if name not in properties]
     if missing:
         raise ToolError(
-            f"the argument '{missing[0]}' is missing; it takes {', '.join(properties) or 'none'}"
+            f"the argument '{missing[0]}' is missing; the tool takes "
+            f"{', '.join(properties) or 'none'}"
         )
     if unknown and not parameters.get("additionalProperties", False):
         raise ToolError(
-            f"there is no argument '{unknown[0]}'; it takes {', '.join(properties) or 'none'}"
+            f"there is no argument '{unknown[0]}'; the tool takes {', '.join(properties) or 'none'}"
         )
     for name, value in arguments.items():
         expected = properties.get(name, {}).get("type")
@@ -193,8 +195,8 @@ def build_tools(sections: Sequence[Section]) -> list[Tool]:
     """Build the tools of sections. Raises ConfigError if a section builds something else."""
     tools: list[Tool] = []
     for section in sections:
-        built = build(section)
-        for tool in built if isinstance(built, list | tuple) else (built,):
+        section_tools = build(section)
+        for tool in section_tools if isinstance(section_tools, list | tuple) else (section_tools,):
             if not isinstance(tool, Tool):
                 raise ConfigError(
                     f"{tool!r:.80} is not a tool: it needs name, description, parameters and "

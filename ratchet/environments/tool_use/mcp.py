@@ -141,11 +141,13 @@ class _State:
         stop.set()
 
     def end(self) -> None:
+        """Make the thread close the connection. Any thread may call this."""
         if self.loop is not None and self.stop is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.stop.set)
 
 
 def _serve(config: MCPConfig, state: _State) -> None:
+    """Run the connection in this thread until it ends. Record an error in `state.failure`."""
     try:
         asyncio.run(_keep_connection(config, state))
     except Exception as error:  # the constructor of the connection reads `failure`
@@ -155,6 +157,7 @@ def _serve(config: MCPConfig, state: _State) -> None:
 
 
 async def _keep_connection(config: MCPConfig, state: _State) -> None:
+    """Start the server, list its tools, and keep the connection open until `state.stop` is set."""
     from mcp import Client, StdioServerParameters, stdio_client
 
     command, *arguments = config.command

@@ -43,7 +43,7 @@ class ShellConfig(EnvironmentConfig):
     workers: int = Field(2, gt=0, description="Maximum number of commands that run at once.")
     instructions: str = Field(INSTRUCTIONS, description="Text appended to each goal.")
     commands: int = Field(
-        20, gt=0, description="Maximum number of commands in an attempt; after them it is judged."
+        20, gt=0, description="Maximum number of commands in an attempt, which is then judged."
     )
     command_timeout_s: float = Field(
         30.0, gt=0, description="Wall time limit of a command, in seconds."
@@ -91,7 +91,7 @@ class ShellEnvironment(Rows):
         """Return the reward and the metrics of an attempt that has ended."""
 
     def get_remaining_s(self, attempt: Attempt) -> float:
-        """Return the wall time in seconds that the attempt's next command may take; 0 ends it."""
+        """Return the wall time in seconds for the next command. 0 or less ends the attempt."""
         return self.settings.command_timeout_s
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
@@ -119,7 +119,7 @@ class ShellEnvironment(Rows):
         assert attempt is not None, "step before reset"
         commands = extract_commands(message)
         answers: list[Message] = []
-        for call, command in commands[: self.settings.commands - attempt.n_commands]:
+        for call_id, command in commands[: self.settings.commands - attempt.n_commands]:
             attempt.n_commands += 1
             if command is None:
                 text = f"there is no such call: call {TOOL_NAME} with a command"
@@ -130,7 +130,7 @@ class ShellEnvironment(Rows):
                 attempt.seconds += result.seconds
                 text = format_result(result, self.settings.shown_characters)
             answers.append(
-                Message("tool", text, tool_call_id=call) if call else Message("user", text)
+                Message("tool", text, tool_call_id=call_id) if call_id else Message("user", text)
             )
         has_commands_left = attempt.n_commands < self.settings.commands
         if commands and has_commands_left and self.get_remaining_s(attempt) > 0:

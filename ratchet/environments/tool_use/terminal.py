@@ -49,7 +49,8 @@ class TerminalConfig(ShellConfig):
     )
 
 
-WORK, CHECK = "work", "check"  # directories, and in capitals the variables with their paths
+# The names of two directories. In capitals, they name the variables with the directories' paths.
+WORK, CHECK = "work", "check"
 WORK_REFERENCE = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
 # Commands that run before the check, in its session. The Python variables are for a check that does
 # `cd "$WORK"`, where Python would import the agent's files. The git variables are for a check that

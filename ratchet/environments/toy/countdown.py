@@ -48,7 +48,7 @@ class CountdownConfig(EnvironmentConfig):
         return template
 
 
-ATOM = 3
+ATOM = 3  # precedence of a number, above that of all operators
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
@@ -72,7 +72,7 @@ class Countdown(Procedural):
         numbers = [rng.randint(1, self.config.max_number) for _ in range(self.config.numbers)]
         solution = self._combine(rng, numbers)
         if solution is None or solution.value > self.config.max_target or solution.value in numbers:
-            return None  # repeating a number would solve the problem
+            return None  # a target among the numbers would make the problem trivial
         # Sorted, so that no reordered copy of a training problem is in the test split.
         numbers.sort()
         number_text = " ".join(map(str, numbers))
@@ -98,6 +98,7 @@ class Countdown(Procedural):
 
 
 def _join(left: Term, sign: str, right: Term) -> Term | None:
+    """Return the terms joined by an operator; None unless the value is a positive integer."""
     value = _compute(left.value, sign, right.value)
     if value is None or value < 1:
         return None

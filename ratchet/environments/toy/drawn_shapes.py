@@ -83,8 +83,8 @@ class ShapesConfig(EnvironmentConfig):
 
     shuffled: bool = Field(
         False,
-        description="Combine each question with another picture of its kind, which measures what a "
-        "model reaches without looking.",
+        description="Show another random picture with each question, to measure a model's accuracy "
+        "without looking.",
     )
 
     @model_validator(mode="after")
@@ -212,6 +212,7 @@ class Shapes(SingleAnswer, Procedural):
         )
 
     def _draw_things(self, rng: random.Random) -> list[Thing]:
+        """Return a random number of random things, in distinct cells."""
         config = self.config
         cells = rng.sample(range(config.grid**2), rng.randint(*config.things))
         max_offset = int(config.jitter * (1 - FILLED_SHARE) / 2 * config.size / config.grid)

@@ -55,8 +55,8 @@ class WorkersConfig(EnvironmentConfig):
         return self.worker.data_kinds
 
     @property
-    def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.worker.judges
+    def returns_rewards(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.worker.returns_rewards
 
 
 def workers(config: WorkersConfig) -> WorkerEnvironment:
@@ -76,7 +76,7 @@ class WorkerEnvironment(Environment):
 
     def __init__(self, config: WorkersConfig, local: Environment) -> None:
         self.config, self.local = config, local
-        self.replayable, self.judges = local.replayable, local.judges
+        self.replayable, self.returns_rewards = local.replayable, local.returns_rewards
         self._pool = Pool(
             config.worker.model_dump(mode="json"),
             processes=config.processes,
@@ -91,6 +91,7 @@ class WorkerEnvironment(Environment):
         return environment
 
     def _register(self) -> None:
+        """Give this copy a number in the pool, which the pool forgets when the copy is gone."""
         self._instance = self._pool.register()
         self._task: Task | None = None
         self._reply: Mapping[str, Any] = {}

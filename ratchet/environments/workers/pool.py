@@ -52,16 +52,15 @@ class Pool:
         return next(self._instances)
 
     async def reset(self, instance: int, task: Task) -> dict[str, Any]:
-        """Start an attempt. Return its "messages", "tools" and "stop_strings".
+        """Start an attempt. Return its "messages", "stop_strings" and, if there are any, "tools".
 
-        "tools" and "stop_strings" are missing if the environment has none. Raises
-        EnvironmentProcessLost, EnvironmentRaised and DataError.
+        Raises EnvironmentProcessLost, EnvironmentRaised and DataError.
         """
         with _caller_pause() as pause:
             return await self._inner.run(self._inner.reset(instance, task, pause))
 
     async def step(self, instance: int, message: Message) -> dict[str, Any]:
-        """Take a turn. Return its "step", and "stop_strings" if the environment has some."""
+        """Take a turn. Return its "step", and the "stop_strings" of the next turn."""
         with _caller_pause() as pause:
             return await self._inner.run(self._inner.step(instance, message, pause))
 

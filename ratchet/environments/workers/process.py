@@ -75,8 +75,9 @@ class Worker:
         self.assignments: set[Assignment] = set()
         self.end_reason = ""  # why the process ended; "" while it runs
         self.hung_threads: set[int] = set()  # threads whose cancelled call did not end in time
-        self.has_leaks = False  # True if finished attempts have left more than MAX_LEAKED open
-        self._first_open_counts: dict[str, int] | None = None  # after the first attempt
+        self.has_leaks = False  # True if finished attempts left too much open, see MAX_LEAKED
+        # Numbers of threads and file descriptors after the first attempt.
+        self._first_open_counts: dict[str, int] | None = None
         self._on_change = on_change
         self._calls: dict[int, _Call] = {}
         self._call_numbers = itertools.count(1)
@@ -116,7 +117,7 @@ class Worker:
     ) -> Any:
         """Run an operation in the process and return its result.
 
-        `pause` stops the attempt's deadline while the process runs a program to judge it.
+        With `pause`, the process can pause the attempt's deadline while it runs a judged program.
         Cancelling this call cancels the operation. Raises EnvironmentProcessLost and
         EnvironmentRaised, and DataError for values that can't be sent.
         """

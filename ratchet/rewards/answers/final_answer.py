@@ -41,7 +41,7 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\\frac(\{[^{}]*\})([0-9])"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt([0-9a-zA-Z])"), r"\\sqrt{\1}"),
     (re.compile(r"−"), "-"),
-    # Spaces between digits stay: "1 1/2" is no "11/2". A space that separates thousands goes.
+    # Spaces between digits stay: "1 1/2" is no "11/2". A space that separates thousands is removed.
     (re.compile(r"(?<!\d) +| +(?!\d)"), ""),
     (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join_thousands),
 )
@@ -53,11 +53,11 @@ UNIT = re.compile(
 
 def extract_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{}; "" if it is not closed, None if there is none."""
-    last = find_last_match(BOXED, text)
-    if last is None:
+    opening = find_last_match(BOXED, text)
+    if opening is None:
         return None
-    content = text[last.end() : last.end() + MAX_ANSWER_CHARS]
-    if not last.group().endswith("{"):  # no braces, as in "\boxed 5"
+    content = text[opening.end() : opening.end() + MAX_ANSWER_CHARS]
+    if not opening.group().endswith("{"):  # no braces, as in "\boxed 5"
         return content.split(maxsplit=1)[0].rstrip("$.,;")
     depth = 1
     for brace in BRACES.finditer(content):

@@ -15,7 +15,7 @@ from ratchet.types import Task, Trajectory, Truncated
 class FormatConfig(Section):
     """A reward of 1 if the answer consists of the tags, in order.
 
-    Each must be opened and closed once, with text within.
+    Each tag must be opened and closed once, with text within.
     """
 
     builds: ClassVar[str] = "ratchet.rewards.answers.format:Format"
@@ -26,9 +26,9 @@ class FormatConfig(Section):
     opened: bool = Field(False, description="True if the prompt has already opened the first tag.")
     outside: bool | Literal["after"] = Field(
         False,
-        description="True to allow text outside the tags; after: text must follow the last tag and "
-        "differ from the text within it, and none may stand elsewhere. A turn with a tool call "
-        "needs no such text.",
+        description="True to allow text outside the tags. after: text must follow the last tag, "
+        "must differ from the text in this tag, and may stand nowhere else outside the tags; a "
+        "turn with a tool call needs no such text.",
     )
     turns: Literal["last", "all"] = Field(
         "last",
@@ -70,7 +70,7 @@ class Format(AnswerReward):
         written_tags, texts = pieces[1::2], pieces[0::2]
         correct_tags = [name for name in tags if _is_used_once(name, written_tags, texts)]
         is_in_order = written_tags == [tag for name in tags for tag in (f"<{name}>", f"</{name}>")]
-        # In order, the texts alternate: outside the tags, inside a tag, outside, ...
+        # If the tags are in order, the texts alternate: outside the tags, inside a tag, ...
         outer_texts = [piece.strip() for piece in texts[0::2]]
         if self.config.outside == "after":
             *outer_texts, answer = outer_texts

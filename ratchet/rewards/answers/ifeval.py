@@ -1,4 +1,4 @@
-"""Reward following the instructions of IFEval (arXiv:2311.07911) and data with its columns."""
+"""A reward for following instructions, for IFEval (arXiv:2311.07911) and data in its form."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class IFEvalConfig(Section):
     )
     loose: bool = Field(
         False,
-        description="True to accept also the text without asterisks, first line or last line, as "
-        "in the paper.",
+        description="True to judge the text also without asterisks, first line or last line, as in "
+        "the paper. An instruction counts as followed if one of these forms follows it.",
     )
 
 

@@ -36,8 +36,8 @@ class MathConfig(Section):
 
     symbolic: Literal["auto", "required", "never"] = Field(
         "auto",
-        description="Computer algebra by math-verify; auto: if it is installed, else only "
-        "spellings and numbers are compared.",
+        description="Use of computer algebra (math-verify). auto: if it is installed; without it, "
+        "only spellings and numbers are compared. required: an error without it.",
     )
     require_marker: bool = Field(
         False, description='True: only an answer after "####", in <answer> or \\boxed{} counts.'

@@ -70,9 +70,10 @@ class MultipleChoice(FinalAnswer):
         marked = extract_marked_answer(text)
         if marked is not None:
             return self._read_single_letter(marked)
-        last = self._find_last_statement(text)
-        if last is not None:
-            return None if self._next_letter_pattern.match(text, last.end()) else last["letter"]
+        statement = self._find_last_statement(text)
+        if statement is not None:
+            has_alternative = self._next_letter_pattern.match(text, statement.end()) is not None
+            return None if has_alternative else statement["letter"]
         if self.config.require_marker:
             return None
         lines = text.strip().splitlines()

@@ -162,6 +162,7 @@ def _read_braces(text: str) -> str:
 
 
 def _evaluate(match: re.Match[str]) -> Fraction | None:
+    """Return the value of a match of NUMBER; None if it is too long or part of an expression."""
     start, end = match.span()
     context = match.string
     if (

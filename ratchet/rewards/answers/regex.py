@@ -57,7 +57,8 @@ class RegexConfig(Section):
             is_known = self.group is None or 0 <= self.group <= compiled.groups
         if not is_known:
             raise ValueError(
-                f"group={self.group!r} is not in the pattern: it has {compiled.groups}, named "
+                f"group={self.group!r} is not in the pattern: it has groups 0 to "
+                f"{compiled.groups}, named "
                 f"{[*compiled.groupindex]}"
             )
         return self

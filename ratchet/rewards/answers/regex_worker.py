@@ -10,9 +10,10 @@ from collections import deque
 
 
 def match(pattern: str, text: str, whole: bool, group: int | str | None) -> str | None:
-    """Return the group of the last match, "" if it took no part, or None without a match.
+    """Return the text that the pattern's last match has in `group`; None without a match.
 
-    Without a group, return the whole (first) match.
+    Return "" if the group took no part in the match. If `group` is None, return the text of the
+    first match. If `whole` is true, the match must be the whole `text`.
     """
     matcher = re.compile(pattern)
     if whole:

@@ -22,8 +22,8 @@ class SimilarityConfig(Section):
 
     measure: Literal["characters", "words", "bag"] = Field(
         "characters",
-        description="Measure: common subsequence of characters or of words (ROUGE-L), or words in "
-        "any order (bag, F1).",
+        description="characters, words: the longest common subsequence of these (ROUGE-L); bag: "
+        "the common words in any order (F1).",
     )
     ignore_case: bool = Field(False, description="True to ignore upper and lower case.")
     threshold: float | None = Field(

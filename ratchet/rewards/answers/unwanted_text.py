@@ -14,7 +14,7 @@ from ratchet.types import POLICY, Task, Trajectory, Truncated
 
 
 class UnwantedTextConfig(Section):
-    """A reward of 1 if the policy wrote none of some texts and tokens in any turn, else 0."""
+    """A reward of 1 if the policy wrote none of the listed texts and tokens in any turn, else 0."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.unwanted_text:UnwantedText"
 
@@ -23,8 +23,8 @@ class UnwantedTextConfig(Section):
     )
     token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (),
-        description="Ids of tokens that the policy must not write, the token that ends a turn "
-        "included.",
+        description="Ids of tokens that the policy must not write. The token that ends a turn is "
+        "checked too.",
     )
 
     @model_validator(mode="after")

@@ -1,9 +1,9 @@
 """Find tests that evaluate an answer as code, by static analysis of their source.
 
 Such tests run code that the program returned, in the process of their own assertions. This code can
-make all assertions pass. The tests are refused for every program alike, so that no program escapes
-a reward of 0 by returning something that would be evaluated. Evaluation that this analysis misses
-is stopped at run time by `sandbox_program.AssertionJudge.guard`.
+make all assertions pass. The tests are refused whatever a program returns: otherwise a program
+could escape a reward of 0 by returning something that would be evaluated. Evaluation that this
+analysis misses is stopped at run time by `sandbox_program.AssertionJudge.guard`.
 """
 
 from __future__ import annotations

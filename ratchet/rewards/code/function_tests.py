@@ -64,8 +64,8 @@ class CallPlan:
 
     Attributes:
         calls: The calls as text.
-        n_ahead: Number of calls that the tests make when no answer is known; None if they could
-            not run to their end like that.
+        n_ahead: Number of calls that the tests make when no answer is known; None if they did not
+            come to their end without answers.
     """
 
     calls: list[str]
@@ -176,8 +176,9 @@ class FunctionJudge:
     def _judge_endless_calls(self, task: FunctionTask, plan: CallPlan) -> CodeVerdict:
         """Return the verdict on a program whose answers led to ever more calls.
 
-        Raises DataError if the tests make that many by themselves. Otherwise the program's answers
-        keep a loop of the tests running, and an error would spare the program the reward of 0.
+        Raises DataError if the tests make that many calls whatever the program answers. Otherwise
+        the program's answers keep a loop of the tests running, and an error would spare the program
+        the reward of 0.
         """
         limit = (
             f"too many calls that follow from each other's answers ({MAX_ROUNDS} rounds, or "

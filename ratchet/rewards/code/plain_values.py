@@ -1,7 +1,7 @@
 """Encode plain values as text, to send between a judged function's process and its tests' process.
 
-To foresee further calls, the tests run ahead of unfinished calls (look-ahead, see
-`sandbox_program`), with `Awaited` and `Anything` as results.
+To foresee further calls, the tests run on while a call's result is not known yet (look-ahead, see
+`sandbox_program`). `Awaited` and `Anything` then stand in for the unknown values.
 
 This file uses the standard library only: both processes run in the sandbox, which has no Ratchet.
 """
@@ -89,8 +89,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        whole = int.__int__(value)
-        return whole if -SMALL_INT_LIMIT < whole < SMALL_INT_LIMIT else ["int", hex(whole)]
+        number = int.__int__(value)
+        return number if -SMALL_INT_LIMIT < number < SMALL_INT_LIMIT else ["int", hex(number)]
     if isinstance(value, float):
         return ["float", float.hex(value)]
     if isinstance(value, complex):

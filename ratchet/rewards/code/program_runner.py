@@ -131,7 +131,7 @@ def defines_name(source: str, name: str) -> bool:
 
 
 def answer_call(function: Any, call: str) -> str:
-    """Return the line for a call: its value, the exception raised, or the type of an odd value."""
+    """Return the line for a call: its value, its exception, or the type of a value not plain."""
     arguments, keywords = (decode(part) for part in json.loads(call))
     try:
         value = function(*arguments, **keywords)

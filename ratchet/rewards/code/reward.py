@@ -40,7 +40,8 @@ class CodeConfig(Section):
         "must be the same.",
     )
     blocks: Literal["last", "first", "all"] = Field(
-        "last", description="The fenced blocks of the answer that are the program; all: joined."
+        "last",
+        description="Fenced block of the answer that is the program; all: all blocks, joined.",
     )
     require_block: bool = Field(
         False,
@@ -50,8 +51,8 @@ class CodeConfig(Section):
     timeout_s: float = Field(
         4.0,
         gt=0,
-        description="Processor time limit of one test, in whole seconds; the wall time limit is "
-        "three times as long.",
+        description="Processor time limit of one test, in seconds (rounded up to whole ones). The "
+        "wall time limit is three times as long.",
     )
     memory_mib: int = Field(
         512, ge=64, description="Memory limit (address space) of the program, in MiB."

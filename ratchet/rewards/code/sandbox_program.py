@@ -41,7 +41,7 @@ MAX_CALLS = 5000  # maximum number of calls to foresee
 # Maximum number of further calls to count in the first round, which finds how many calls the tests
 # make by themselves.
 MAX_COUNTED = 50_000
-LOOKAHEAD_S = 1.0  # processor time
+LOOKAHEAD_S = 1.0  # limit on the processor time of the look-ahead
 # Minimum of the limit on foreseen calls whose arguments contain awaited answers.
 MIN_AWAITED_LIMIT = 16
 
@@ -83,6 +83,7 @@ class AssertTransformer(ast.NodeTransformer):
     removed, because it tests nothing.
     """
 
+    # {0} is the number of the assertion, which takes the place of `pass`.
     WRAPPED = (
         "try:\n  pass\nexcept Exception as _ratchet_error:\n  if "
         "_ratchet_judge.record_broken(_ratchet_error, {0}): raise\n"
@@ -130,13 +131,14 @@ class AssertionJudge:
         self.n_certain: int | None = None  # calls before the first without an answer
         self.n_unforeseen = 0  # later calls that were counted but not foreseen
         self.is_cut_off = False  # True if the look-ahead was cut off
-        self.break_index = 0  # the call after which the first assertion broke, or the tests ended
+        self.break_index = 0  # the call after which the first assertion broke or the tests ended
         self.is_lost = False  # True if the program ended without an answer
-        # True once the tests got an answer, and once they got an answer that is not a number.
+        # has_answered: True once the tests got an answer. has_seen_text: True once they got one
+        # that is not a number, and so may hold text.
         self.has_answered = self.has_seen_text = False
         self.evaluated = ""  # error message if the tests tried to run an answer as code
         self.n_broken = 0
-        self.n_statements = 0  # assertions in the source of the tests
+        self.n_statements = 0  # number of assertions in the source of the tests
         # For each assertion, by the number of calls before it: True if all its executions held.
         self.verdicts: dict[int, dict[int, bool]] = {}
         self.program_errors: list[BaseException] = []  # exceptions that came from the program
@@ -349,12 +351,14 @@ class AssertionJudge:
         self.n_broken += count
 
     def record(self, statement: int, held: bool) -> None:
+        """Record that assertion number `statement` of the tests' source held or failed."""
         held_by_position = self.verdicts.setdefault(statement, {})
         held_by_position[len(self.calls_made)] = (
             held_by_position.get(len(self.calls_made), True) and held
         )
 
     def record_broken(self, error: Exception, statement: int) -> bool:
+        """Record a failed assertion. Return True if its error must end the tests."""
         self.record(statement, False)
         self._count_broken(1)
         return self._is_tests_fault(error) or not (self.share or self.n_certain is not None)
@@ -369,7 +373,7 @@ COMPILING_FILES = ("collections/__init__.py", "dataclasses.py")
 
 
 def is_compiled_by_library(frame: types.FrameType | None) -> bool:
-    """Return True if a module is being imported, or the library makes a class from source."""
+    """True if a module is being imported, or the standard library compiles code of its own."""
     if (
         frame is not None
         and frame.f_code.co_filename.startswith("/")

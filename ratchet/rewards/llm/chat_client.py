@@ -162,14 +162,14 @@ def format_request(task: Task, trajectory: Trajectory) -> str:
     A single message is returned as it is. With several messages, each has its role as a heading.
     """
     messages = trajectory.messages
-    last = max(
+    answer_index = max(
         (i for i, message in enumerate(messages) if message.role == "assistant"),
         default=len(messages),
     )
-    earlier = messages[:last] or task.messages
-    if len(earlier) == 1:
-        return earlier[0].text
-    return "\n\n".join(f"[{message.role}]\n{message.text}" for message in earlier)
+    request_messages = messages[:answer_index] or task.messages
+    if len(request_messages) == 1:
+        return request_messages[0].text
+    return "\n\n".join(f"[{message.role}]\n{message.text}" for message in request_messages)
 
 
 def format_reference(task: Task) -> str:

@@ -218,8 +218,8 @@ def parse_verdict(reply: str) -> float:
     verdicts = [first or second for first, second in VERDICT_PATTERN.findall(reply)]
     if not verdicts:
         raise DataError(f"the judge's reply holds no verdict: {reply[-300:]!r}")
-    last = verdicts[-1].lower()
-    return 0.5 if last in TIES else float(last == "a")
+    last_verdict = verdicts[-1].lower()
+    return 0.5 if last_verdict in TIES else float(last_verdict == "a")
 
 
 def _get_initial_outcome(trajectory: Trajectory, task: Task) -> Outcome:

@@ -33,7 +33,7 @@ class ProcessorTimeExceeded(RatchetError):
 
 
 class PoolWorkerError(RatchetError):
-    """The function raised, or its process did not start or died twice.
+    """The function raised an exception, or its process did not start or died twice.
 
     The message has the traceback or the cause of death.
     """

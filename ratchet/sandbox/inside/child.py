@@ -55,7 +55,11 @@ class GrantedIsolation:
 
 @dataclass(frozen=True)
 class Request:
-    """The limits of one execution."""
+    """The limits of one execution.
+
+    Attributes:
+        is_command: True if the program is a command (a JSON list of its words), not Python source.
+    """
 
     wall_s: float
     cpu_s: int
@@ -63,9 +67,7 @@ class Request:
     disk_mib: int
     processes: int
     threads: int
-    is_command: (
-        bool  # True if the program is a command (a JSON list of its words), not Python source
-    )
+    is_command: bool
 
     @property
     def can_fork(self) -> bool:
@@ -126,6 +128,7 @@ def restore_signals(request: Request) -> None:
 
 
 def confine(request: Request, granted: GrantedIsolation, zygote: int) -> None:
+    """Limit this process's resources and rights, irrevocably. `zygote` is the parent's pid."""
     is_in_namespaces = granted.level >= 3
     limit_resources(request, granted)
     if granted.program_uid:
@@ -253,7 +256,7 @@ def print_error(error: BaseException) -> None:
 
 def shut_down(code: int) -> int:
     """Join threads, run exit handlers, flush streams, and return the exit code."""
-    # Both are private to CPython.
+    # `_shutdown` and `_run_exitfuncs` are private to CPython, so they may be missing.
     shutdown: Any = getattr(threading, "_shutdown", None)
     try:
         if shutdown is not None:

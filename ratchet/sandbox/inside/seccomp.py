@@ -15,13 +15,14 @@ from signal import SIGKILL
 
 from .syscalls import MACHINE, SECCOMP, syscall
 
-LOAD, JUMP_EQUAL, JUMP_SET, JUMP_GE, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+LOAD, JUMP_EQUAL, JUMP_SET, JUMP_GE, RETURN, BIT_AND = 0x20, 0x15, 0x45, 0x35, 0x06, 0x54
 KILL_PROCESS, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 ARCH_X86_64, X32_BIT = 0xC000003E, 0x40000000
 OWN_PID = 0x7E57AB1E  # placeholder that `build_filter` replaces
 NAMESPACE_FLAGS, CLONE_THREAD = 0x7E020080, 0x10000
 # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
 WRITING_FLAGS = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000
+# (opcode, instructions to skip if the test holds, to skip if it fails, operand)
 Instruction = tuple[int, int, int, int]
 
 
@@ -210,25 +211,25 @@ def build_filter_template(level: int, can_fork: bool) -> bytes:
     code += if_call(PRCTL, allow_values(0, PRCTL_COMMANDS))
     # Only AF_UNIX with SOCK_STREAM, which asyncio uses to wake itself: such a pair stays connected
     # to itself, so it leads nowhere.
-    pair = [
+    socketpair_rules = [
         load_argument(0),
         (JUMP_EQUAL, 1, 0, 1),
         return_error(),
         load_argument(1),
-        (0x54, 0, 0, 0xF),
+        (BIT_AND, 0, 0, 0xF),  # without the flags of the socket's type
         (JUMP_EQUAL, 1, 0, 1),
         return_error(),
         return_action(ALLOW),
     ]
-    code += if_call(SOCKETPAIR, pair)
+    code += if_call(SOCKETPAIR, socketpair_rules)
     # prlimit may only read the caller's own limits: pid 0, and a null pointer (both halves) to new
     # limits.
-    zeros = [
+    requires_zeros = [
         step
         for word in (16, 32, 36)
         for step in ((LOAD, 0, 0, word), (JUMP_EQUAL, 1, 0, 0), return_error())
     ]
-    code += if_call(PRLIMIT, [*zeros, return_action(ALLOW)])
+    code += if_call(PRLIMIT, [*requires_zeros, return_action(ALLOW)])
     allowed = dict(ALWAYS_ALLOWED)
     if can_fork:
         allowed |= FORKING

@@ -130,7 +130,9 @@ def main():
     files = pack(request["max_files_bytes"])
     if files is None:
         reason = "output"
-        texts[1] += b"\nthe working directory holds more than can be kept: this command is undone\n"
+        texts[1] += (
+            b"\nthe working directory is too large to be kept: changes by this command are undone\n"
+        )
     stdout, stderr = (base64.b64encode(text).decode() for text in texts)
     report = {
         "code": code,

@@ -70,6 +70,7 @@ def execute(
     files: list[int],
     proc: int | None,
 ) -> dict[str, Any]:
+    """Run one request in a forked process, and return the report of how it ended."""
     is_in_namespaces = granted.level >= 3  # in namespaces, with a private root directory
     if request.can_fork and proc is None:
         close_files(files)
@@ -158,8 +159,8 @@ def wait_for_child(
         remaining_s = start + request.wall_s - time.monotonic()
         if remaining_s <= 0:
             return "wall"
-        wait = remaining_s if proc is None else min(remaining_s, MEMORY_WATCH_S)
-        ready_files = {file for file, _ in poll.poll(wait * 1000 + 1)}
+        wait_s = remaining_s if proc is None else min(remaining_s, MEMORY_WATCH_S)
+        ready_files = {file for file, _ in poll.poll(wait_s * 1000 + 1)}
         if child_pidfd in ready_files:
             return ""
         if trainer in ready_files:

@@ -155,9 +155,9 @@ def test_a_path_that_names_nothing_is_refused():
 
 
 def test_only_a_class_with_a_reward_judges():
-    assert section("Counter").judges
-    assert not section("Silent").judges
-    assert section("Silent", reward_funcs=[f"{FILE}:words_said"]).judges
+    assert section("Counter").returns_rewards
+    assert not section("Silent").returns_rewards
+    assert section("Silent", reward_funcs=[f"{FILE}:words_said"]).returns_rewards
 
 
 def test_it_keeps_the_contract_of_environments():

@@ -116,7 +116,7 @@ def test_a_policy_may_learn_from_what_went_wrong_with_its_calls():
     told = [message.text for message in trajectory.messages if message.role == "tool"]
     assert told == [
         "Error: there is no tool 'calc'; there are calculator",
-        "Error: the argument 'expression' is missing; it takes expression",
+        "Error: the argument 'expression' is missing; the tool takes expression",
         "Error: the expression ends too early",
         "1776",
     ]

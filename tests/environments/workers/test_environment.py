@@ -620,7 +620,7 @@ def test_its_section_is_judged_as_the_environments_own():
         section(worker={"kind": "arithmetic"}).data_kinds
         == resolve("environment", {"kind": "arithmetic"}).data_kinds
     )
-    assert not section(worker={"kind": "preferences", "train": "t.jsonl"}).judges
+    assert not section(worker={"kind": "preferences", "train": "t.jsonl"}).returns_rewards
     with pytest.raises(ValidationError, match="'workers' is unknown"):
         section(worker={"kind": "workers", "worker": {"kind": "sokoban"}})
     with pytest.raises(ValidationError, match="greater than or equal to 1"):
