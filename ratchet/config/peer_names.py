@@ -137,6 +137,8 @@ PEER_NAMES: Mapping[str, tuple[str, ...]] = {
     "test_freq": ("evaluation.every",),
     "val_period": ("evaluation.every",),
     "early_stopping_patience": ("evaluation.patience",),
+    "stop_at_validation_threshold": ("evaluation.stop_at",),
+    "stop_at_validation_metric": ("evaluation.metric",),
     "metric_for_best_model": ("checkpoint.metric", "evaluation.metric"),
     "load_best_model_at_end": ("checkpoint.end_with",),
     "save_steps": ("checkpoint.every",),

@@ -85,6 +85,27 @@ def advantage_clip(value: Any, config: PeerConfig) -> Any:
     return [numbers.real(low), numbers.real(high)]
 
 
+def stop_metric(value: Any, config: PeerConfig) -> Any:
+    if value == "accuracy":
+        return "eval/accuracy"
+    if value != "pass_k":
+        return Dropped(f"{value} is not one of accuracy and pass_k")
+    if not config["policy.generation.val_temperature"]:
+        return Dropped("pass@k needs sampled answers: set evaluation.samples and .temperature")
+    return f"eval/pass_at_{config.whole('grpo.val_num_generations_per_prompt', 1)}"
+
+
+def stop_at(value: Any, config: PeerConfig) -> Any:
+    metric = config["grpo.stop_at_validation_metric"]
+    if metric is None:
+        return Inert("only counts with stop_at_validation_metric there")
+    if isinstance(stop_metric(metric, config), Dropped):
+        return Dropped("its metric is left out")
+    if not config.whole("grpo.val_period", 10, least=0):
+        return Dropped("nothing is evaluated between steps: set evaluation.every too")
+    return numbers.real(value)
+
+
 GRPO = (
     KeyRow(
         f"grpo.{LEAVE_ONE_OUT}",
@@ -130,7 +151,8 @@ GRPO = (
         "grpo.debug_payload_metrics",
         "grpo.calculate_advantages_on_gpu",
     ),
-    *dropped("evaluation.patience stops a run early", "grpo.stop_at_validation_*"),
+    KeyRow("grpo.stop_at_validation_metric", "evaluation.metric", convert=stop_metric),
+    KeyRow("grpo.stop_at_validation_threshold", "evaluation.stop_at", convert=stop_at),
     KeyRow(
         "grpo.val_num_generations_per_prompt",
         covered_by="policy.generation.val_temperature",
