@@ -222,7 +222,9 @@ class Turn:
 
     `state_key`: as in `ratchet.protocols.Step`. `terminated`: True if the environment ended the
     episode after this turn. `cut`: True if a token limit, not the policy, ended the turn; None:
-    unknown.
+    unknown. `malformed_call`: True if a tool call of the turn can't be parsed.
+    `malformed_thinking`: True if its marks of thinking are not those of one thought at its
+    beginning (see `ratchet.data.chat.thinking`). None: not examined.
     """
 
     start: int
@@ -231,6 +233,8 @@ class Turn:
     state_key: str = ""
     terminated: bool = False
     cut: bool | None = None
+    malformed_call: bool | None = None
+    malformed_thinking: bool | None = None
 
 
 # `float` comes first, because `isinstance` with the abstract class Real is ten times as slow.

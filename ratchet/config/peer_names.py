@@ -136,6 +136,7 @@ PEER_NAMES: Mapping[str, tuple[str, ...]] = {
     "eval_freq": ("evaluation.every",),
     "test_freq": ("evaluation.every",),
     "val_period": ("evaluation.every",),
+    "invalid_tool_call_advantage": ("algorithm.malformed_call_advantage",),
     "early_stopping_patience": ("evaluation.patience",),
     "stop_at_validation_threshold": ("evaluation.stop_at",),
     "stop_at_validation_metric": ("evaluation.metric",),

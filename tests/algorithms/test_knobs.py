@@ -67,7 +67,8 @@ def trajectory(
         start, length = len(owner), int(rng.integers(1, 5))
         owner += [Owner.POLICY] * length + [Owner.ENVIRONMENT] * int(rng.integers(0, 2))
         reward = float(rng.integers(0, 3)) / 2 if number % 2 else None
-        turns.append(Turn(start, start + length, reward, state_key=f"s{number}"))
+        malformed = {"malformed_call": number == 1, "malformed_thinking": number == 2}
+        turns.append(Turn(start, start + length, reward, state_key=f"s{number}", **malformed))
     owners = np.array(owner, dtype=np.int8)
     policy = owners == Owner.POLICY
     return Trajectory(
@@ -196,6 +197,8 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, {}, "group_size", 4, 8),
     (PG, {}, "advantage_clip", None, 0.1),
     (PG, {}, "advantage_clip", 0.1, (-0.1, 0.2)),
+    (PG, {}, "malformed_call_advantage", None, -5.0),
+    (PG, {}, "malformed_thinking_advantage", -1.0, -5.0),
     (PG, {}, "whiten", False, True),
     (PG, {}, "equal_rewards", "keep", "drop"),
     (PG, shaped("length_penalty", coef=0.1), "equal_rewards", "drop", "drop_shaped"),

@@ -41,6 +41,8 @@ NEMO: Values = {
     "grpo.reward_scaling.source_max": 1.0,
     "grpo.reward_scaling.target_min": -1.0,
     "grpo.reward_scaling.target_max": 1.0,
+    "grpo.invalid_tool_call_advantage": -5.0,
+    "grpo.malformed_thinking_advantage": -5.0,
     "grpo.stop_at_validation_metric": "accuracy",
     "grpo.stop_at_validation_threshold": 0.5,
     "grpo.advantage_clip_low": -2,

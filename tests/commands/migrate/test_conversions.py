@@ -462,3 +462,11 @@ def test_nemo_stops_at_a_validation_metric() -> None:
     for metric in (None, "pass_k", "validation_loss"):
         assert flat(metric) == {"metric": None, "stop_at": None}
     assert flat("accuracy", val_period=0)["stop_at"] is None
+
+
+def test_nemo_advantages_of_malformed_turns() -> None:
+    keys = {"grpo.invalid_tool_call_advantage": -5.0, "grpo.malformed_thinking_advantage": 0.0}
+    result = from_keys("nemo-rl", "grpo", keys)
+    assert result.flat["algorithm.malformed_call_advantage"] == -5.0
+    assert "algorithm.malformed_thinking_advantage" not in result.flat
+    assert item(result, "grpo.malformed_thinking_advantage").status == "dropped"

@@ -106,6 +106,11 @@ def stop_at(value: Any, config: PeerConfig) -> Any:
     return numbers.real(value)
 
 
+def malformed_advantage(value: Any, config: PeerConfig) -> Any:
+    advantage = numbers.real(value)
+    return advantage if advantage < 0 else Dropped("an advantage of malformed turns is below 0")
+
+
 GRPO = (
     KeyRow(
         f"grpo.{LEAVE_ONE_OUT}",
@@ -150,6 +155,18 @@ GRPO = (
         "grpo.deduplicate_multimodal_data",
         "grpo.debug_payload_metrics",
         "grpo.calculate_advantages_on_gpu",
+    ),
+    KeyRow(
+        "grpo.invalid_tool_call_advantage",
+        "algorithm.malformed_call_advantage",
+        "calls are those that can't be parsed, not texts with invalid_tool_call_patterns",
+        convert=malformed_advantage,
+    ),
+    KeyRow(
+        "grpo.malformed_thinking_advantage",
+        "algorithm.malformed_thinking_advantage",
+        "unclosed thinking counts too, and the marks are <think> and [THINK]",
+        convert=malformed_advantage,
     ),
     KeyRow("grpo.stop_at_validation_metric", "evaluation.metric", convert=stop_metric),
     KeyRow("grpo.stop_at_validation_threshold", "evaluation.stop_at", convert=stop_at),
