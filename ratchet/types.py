@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "test"]
+# Tokens of a demonstration that train: those of all assistant turns, of the last one, or all but
+# the first, which no token precedes.
+TrainedTokens = Literal["all", "last", "text"]
 # The key of a task's `meta` that holds its file and row, for error messages.
 READ_FROM = "read from"
 

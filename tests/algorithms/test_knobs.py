@@ -296,6 +296,8 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, shaped("component_weights", weights={"a": 1.0}), "shaping.0.weights", {"a": 1.0}, {"b": 1.0}),
     # given text
     ("sft", {}, "train", "all", "last"),
+    ("sft", {}, "train", "all", "text"),
+    ("distill_off_policy", {"teacher": "first"}, "train", "all", "text"),
     ("sft", {}, "weighting", "token_mean", "sequence_mean"),
     ("dpo", AGAIN, "beta", 0.1, 0.5),
     ("dpo", {}, "label_smoothing", 0.0, 0.2),
@@ -321,6 +323,11 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     ("distill_off_policy", {"teacher": "first"}, "top_k", None, 3),
     ("distill_off_policy", {"teacher": "first"}, "temperature", 1.0, 2.0),
     ("distill_off_policy", {"teacher": "first"}, "sft_coef", 0.0, 0.2),
+    ("distill_off_policy", {"teacher": "first", "objective": "adaptive"}, "mix", None, 0.05),
+    ("distill_off_policy", {"teacher": "first"}, "teacher_temperature", 1.0, 2.0),
+    ("distill_off_policy", {"teacher": "first"}, "token_clip", None, 0.05),
+    ("distill_on_policy", {"teacher": "first"}, "teacher_temperature", 1.0, 0.5),
+    ("distill_on_policy", {"teacher": "first"}, "token_clip", 0.1, 0.05),
     ("distill_on_policy", {"teacher": "first"}, "group_size", 1, 2),
 ]  # fmt: skip
 
