@@ -19,6 +19,9 @@ Level = Literal["token", "sequence", "group"]
 # The token column of expert choices, int16 [T, layers with experts, experts of a token]. It exists
 # if the sampler recorded them.
 ROUTES = "routes"
+# Token columns, bool [T], True at all tokens of a turn with a malformed tool call, or with
+# malformed thinking. They exist if there is such a turn.
+MALFORMED_CALLS, MALFORMED_THINKING = "malformed_calls", "malformed_thinking"
 
 
 class LossWeights(NamedTuple):

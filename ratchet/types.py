@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "test"]
+# Tokens of a demonstration that train: those of all assistant turns, of the last one, or all but
+# the first, which no token precedes.
+TrainedTokens = Literal["all", "last", "text"]
 # The key of a task's `meta` that holds its file and row, for error messages.
 READ_FROM = "read from"
 
@@ -222,7 +225,9 @@ class Turn:
 
     `state_key`: as in `ratchet.protocols.Step`. `terminated`: True if the environment ended the
     episode after this turn. `cut`: True if a token limit, not the policy, ended the turn; None:
-    unknown.
+    unknown. `malformed_call`: True if a tool call of the turn can't be parsed.
+    `malformed_thinking`: True if its marks of thinking are not those of one thought at its
+    beginning (see `ratchet.data.chat.thinking`). None: not examined.
     """
 
     start: int
@@ -231,6 +236,8 @@ class Turn:
     state_key: str = ""
     terminated: bool = False
     cut: bool | None = None
+    malformed_call: bool | None = None
+    malformed_thinking: bool | None = None
 
 
 # `float` comes first, because `isinstance` with the abstract class Real is ten times as slow.

@@ -18,6 +18,7 @@ from torch import Tensor
 from ratchet.batch import Batch, Level, LossWeights
 from ratchet.errors import ConfigError
 from ratchet.protocols import Outputs
+from ratchet.types import TrainedTokens
 from ratchet.utils.user_code import get_qualified_name
 
 TermFunction = Callable[[Outputs, Batch], tuple[Tensor, dict[str, Tensor]]]
@@ -92,6 +93,7 @@ class Pass:
     tag: score only rows whose task has this tag; None: score all rows. Passes with different tags
       may fill the same column.
     top_k: number of tokens in "topk_ids" and "topk_logprobs"; 0: the whole vocabulary.
+    temperature: factor on the softmax temperature of every row.
     """
 
     role: str
@@ -100,6 +102,7 @@ class Pass:
     level: Level = "token"
     tag: str | None = None
     top_k: int = 0
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class Algorithm:
     uses_mismatched_pairs: True if each labelled row gets a second one with use="reference": its
       prompt with the answer to another prompt.
     temperature: sampling temperature assumed for text that no sampler wrote (demonstrations).
-    turns: assistant turns of a demonstration that train: all of them, or the last one.
+    turns: tokens of a demonstration that train.
     reads_reward: False if nothing depends on rewards. Attempts without a reward then train too.
     reads_parts: True if the named parts of the rewards matter. Attempts of equal reward then count
       as different if their parts differ.
@@ -183,7 +186,7 @@ class Algorithm:
     greedy_baseline: bool = False
     uses_mismatched_pairs: bool = False
     temperature: float = 1.0
-    turns: Literal["all", "last"] = "all"
+    turns: TrainedTokens = "all"
     reads_reward: bool = True
     reads_parts: bool = False
     mean_reward_range: tuple[float, float] | None = None

@@ -21,7 +21,7 @@ DISTILLATION_EXEMPTIONS = {
 def build(config: DistillationConfig) -> Algorithm:
     """Return the distillation algorithm of a section."""
     mix = 0.5 if config.mix is None else config.mix
-    loss = partial(divergence, objective=config.objective, mix=mix)
+    loss = partial(divergence, objective=config.objective, mix=mix, clip=config.token_clip)
     terms = [AlgorithmTerm("divergence", loss, token_mean, needs=frozenset({"topk_logprobs"}))]
     if config.likelihood_coef > 0:
         terms.append(AlgorithmTerm("nll", nll, token_mean, coef=config.likelihood_coef))
@@ -29,10 +29,13 @@ def build(config: DistillationConfig) -> Algorithm:
     # Without top_k the ids are those of the whole vocabulary, 0, 1, 2, ...: they need no column.
     if config.top_k is not None:
         columns["topk_ids"] = "teacher_ids"
-    roles, passes = build_teacher_passes(config.teacher, columns, top_k=config.top_k or 0)
+    roles, passes = build_teacher_passes(
+        config.teacher, columns, top_k=config.top_k or 0, temperature=config.teacher_temperature
+    )
     return Algorithm(
         name=config.display_name,
         source=config.source,
+        turns=config.trained_tokens,
         losses={"policy": tuple(terms)},
         passes=passes,
         roles=roles,

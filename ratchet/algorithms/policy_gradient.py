@@ -13,6 +13,7 @@ from ratchet.algorithms.advantages.compose import (
     pipeline,
     whiten,
 )
+from ratchet.algorithms.advantages.per_turn import penalise_malformed_turns
 from ratchet.algorithms.base import (
     Algorithm,
     AlgorithmTerm,
@@ -224,6 +225,9 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
         steps.append(build(config.correction))
     if config.whiten:
         steps.append(whiten)
+    calls, thinking = config.malformed_call_advantage, config.malformed_thinking_advantage
+    if calls is not None or thinking is not None:
+        steps.append(partial(penalise_malformed_turns, calls=calls, thinking=thinking))
     if config.advantage_bounds is not None:
         low, high = config.advantage_bounds
         steps.append(partial(clip_advantages, low=low, high=high))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,15 +21,20 @@ from ratchet.protocols import Learner
 async def fill_columns(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> Batch:
     """Run the scoring passes in order and fill their columns.
 
-    Consecutive passes of the same role, tag and top_k are computed in one call.
+    Consecutive passes of the same role, tag, top_k and temperature are computed in one call.
 
     Raises DataError if a task has a tag for which no pass fills a column: rows with this tag would
     have no teacher.
     """
     _require_every_tag(batch, algo)
-    for (role, tag, top_k), consecutive in itertools.groupby(
+    for (role, tag, top_k, temperature), consecutive in itertools.groupby(
         algo.passes,
-        key=lambda scoring_pass: (scoring_pass.role, scoring_pass.tag, scoring_pass.top_k),
+        key=lambda scoring_pass: (
+            scoring_pass.role,
+            scoring_pass.tag,
+            scoring_pass.top_k,
+            scoring_pass.temperature,
+        ),
     ):
         passes = list(consecutive)
         rows = None if tag is None else _find_rows_with_tag(batch, tag)
@@ -36,6 +42,11 @@ async def fill_columns(batch: Batch, algo: Algorithm, roles: Mapping[str, Learne
         if rows == [] and batch.n_sequences:
             continue
         scored_rows = batch if rows is None else batch.take(rows)
+        if temperature != 1:
+            # Rows that were sampled greedily (temperature 0) are scored under temperature 1.
+            row_temperature_S = scored_rows.temperature_S
+            row_temperature_S = torch.where(row_temperature_S > 0, row_temperature_S, 1.0)
+            scored_rows = replace(scored_rows, temperature_S=row_temperature_S * temperature)
         outputs = [scoring_pass.output for scoring_pass in passes]
         columns = await roles[role].score(scored_rows, outputs, top_k=top_k)
         for scoring_pass in passes:

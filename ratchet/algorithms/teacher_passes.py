@@ -9,7 +9,12 @@ from ratchet.algorithms.config.base import Teacher
 
 
 def build_teacher_passes(
-    teacher: Teacher, columns: Mapping[str, str], *, aligned: bool = False, top_k: int = 0
+    teacher: Teacher,
+    columns: Mapping[str, str],
+    *,
+    aligned: bool = False,
+    top_k: int = 0,
+    temperature: float = 1.0,
 ) -> tuple[dict[str, Role], tuple[Pass, ...]]:
     """Return the teachers' roles, and the passes that fill the batch's columns.
 
@@ -21,6 +26,7 @@ def build_teacher_passes(
         columns: Name of each column in the batch, by the name of the learner's output.
         aligned: True if the teachers' tokenizers differ from the policy's.
         top_k: As in `Pass`.
+        temperature: As in `Pass`.
     """
     path_by_tag: Mapping[str | None, str] = (
         {None: teacher} if isinstance(teacher, str) else {**teacher}
@@ -30,7 +36,7 @@ def build_teacher_passes(
         role_by_path.setdefault(path, f"teacher/{tag}" if tag else "teacher")
     roles = {name: Role(path=path, aligned=aligned) for path, name in role_by_path.items()}
     passes = (
-        Pass(role_by_path[path], output, column, tag=tag, top_k=top_k)
+        Pass(role_by_path[path], output, column, tag=tag, top_k=top_k, temperature=temperature)
         for tag, path in path_by_tag.items()
         for output, column in columns.items()
     )

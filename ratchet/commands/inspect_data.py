@@ -84,7 +84,7 @@ class DataSetup:
     # The kind of data that the algorithm learns from (see `StageConfig.source`). With None it is
     # detected for each row.
     data_kind: str | None
-    turns: str  # which assistant turns of a demonstration train: "last" or "all"
+    turns: str  # `Algorithm.turns`
     seed: int
 
 

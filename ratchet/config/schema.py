@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
+from ratchet.config.checkpoint import CheckpointConfig
 from ratchet.config.experience import (
     CurriculumConfig,
     ParityConfig,
@@ -205,85 +206,41 @@ class EvaluationConfig(Section):
     )
     metric: str | None = Field(
         default=None,
-        description="Metric of early stopping. Lower is better for eval/loss, for eval/perplexity "
-        "and for a metric with a minus before it, such as -policy/kl/kl. null: eval/accuracy, or "
-        "eval/loss if no accuracy is measured.",
+        description="Metric of patience and stop_at. Lower is better for eval/loss, for "
+        "eval/perplexity and for a metric with a minus before it, such as -policy/kl/kl. null: "
+        "eval/accuracy, or eval/loss if no accuracy is measured.",
     )
     min_gain: float = Field(
         default=0.0,
         ge=0,
         description="A metric counts as better only if it improves by more than this.",
     )
+    stop_at: float | None = Field(
+        default=None,
+        allow_inf_nan=False,
+        description="The stage ends after an evaluation whose metric is at least this, or at most "
+        "this if lower is better; before its first step if the model is as good already. null: "
+        "never.",
+    )
 
     @model_validator(mode="after")
     def _check_unread_keys(self) -> EvaluationConfig:
-        for key in ("metric", "min_gain"):
-            if not self.patience and key in self.changed:
-                raise ValueError(
-                    f"{key} is not read with patience=0: set patience, or remove {key}"
-                )
+        if not self.patience and "min_gain" in self.changed:
+            raise ValueError("min_gain is not read with patience=0: set patience, or remove it")
+        if not self.patience and self.stop_at is None and "metric" in self.changed:
+            raise ValueError(
+                "metric is not read without patience or stop_at: set one of them, or remove metric"
+            )
         if self.patience and not self.every:
             raise ValueError(
                 f"patience={self.patience} counts evaluations between steps: set every"
             )
+        if self.stop_at is not None and not self.every:
+            raise ValueError(
+                f"stop_at={self.stop_at:g} is compared in evaluations between steps: set every"
+            )
         if not self.greedy and not self.samples:
             raise ValueError("greedy=false and samples=0 leave no attempt: set samples")
-        return self
-
-
-class CheckpointConfig(Section):
-    """When checkpoints are written, and which are kept."""
-
-    every: int = Field(
-        default=50, ge=0, description="Steps between checkpoints; 0: only at the end of the stage."
-    )
-    keep: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep.")
-    keep_best: int = Field(
-        default=0,
-        ge=0,
-        description="Number of best checkpoints to keep, among those that have the metric.",
-    )
-    metric: str | None = Field(
-        default=None,
-        description="Metric of the best checkpoints. Lower is better for eval/loss, for "
-        "eval/perplexity and for a metric with a minus before it. null: eval/accuracy, or "
-        "eval/loss if no accuracy is measured.",
-    )
-    end_with: Literal["last", "best"] = Field(
-        default="last",
-        description="Weights with which the stage ends: those of its last step, or of its best "
-        "checkpoint.",
-    )
-    keep_every: int = Field(
-        default=0,
-        ge=0,
-        description="Checkpoints whose step is a multiple of this are never deleted; 0: any may "
-        "be deleted.",
-    )
-    on_error: Literal["stop", "warn"] = Field(
-        default="stop",
-        description="Reaction to a checkpoint that can't be written, for example on a full disk: "
-        "stop the run, or warn and go on.",
-    )
-    background: bool = Field(
-        default=False,
-        description="Write checkpoints in the background, from a copy in host memory. One is "
-        "complete before the next begins.",
-    )
-    limit_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="Time limit of the process, in seconds. Before it is reached, the run saves a "
-        "checkpoint and ends with exit status 75. null: no limit.",
-    )
-
-    @model_validator(mode="after")
-    def _check_unread_keys(self) -> CheckpointConfig:
-        for key in ("metric", "end_with"):
-            if not self.keep_best and key in self.changed:
-                raise ValueError(
-                    f"{key} is not read with keep_best=0: set keep_best, or remove {key}"
-                )
         return self
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratchet.batch import ROUTES, Batch
+from ratchet.batch import MALFORMED_CALLS, MALFORMED_THINKING, ROUTES, Batch
 from ratchet.errors import DataError
 from ratchet.types import Group, Trajectory
 
@@ -81,7 +81,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         group_ids=tuple(group.id for group, _ in kept_groups),
         tags=tags,
         media_S=tuple(t.media for t in trajectories) if any(t.media for t in trajectories) else (),
-        token_columns=_make_route_column(trajectories),
+        token_columns=_make_route_column(trajectories) | turn_columns.make_malformed_turns(),
         sequence_columns=_make_reward_part_columns(trajectories),
     )
 
@@ -142,6 +142,23 @@ class _TurnColumns:
                     number = state_numbers.setdefault((group, turn.state_key), len(state_numbers))
                     state_T[start + turn.start : start + turn.end] = number
         return state_T
+
+    def make_malformed_turns(self) -> dict[str, Tensor]:
+        """Return the columns of malformed turns [T]; none if no turn is malformed."""
+        spans: dict[str, list[slice]] = {}
+        for row_start, (_, trajectory) in zip(self.starts, self.rows, strict=True):
+            for turn in trajectory.turns:
+                span = slice(row_start + turn.start, row_start + turn.end)
+                if turn.malformed_call:
+                    spans.setdefault(MALFORMED_CALLS, []).append(span)
+                if turn.malformed_thinking:
+                    spans.setdefault(MALFORMED_THINKING, []).append(span)
+        columns: dict[str, Tensor] = {}
+        for name, spans_of_name in spans.items():
+            columns[name] = torch.zeros(self.n_tokens, dtype=torch.bool)
+            for span in spans_of_name:
+                columns[name][span] = True
+        return columns
 
 
 def _get_log_kept_mass(trajectory: Trajectory) -> np.ndarray:

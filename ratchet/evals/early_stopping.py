@@ -1,4 +1,4 @@
-"""Early stopping: end a stage after several evaluations without improvement."""
+"""Early stopping: end a stage after evaluations without improvement, or at a target."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def get_signed_metric(metric: str | None, metrics: Mapping[str, float | None]) -
     Losses and metrics with a leading minus in their name, such as "-policy/kl/kl", are negated.
     """
     metric = choose_metric(metric, metrics)
-    name = metric.removeprefix("-")
-    value = metrics.get(name)
-    is_negated = metric.startswith("-") or name in LOWER_IS_BETTER
-    return -value if is_negated and value is not None else value
+    value = metrics.get(metric.removeprefix("-"))
+    return -value if is_lower_better(metric) and value is not None else value
+
+
+def is_lower_better(metric: str) -> bool:
+    """True for losses and for metrics with a leading minus in their name."""
+    return metric.startswith("-") or metric in LOWER_IS_BETTER
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,24 @@ class EarlyStopping:
     """The early-stopping rule of a stage.
 
     Attributes:
-        n_evaluations: The stage ends after this many evaluations in a row without an improvement.
-        metric: The metric that must improve; None: accuracy if it is measured, else the loss.
+        n_evaluations: The stage ends after this many evaluations in a row without an improvement;
+            0: never.
+        metric: The metric that is compared; None: accuracy if it is measured, else the loss.
         min_gain: An improvement must be larger than this.
+        stop_at: The stage ends once the metric is as good as this value; None: never.
     """
 
     n_evaluations: int
     metric: str | None
     min_gain: float = 0.0
+    stop_at: float | None = None
 
     @classmethod
     def from_config(cls, config: EvaluationConfig) -> EarlyStopping | None:
         """Return the rule that a recipe sets, or None if it sets none."""
-        return cls(config.patience, config.metric, config.min_gain) if config.patience else None
+        if not config.patience and config.stop_at is None:
+            return None
+        return cls(config.patience, config.metric, config.min_gain, config.stop_at)
 
     def update(
         self, metrics: Mapping[str, float | None], best: float | None, evaluations_since_best: int
@@ -68,6 +76,44 @@ class EarlyStopping:
         Raises:
             ConfigError: If the evaluation does not report the metric.
         """
+        self._require(metrics)
+        value = get_signed_metric(self.metric, metrics)
+        if value is not None and (best is None or value > best + self.min_gain):
+            return value, 0
+        return best, evaluations_since_best + 1
+
+    def explain_end(
+        self, metrics: Mapping[str, float | None], evaluations_since_best: int
+    ) -> str | None:
+        """Return why the stage ends after an evaluation, with the key; None if it goes on."""
+        metric = choose_metric(self.metric, metrics)
+        if self.is_reached(metrics):
+            value = metrics[metric.removeprefix("-")]
+            return f"{metric} is {value:g}, as good as {self.stop_at:g} (evaluation.stop_at)"
+        if self.n_evaluations and evaluations_since_best >= self.n_evaluations:
+            return (
+                f"{metric} was no better in {evaluations_since_best} evaluations in a row "
+                "(evaluation.patience)"
+            )
+        return None
+
+    def is_reached(self, metrics: Mapping[str, float | None]) -> bool:
+        """True if the metric is at least `stop_at`, or at most that where lower is better."""
+        value = metrics.get(choose_metric(self.metric, metrics).removeprefix("-"))
+        if self.stop_at is None or value is None:
+            return False
+        is_lower = is_lower_better(choose_metric(self.metric, metrics))
+        return value <= self.stop_at if is_lower else value >= self.stop_at
+
+    def check_start(self, metrics: Mapping[str, float | None]) -> None:
+        """Raise ConfigError if the evaluation before the first step lacks the metric.
+
+        Metrics of training are reported only after a step, so they are not checked.
+        """
+        if choose_metric(self.metric, metrics).removeprefix("-").startswith("eval/"):
+            self._require(metrics)
+
+    def _require(self, metrics: Mapping[str, float | None]) -> None:
         metric = choose_metric(self.metric, metrics)
         if metric.removeprefix("-") not in metrics:
             reported_metrics = ", ".join(sorted(key for key in metrics if key.startswith("eval/")))
@@ -75,7 +121,3 @@ class EarlyStopping:
                 f"evaluation.metric={metric} is not reported by the evaluation. Set it to one "
                 f"of {reported_metrics}"
             )
-        value = get_signed_metric(self.metric, metrics)
-        if value is not None and (best is None or value > best + self.min_gain):
-            return value, 0
-        return best, evaluations_since_best + 1

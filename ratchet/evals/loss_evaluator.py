@@ -138,7 +138,10 @@ class LossEvaluator:
         scored_names = needs - {"old_logprobs"} | (
             {"logprobs"} if "old_logprobs" in needs else set()
         )
-        measures_likelihood = self.algorithm.source == "rows" and "logprobs" in needs
+        # A comparison with a teacher's likeliest tokens leaves no room for the policy's own.
+        measures_likelihood = (
+            self.algorithm.source == "rows" and "logprobs" in needs and "topk_logprobs" not in needs
+        )
         output_names = sorted(scored_names | ({"topk_ids"} if measures_likelihood else set()))
         scored_outputs = dict(
             await self.roles["policy"].score(

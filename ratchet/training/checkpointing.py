@@ -302,7 +302,9 @@ def refuse_lost_checkpoints(
     first_save = min(config.every or stage.n_steps, stage.n_steps)
     rows = read_jsonl(directory.metrics)
     must_exist = bool(rows) and rows[-1]["step"] > 2 * first_save and config.on_error != "warn"
-    if store.steps() or not (must_exist or (rows and directory.summary.exists())):
+    # A run whose only stage was good enough before its first step (`evaluation.stop_at`) has none.
+    has_steps = bool(rows) and rows[-1]["step"] > 0
+    if store.steps() or not (must_exist or (has_steps and directory.summary.exists())):
         return
     raise RunDirectoryError(
         f"{store.root} has no checkpoint, but {directory.metrics} has {rows[-1]['step']} steps: "

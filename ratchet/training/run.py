@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.batch import Batch
-from ratchet.evals.early_stopping import EarlyStopping, choose_metric
+from ratchet.evals.early_stopping import EarlyStopping
 from ratchet.evals.evaluator import report_failures
 from ratchet.evals.report import save_report
 from ratchet.evals.stage_evaluator import StageEvaluator, list_answer_results
@@ -199,12 +199,22 @@ class StageRun:
             progress.fruitless = 0
 
     async def measure_start(self) -> Mapping[str, float | None]:
-        """Evaluate the weights before the stage, and return the metrics."""
+        """Evaluate the weights before the stage, and return the metrics.
+
+        If they are as good as `evaluation.stop_at`, the stage has no steps.
+
+        Raises:
+            ConfigError: If the evaluation does not report the metric of early stopping.
+        """
         with span(STEPS, "evaluate"):
             results = await self.evaluate()
         self.progress.accuracy_before = results.get("accuracy")
         self.progress.loss_before = results.get("loss")
-        return self.metrics.flush(self.first_step)
+        metrics = self.metrics.flush(self.first_step)
+        if self.early_stopping is not None:
+            self.early_stopping.check_start(metrics)
+            self._end_early(self.early_stopping.explain_end(metrics, 0))
+        return metrics
 
     def keep_accuracy(self, accuracy: float | None, *, is_share: bool) -> None:
         """Take over the last accuracy of the previous stage, which was evaluated in the same way.
@@ -331,7 +341,7 @@ class StageRun:
         flushed = self.metrics.flush(steps_done, groups)
         self.progress.unevaluated = dict(flushed) if is_postponed else None
         if is_due and not is_postponed:
-            self._update_patience(flushed)
+            self._update_early_stopping(flushed)
         for observe in self.observers:
             observe(steps_done, flushed)
         if (
@@ -358,7 +368,7 @@ class StageRun:
         with TRACER.phase(STEPS, "evaluate", self.done):
             await self.evaluate()
         metrics = step_metrics | dict(self.metrics.flush(self.done))
-        self._update_patience(metrics)
+        self._update_early_stopping(metrics)
         for observe in self.observers:
             observe(self.done, metrics)
 
@@ -366,26 +376,28 @@ class StageRun:
         """True if an uninterrupted run saves a checkpoint after this step."""
         return self._is_due(steps_done, self.save_every)
 
-    def _update_patience(self, metrics: Mapping[str, float | None]) -> None:
-        """End the stage after this step if `patience` evaluations brought no improvement."""
+    def _update_early_stopping(self, metrics: Mapping[str, float | None]) -> None:
+        """End the stage after this step if the evaluation reached the rule of early stopping."""
         early_stopping = self.early_stopping
-        progress = self.progress
         if early_stopping is None:
             return
+        progress = self.progress
         progress.best, progress.fruitless = early_stopping.update(
             metrics, progress.best, progress.fruitless
         )
-        if progress.fruitless >= early_stopping.n_evaluations and self.done < self.end_step:
+        self._end_early(early_stopping.explain_end(metrics, progress.fruitless))
+
+    def _end_early(self, reason: str | None) -> None:
+        """End the stage here, and log the reason; None: the stage goes on."""
+        if reason is not None and self.done < self.end_step:
             log.info(
-                "stage %s ends after step %d of %d: %s was no better in %d evaluations in a row "
-                "(evaluation.patience)",
+                "stage %s ends after step %d of %d: %s",
                 self.name,
                 self.done,
                 self.end_step,
-                choose_metric(early_stopping.metric, metrics),
-                progress.fruitless,
+                reason,
             )
-            progress.ended = True
+            self.progress.ended = True
 
     def _check_time_limits(self) -> None:
         """Request a stop if another step would miss the deadline; end the stage after `limit_s`."""

@@ -432,11 +432,13 @@ class TrainingSession:
     async def _measure_start(self, index: int, run: StageRun, *, was_measured_before: bool) -> None:
         """Measure accuracy and loss before the stage.
 
-        If the previous stage was evaluated in the same way, its last accuracy is reused.
+        If the previous stage was evaluated in the same way, its last accuracy is reused, unless
+        `evaluation.stop_at` needs all metrics.
         """
         if (
             index
             and was_measured_before
+            and self.config.stages[index].evaluation.stop_at is None
             and _are_evaluated_alike(self.config.stages[index - 1], self.config.stages[index])
         ):
             previous = self.summaries[-1]

@@ -67,7 +67,8 @@ def trajectory(
         start, length = len(owner), int(rng.integers(1, 5))
         owner += [Owner.POLICY] * length + [Owner.ENVIRONMENT] * int(rng.integers(0, 2))
         reward = float(rng.integers(0, 3)) / 2 if number % 2 else None
-        turns.append(Turn(start, start + length, reward, state_key=f"s{number}"))
+        malformed = {"malformed_call": number == 1, "malformed_thinking": number == 2}
+        turns.append(Turn(start, start + length, reward, state_key=f"s{number}", **malformed))
     owners = np.array(owner, dtype=np.int8)
     policy = owners == Owner.POLICY
     return Trajectory(
@@ -196,6 +197,8 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, {}, "group_size", 4, 8),
     (PG, {}, "advantage_clip", None, 0.1),
     (PG, {}, "advantage_clip", 0.1, (-0.1, 0.2)),
+    (PG, {}, "malformed_call_advantage", None, -5.0),
+    (PG, {}, "malformed_thinking_advantage", -1.0, -5.0),
     (PG, {}, "whiten", False, True),
     (PG, {}, "equal_rewards", "keep", "drop"),
     (PG, shaped("length_penalty", coef=0.1), "equal_rewards", "drop", "drop_shaped"),
@@ -293,6 +296,8 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     (PG, shaped("component_weights", weights={"a": 1.0}), "shaping.0.weights", {"a": 1.0}, {"b": 1.0}),
     # given text
     ("sft", {}, "train", "all", "last"),
+    ("sft", {}, "train", "all", "text"),
+    ("distill_off_policy", {"teacher": "first"}, "train", "all", "text"),
     ("sft", {}, "weighting", "token_mean", "sequence_mean"),
     ("dpo", AGAIN, "beta", 0.1, 0.5),
     ("dpo", {}, "label_smoothing", 0.0, 0.2),
@@ -318,6 +323,11 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     ("distill_off_policy", {"teacher": "first"}, "top_k", None, 3),
     ("distill_off_policy", {"teacher": "first"}, "temperature", 1.0, 2.0),
     ("distill_off_policy", {"teacher": "first"}, "sft_coef", 0.0, 0.2),
+    ("distill_off_policy", {"teacher": "first", "objective": "adaptive"}, "mix", None, 0.05),
+    ("distill_off_policy", {"teacher": "first"}, "teacher_temperature", 1.0, 2.0),
+    ("distill_off_policy", {"teacher": "first"}, "token_clip", None, 0.05),
+    ("distill_on_policy", {"teacher": "first"}, "teacher_temperature", 1.0, 0.5),
+    ("distill_on_policy", {"teacher": "first"}, "token_clip", 0.1, 0.05),
     ("distill_on_policy", {"teacher": "first"}, "group_size", 1, 2),
 ]  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,11 +17,19 @@ from oracles.cases import column, episodes, filled, kept
 from oracles.ragged import Ragged, Row, Span, flat
 
 from ratchet.algorithms.advantages.group_baselines import Scale, group_relative
-from ratchet.algorithms.advantages.per_turn import compute_step_rewards, gae, gigpo, turn_returns
+from ratchet.algorithms.advantages.per_turn import (
+    compute_step_rewards,
+    gae,
+    gigpo,
+    penalise_malformed_turns,
+    turn_returns,
+)
 from ratchet.algorithms.advantages.teacher import on_policy_distillation
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
+from ratchet.data.packing import pack
 from ratchet.errors import MissingColumn
+from ratchet.types import Group, Scored, Task, Trajectory, Turn
 
 GAMMAS = st.sampled_from([1.0, 0.9, 0.5])
 
@@ -427,3 +436,45 @@ def test_a_span_is_one_action_and_two_rows_may_number_theirs_alike():
     spans = [-1, 0, 0, -1, 0, 0, -1]
     assert taught(spans, [-5, -3, -2, -5, -4, -9, -2], trained=MASKS) == [0, -3, -3, 0, -3, 0, 0]
     assert taught(spans, [-5, -3, -2, -5, -9, -9, -2], trained=MASKS) == [0, -3, -3, 0, -8, 0, 0]
+
+
+# --- malformed turns
+
+
+def test_only_the_tokens_of_malformed_turns_get_the_penalty():
+    """A prompt token, then turns of two tokens with one of the environment between: one that is
+    well-formed, one with each fault, one with both; the first token of the last is not trained."""
+    turns = (
+        Turn(1, 3),
+        Turn(4, 6, malformed_call=True),
+        Turn(7, 9, malformed_thinking=True, malformed_call=False),
+        Turn(10, 12, malformed_call=True, malformed_thinking=True),
+    )
+    policy = np.isin(np.arange(12), [1, 2, 4, 5, 7, 8, 11])
+    row = replace(
+        Trajectory.supervised(list(range(12)), policy.tolist()), turns=turns, outcome=Scored(1.0)
+    )
+    batch = pack([Group("g", Task("t", ()), (row, replace(row, attempt=1, turns=turns[:1])))])
+    estimated_T = torch.arange(24, dtype=torch.float64) * batch.trainable_T
+    filled_batch = batch.fill_tokens(advantages=estimated_T)
+
+    def penalised(**values: float | None) -> Batch:
+        return penalise_malformed_turns(filled_batch, AlgoState(), **values)
+
+    both = penalised(calls=-5.0, thinking=-7.0)
+    expected_T = estimated_T.clone()
+    expected_T[[4, 5, 11]] = -5.0
+    expected_T[[7, 8]] = -7.0
+    assert both.need("advantages").equal(expected_T)
+    assert both.metrics == {"advantage/malformed_share": 5 / 14}
+    thinking = penalised(calls=None, thinking=-7.0).need("advantages")
+    assert (thinking != estimated_T).nonzero()[:, 0].tolist() == [7, 8, 11]
+
+
+def test_a_batch_without_malformed_turns_keeps_its_advantages():
+    batch = filled([agent((2, None, ""))]).fill_tokens(
+        advantages=torch.tensor([0.0, 2.0, 2.0], dtype=torch.float64)
+    )
+    penalised = penalise_malformed_turns(batch, AlgoState(), calls=-5.0, thinking=-5.0)
+    assert penalised.need("advantages").tolist() == [0.0, 2.0, 2.0]
+    assert penalised.metrics == {"advantage/malformed_share": 0.0}

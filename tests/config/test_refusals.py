@@ -324,7 +324,9 @@ CLASHES = [
         "evaluation.environment=sorting with evaluation.tasks=0 evaluates nothing",
     ),
     ({"evaluation": "{patience: 2}"}, "patience=2 counts evaluations between steps: set every"),
-    ({"evaluation": "{metric: eval/sampled}"}, "metric is not read with patience=0"),
+    ({"evaluation": "{metric: eval/sampled}"}, "metric is not read without patience or stop_at"),
+    ({"evaluation": "{stop_at: 0.5}"}, "stop_at=0.5 is compared in evaluations between steps"),
+    ({"evaluation": "{every: 1, stop_at: 1, min_gain: 1}"}, "min_gain is not read with patience=0"),
     ({"evaluation": "{greedy: false}"}, "greedy=false and samples=0 leave no attempt: set samples"),
     ({"checkpoint": "{end_with: best}"}, "end_with is not read with keep_best=0"),
     (

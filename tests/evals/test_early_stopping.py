@@ -60,6 +60,11 @@ def test_what_is_best_and_since_when():
     assert patience.update({"eval/accuracy": 0.7}, best, 1) == (0.7, 0)
     assert EarlyStopping(1, "-eval/loss").update({"eval/loss": 2.0}, -3.0, 0) == (-2.0, 0)
     assert get_signed_metric("-eval/loss", {"eval/loss": None}) is None
+    assert EarlyStopping(0, "-eval/loss", stop_at=2).is_reached({"eval/loss": 2.0})
+    assert not EarlyStopping(0, "eval/loss", stop_at=2).is_reached({"eval/loss": 2.1})
+    at_half = EarlyStopping(0, None, stop_at=0.5)
+    reached = [at_half.is_reached({"eval/accuracy": accuracy}) for accuracy in (0.4, 0.5, None)]
+    assert reached == [False, True, False]
     with pytest.raises(
         ConfigError, match=r"eval/acuracy is not reported.* to one of eval/accuracy, eval/failed"
     ):
@@ -87,6 +92,48 @@ def test_a_stage_that_gets_no_better_ends_early_and_says_so(tmp_path: Path):
     found = EvalResults.read(run / "evals" / "one" / "step-00000004")
     assert len(found.prompts) == 2
     assert (run / "evals" / "one" / "step-00000004" / "report.md").is_file()
+
+
+TARGET = {"optimizer": {"lr": 0.02}, "batch_size": 16}
+STOP = {"tasks": 16, "every": 1, "metric": "eval/loss", "stop_at": 2.0}
+
+
+@pytest.mark.parametrize("fault", ["", "step.sample:5:raise", "stage.end:1:raise"])
+def test_a_stage_ends_at_its_target(fault: str, tmp_path: Path):
+    """Once the loss is low enough; the next stage has that from the first, and no step."""
+    failpoints.arm(fault)
+    stage = {"algorithm": {"kind": "sft"}, "steps": 30}
+    stages = {"stages": [{"name": "one", **stage}, {"name": "two", **stage}]}
+    if fault:
+        with pytest.raises(failpoints.InjectedFault):
+            trained(tmp_path / "a", **TARGET, evaluation=STOP, **stages)
+        failpoints.arm("")
+        assert resume_run(tmp_path / "a" / "run", command="test") == 0
+    else:
+        trained(tmp_path / "a", **TARGET, evaluation=STOP, **stages)
+    run = tmp_path / "a" / "run"
+    losses = [row["eval/loss"] for row in rows(run)]
+    assert min(losses[:-1]) > STOP["stop_at"] >= losses[-1]
+    steps = [row["step"] for row in rows(run)]
+    assert steps == list(range(len(steps)))
+    text = (run / "run.log").read_text()
+    assert f"stage one ends after step {steps[-1]} of 30: eval/loss is " in text
+    assert "stage two ends after step 30 of 60: eval/loss is " in text
+    summaries = json.loads((run / "summary.json").read_text())["stages"]
+    assert [stage["steps"] for stage in summaries] == [steps[-1], 0]
+
+
+def test_a_model_that_is_good_enough_is_not_trained(tmp_path: Path):
+    run, status = trained(tmp_path / "a", evaluation={"tasks": 2, "every": 1, "stop_at": 0})
+    assert (status, [row["step"] for row in rows(run)]) == (0, [0])
+    assert resume_run(run, command="test") == 0
+    assert not CheckpointStore(run / "checkpoints").steps()
+
+
+def test_a_metric_that_nothing_reports_is_refused_before_the_first_step(tmp_path: Path):
+    with pytest.raises(ConfigError, match="eval/acuracy is not reported"):
+        trained(tmp_path / "a", evaluation={**STOP, "metric": "eval/acuracy"})
+    assert not (tmp_path / "a" / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def oracle(llama: Path, run: StageRun, *, train: str) -> list[tuple[list[float],
         (ROWS, "all", "sequence_mean"),
         (CHATS, "all", "token_mean"),
         (CHATS, "last", "token_mean"),
+        (CHATS, "text", "token_mean"),
     ],
 )
 @pytest.mark.parametrize("part_tokens", [2**15, 50])
@@ -226,6 +227,15 @@ def test_a_model_is_as_far_from_itself_as_nothing(llama: Path, tmp_path: Path):
             for weight in run.roles["policy"].model.parameters():  # pyright: ignore[reportAttributeAccessIssue]
                 weight.mul_(1.5)
         assert measured(run).loss > 1e-3, kind
+
+
+def test_a_teacher_beside_the_likelihood_of_the_text(llama: Path, tmp_path: Path):
+    """The likelihood is all that is left of the loss where student and teacher are the same."""
+    data = written(tmp_path / "rows.jsonl", ROWS)
+    nll = measured(made(llama, data, {"kind": "sft"})).loss
+    keys = {"kind": "distill_off_policy", "teacher": str(llama), "sft_coef": 0.5, "top_k": 4}
+    beside = measured(made(llama, data, keys)).loss
+    assert beside == pytest.approx(0.5 * nll, rel=1e-4)
 
 
 def test_labelled_answers_have_the_loss_of_kto(llama: Path, tmp_path: Path):

@@ -53,6 +53,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("ppo", {"critic": {"value_clip": 0.1}, "kl": {"coef": 0.1, "place": "reward"}}),
+    ("grpo", {"malformed_call_advantage": -5.0}),
     ("grpo", {"kl": {"coef": 0.1}, "entropy_coef": 0.1, "positive_nll_coef": 0.1}),
     ("grpo", {"router": {"z_coef": 0.1}}),
     ("distill_off_policy", {**TEACHER, "sft_coef": 0.1}),

@@ -23,6 +23,7 @@ def outcome(objective: str, p: float, q: float, mix: float) -> tuple[float, floa
     skewed_forward   p log(p / m)                                 -(1 - mix) p / m                 m = mix p + (1 - mix) q
     skewed_reverse   q log(q / m)                                 log(q / m) + 1 - mix q / m       m = (1 - mix) p + mix q
     mixed            mix forward + (1 - mix) reverse
+    adaptive         as mixed, with `head_share` in place of mix, which is not differentiated
 
     arXiv:2306.13649 eq. 2 (generalised Jensen-Shannon), arXiv:2402.03898 eq. 4 and 5 (skewed). In
     js the two terms that come from m cancel against the derivative of q log q: -(mix p + (1 - mix)
@@ -45,11 +46,29 @@ def outcome(objective: str, p: float, q: float, mix: float) -> tuple[float, floa
     return mix * p * math.log(p / m) + (1 - mix) * q * math.log(q / m), (1 - mix) * math.log(q / m)
 
 
+def head_share(p: list[float], q: list[float], *, mix: float, bucket: bool) -> float:
+    """g_head / (g_head + g_tail) of adaptive KL, arXiv:2404.02657: |p - q| of the likeliest tokens
+    of p that together have the probability mix, as a share of that of all. The bucket comes last."""
+    outcomes = sorted(zip(p, q, strict=True), key=lambda pair: -pair[0])
+    if bucket:
+        outcomes.append((1 - math.fsum(p), 1 - math.fsum(q)))
+    head = total = mass = 0.0
+    for p_i, q_i in outcomes:
+        total += abs(p_i - q_i)
+        if mass < mix:
+            head += abs(p_i - q_i)
+        mass += p_i
+    return head / total if total else 0.5
+
+
 def divergence(
     objective: str, teacher: list[float], student: list[float], *, mix: float, bucket: bool
 ) -> tuple[float, list[float]]:
     """(x, dx/dl_k) from the logprobs that both give to the same K tokens."""
     p, q = [math.exp(lp) for lp in teacher], [math.exp(lp) for lp in student]
+    if objective == "adaptive":
+        mix = head_share(p, q, mix=mix, bucket=bucket)
+        objective = "mixed"
     shared = 0.0
     values = []
     if bucket:

@@ -25,7 +25,7 @@ from ratchet.algorithms.advantages.common import (
 )
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.advantages import Scale
-from ratchet.batch import Batch
+from ratchet.batch import MALFORMED_CALLS, MALFORMED_THINKING, Batch
 
 
 def compute_step_rewards(batch: Batch) -> Tensor:
@@ -179,6 +179,30 @@ class _TurnReturns:
         advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
         advantages_T[self.token_N] = x_U[self.turn_N]
         return batch.fill_tokens(advantages=advantages_T)
+
+
+def penalise_malformed_turns(
+    batch: Batch, state: AlgoState, *, calls: float | None, thinking: float | None
+) -> Batch:
+    """Set the advantage of malformed turns: A_t = `calls` or `thinking` for their trainable tokens.
+
+    Other tokens keep their advantages. A turn with a malformed tool call and malformed thinking
+    gets `calls`, and None leaves advantages as they are. NeMo RL, algorithms/grpo.py,
+    `_apply_message_level_advantage_penalties`.
+
+    Reports the metric "advantage/malformed_share", the share of trainable tokens whose advantage is
+    set.
+    """
+    advantages_T, set_T = batch.need("advantages"), torch.zeros_like(batch.trainable_T)
+    for name, value in ((MALFORMED_THINKING, thinking), (MALFORMED_CALLS, calls)):
+        if value is not None and batch.has(name):
+            malformed_T = batch.need(name) & batch.trainable_T
+            advantages_T = torch.where(malformed_T, value, advantages_T)
+            set_T |= malformed_T
+    share = int(set_T.sum()) / max(1, int(batch.trainable_T.sum()))
+    return batch.fill_tokens(advantages=advantages_T).with_metrics(
+        **{"advantage/malformed_share": share}
+    )
 
 
 def _count_earlier_turns(batch: Batch) -> Tensor:

@@ -7,19 +7,22 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ratchet.algorithms.config.base import AlgorithmConfig, Teacher, list_teacher_paths
+from ratchet.algorithms.config.sft import Train
 from ratchet.config.experience import Temperature
 from ratchet.config.sections import Source
+from ratchet.types import TrainedTokens
 
 Objective = Annotated[
-    Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"],
+    Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed", "adaptive"],
     Field(
         description="Divergence to minimise. forward: KL(teacher || student); reverse: "
         "KL(student || teacher); js: Jensen-Shannon; skewed_forward and skewed_reverse: KL to a "
-        "mixture of both; mixed: weighted sum of forward and reverse."
+        "mixture of both; mixed: weighted sum of forward and reverse; adaptive: this sum with a "
+        "weight for each token, by where student and teacher differ (AKL)."
     ),
 ]
 # The objectives that read `mix`.
-OBJECTIVES_WITH_MIX = ("js", "skewed_forward", "skewed_reverse", "mixed")
+OBJECTIVES_WITH_MIX = ("js", "skewed_forward", "skewed_reverse", "mixed", "adaptive")
 
 
 class DistillationConfig(AlgorithmConfig):
@@ -36,13 +39,29 @@ class DistillationConfig(AlgorithmConfig):
         gt=0,
         lt=1,
         description="js and skewed_forward: share of the teacher in the mixture. skewed_reverse: "
-        "share of the student in the mixture. mixed: weight of the forward KL. null: 0.5.",
+        "share of the student in the mixture. mixed: weight of the forward KL. adaptive: total "
+        "probability of the teacher's likeliest tokens, whose differences weigh the forward KL. "
+        "null: 0.5.",
     )
     top_k: int | None = Field(
         default=64,
         ge=1,
         description="Number of the teacher's likeliest tokens to compare; all other tokens count "
         "as one outcome. null: compare the whole vocabulary (use only if it is small).",
+    )
+    teacher_temperature: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Factor on the softmax temperature of the teacher alone. Above 1 its "
+        "distribution is softer than the student's.",
+    )
+    token_clip: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Highest divergence of a token; a token above it has no gradient. null: no "
+        "clip.",
     )
 
     @property
@@ -60,6 +79,11 @@ class DistillationConfig(AlgorithmConfig):
         Sampled tokens use their sampling temperature.
         """
         return 1.0
+
+    @property
+    def trained_tokens(self) -> TrainedTokens:
+        """The tokens of a demonstration on which teacher and student are compared."""
+        return "all"
 
     @property
     def likelihood_coef(self) -> float:
@@ -81,6 +105,7 @@ class OffPolicyDistillationConfig(DistillationConfig):
 
     source: ClassVar[Source] = "rows"
 
+    train: Train = "all"
     temperature: Temperature = Field(
         default=1.0, gt=0, description="Softmax temperature of both teacher and student."
     )
@@ -93,6 +118,10 @@ class OffPolicyDistillationConfig(DistillationConfig):
     @property
     def tau(self) -> float:
         return self.temperature
+
+    @property
+    def trained_tokens(self) -> TrainedTokens:
+        return self.train
 
     @property
     def likelihood_coef(self) -> float:

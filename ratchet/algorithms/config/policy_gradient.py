@@ -120,6 +120,20 @@ class PolicyGradientConfig(AlgorithmConfig):
         description="Number above 0: advantages are clipped to [-advantage_clip, advantage_clip]. "
         "[low, high]: to this range, which includes 0. null: no clip.",
     )
+    malformed_call_advantage: float | None = Field(
+        default=None,
+        lt=0,
+        allow_inf_nan=False,
+        description="Advantage of all tokens of a turn with a tool call that can't be parsed, in "
+        "place of the estimated one, such as -5; advantage_clip applies to it. null: as estimated.",
+    )
+    malformed_thinking_advantage: float | None = Field(
+        default=None,
+        lt=0,
+        allow_inf_nan=False,
+        description="The same for a turn whose marks <think> and </think>, or [THINK] and "
+        "[/THINK], are not those of one thought at its beginning.",
+    )
     whiten: Whiten = False
     equal_rewards: EqualRewards = "keep"
     mean_reward_range: tuple[float, float] | None = Field(

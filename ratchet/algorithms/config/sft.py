@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ratchet.algorithms.config.base import AlgorithmConfig
 from ratchet.config.sections import Source
+from ratchet.types import TrainedTokens
+
+Train = Annotated[
+    TrainedTokens,
+    Field(
+        description="Tokens that train: those of all assistant messages, of the last one, or the "
+        "whole text with its prompt."
+    ),
+]
 
 
 class SFTConfig(AlgorithmConfig):
@@ -16,9 +25,7 @@ class SFTConfig(AlgorithmConfig):
     builds: ClassVar[str] = "ratchet.algorithms.sft:build_sft"
     source: ClassVar[Source] = "rows"
 
-    train: Literal["all", "last"] = Field(
-        default="all", description="Assistant messages that train: all of them, or only the last."
-    )
+    train: Train = "all"
     weighting: Literal["token_mean", "sequence_mean"] = Field(
         default="token_mean",
         description="Loss aggregation over an optimizer step: every token has the same weight, or "

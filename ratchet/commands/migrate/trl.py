@@ -226,14 +226,14 @@ SUPERVISED = (
     KeyRow(
         "assistant_only_loss",
         "algorithm.train",
-        "only assistant messages ever train here: all of them, or the last",
+        "all assistant messages train here; algorithm.train=text trains the whole text",
         choose({True: "all"}),
     ),
     KeyRow(
         "completion_only_loss",
         "algorithm.train",
-        "only assistant messages ever train here: all of them, or the last",
-        choose({True: "last"}),
+        "the last assistant message, or the whole text",
+        choose({True: "last", False: "text"}),
     ),
     KeyRow("loss_type", convert=only_value("nll", "the loss is the negative log-likelihood")),
     *OFFLINE_ROWS,

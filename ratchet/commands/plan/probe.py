@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ratchet.config.checkpoint import CheckpointConfig
 from ratchet.config.loader import plain
-from ratchet.config.schema import CheckpointConfig, EvaluationConfig, RunConfig, StageConfig
+from ratchet.config.schema import EvaluationConfig, RunConfig, StageConfig
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import RatchetError
 from ratchet.observe.records.reader import Record
@@ -141,7 +142,7 @@ def _shorten_stage(stage: StageConfig) -> StageConfig:
         tasks = min(tasks, stage.generator.request_limit)
     evaluation = {
         "tasks": tasks,
-        **_get_defaults(EvaluationConfig, "every", "patience", "metric", "min_gain"),
+        **_get_defaults(EvaluationConfig, "every", "patience", "metric", "min_gain", "stop_at"),
     }
     checkpoint = {
         "every": 0,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from os.path import commonprefix
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.data.chat.tool_calls import FORMATS, ToolFormat, find_tool_format
 from ratchet.data.processor import ExpandedMedium, Processor
 from ratchet.errors import ConfigError, DataError
-from ratchet.types import Message, Placed, StopReason
+from ratchet.types import Message, Placed, StopReason, TrainedTokens
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -111,12 +111,13 @@ class Renderer:
         messages: Sequence[Message],
         tools: Tools | None = None,
         *,
-        train: Literal["all", "last"],
+        train: TrainedTokens,
     ) -> tuple[list[int], list[bool]]:
         """Return (tokens, trainable) of a row that ends with the assistant's last turn.
 
         The trainable tokens are those that the assistant wrote in all turns or in the last turn
-        (`train`), including the end of the turn.
+        (`train`), including the end of the turn. With train="text" they are all tokens but the
+        first and those of media.
 
         Raise DataError if the last message is not the assistant's, or if the template rewrites an
         earlier turn that should train.
@@ -142,10 +143,14 @@ class Renderer:
             conversation.tokenize([*pieces, Piece(answer, last_index)]), messages
         )
         tokens = [token for token, _ in tokens_and_turns]
-        trainable = [
-            turn is not None and (train == "all" or turn == last_index)
-            for _, turn in tokens_and_turns
-        ]
+        if train == "text":
+            media_ids = frozenset() if self.processor is None else self.processor.media_token_ids
+            trainable = [i > 0 and token not in media_ids for i, token in enumerate(tokens)]
+        else:
+            trainable = [
+                turn is not None and (train == "all" or turn == last_index)
+                for _, turn in tokens_and_turns
+            ]
         # If the template does not end the turn, the model must still learn to end it.
         if tokens_and_turns[-1][1] != last_index or tokens[-1] not in self._special_ids:
             tokens.append(self._get_eos_id())

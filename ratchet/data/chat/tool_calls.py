@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ratchet.data.chat.thinking import REASONING
 from ratchet.data.chat.tool_call_arguments import (
     Call,
     Tools,
@@ -30,8 +31,6 @@ from ratchet.types import ToolCall
 
 # Returns the text without calls, and one entry per call: the call, or None if it is malformed.
 CallParser = Callable[[str, Tools], tuple[str, list[Call | None]]]
-
-REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 class ParsedCalls(NamedTuple):

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.data.chat.renderer import Renderer, Tools
+from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.openai_proxy.answers import TokenScores, cut_at_stop_string
 from ratchet.experience.openai_proxy.rendering import count_max_chars, run_in_thread
@@ -213,7 +214,15 @@ class AgentSession:
         start = strand.record.length
         strand.record.add(Owner.POLICY, answer.completion.tokens, answer.completion)
         cut = not answer.completion.stop.finished
-        strand.turns.append(Turn(start, strand.record.length, cut=cut))
+        strand.turns.append(
+            Turn(
+                start,
+                strand.record.length,
+                cut=cut,
+                malformed_call=answer.n_malformed > 0,
+                malformed_thinking=has_malformed_thinking(answer.message.text, cut=cut),
+            )
+        )
         strand.tip = answer
         answer.strand = strand
         self.strands.append(strand)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ratchet.data.chat.renderer import Renderer, Tools
+from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import DataError
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
@@ -363,7 +364,15 @@ class EpisodePlayer:
         state.waits_for = "the environment"
         start = strand.record.length
         strand.record.add(Owner.POLICY, completion.tokens, completion)
-        message = self._parse_answer(state, completion)
+        message, n_malformed = self._parse_answer(state, completion)
+        finished = completion.stop.finished
+        turn = Turn(
+            start,
+            strand.record.length,
+            cut=not finished,
+            malformed_call=n_malformed > 0,
+            malformed_thinking=has_malformed_thinking(message.text, cut=not finished),
+        )
         history = tuple(state.messages)
         state.messages.append(message)
         state.metrics["turns"] += 1
@@ -373,14 +382,14 @@ class EpisodePlayer:
             return True, Failed(
                 "data", f"the policy wrote {media_token}, which stands for media that do not exist"
             )
-        if not completion.stop.finished:
-            strand.turns.append(Turn(start, strand.record.length, cut=True))
+        if not finished:
+            strand.turns.append(turn)
             return True, Truncated()
         with self._waiting("step", state.environment):
             step_result = await run_guarded(lambda: state.environment.step(message))
         step = check_step(step_result, state.environment)
         strand.turns.append(
-            Turn(start, strand.record.length, step.reward, step.state_key, step.done, cut=False)
+            replace(turn, reward=step.reward, state_key=step.state_key, terminated=step.done)
         )
         for name, value in (step.metrics or {}).items():
             state.metrics[name] = state.metrics.get(name, 0.0) + float(value)
@@ -408,16 +417,17 @@ class EpisodePlayer:
             "attempts", name, f"environment {type(environment).__name__}", self.timeout_s
         )
 
-    def _parse_answer(self, state: EpisodeState, completion: Completion) -> Message:
+    def _parse_answer(self, state: EpisodeState, completion: Completion) -> tuple[Message, int]:
+        """Return the answer as a message, and the number of malformed tool calls in it."""
         tokens = completion.tokens.tolist()
         if state.tools is None:
-            return self.renderer.parse(tokens, completion.stop)
+            return self.renderer.parse(tokens, completion.stop), 0
         n_calls = sum(len(message.tool_calls) for message in state.messages)
         message, n_malformed = self.renderer.parse_calls(
             tokens, completion.stop, tools=state.tools, first=n_calls
         )
         state.metrics["malformed_tool_calls"] += n_malformed
-        return message
+        return message, n_malformed
 
     def _append_observation(
         self,

@@ -6,14 +6,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import ConfigError, DataError, RowTooLong
 from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Environment
-from ratchet.types import Group, Message, Scored, Task, Trajectory, Turn
+from ratchet.types import Group, Message, Scored, Task, TrainedTokens, Trajectory, Turn
 
 
 class TextRenderer:
@@ -34,7 +33,7 @@ class TextRenderer:
         answer: Sequence[Message],
         reward: float | None = None,
         *,
-        train: Literal["all", "last"] = "last",
+        train: TrainedTokens = "last",
         tools: Tools | None = None,
     ) -> Trajectory:
         """Return a trajectory of a task's messages and an answer.
@@ -45,7 +44,7 @@ class TextRenderer:
             task: The task.
             answer: The messages that follow the task's.
             reward: The reward of the answer, if it has one.
-            train: Train on all assistant turns, or only on the last one.
+            train: The tokens that train.
             tools: The tools that were offered.
         """
         messages = (*task.messages, *answer)
@@ -125,11 +124,11 @@ class SupervisedSource(StreamSource):
         name: str,
         text_renderer: TextRenderer,
         *,
-        train: Literal["all", "last"],
+        train: TrainedTokens,
     ) -> None:
         super().__init__(stream, name)
         self.text_renderer = text_renderer
-        self.train: Literal["all", "last"] = train
+        self.train: TrainedTokens = train
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         return [Group(group_id, task, (self._row(task),)) for group_id, task in jobs]

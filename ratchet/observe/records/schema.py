@@ -19,6 +19,8 @@ TURN = pa.struct([
     pa.field("state_key", pa.string()),
     pa.field("terminated", pa.bool_()),
     pa.field("cut", pa.bool_()),  # null in older files, which lack it
+    pa.field("malformed_call", pa.bool_()),  # likewise
+    pa.field("malformed_thinking", pa.bool_()),  # likewise
 ])  # fmt: skip
 # An image or other medium that the model was shown, and the tokens that it takes.
 PLACED = pa.struct([

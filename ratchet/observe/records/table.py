@@ -418,6 +418,8 @@ def _build_turns(trajectories: Sequence[Trajectory]) -> pa.Array:
         state_key=[turn.state_key for turn in turns],
         terminated=[turn.terminated for turn in turns],
         cut=[turn.cut for turn in turns],
+        malformed_call=[turn.malformed_call for turn in turns],
+        malformed_thinking=[turn.malformed_thinking for turn in turns],
     )
 
 

@@ -443,3 +443,30 @@ def test_passes_over_the_data_are_taken_over_where_no_steps_are() -> None:
     assert nemo(max_num_epochs=2)["passes"] == 2
     assert nemo(max_num_steps=500, max_num_epochs=1)["steps"] == 500
     assert "passes" not in nemo(max_num_steps=500, max_num_epochs=1)
+
+
+# --- early stopping
+
+
+def test_nemo_stops_at_a_validation_metric() -> None:
+    def flat(metric: str | None, **more: Any) -> dict[str, Any]:
+        stop = {"stop_at_validation_metric": metric, "stop_at_validation_threshold": 0.8}
+        values = {f"grpo.{key}": value for key, value in {**stop, **more}.items()}
+        sampled = {"policy.generation.val_temperature": 1.0} if more else {}
+        recipe = from_keys("nemo-rl", "grpo", {**values, **sampled}).flat
+        return {key: recipe.get(f"evaluation.{key}") for key in ("metric", "stop_at")}
+
+    assert flat("accuracy") == {"metric": "eval/accuracy", "stop_at": 0.8}
+    sampled = flat("pass_k", val_num_generations_per_prompt=4)
+    assert sampled == {"metric": "eval/pass_at_4", "stop_at": 0.8}
+    for metric in (None, "pass_k", "validation_loss"):
+        assert flat(metric) == {"metric": None, "stop_at": None}
+    assert flat("accuracy", val_period=0)["stop_at"] is None
+
+
+def test_nemo_advantages_of_malformed_turns() -> None:
+    keys = {"grpo.invalid_tool_call_advantage": -5.0, "grpo.malformed_thinking_advantage": 0.0}
+    result = from_keys("nemo-rl", "grpo", keys)
+    assert result.flat["algorithm.malformed_call_advantage"] == -5.0
+    assert "algorithm.malformed_thinking_advantage" not in result.flat
+    assert item(result, "grpo.malformed_thinking_advantage").status == "dropped"

@@ -135,6 +135,13 @@ def test_typed_control_tokens_stay_text():
     assert [added.count(i) for i in (START, END, TEXT_END)] == [2, 1, 0]
 
 
+def test_a_whole_text_trains_but_for_its_first_token():
+    conversation = [user("hi"), said("hello"), user("a"), said("b")]
+    tokens, trainable = CHAT.supervised(conversation, train="text")
+    assert tokens == CHAT.supervised(conversation, train="all")[0]
+    assert trainable == [False, *[True] * (len(tokens) - 1)]
+
+
 def test_an_answer_with_typed_control_tokens_trains_whole():
     tokens, trainable = CHAT.supervised(
         [user("u"), said(INJECTION), user("v"), said("x")], train="all"

@@ -59,7 +59,10 @@ def some_groups() -> list[Group]:
         ),
         Message("tool", "found", tool_call_id="c1"),
     )
-    turns = (Turn(2, 3, 0.1, "s", False, cut=True), Turn(4, 5, None, "", True))
+    turns = (
+        Turn(2, 3, 0.1, "s", False, cut=True),
+        Turn(4, 5, None, "", True, malformed_call=True, malformed_thinking=False),
+    )
     first = replace(
         make_trajectory([1, 2], [3, 4, 5], reward=0.1, logprobs=[-0.1, -0.2, -1e-8], version=3),
         turns=turns,

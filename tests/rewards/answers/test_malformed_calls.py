@@ -81,6 +81,8 @@ def test_each_costs_its_weight_and_is_in_the_metrics():
     assert [group.trajectories[0].outcome for group in groups] == [
         Scored(1.0 - 0.25 * 3, parts)
     ] * 2
+    turns = groups[0].trajectories[0].turns
+    assert [turn.malformed_call for turn in turns] == [True, False, True, False]
     numbers = measure_groups(groups)
     assert numbers["attempt/malformed_tool_calls"] == 3.0
     assert numbers["reward/malformed_tool_calls"] == -3.0
@@ -95,6 +97,14 @@ def test_calls_that_can_be_read_cost_nothing():
     (group,) = play(CALL, "7")
     assert group.trajectories[0].reward == 1.0
     assert measure_groups([group])["attempt/malformed_tool_calls"] == 0.0
+
+
+def test_turns_with_malformed_thinking_are_marked():
+    """What a call holds is not thinking, and a thought may end with a call."""
+    thinks = f"<think>add</think>{CALL}"
+    (group,) = play(thinks, f"</think>{CALL}", f"<think>{CALL}", "<think>", "7")
+    marks = [turn.malformed_thinking for turn in group.trajectories[0].turns]
+    assert marks == [False, True, True, True, False]
 
 
 def test_an_attempt_that_is_cut_off_pays_for_what_it_said():

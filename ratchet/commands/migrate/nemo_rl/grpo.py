@@ -85,6 +85,32 @@ def advantage_clip(value: Any, config: PeerConfig) -> Any:
     return [numbers.real(low), numbers.real(high)]
 
 
+def stop_metric(value: Any, config: PeerConfig) -> Any:
+    if value == "accuracy":
+        return "eval/accuracy"
+    if value != "pass_k":
+        return Dropped(f"{value} is not one of accuracy and pass_k")
+    if not config["policy.generation.val_temperature"]:
+        return Dropped("pass@k needs sampled answers: set evaluation.samples and .temperature")
+    return f"eval/pass_at_{config.whole('grpo.val_num_generations_per_prompt', 1)}"
+
+
+def stop_at(value: Any, config: PeerConfig) -> Any:
+    metric = config["grpo.stop_at_validation_metric"]
+    if metric is None:
+        return Inert("only counts with stop_at_validation_metric there")
+    if isinstance(stop_metric(metric, config), Dropped):
+        return Dropped("its metric is left out")
+    if not config.whole("grpo.val_period", 10, least=0):
+        return Dropped("nothing is evaluated between steps: set evaluation.every too")
+    return numbers.real(value)
+
+
+def malformed_advantage(value: Any, config: PeerConfig) -> Any:
+    advantage = numbers.real(value)
+    return advantage if advantage < 0 else Dropped("an advantage of malformed turns is below 0")
+
+
 GRPO = (
     KeyRow(
         f"grpo.{LEAVE_ONE_OUT}",
@@ -130,7 +156,20 @@ GRPO = (
         "grpo.debug_payload_metrics",
         "grpo.calculate_advantages_on_gpu",
     ),
-    *dropped("evaluation.patience stops a run early", "grpo.stop_at_validation_*"),
+    KeyRow(
+        "grpo.invalid_tool_call_advantage",
+        "algorithm.malformed_call_advantage",
+        "calls are those that can't be parsed, not texts with invalid_tool_call_patterns",
+        convert=malformed_advantage,
+    ),
+    KeyRow(
+        "grpo.malformed_thinking_advantage",
+        "algorithm.malformed_thinking_advantage",
+        "unclosed thinking counts too, and the marks are <think> and [THINK]",
+        convert=malformed_advantage,
+    ),
+    KeyRow("grpo.stop_at_validation_metric", "evaluation.metric", convert=stop_metric),
+    KeyRow("grpo.stop_at_validation_threshold", "evaluation.stop_at", convert=stop_at),
     KeyRow(
         "grpo.val_num_generations_per_prompt",
         covered_by="policy.generation.val_temperature",

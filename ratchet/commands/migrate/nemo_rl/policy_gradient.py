@@ -314,8 +314,6 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
         *switches(
             "these are weighted rewards here: malformed_tool_calls, format, unwanted_text",
             f"{section}.penalize_*",
-            f"{section}.invalid_tool_call_*",
-            f"{section}.malformed_thinking_*",
         ),
         *dropped(
             "algorithm.correction.mask masks answers whose logprobs differ between sampler and "

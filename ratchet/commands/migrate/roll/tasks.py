@@ -48,8 +48,7 @@ def find_other_task(values: Mapping[str, Any]) -> str | None:
     if "student" in sections:
         return (
             "the run distills off-policy, which is not converted from ROLL. Write a recipe with "
-            "algorithm.kind=distill_off_policy and sft_coef=(1 - w) / w, w being "
-            "distill_loss_weight."
+            "algorithm.kind=distill_off_policy, whose page has the counterpart of each key."
         )
     if any(key.endswith(MEDIA_ENDINGS) for key in values) or "DetectionRewardWorker" in workers:
         return (

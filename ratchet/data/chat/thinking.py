@@ -1,0 +1,27 @@
+"""The marks around a model's thinking: <think> and </think>, or [THINK] and [/THINK]."""
+
+from __future__ import annotations
+
+import re
+
+REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+MARKS = re.compile("|".join(re.escape(mark) for pair in REASONING for mark in pair))
+
+
+def has_malformed_thinking(text: str, *, cut: bool) -> bool:
+    """True if the marks in a turn's text are not those of one thought at its beginning.
+
+    Thinking is opened and closed once, before all other text, or there are no marks. If a token
+    limit cut the turn, the thinking may still be open.
+
+    Args:
+        text: The text of the turn without its tool calls. It includes what the chat template writes
+            at the beginning of the turn, such as <think>.
+        cut: True if a token limit ended the turn.
+    """
+    marks = MARKS.findall(text)
+    if not marks:
+        return False
+    is_first = text.lstrip().startswith(marks[0])
+    closes = any(marks == list(pair) or (cut and marks == [pair[0]]) for pair in REASONING)
+    return not (is_first and closes)
