@@ -72,8 +72,7 @@ InspectTask = Annotated[
     str | None,
     typer.Option(
         metavar="TASK",
-        help="Evaluate by inspect-ai on this task of its: sums.py, sums.py@name, or a "
-        "registered name.",
+        help="Evaluate with inspect-ai, on this task: sums.py, sums.py@name, or a registered name.",
     ),
 ]
 Step = Annotated[
@@ -91,7 +90,7 @@ Out = Annotated[
     ),
 ]
 
-# What an evaluation by inspect-ai takes; its task sets the rest.
+# Options that have an effect beside --inspect. The task of inspect-ai sets everything else.
 INSPECT_OPTIONS = (
     "target",
     "inspect",

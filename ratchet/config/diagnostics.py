@@ -26,7 +26,7 @@ MAX_VALUE_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class RecipeProblem:
-    """One error in a recipe: the key's place, and a message that is printed after it."""
+    """One error in a recipe: the place of the key, and the message that is printed after it."""
 
     origin: ValueOrigin
     message: str
@@ -54,7 +54,10 @@ def _place_in_files(origin: ValueOrigin) -> tuple[str, int, str]:
 
 
 def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
-    """Return the deepest node on the way to a location, and the keys that are missing below it."""
+    """Return the deepest node on the path to a location, and the rest of the path below it.
+
+    The rest is empty if the recipe has the location.
+    """
     node = tree
     for index, part in enumerate(location):
         inner: Any = node.value
@@ -77,11 +80,11 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Re
     for detail in error.errors(include_url=False):
         if detail["type"] != "default_factory_not_called":
             details_by_place.setdefault(_locate_error(tree, detail), []).append(detail)
-    places = [
+    located_details = [
         (*_find_origin(tree, place), place, details) for place, details in details_by_place.items()
     ]
-    places.sort(key=lambda item: _place_in_files(item[0]))
-    for index, (origin, missing, place, details) in enumerate(places):
+    located_details.sort(key=lambda item: _place_in_files(item[0]))
+    for index, (origin, missing, place, details) in enumerate(located_details):
         yield RecipeProblem(
             origin,
             _write_message(origin, missing, place, details, tree, model)
@@ -221,6 +224,7 @@ RENAMED_KEYS: Mapping[str, str] = {
     "of": "worker",
     "opens_at": "start_share",
     "opens_by": "full_by_step",
+    "own": "custom",
     "passing": "pass_threshold",
     "plays": "worker_runs",
     "process_random": "uses_global_random",

@@ -51,9 +51,9 @@ def _parse_keys(words: Sequence[str]) -> Node:
         if not equals or not all(path):
             raise ConfigError(f"{COMMAND_LINE}: override '{text}' is not of the form key=value")
         check_key_path(path)
-        node, problems_here = read_text(value, COMMAND_LINE, ".".join(path), budget)
+        node, duplicates = read_text(value, COMMAND_LINE, ".".join(path), budget)
         parsed[path] = replace(node, origin=replace(node.origin, line=None))
-        problems += problems_here
+        problems += duplicates
     keys = as_layer(parsed, problems)
     if problems:
         raise report(problems)

@@ -13,7 +13,7 @@ from ratchet.config.schema import STAGE_KEYS
 from ratchet.config.yaml_tree import COMMAND_LINE, MAX_NODES, Node, ValueOrigin
 from ratchet.errors import ConfigError
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]  # ("optimizer", "lr")
 
 # Pairs of keys that set the same thing in two ways, by the key of their section ("" stands for the
 # recipe or a stage). A layer that sets one key of a pair drops the other from the layer below.
@@ -22,8 +22,8 @@ ALTERNATIVES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"warmup_steps", "warmup_share"}),
 }
 
-# Keys that say where a data set lies and how its rows look. If a layer names a published data set
-# (`preset`), these keys of the layer below are dropped, unless the layer below has a `preset` too.
+# Keys for the location of a data set and the format of its rows. If a layer names a published data
+# set (`preset`), these keys of the layer below are dropped, unless that layer has a `preset` too.
 PRESET = "preset"
 REPLACED_BY_PRESET = frozenset(
     {
@@ -236,14 +236,14 @@ def _report_shadowed_keys(base: Node, layer: Node, problems: list[RecipeProblem]
                 )
 
 
-def _list_alternatives(path: Path) -> list[Path]:
+def _list_alternatives(path: KeyPath) -> list[KeyPath]:
     """Return the path, and the paths of keys that set the same thing in another way."""
     *sections, last = path
     names = ALTERNATIVES.get(sections[-1] if sections else "", frozenset())
     return [path, *((*sections, name) for name in names if last in names - {name})]
 
 
-def _iter_leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
+def _iter_leaves(node: Node | None, path: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
     if node is not None and not node.is_section:
         yield path, node
     elif node is not None:
@@ -251,8 +251,8 @@ def _iter_leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
             yield from _iter_leaves(child, (*path, key))
 
 
-def _stage_sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
-    """True if a stage sets the value itself, or sets its section's kind to another than the recipe.
+def _stage_sets(stage: Node, path: KeyPath, base: Node, layer: Node) -> bool:
+    """True if a stage sets the value itself, or gives the section another kind than the recipe.
 
     The recipe's kind is that of `layer`, or else of `base`, or else the default.
     """
@@ -276,7 +276,7 @@ def _stage_sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
     return stage_section.scalar("kind") != default
 
 
-def _has_key(stage: Node, path: Path) -> bool:
+def _has_key(stage: Node, path: KeyPath) -> bool:
     """True if the kind that the stage chose for the section has the key, or the kind is unknown."""
     section = stage.get(path[0])
     kind = section.scalar("kind") if section is not None else None
@@ -288,7 +288,7 @@ def _has_key(stage: Node, path: Path) -> bool:
         return True
 
 
-def as_layer(overrides: Mapping[Path, Node], problems: list[RecipeProblem]) -> Node:
+def as_layer(overrides: Mapping[KeyPath, Node], problems: list[RecipeProblem]) -> Node:
     """Return one layer made of all overrides of the command line.
 
     They are merged with each other before they are merged over the recipe, so their order is

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from ratchet.config.checks.stages import conflicts
 from ratchet.config.diagnostics import REDACTED, RecipeProblem, explain, is_secret, locate, report
 from ratchet.config.layers import apply_layer, as_layer, expand
-from ratchet.config.recipe_dir import add_import_dirs, find_beside
+from ratchet.config.recipe_dir import add_import_dirs, resolve_paths
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import (
     COMMAND_LINE,
@@ -66,11 +66,14 @@ def load_config(
         override_tree = _parse_overrides(overrides, problems, budget)
         root = apply_layer(root, override_tree, problems)
         model = override_tree.get("model")
-        twice = [key for key in WHICH_MODEL if model and model.is_section and key in model.value]
-        if model_option and twice:
+        model_keys = [
+            key for key in WHICH_MODEL if model and model.is_section and key in model.value
+        ]
+        if model_option and model_keys:
+            key = f"model.{model_keys[0]}"
             raise ConfigError(
-                f"command line: model.{twice[0]}: {model_option} says which model to start from, "
-                f"and its shape: remove {model_option}, or the override of model.{twice[0]}"
+                f"command line: {key}: {model_option} says which model to start from, and its "
+                f"shape: remove {model_option}, or the override of {key}"
             )
     if model_path is not None:
         root.value["model"] = _with_model_path(root.get("model"), model_path)
@@ -150,7 +153,7 @@ def _read_with_bases(path: Path, problems: list[RecipeProblem], budget: Budget) 
                 f"{extends.origin}: extends: {error}" if extends is not None else str(error)
             ) from error
         problems += duplicates
-        layers.append(find_beside(root, RunConfig.model_fields))
+        layers.append(resolve_paths(root, RunConfig.model_fields))
         extends = layers[-1].value.pop(EXTENDS, None)
         if extends is None:
             break
@@ -162,7 +165,7 @@ def _read_with_bases(path: Path, problems: list[RecipeProblem], budget: Budget) 
     merged = layers.pop()
     while layers:
         layer = layers.pop()
-        merged.value.pop("name", None)  # a recipe that extends another is another run
+        merged.value.pop("name", None)  # a recipe does not inherit the name of its base
         merged = replace(apply_layer(merged, layer, problems), origin=layer.origin)
     return merged
 

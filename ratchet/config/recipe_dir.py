@@ -1,8 +1,8 @@
-"""Find the data, models and modules that a recipe names, also beside the recipe's file.
+"""Find the data, models and modules that a recipe names, also in the directory of the recipe.
 
-Relative paths are relative to the current directory. A path that does not exist there is looked up
-in the directory of the file that names it. So are the file in a value `file.py:name`, and the
-module in a value `module:name` that is not on the import path.
+A relative path that does not exist in the current directory is looked up in the directory of the
+file that names it. The same holds for the file in a value `file.py:name`, and for the module in a
+value `module:name` that is not on the import path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ratchet.utils.object_store import is_address
 from ratchet.utils.user_imports import FILE_OBJECT
 
 IMPORT_DIRS = "import_dirs"
-# The keys whose values, or the values below them, are paths that are read.
+# The keys whose values are paths of files that a run reads. In a list or section at such a key, all
+# values are.
 PATH_KEYS = frozenset(
     {
         *("path", "train", "test", "teacher", "texts", "corpus", "embeddings", "template"),
@@ -31,8 +32,8 @@ PATH_KEYS = frozenset(
 IMPORT_PATH = re.compile(r"([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
 
 
-def find_beside(root: Node, keys: Collection[str]) -> Node:
-    """Return a file's tree, with each path that exists only beside the file replaced.
+def resolve_paths(root: Node, keys: Collection[str]) -> Node:
+    """Return a file's tree; paths that exist only in the file's directory now begin with it.
 
     Args:
         root: The tree.
@@ -77,13 +78,13 @@ def _exists(path: str) -> bool:
 
 
 def add_import_dirs(root: Node) -> Node:
-    """Return the recipe with its `import_dirs`, and let Python import from them.
+    """Return the recipe with all its `import_dirs`, and let Python import from them.
 
-    The directory of a file is added if a module that the file names lies there and nowhere else on
-    the import path.
+    The directory of a file is added if it holds a module that the file names and that Python does
+    not find elsewhere.
     """
-    named = root.get(IMPORT_DIRS)
-    items = list(named.value) if named is not None and isinstance(named.value, list) else []
+    listed = root.get(IMPORT_DIRS)
+    items = list(listed.value) if listed is not None and isinstance(listed.value, list) else []
     for item in items:
         if isinstance(item.value, str):
             _append_to_path(item.value)
@@ -97,7 +98,7 @@ def add_import_dirs(root: Node) -> Node:
             items.append(Node(str(directory), leaf.origin))
     if not items:
         return root
-    origin = named.origin if named is not None else ValueOrigin(root.origin.file, None, IMPORT_DIRS)
+    origin = listed.origin if listed else ValueOrigin(root.origin.file, None, IMPORT_DIRS)
     return replace(root, value={**root.value, IMPORT_DIRS: Node(items, origin)})
 
 

@@ -121,7 +121,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "environment": {**MIXTURE_PARTS, "mixture": "ratchet.environments.mixture:MixtureConfig"},
     "part": MIXTURE_PARTS,  # the parts of an environment mixture
     "played": ENVIRONMENTS,  # the environments of environment workers
-    "problems": SINGLE_TURN_ENVIRONMENTS,  # environments that others can wrap
+    "problems": SINGLE_TURN_ENVIRONMENTS,  # environments that another environment can wrap
     "tool": {
         "calculator": "ratchet.environments.tool_use.calculator:CalculatorConfig",
         "python": "ratchet.environments.tool_use.python:PythonConfig",

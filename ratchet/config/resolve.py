@@ -47,8 +47,8 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
             Annotated[tuple[str, ...], AfterValidator(_check_ignored)],
             Field(
                 (),
-                description="Fields of the agent's requests that have no effect, in place of an "
-                "error: [temperature, response_format].",
+                description="Fields of the agent's requests that are ignored; without this key, "
+                "such a field is an error: [temperature, response_format].",
             ),
         ),
         "host": (
@@ -56,8 +56,8 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
             Field(
                 "127.0.0.1",
                 description="Address on which the server of the attempts listens. 0.0.0.0 lets "
-                "agents in containers and on other machines call it; each needs the key of its "
-                "attempt.",
+                "agents in containers and on other machines call it; each agent needs the key of "
+                "its attempt.",
             ),
         ),
         "public_host": (
@@ -143,12 +143,12 @@ def _add_base_attributes(
 ) -> None:
     """Give a user's section class the attributes of its slot's base that the class lacks.
 
-    The class's own keys and attributes stay. A second base class would hide some of them.
+    They are copied, because a second base class would hide some of the class's own attributes.
 
     Args:
-        section: The class, which nothing else uses yet.
+        section: The class. It is changed in place, so nothing else may use it yet.
         base: The base section of the slot.
-        unknown: Values that take precedence over the base's.
+        unknown: Values that take precedence over the base's (`UNKNOWN`).
     """
     inherited = {
         name: value
@@ -195,7 +195,7 @@ def _explain_unknown_kind(slot: str, kind: str) -> str:
     near = get_close_matches(kind, KINDS[slot], n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     example = f"; name a class of your own by its path, my_pkg.module:Class{_suggest_path(kind)}"
-    return f"'{kind}' is unknown: {hint}there are {', '.join(KINDS[slot])}{example}"
+    return f"'{kind}' is unknown: {hint}the kinds are {', '.join(KINDS[slot])}{example}"
 
 
 def _suggest_path(kind: str) -> str:
@@ -234,7 +234,7 @@ def _section_from_path(slot: str, kind: str) -> type[Section]:
 
 
 def _makes_tools(function: Callable[..., Any]) -> bool:
-    """True if a function returns tools, by its annotation, instead of being one."""
+    """True if the function's annotation says that it returns tools; False if it is a tool."""
     try:
         annotation = get_type_hints(function).get("return")
     except (NameError, TypeError):
@@ -282,9 +282,9 @@ class FunctionToolSection(Section):
 
 
 def build_from_signature(section: SignatureSection, *context: Any, **named: Any) -> Any:
-    """Call the section's target, or bind its parameters.
+    """Call the section's target with the section's values, or bind them to it.
 
-    The arguments that built-in kinds get are ignored.
+    `context` and `named`, which `build` passes to every factory, are ignored.
     """
     values = {name: getattr(section, name) for name in section.parameters}
     target = import_object(section.target)
@@ -391,7 +391,9 @@ class Slot:
             # pydantic writes messages as UTF-8, which can't encode half a surrogate pair
             example = f"{{kind: {escape_surrogates(kind)}}}"
             raise PydanticCustomError(
-                "no_section", "must be a section with its kind, as {example}", {"example": example}
+                "no_section",
+                "must be a section with its kind, such as {example}",
+                {"example": example},
             )
         try:
             return resolve(self.name, value)
@@ -411,8 +413,9 @@ def _prefix_location(
     if isinstance(error, PydanticCustomError):
         return [InitErrorDetails(type=error, loc=(index,), input=None)]
     prefixed = []
-    for line in error.errors():
-        context = {**line.get("ctx", {}), "message": line["msg"]}
-        kind = PydanticCustomError(line["type"], "{message}", context)  # pyright: ignore[reportArgumentType]
-        prefixed.append(InitErrorDetails(type=kind, loc=(index, *line["loc"]), input=line["input"]))
+    for detail in error.errors():
+        context = {**detail.get("ctx", {}), "message": detail["msg"]}
+        kind = PydanticCustomError(detail["type"], "{message}", context)  # pyright: ignore[reportArgumentType]
+        place = (index, *detail["loc"])
+        prefixed.append(InitErrorDetails(type=kind, loc=place, input=detail["input"]))
     return prefixed

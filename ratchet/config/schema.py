@@ -1,6 +1,7 @@
 """The sections of a recipe and their default values.
 
-In a `RunConfig` each stage has all its keys, which `ratchet.config.loader` fills in.
+A recipe may set a stage's keys at its top. `ratchet.config.loader` copies them into each stage, so
+every stage of a `RunConfig` is complete.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def _must_match(pattern: str, expected: str) -> AfterValidator:
 Device = Annotated[str, _must_match(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
 RunName = Annotated[
     str,
-    _must_match(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory"),
+    _must_match(
+        r"[A-Za-z0-9][\w.+-]*",
+        "of letters, digits and _ . + -, and begin with a letter or digit, because it names a "
+        "directory",
+    ),
 ]
 StageName = Annotated[
     str, _must_match(r"[A-Za-z_][\w-]*", "of letters, digits, _ and -, and not begin with a digit")
@@ -90,7 +95,7 @@ class OptimizerConfig(Section):
     Steps are optimizer steps here: batches x minibatches x epochs.
 
     Attributes:
-        needs_whole_matrices: True if a step needs each matrix in one process.
+        needs_whole_matrices: True if a step needs each weight matrix whole, in one process.
         required_package: The package that implements the optimizer; None for PyTorch or Ratchet.
     """
 
@@ -162,7 +167,7 @@ else:
 
 
 class EvaluationConfig(Section):
-    """Accuracy or loss on held-out tasks, before and after each stage."""
+    """The evaluation of a stage on held-out tasks: accuracy or loss, at least before and after."""
 
     environment: Annotated[AnyEnvironment | None, Slot("environment", is_optional=True)] = Field(
         default=None,
@@ -331,8 +336,8 @@ class StageConfig(Section):
     )
     eval_rewards: Rewards = Field(
         default_factory=_choose_eval_rewards,
-        description="Rewards used in evaluation; default: the environment's own, which training "
-        "rewards do not change.",
+        description="Rewards used in evaluation; default: the environment's own, whatever "
+        "`rewards` says, or `rewards` if the environment has none.",
     )
     agent: Annotated[AnySection | None, Slot("agent", is_optional=True)] = Field(
         default=None,
@@ -401,12 +406,16 @@ class StageConfig(Section):
 
     @property
     def n_steps(self) -> int:
-        """Return the number of batches, which must be known (`resolve_lengths`)."""
-        assert self.steps is not None, "passes become steps before the stage is used"
+        """Return the number of batches.
+
+        `ratchet.experience.sources.passes.resolve_lengths` must have set `steps` from `passes`.
+        """
+        assert self.steps is not None, "resolve_lengths sets steps before the stage is used"
         return self.steps
 
     @property
     def optimizer_steps(self) -> int:
+        """Return the number of optimizer steps: batches x minibatches x epochs."""
         return self.n_steps * self.algorithm.n_minibatches * self.algorithm.n_epochs
 
     @model_validator(mode="before")
@@ -450,8 +459,9 @@ class RunConfig(Section):
     )
     kernels: Literal["auto", "compiled", "torch"] = Field(
         default="auto",
-        description="Kernels of a float32 model on a CPU, except for its matrix products: compiled "
-        "(C code, compiled on this machine) or torch. auto: compiled if there is a compiler.",
+        description="Kernels of a float32 model on a CPU for all operations but matrix products: "
+        "compiled (C code, compiled on this machine) or torch. auto: compiled if there is a "
+        "compiler.",
     )
     run_dir: str | None = Field(
         default=None,

@@ -342,7 +342,7 @@ def read_text(
 def _redact_names(detail: str) -> str:
     """Return PyYAML's message without quoted names, which may be content of a secret file.
 
-    Quoted marks (one or two characters) and PyYAML's own <words> stay.
+    Quoted punctuation (at most two characters) and PyYAML's own <words> stay.
     """
     return shorten_text(
         re.sub(r"'([^']*)'", lambda quoted: quoted[0] if _is_mark(quoted[1]) else "a name", detail),
@@ -390,9 +390,10 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Reci
 
 
 def _suggest_file(path: Path) -> str:
-    """Return a hint for the message that a recipe is missing, beginning with ": ".
+    """Return a hint, beginning with ": ", for the message that a recipe is missing.
 
-    It says that the directory is missing too, or suggests a similar name; "" if neither applies.
+    The hint says that the directory is missing too, or suggests a similar name; "" if neither
+    applies.
     """
     directory = path.parent
     if not directory.is_dir():

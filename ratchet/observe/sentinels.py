@@ -139,7 +139,7 @@ def get_watched_value(
 ) -> tuple[str, float | None] | None:
     """Return the watched metric's name and value; None if the step does not report it.
 
-    If several metrics match, it is one that is not finite, or else the greatest. Under the rule
+    If several metrics match, one that is not finite is chosen, or else the greatest. Under the rule
     `reported`, a metric that the step does not report has the value 0.
     """
     matching = {
@@ -242,7 +242,7 @@ def get_active_sentinels(config: SentinelsConfig) -> dict[str, SentinelConfig]:
     built_in = {name: getattr(config, name) for name in type(config).model_fields}
     named = {
         name: value for name, value in built_in.items() if isinstance(value, SentinelConfig)
-    } | config.own
+    } | config.custom
     return {name: sentinel for name, sentinel in named.items() if sentinel.action != "off"}
 
 
@@ -312,9 +312,8 @@ class Sentinels:
             threshold=sentinel.threshold, window=sentinel.window
         )
         duration = f" for {sentinel.patience} steps" if sentinel.patience > 1 else ""
-        meaning = (
-            type(self.config).model_fields[name].description if name not in self.config.own else ""
-        )
+        is_custom = name in self.config.custom
+        meaning = "" if is_custom else type(self.config).model_fields[name].description
         number = "not finite" if value is None else f"{value:.4g}"
         alarm = f"{metric} = {number} {rule_text}{duration}"
         message = f"step {step}: sentinel {name}: {alarm}: {meaning}".rstrip(": ")

@@ -170,7 +170,10 @@ def open_tensorboard(
     "auto" without TensorBoard gives no sink, and a line in the log. Raises like `TensorBoardSink`.
     """
     if setting == "auto" and not has_tensorboard():
-        logger.info("No tensorboard/ is written; %s for it.", suggest_install("tensorboard"))
+        logger.info(
+            "TensorBoard is not installed, so there is no tensorboard/. To get it: %s.",
+            suggest_install("tensorboard"),
+        )
         return None
     return TensorBoardSink(directory, keep_through=keep_through) if setting else None
 
@@ -178,9 +181,9 @@ def open_tensorboard(
 class TensorBoardSink:
     """A sink that writes scalars (float32) and histograms as TensorBoard event files.
 
-    Construction raises MissingDependency without TensorBoard. It writes at once, by TensorBoard's
-    record writer. TensorBoard's `EventFileWriter` is not used: it imports TensorFlow if that is
-    installed, and writes from a thread.
+    Construction raises MissingDependency without TensorBoard. Events are written immediately, with
+    TensorBoard's `RecordWriter`. Its `EventFileWriter` is not used, because it imports TensorFlow
+    if that is installed, and writes from a thread.
 
     keep_through: the step that the run resumes after. TensorBoard hides later steps of earlier
       files.

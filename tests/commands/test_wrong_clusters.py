@@ -125,7 +125,7 @@ REFUSED += [
     (f"{MEGATRON} learner.dp_shard=2", "learner.dp_shard: unknown key"),
     (
         f"{MEGATRON} cluster.colocated=true",
-        "learner.kind=megatron never frees its own: set learner.kind=dtensor",
+        "learner.kind=megatron never frees its accelerator: set learner.kind=dtensor",
     ),
 ]
 REFUSED_ON_RAY = [

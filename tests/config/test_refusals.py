@@ -135,16 +135,16 @@ WRONG_VALUES = [
     ({"name": "../../x"}, "line 5: name: '../../x' must be of letters, digits"),
     (
         {"optimizer": ""},
-        "line 5: optimizer: null must be a section with its kind, as {kind: adamw}",
+        "line 5: optimizer: null must be a section with its kind, such as {kind: adamw}",
     ),
     ({"model": "tiny"}, "line 1: model: 'tiny' must be a section: keys and values"),
     (
         {"algorithm": "grpo"},
-        "line 4: algorithm: 'grpo' must be a section with its kind, as {kind: grpo}",
+        "line 4: algorithm: 'grpo' must be a section with its kind, such as {kind: grpo}",
     ),
     (
         {"algorithm": "{kind: grpoo}"},
-        "line 4: algorithm.kind: 'grpoo' is unknown: did you mean 'grpo'? there are sft, "
+        "line 4: algorithm.kind: 'grpoo' is unknown: did you mean 'grpo'? the kinds are sft, "
         "policy_gradient, grpo",
     ),
     (
@@ -179,7 +179,7 @@ WRONG_VALUES = [
     ),
     (
         {"rewards": "[exact_match]"},
-        "line 5: rewards.0: 'exact_match' must be a section with its kind, as {kind: exact_match}",
+        "line 5: rewards.0: 'exact_match' must be a section with its kind, such as {kind: exact_match}",
     ),
     (
         {"rewards": "[{kind: countdown, partial: 3}]"},

@@ -1,7 +1,7 @@
-"""Check the keys of each stage together, and the stages together.
+"""Check for conflicts between the keys of a stage, and between stages.
 
-Sections check their own keys (`ratchet.config.base`). Here each conflict names the keys that clash,
-and the smallest fix.
+A section checks its own keys (`ratchet.config.base`). Each conflict found here names the keys that
+clash, and the smallest fix.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[C
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, and generator "
                 f"{stage.generator.kind_name} doesn't return the kept probability mass, which "
-                f"training needs (vLLM does without speculative decoding): set "
+                f"training needs (vLLM returns it if speculative decoding is off): set "
                 f"sampling.{key}={off_value:g}, or generator.kind=engine",
                 f"sampling.{key}",
                 "generator.kind",
@@ -259,8 +259,8 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     A custom environment is checked when the stage starts.
     """
     if stage.source is not None and stage.source not in stage.environment.data_kinds:
-        # The registry slot "played" has all environments but mixtures, whose rows are those of
-        # their parts.
+        # The registry slot "played" leaves out mixtures and environment workers, whose rows are
+        # those of other environments.
         suitable_kinds = [
             kind
             for kind in KINDS["played"]

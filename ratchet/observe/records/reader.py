@@ -39,7 +39,7 @@ class StepFacts:
     stage: str
     rows: int  # number of recorded trajectories
     groups: int  # number of recorded groups
-    drawn: int  # number of groups in the step's batch, recorded or not (see `record.groups`)
+    drawn: int  # number of groups in the step's batch; `record.groups` may limit the recorded ones
     # Fingerprints of the weights after the step, by role, if the learner can compute them.
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
         return RecordFile(**body, steps=steps)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path}, line {number} was changed: {error}; copy the run's steps/ again, or put back "
+            f"{path}, line {number} was changed: {error}; copy the run's steps/ again, or restore "
             "a backup"
         ) from None
 

@@ -165,7 +165,10 @@ def _build_lists(
 def _join_lists(
     offsets: NDArray[np.int32], values: pa.Array, kind: pa.DataType, null_R: NDArray[np.bool_]
 ) -> pa.Array:
-    """Return the list of each row, from the entries of all rows."""
+    """Return one list for each row, from the concatenated entries of all rows.
+
+    offsets: [R + 1], start of each row's entries in `values`, and the end of the last row's.
+    """
     return pa.ListArray.from_arrays(
         make_array(offsets, pa.int32()), values, type=kind, mask=make_array(null_R, pa.bool_())
     )
@@ -281,7 +284,7 @@ def _find_versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
     versions_N, row_N = _get_values_N(column), _get_row_N(column)
     known_N = versions_N >= 0
     versions_N, row_N = versions_N[known_N], row_N[known_N]
-    starts = np.flatnonzero(np.diff(row_N, prepend=-1))  # where another row begins
+    starts = np.flatnonzero(np.diff(row_N, prepend=-1))  # index of the first token of each row
     oldest_R, newest_R = np.zeros((2, len(column)), np.int32)
     null_R = np.ones(len(column), np.bool_)
     if len(starts):

@@ -240,7 +240,7 @@ class Recorder:
             os.close(descriptor)
 
     def _prune(self) -> None:
-        """Remove the oldest files of a record that exceeds its limit; the newest always stays."""
+        """Remove the oldest files of a record above `max_gib`; the newest file always stays."""
         limit_bytes = self.config.max_gib * 2**30
         removed_files = []
         while (
@@ -260,7 +260,7 @@ class Recorder:
     def _resume(self, keep_through: int) -> None:
         """Continue after step `keep_through`: remove later files and files not in the index."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Files end at checkpoints, so none has steps on both sides of one.
+        # Files end at checkpoints, so no file has steps from both sides of a checkpoint.
         self.files = [
             file for file in read_index(self.directory) if file.steps[-1].step <= keep_through
         ]
