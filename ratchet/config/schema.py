@@ -1,7 +1,6 @@
 """The sections of a recipe and their default values.
 
-A recipe may set a stage's keys at its top. `ratchet.config.loader` copies them into each stage, so
-every stage of a `RunConfig` is complete.
+`ratchet.config.loader` copies the stage keys at a recipe's top into each stage of a `RunConfig`.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ def _must_match(pattern: str, expected: str) -> AfterValidator:
 Device = Annotated[str, _must_match(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
 RunName = Annotated[
     str,
-    _must_match(
-        r"[A-Za-z0-9][\w.+-]*",
-        "of letters, digits and _ . + -, and begin with a letter or digit, because it names a "
-        "directory",
-    ),
+    _must_match(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory"),
 ]
 StageName = Annotated[
     str, _must_match(r"[A-Za-z_][\w-]*", "of letters, digits, _ and -, and not begin with a digit")
@@ -406,16 +401,12 @@ class StageConfig(Section):
 
     @property
     def n_steps(self) -> int:
-        """Return the number of batches.
-
-        `ratchet.experience.sources.passes.resolve_lengths` must have set `steps` from `passes`.
-        """
+        """Return the number of batches. If `passes` is set, call `resolve_lengths` first."""
         assert self.steps is not None, "resolve_lengths sets steps before the stage is used"
         return self.steps
 
     @property
     def optimizer_steps(self) -> int:
-        """Return the number of optimizer steps: batches x minibatches x epochs."""
         return self.n_steps * self.algorithm.n_minibatches * self.algorithm.n_epochs
 
     @model_validator(mode="before")
@@ -459,9 +450,8 @@ class RunConfig(Section):
     )
     kernels: Literal["auto", "compiled", "torch"] = Field(
         default="auto",
-        description="Kernels of a float32 model on a CPU for all operations but matrix products: "
-        "compiled (C code, compiled on this machine) or torch. auto: compiled if there is a "
-        "compiler.",
+        description="Kernels of a float32 model on a CPU, matrix products excepted: compiled (C "
+        "code, compiled on this machine) or torch. auto: compiled if there is a compiler.",
     )
     run_dir: str | None = Field(
         default=None,
