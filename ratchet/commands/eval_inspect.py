@@ -30,7 +30,8 @@ from ratchet.utils.terminal_text import make_console
 from ratchet.web.server import Server
 
 PROGRAM = "inspect"
-MODEL = "openai-api/ratchet/policy"  # its address and key are in RATCHET_BASE_URL, RATCHET_API_KEY
+# inspect-ai reads the address and the key of this model from RATCHET_BASE_URL and RATCHET_API_KEY.
+MODEL = "openai-api/ratchet/policy"
 LOG = "inspect.json"  # the log of inspect-ai, beside the results
 
 
@@ -60,11 +61,11 @@ def evaluate_by_inspect(target: str, settings: InspectSettings, *, out: Path | N
 
     Args:
         target: The run, checkpoint or model directory.
-        settings: The task, and what to change of it.
+        settings: The task, and the settings that replace the task's.
         out: The directory for the results; None: a new one, as for `ratchet eval`.
 
     Raises:
-        ConfigError: The target is no model of this machine, inspect-ai or the task is not there.
+        ConfigError: The target is an endpoint, or inspect-ai or the task's file is missing.
         RatchetError: inspect-ai failed, or no attempt has a score.
     """
     if is_endpoint(target):
@@ -74,7 +75,9 @@ def evaluate_by_inspect(target: str, settings: InspectSettings, *, out: Path | N
         )
     file = settings.task.partition("@")[0]
     if file.endswith(".py") and not Path(file).is_file():
-        raise ConfigError(f"--inspect={settings.task} names {file}, which is no file: correct it")
+        raise ConfigError(
+            f"--inspect={settings.task} names {file}, which is no file: correct the path"
+        )
     program = find_program()
     path = fetch_run_model(target, settings.step)
     with TemporaryFolder("inspect") as folder:
@@ -97,8 +100,8 @@ def find_program() -> str:
 
     Raises ConfigError if there is none.
     """
-    beside = Path(sys.executable).parent
-    program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(beside))
+    interpreter_dir = Path(sys.executable).parent
+    program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(interpreter_dir))
     if program is None:
         raise ConfigError(
             f"--inspect needs the program `{PROGRAM}` on PATH: pip install inspect-ai, in an "
@@ -112,7 +115,7 @@ async def _serve_to_inspect(
 ) -> None:
     """Serve the model on a free port of loopback until inspect-ai has ended.
 
-    Raises RatchetError if it fails.
+    Raises RatchetError if inspect-ai fails.
     """
     policy = open_target(path, generator=settings.generator, step=settings.step).policy
     sampling = Sampling(max_new_tokens=settings.max_new_tokens or MAX_NEW_TOKENS)
@@ -163,7 +166,7 @@ def make_command(program: str, settings: InspectSettings, log_dir: Path) -> list
 
 
 async def _run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program with the terminal of this one, and return its exit status."""
+    """Run a program that prints to this process's output, and return its exit status."""
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
     )

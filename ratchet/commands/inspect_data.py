@@ -81,7 +81,7 @@ class DataSetup:
 
     environment: Environment
     renderer: Renderer
-    # The kind of data that the algorithm learns from (see `StageConfig.source`). With None it is
+    # The kind of data that the algorithm learns from (see `StageConfig.source`); None: it is
     # detected for each row.
     data_kind: str | None
     turns: str  # which assistant turns of a demonstration train: "last" or "all"

@@ -227,7 +227,7 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
         console.print(
             f"  the numbers differ from step {step} on"
             if step is not None
-            else f"  none of {shared:,} steps differs"
+            else f"  the numbers of all {shared:,} common steps are equal"
             if shared
             else "  the two runs have no step in common"
         )

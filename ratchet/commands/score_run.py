@@ -192,7 +192,7 @@ async def _write(
     if not n_scores:
         raise DataError(
             f"{run} has recorded no attempts to judge: its stages train on given text, or have no "
-            "rewards. In the second case give --reward KIND"
+            "rewards. If they have no rewards, give --reward KIND"
         )
     if not as_json:
         console = make_console()

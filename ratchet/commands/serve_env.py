@@ -285,7 +285,7 @@ def serve_environment(
         say: Shows the line with the server's address.
     """
     setup = build_served_setup(target, overrides)
-    next(setup.environment.tasks("train", seed=0))  # faults show before the start
+    next(setup.environment.tasks("train", seed=0))  # raises now, not later, if there are no tasks
     asyncio.run(_serve(EnvironmentServer(setup, target, sessions), host, port, say))
 
 

@@ -66,7 +66,7 @@ REFUSED = [
     ("cluster.nodes=2", "cluster.nodes: unknown key"),
     (
         "cluster.kind=ray learner.kind=local",
-        "cluster.kind=ray places processes, and learner.kind=local trains in this",
+        "cluster.kind=ray places worker processes, and learner.kind=local trains in the main",
     ),
     (
         "cluster.kind=torchrun",

@@ -67,10 +67,10 @@ class StoredModel:
 
     @property
     def logits_form(self) -> str:
-        """Return the implementation that computes the logits: "hf", or Megatron's.
+        """Return the form whose implementation computes the logits (`sample_logits`).
 
-        With an adapter it is "hf": Megatron's reads the weight files itself, so it would miss the
-        merged adapter.
+        With an adapter it is "hf", because Megatron's implementation reads the weight files itself
+        and would miss the merged adapter.
         """
         return self.form if self.adapter is None else "hf"
 
@@ -195,7 +195,8 @@ def _load_adapter(source: str, adapter: Path) -> StoredAdapter:
 def _lock(partial_dir: Path) -> Iterator[None]:
     """Lock the partial output directory.
 
-    Raises CheckpointError if it is locked already, ConfigError if it is no conversion's.
+    Raises CheckpointError if it is locked already, and ConfigError if it holds files of something
+    other than a conversion.
     """
     if (
         partial_dir.exists()

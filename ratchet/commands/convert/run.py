@@ -26,7 +26,9 @@ from ratchet.utils.object_store import (
 )
 
 LAST_FILE = "config.json"  # uploaded last: a directory without it is not taken for a model
-MARKER = ".checkpoint"  # in an exported checkpoint, its identity; nothing without it is removed
+# File of an exported checkpoint with the checkpoint's identity. Directories without it are not
+# removed.
+MARKER = ".checkpoint"
 
 
 def convert_paths_or_addresses(

@@ -1,7 +1,7 @@
 """The command `ratchet import`: convert a peer's configuration to a recipe.
 
-A peer is another library. The account is the list of the peer's keys that could not simply be taken
-over. It is printed to the terminal, and written as comments at the top of the recipe.
+A peer is another library. The conversion report lists the peer's keys that could not simply be
+taken over. It is printed to the terminal, and written as comments at the top of the recipe.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ratchet.commands.migrate.importer import ImportResult, Item, read_config
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
 
-WIDTH = 128  # characters of a line of the account
-MAX_VALUE_CHARS = 48  # maximum characters of a value in the account
+WIDTH = 128  # characters of a line of the conversion report
+MAX_VALUE_CHARS = 48  # maximum characters of a value in the conversion report
 
 
 def import_file(
     file: Path, peer: str | None, out: Path | None, *, with_inert: bool = False
 ) -> None:
-    """Convert a peer's configuration, write the recipe and print its account.
+    """Convert a peer's configuration, write the recipe and print the conversion report.
 
     Args:
         file: The peer's configuration.
@@ -47,7 +47,7 @@ def import_file(
     console.print(f"{file}: {result.peer.title}, {result.method}")
     for line in _format_taken_over(result):
         console.print(line)
-    for line in format_account(result, with_inert=with_inert):
+    for line in format_conversion_report(result, with_inert=with_inert):
         console.print(line)
     if out is None:
         Console(highlight=False, markup=False, soft_wrap=True).print(text, end="")
@@ -64,23 +64,24 @@ def import_file(
 
 
 def format_recipe(result: ImportResult, name: str, *, with_inert: bool = True) -> str:
-    """Return the recipe as YAML, below comments that name the source file and give the account."""
+    """Return the recipe as YAML, below comments with the source file and the conversion report."""
     heading = [
         f"From {name}, a configuration of {result.peer.title} ({result.method}), by `ratchet "
         "import`."
     ]
     comments = "\n".join(
-        f"# {line}".rstrip() for line in [*heading, *format_account(result, with_inert=with_inert)]
+        f"# {line}".rstrip()
+        for line in [*heading, *format_conversion_report(result, with_inert=with_inert)]
     )
     return f"{comments}\n{write_text(result.recipe)}"
 
 
-def format_account(result: ImportResult, *, with_inert: bool = True) -> Iterator[str]:
-    """Yield the lines of the account, which lists the keys that could not simply be taken over.
+def format_conversion_report(result: ImportResult, *, with_inert: bool = True) -> Iterator[str]:
+    """Yield the lines of the conversion report: the keys that could not simply be taken over.
 
     First come keys without a counterpart, which the user must decide on; then keys that mean
-    something else, could not be read, or have no effect. Keys that the import chose itself and
-    problems of the recipe follow.
+    something else, and keys without effect. Keys that the import chose itself, keys that could not
+    be read and problems of the recipe follow.
 
     Args:
         with_inert: True lists the keys without effect; False gives only their number.

@@ -1,5 +1,5 @@
-"""Convert another library's keys to a recipe that `ratchet check` accepts, with an account of each
-key."""
+"""Convert another library's keys to a recipe that `ratchet check` accepts, and report on each key:
+its counterpart in the recipe, or why it has none."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ItemStatus = Literal["same", "different", "dropped", "inert"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The account of one key of the peer: its value, and its counterpart in the recipe."""
+    """The result for one key of the peer: its value, and its counterpart in the recipe."""
 
     peer_key: str
     value: Any

@@ -139,7 +139,7 @@ def _show_stage(
         f"({workload.max_trained_tokens:,} per step); {tflop:.3g} TFLOP per step at most"
     )
     if cluster_plan is not None and spec is not None:
-        console.print(f"on {spec.count} {spec.kind}, at least (from data sheets, not measured):")
+        console.print(f"on {spec.count} {spec.kind} (from data sheets, not measured), at least:")
         console.print(_make_memory_table(cluster_plan.memory, "memory of one accelerator"))
         console.print(_make_time_table(cluster_plan.seconds_by_phase, stage.steps))
         console.print(

@@ -1,7 +1,8 @@
-"""The rows of NeMo RL's training and sampling engines that have no counterpart.
+"""The rows of the keys of NeMo RL's training and sampling engines that have no counterpart.
 
-Each is sorted by its value: a switch that is off, or a section that is not enabled, changes no
-result. "there" in a note means NeMo RL; "here" means Ratchet.
+The value of a key decides whether the missing counterpart matters: a switch that is off, or a
+section that is not enabled, changes no result. "there" in a note means NeMo RL; "here" means
+Ratchet.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _min_lr(value: Any, config: PeerConfig) -> Any:
 
 
 def context(value: Any, config: PeerConfig) -> Any:
-    """Explain what becomes of the limit of a sequence."""
+    """Return why the maximum length of a sequence is not converted."""
     if config[f"{GENERATION}.backend"] == "vllm":
         return Inert("the generator's max_context is the limit of prompt and answer")
     return Dropped("the limits are the model's context and sampling.max_new_tokens")
@@ -140,7 +141,10 @@ def _when_enabled(switch: str) -> Conversion:
 
 
 def section_rows(section: str) -> Iterator[KeyRow]:
-    """Yield the rows of speed and memory of a model's learner: `policy`, `value` or `teacher`."""
+    """Yield the rows of a learner's settings without a counterpart, which mostly change speed.
+
+    section: the section of the learner's model: `policy`, `value` or `teacher`.
+    """
     for engine in ("megatron_cfg", "dtensor_cfg"):
         yield from no_effect(SPEED, *(f"{section}.{engine}.{key}" for key in SPEED_KEYS))
         yield from no_effect(
