@@ -243,7 +243,7 @@ def _describe_evaluation(stage: StageConfig, first_step: int) -> str:
         return f"before and after{interval}, {size}"
     n_between = _count_multiples(stage, first_step, settings.every)
     times = (
-        f"before, after and {_format_count(n_between, 'time')} between"
+        f"before, after and at {_format_count(n_between, 'step')} between"
         if n_between
         else "before and after"
     )

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ratchet.config.diagnostics import RecipeProblem, explain, report
-from ratchet.config.layers import as_layer
+from ratchet.config.layers import merge_overrides
 from ratchet.config.resolve import section_class
 from ratchet.config.yaml_tree import (
     COMMAND_LINE,
@@ -54,7 +54,7 @@ def _parse_keys(words: Sequence[str]) -> Node:
         node, duplicates = read_text(value, COMMAND_LINE, ".".join(path), budget)
         parsed[path] = replace(node, origin=replace(node.origin, line=None))
         problems += duplicates
-    keys = as_layer(parsed, problems)
+    keys = merge_overrides(parsed, problems)
     if problems:
         raise report(problems)
     return keys

@@ -35,35 +35,35 @@ REPLACED_BY_PRESET = frozenset(
 
 def merge(
     base: Node,
-    over: Node,
+    overlay: Node,
     problems: list[RecipeProblem],
     *,
     key: str = "",
     names: Sequence[str] = (),
 ) -> Node:
-    """Return `base` deeply merged with `over`, which wins.
+    """Return `base` deeply merged with `overlay`, which takes precedence.
 
-    Two sections are joined, unless their `kind` differs. A section over a list changes single items
-    of the list. In all other cases `over` replaces `base`.
+    Two sections are joined, unless their `kind` differs. A section that overlays a list changes
+    single items of the list. In all other cases `overlay` replaces `base`.
 
     Args:
         problems: Receives a problem for each item that the list does not have.
         key: The key of the two nodes, which determines their default kind.
         names: The names of the stages by position. A stage is addressed by its name or position.
     """
-    if isinstance(base.value, list) and over.is_section:
-        return _merge_items(base, over, problems, names)
-    if not (base.is_section and over.is_section) or _kinds_differ(base, over, key):
-        return over
+    if isinstance(base.value, list) and overlay.is_section:
+        return _merge_items(base, overlay, problems, names)
+    if not (base.is_section and overlay.is_section) or _kinds_differ(base, overlay, key):
+        return overlay
     children = dict(base.value)
     alternatives = ALTERNATIVES.get(key, frozenset())
-    if not alternatives.isdisjoint(over.value):
+    if not alternatives.isdisjoint(overlay.value):
         for name in alternatives:
             children.pop(name, None)
-    if key == "environment" and PRESET in over.value and PRESET not in children:
+    if key == "environment" and PRESET in overlay.value and PRESET not in children:
         for name in REPLACED_BY_PRESET:
             children.pop(name, None)
-    for name, child in over.value.items():
+    for name, child in overlay.value.items():
         if name in children:
             child = merge(children[name], child, problems, key=name, names=names)
         children[name] = child
@@ -71,13 +71,13 @@ def merge(
 
 
 def _merge_items(
-    base: Node, over: Node, problems: list[RecipeProblem], names: Sequence[str]
+    base: Node, overlay: Node, problems: list[RecipeProblem], names: Sequence[str]
 ) -> Node:
     items = list(base.value)
     positions = {str(index): index for index in range(len(items))}
     if base.origin.path == STAGES:
         positions |= {name: index for index, name in enumerate(names)}
-    for label, child in over.value.items():
+    for label, child in overlay.value.items():
         if label in positions:
             index = positions[label]
             items[index] = merge(items[index], child, problems)
@@ -91,15 +91,15 @@ def _merge_items(
     return replace(base, value=items)
 
 
-def _kinds_differ(base: Node, over: Node, key: str) -> bool:
-    """True if `over` sets a kind other than that of `base`, which is set or the default of `key`.
+def _kinds_differ(base: Node, overlay: Node, key: str) -> bool:
+    """True if `overlay` sets another kind than that of `base`, which may be the default of `key`.
 
-    If `base` has neither, the sections are merged, and all keys are checked later against the kind
-    of `over`.
+    False if `base` sets no kind and `key` has no default. The sections are then merged, and all
+    keys are checked later against the kind of `overlay`.
     """
     base_kind = base.scalar("kind") or DEFAULT_KIND.get(key)
-    over_kind = over.scalar("kind")
-    return base_kind is not None and over_kind is not None and base_kind != over_kind
+    overlay_kind = overlay.scalar("kind")
+    return base_kind is not None and overlay_kind is not None and base_kind != overlay_kind
 
 
 # --- stages
@@ -288,7 +288,7 @@ def _has_key(stage: Node, path: KeyPath) -> bool:
         return True
 
 
-def as_layer(overrides: Mapping[KeyPath, Node], problems: list[RecipeProblem]) -> Node:
+def merge_overrides(overrides: Mapping[KeyPath, Node], problems: list[RecipeProblem]) -> Node:
     """Return one layer made of all overrides of the command line.
 
     They are merged with each other before they are merged over the recipe, so their order is

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from ratchet.config.checks.stages import conflicts
 from ratchet.config.diagnostics import REDACTED, RecipeProblem, explain, is_secret, locate, report
-from ratchet.config.layers import apply_layer, as_layer, expand
+from ratchet.config.layers import apply_layer, expand, merge_overrides
 from ratchet.config.recipe_dir import add_import_dirs, resolve_paths
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import (
@@ -189,7 +189,7 @@ def _parse_overrides(texts: Sequence[str], problems: list[RecipeProblem], budget
         problems += duplicates
         parsed.pop(keys, None)  # a repeated key takes its last value and position
         parsed[keys] = _strip_lines(node)
-    return as_layer(parsed, problems)
+    return merge_overrides(parsed, problems)
 
 
 def _strip_lines(node: Node) -> Node:

@@ -18,7 +18,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from ratchet.config.base import Section
 from ratchet.config.registry import BASES, DEFAULT_KIND, KINDS
-from ratchet.config.sections import UNKNOWN
+from ratchet.config.sections import USER_SECTION_ATTRIBUTES
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_surrogates
 from ratchet.utils.user_imports import import_object
@@ -134,12 +134,12 @@ def section_class(slot: str, kind: str) -> type[Section]:
         **missing,
     )
     if not issubclass(completed, base):
-        _add_base_attributes(completed, base, UNKNOWN.get(slot, {}))
+        _add_base_attributes(completed, base, USER_SECTION_ATTRIBUTES.get(slot, {}))
     return completed
 
 
 def _add_base_attributes(
-    section: type[Section], base: type[Section], unknown: Mapping[str, Any]
+    section: type[Section], base: type[Section], replacements: Mapping[str, Any]
 ) -> None:
     """Give a user's section class the attributes of its slot's base that the class lacks.
 
@@ -148,7 +148,7 @@ def _add_base_attributes(
     Args:
         section: The class. It is changed in place, so nothing else may use it yet.
         base: The base section of the slot.
-        unknown: Values that take precedence over the base's (`UNKNOWN`).
+        replacements: Values that take precedence over the base's (`USER_SECTION_ATTRIBUTES`).
     """
     inherited = {
         name: value
@@ -157,7 +157,7 @@ def _add_base_attributes(
         for name, value in vars(parent).items()
         if not name.startswith(("_", "model_"))
     }
-    for name, value in {**inherited, **unknown}.items():
+    for name, value in {**inherited, **replacements}.items():
         if name not in section.model_fields and not hasattr(section, name):
             setattr(section, name, value)
 
@@ -205,10 +205,10 @@ def _suggest_path(kind: str) -> str:
 
 # --- kinds given by import path
 
-# Methods that a class in these slots must have (`ratchet.protocols`). They can't be checked for a
-# function, because it has not returned its object yet.
+# Methods that an environment class in these slots must have (`ratchet.protocols`). They can't be
+# checked for a function, because it has not returned its object yet.
 METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
-    ("environment", "part", "played"), ("tasks", "reset", "step", "close")
+    ("environment", "part", "worker_environment"), ("tasks", "reset", "step", "close")
 )
 
 
@@ -249,7 +249,7 @@ def _require_methods(slot: str, kind: str) -> None:
         missing_methods = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
         if missing_methods:
             raise ConfigError(
-                f"'{kind}' is no {slot}: the class has no {', '.join(missing_methods)}"
+                f"'{kind}' is no environment: the class has no {', '.join(missing_methods)}"
             )
 
 

@@ -267,11 +267,14 @@ class WeightSyncSection(Section):
 
 # Attributes of user sections that do not derive from the base section of their slot, by slot. These
 # values take precedence over the base's: the training data of such an algorithm or environment are
-# unknown, and such an advantage estimator has no exemptions. ("part", "played" and "problems" are
-# slots of environments too.)
-UNKNOWN: Mapping[str, Mapping[str, Any]] = {
+# unknown, and such an advantage estimator has no exemptions. ("part", "worker_environment" and
+# "problems" are slots of environments too.)
+USER_SECTION_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
     "algorithm": {"source": None},
-    **{slot: {"data_kinds": ALL_SOURCES} for slot in ("environment", "part", "played", "problems")},
+    **{
+        slot: {"data_kinds": ALL_SOURCES}
+        for slot in ("environment", "part", "worker_environment", "problems")
+    },
     "advantage": {"exempt_under_kl": {}},
     "estimator": {"exempt_under_kl": {}},
 }

@@ -94,7 +94,8 @@ def format_conversion_report(result: ImportResult, *, with_inert: bool = True) -
     if with_inert:
         yield from _format_section(inert, _join_by_note(result.inert))
     elif result.inert:
-        yield from ["", f"{inert}: {len(result.inert)} keys, which --all lists"]
+        keys = "1 key" if len(result.inert) == 1 else f"{len(result.inert)} keys"
+        yield from ["", f"{inert}: {keys} (listed with --all)"]
     chosen = ", ".join(f"{key}={_shorten(value)}" for key, value in result.chosen.items())
     yield from _format_section(
         "Not in the file, and set to a starting value",
@@ -131,9 +132,9 @@ def _join_by_note(items: Sequence[Item]) -> list[tuple[str, str]]:
 
 
 def _describe(item: Item) -> str:
-    """Return a text such as `peer_key=1 (their default) -> recipe_key=1`."""
+    """Return a text such as `peer_key=1 (the default there) -> recipe_key=1`."""
     recipe_keys = ", ".join(f"{key}={_shorten(value)}" for key, value in item.recipe_keys.items())
-    default_mark = " (their default)" if item.is_default else ""
+    default_mark = " (the default there)" if item.is_default else ""
     target = ""
     if recipe_keys:
         target = f" -> {recipe_keys}"

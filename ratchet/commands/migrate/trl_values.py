@@ -121,8 +121,8 @@ def convert_interval(strategy_key: str, recipe_key: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if config[strategy_key] != "steps":
             return Dropped(
-                f"{strategy_key} is {config[strategy_key]} there, but {recipe_key} counts steps "
-                "here: set it by hand (0: only at the end)"
+                f"{strategy_key}={config[strategy_key]} there, but {recipe_key} counts steps here: "
+                f"set {recipe_key} by hand (0: only at the end)"
             )
         steps = numbers.number(value)
         if steps < 1:

@@ -259,12 +259,12 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     A custom environment is checked when the stage starts.
     """
     if stage.source is not None and stage.source not in stage.environment.data_kinds:
-        # The registry slot "played" leaves out mixtures and environment workers, whose rows are
-        # those of other environments.
+        # The registry slot "worker_environment" leaves out mixtures and environment workers, whose
+        # rows are those of other environments.
         suitable_kinds = [
             kind
-            for kind in KINDS["played"]
-            if _may_have_rows(section_class("played", kind), stage.source)
+            for kind in KINDS["worker_environment"]
+            if _may_have_rows(section_class("worker_environment", kind), stage.source)
         ]
         yield clash(
             f"algorithm {_get_kind(stage)} learns from {stage.source}, which environment "
