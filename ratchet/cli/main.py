@@ -238,7 +238,9 @@ def chat(
 @app.command()
 def serve(
     target: Target,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")
+    ] = 8000,
     host: Annotated[
         str,
         typer.Option(
@@ -256,7 +258,7 @@ def serve(
         int, typer.Option(min=1, help="Maximum tokens of an answer, for every request.")
     ] = 1024,
 ) -> None:
-    """Serve a trained model behind the APIs of OpenAI and Anthropic; it is called `policy`."""
+    """Serve a trained model, under the name `policy`, behind the APIs of OpenAI and Anthropic."""
     from ratchet.commands.serve import serve as serve_model
     from ratchet.runs.resolve import fetch_run_model
     from ratchet.types import Sampling
@@ -277,7 +279,9 @@ def serve_env(
         str, typer.Argument(help="A recipe, or a kind of environment such as sorting.")
     ],
     keys: Annotated[list[str] | None, typer.Argument(help="Keys of the kind: digits=4")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")
+    ] = 8000,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Every client that reaches it can play.")
     ] = "127.0.0.1",

@@ -247,8 +247,8 @@ def _detect_data_kind(environment: Environment, task: Task) -> str:
 def summarise_lengths(all_sequences: Sequence[TokenSequence]) -> dict[str, dict[str, float]]:
     """Return length statistics of each part ("row", "chosen", ...).
 
-    They are the number of sequences, quantiles of their token counts, the sum of tokens and the
-    share of tokens that train (0 to 1).
+    The statistics are the number of sequences, quantiles of their token counts, the sum of tokens
+    and the share of tokens that train (0 to 1).
     """
     summary: dict[str, dict[str, float]] = {}
     for part in dict.fromkeys(sequence.part for sequence in all_sequences):

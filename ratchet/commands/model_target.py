@@ -1,6 +1,6 @@
 """Open the target of `ratchet eval`, `chat` and `serve`.
 
-It is a run directory, a checkpoint in it, or a Hugging Face model directory (or hub id).
+A target is a run directory, a checkpoint in it, or a Hugging Face model directory (or hub id).
 """
 
 from __future__ import annotations

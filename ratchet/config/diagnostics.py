@@ -36,7 +36,7 @@ class RecipeProblem:
         return f"{self.origin}: {key}{shorten_text(self.message, MAX_CHARS)}"
 
 
-def report(problems: Iterable[RecipeProblem]) -> ConfigError:
+def combine_problems(problems: Iterable[RecipeProblem]) -> ConfigError:
     """Return one error with the first MAX_SHOWN problems by file and line, and a count of the rest.
 
     Equal problems (a wrong default that several stages use) are shown once.
@@ -70,7 +70,9 @@ def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
     return node, []
 
 
-def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[RecipeProblem]:
+def explain_validation_error(
+    error: ValidationError, tree: Node, model: type[Any]
+) -> Iterator[RecipeProblem]:
     """Yield pydantic's errors as problems of the recipe.
 
     A value that fits no branch of a union is one problem. Only the first MAX_SHOWN problems get
@@ -189,7 +191,7 @@ EXPECTATIONS = {
 
 
 def _describe_expectation(detail: Mapping[str, Any]) -> str:
-    """Return one of pydantic's errors in our words: what the value must be."""
+    """Return what the value must be, in place of the message of one of pydantic's errors."""
     context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in detail.get("ctx", {}).items()}
     template = EXPECTATIONS.get(detail["type"])
     text = detail["msg"] if template is None else template.format(**context)

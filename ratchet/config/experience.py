@@ -97,7 +97,7 @@ class ReplayConfig(Section):
 class AdaptiveConfig(Section):
     """The limits to which the number of groups in flight adapts.
 
-    The number starts at one step's groups and is at most what `max_staleness` allows. It rises
+    The number starts at one step's groups and never exceeds what `max_staleness` allows. It rises
     after a step in which the learner waited for groups, and falls after a step that exceeded a
     limit.
     """

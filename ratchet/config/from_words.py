@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ratchet.config.diagnostics import RecipeProblem, explain, report
+from ratchet.config.diagnostics import RecipeProblem, combine_problems, explain_validation_error
 from ratchet.config.layers import merge_overrides
 from ratchet.config.resolve import section_class
 from ratchet.config.yaml_tree import (
@@ -38,7 +38,7 @@ def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Any:
     try:
         return section.model_validate({"kind": kind, **keys.plain()})
     except ValidationError as error:
-        raise report(explain(error, keys, section)) from None
+        raise combine_problems(explain_validation_error(error, keys, section)) from None
 
 
 def _parse_keys(words: Sequence[str]) -> Node:
@@ -56,5 +56,5 @@ def _parse_keys(words: Sequence[str]) -> Node:
         problems += duplicates
     keys = merge_overrides(parsed, problems)
     if problems:
-        raise report(problems)
+        raise combine_problems(problems)
     return keys

@@ -206,7 +206,7 @@ def _address_single_stage(
 
 
 def _report_shadowed_keys(base: Node, layer: Node, problems: list[RecipeProblem]) -> None:
-    """Add a problem for each stage key at the top that a stage of `base` sets itself."""
+    """Add a problem for each stage key at the top of `layer` that a stage of `base` sets itself."""
     names = stage_names(base)
     stages = dict(zip(names, base.value[STAGES].value, strict=True)) if names else {}
     if stages:

@@ -18,7 +18,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from ratchet.config.checks.stages import conflicts
-from ratchet.config.diagnostics import REDACTED, RecipeProblem, explain, is_secret, locate, report
+from ratchet.config.diagnostics import (
+    REDACTED,
+    RecipeProblem,
+    combine_problems,
+    explain_validation_error,
+    is_secret,
+    locate,
+)
 from ratchet.config.layers import apply_layer, expand, merge_overrides
 from ratchet.config.recipe_dir import add_import_dirs, resolve_paths
 from ratchet.config.schema import RunConfig
@@ -96,11 +103,11 @@ def dump_config(config: RunConfig) -> str:
 
     Secrets are the values of keys such as `api_key` and `password`.
     """
-    return write_text(plain(config))
+    return write_text(dump_plain(config))
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
-    """Return the content of `dump_config` as plain values."""
+def dump_plain(config: RunConfig) -> dict[str, Any]:
+    """Return the content of `dump_config` as dicts, lists and scalars, as YAML would load them."""
     return _redact(config.model_dump(mode="json"))
 
 
@@ -109,8 +116,15 @@ def _validate(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
         origins = {problem.origin for problem in problems}
-        raise report(
-            [*problems, *(p for p in explain(error, tree, RunConfig) if p.origin not in origins)]
+        raise combine_problems(
+            [
+                *problems,
+                *(
+                    p
+                    for p in explain_validation_error(error, tree, RunConfig)
+                    if p.origin not in origins
+                ),
+            ]
         ) from None
     all_problems = list(problems)
     for conflict in conflicts(config):
@@ -124,7 +138,7 @@ def _validate(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
             origin = origin.below(key)
         all_problems.append(RecipeProblem(origin, conflict.message))
     if all_problems:
-        raise report(all_problems)
+        raise combine_problems(all_problems)
     return config
 
 

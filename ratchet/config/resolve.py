@@ -200,7 +200,7 @@ def _explain_unknown_kind(slot: str, kind: str) -> str:
 
 def _suggest_path(kind: str) -> str:
     module, _, name = kind.rpartition(".")
-    return f" (here {module}:{name}?)" if module else ""
+    return f" (did you mean {module}:{name}?)" if module else ""
 
 
 # --- kinds given by import path

@@ -224,7 +224,7 @@ class EvaluationConfig(Section):
                 )
         if self.patience and not self.every:
             raise ValueError(
-                f"patience={self.patience} counts evaluations between steps: set every"
+                f"patience={self.patience} counts evaluations during the stage: set every above 0"
             )
         if not self.greedy and not self.samples:
             raise ValueError("greedy=false and samples=0 leave no attempt: set samples")

@@ -1,8 +1,8 @@
 """The base sections of algorithms, environments, learners, generators and weight syncs.
 
 Each base defines the attributes that the checks, the planner and the assembly of a run read, with
-default values. A user's section need not derive from its base: `ratchet.config.resolve` adds what
-it lacks.
+default values. A user's section need not derive from its base: `ratchet.config.resolve` adds the
+attributes that it lacks.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ WRONG_VALUES = [
     ),
     (
         {"environment": "{kind: ratchet.types.Task}"},
-        "name a class of your own by its path, my_pkg.module:Class (here ratchet.types:Task?)",
+        "name a class of your own by its path, my_pkg.module:Class (did you mean ratchet.types:Task?)",
     ),
     (
         {"rewards": "{kind: exact_match}"},
@@ -323,7 +323,10 @@ CLASHES = [
         {"evaluation": "{tasks: 0, environment: {kind: sorting}}"},
         "evaluation.environment=sorting with evaluation.tasks=0 evaluates nothing",
     ),
-    ({"evaluation": "{patience: 2}"}, "patience=2 counts evaluations between steps: set every"),
+    (
+        {"evaluation": "{patience: 2}"},
+        "patience=2 counts evaluations during the stage: set every above 0",
+    ),
     ({"evaluation": "{metric: eval/sampled}"}, "metric is not read with patience=0"),
     ({"evaluation": "{greedy: false}"}, "greedy=false and samples=0 leave no attempt: set samples"),
     ({"checkpoint": "{end_with: best}"}, "end_with is not read with keep_best=0"),

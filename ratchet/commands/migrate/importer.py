@@ -30,7 +30,7 @@ from ratchet.commands.migrate.trl import TRL
 from ratchet.commands.migrate.used_keys import ConversionLog
 from ratchet.commands.migrate.verl import VERL
 from ratchet.config.checks.stages import conflicts
-from ratchet.config.diagnostics import RecipeProblem, explain, locate
+from ratchet.config.diagnostics import RecipeProblem, explain_validation_error, locate
 from ratchet.config.layers import expand
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import read_text, write_text
@@ -467,7 +467,7 @@ def _find_problems(recipe: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
-        yield from [*problems, *explain(error, tree, RunConfig)]
+        yield from [*problems, *explain_validation_error(error, tree, RunConfig)]
         return
     yield from problems
     for conflict in conflicts(config):

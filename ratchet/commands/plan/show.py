@@ -21,7 +21,7 @@ from ratchet.commands.plan.command import (
     read_shape,
 )
 from ratchet.commands.plan.probe import StageProbe, measure_empty_process, probe
-from ratchet.config.loader import plain
+from ratchet.config.loader import dump_plain
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import write_text
@@ -61,7 +61,7 @@ def show_plan(
             "--probe and --run-dir plan for this machine, and --cluster for another one: remove "
             "--cluster, or the other options"
         )
-    recipe = plain(config)
+    recipe = dump_plain(config)
     if directory is not None:
         directory.check_recipe(recipe)
     lengths = resolve_lengths(replace_saved_model(config))

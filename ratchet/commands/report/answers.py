@@ -66,7 +66,8 @@ def _make_row(prompt: PromptResult) -> list[Any]:
 def sample_answers(directory: RunDirectory, max_tasks: int) -> dict[str, Any]:
     """Return the answers that a report contains.
 
-    They are those of each stage's first and last evaluation, without files that can't be read.
+    These are the answers of each stage's first and last evaluation. Files that can't be read are
+    left out.
 
     Args:
         max_tasks: Maximum number of tasks; MAX_REPORT_CHARS bounds them too.

@@ -148,7 +148,7 @@ def _check_end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conf
 def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Refuse rewards that judge nothing, because the algorithm generates no attempts.
 
-    They are allowed if a stage with rollouts has the same rewards, and if evaluation uses them.
+    They are allowed if a stage with rollouts has the same rewards, or if evaluation uses them.
     """
     is_default = stage.rewards == get_default_rewards(stage.environment)
     is_shared = any(
@@ -170,7 +170,7 @@ def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that an evaluation uses `eval_rewards`.
 
-    It may be the evaluation of another stage with the same `eval_rewards`.
+    The evaluation of another stage with the same `eval_rewards` counts too.
     """
     eval_environment = stage.evaluation.environment
     evaluating_stages = [

@@ -130,8 +130,8 @@ class Record:
     ) -> pa.Table:
         """Return `columns` of all rows, or of the rows of `steps`, in order.
 
-        The default columns have one number or word per trajectory, so that they read quickly
-        whatever the number of tokens. Raises DataError for a file that can't be read.
+        The default columns have one number or word per trajectory, so that reading them is fast
+        even for long trajectories. Raises DataError for a file that can't be read.
         """
         chosen_steps = None if steps is None else frozenset(steps)
         fields = pa.schema([SCHEMA.field(name) for name in columns])
