@@ -119,6 +119,7 @@ def _describe_rows_per_rank(stage: StageConfig) -> str:
 
 
 def _describe_stage(stage: StageConfig, first_step: int, length: str) -> list[str]:
+    """Return the lines of a stage: a label and a text each, without lines that do not apply."""
     lines = [
         ("length", length or ("" if stage.passes is None else f"{stage.passes:g} passes")),
         ("algorithm", f"{_get_kind(stage.algorithm)} on {_get_kind(stage.environment)}"),
@@ -218,6 +219,7 @@ def _describe_data(stage: StageConfig) -> str:
 
 
 def _describe_evaluation(stage: StageConfig, first_step: int) -> str:
+    """Return a line on when the stage is evaluated, and on how many tasks and attempts."""
     settings = stage.evaluation
     if not settings.tasks:
         return "none"

@@ -246,6 +246,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
 
 
 def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
+    """Evaluate the model behind an OpenAI-compatible endpoint."""
     settings = evaluation.endpoint
     if settings.model is None:
         raise ConfigError("--model is missing: give the endpoint's name for the model")

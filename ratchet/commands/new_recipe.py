@@ -198,6 +198,7 @@ def _name_reward(reward: str) -> str:
 
 
 def _read_model(model: str) -> _Model:
+    """Read the properties of a model in a local directory. Raises ConfigError if it is no model."""
     saved = None if is_address(model) else find_saved(model)
     directory = Path(model) if saved is None else saved.run / MODEL
     if saved is not None and not directory.is_dir():

@@ -260,6 +260,7 @@ COMPARED_METRICS = ("eval/accuracy", "eval/loss", "rollout/reward", "policy/loss
 
 
 def _compare_pair(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
+    """Return the differences of two runs in the form that `--json` writes."""
     first_rows, second_rows = (
         {row.pop("step"): _drop_timings(row) for row in read_jsonl(run.metrics)} for run in (a, b)
     )

@@ -179,6 +179,7 @@ async def _score_group(
 async def _write(
     scores: AsyncIterator[tuple[RecordedAttempt, Score]], run: str, *, as_json: bool
 ) -> None:
+    """Write the scores as lines of JSON or as a summary. Raises DataError if there are none."""
     summary, comparison = Summary(location_column="step"), RewardComparison()
     n_scores = 0
     async for attempt, score in scores:

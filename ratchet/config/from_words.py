@@ -42,6 +42,7 @@ def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Any:
 
 
 def _parse_keys(words: Sequence[str]) -> Node:
+    """Return the words as one tree of keys. Raises ConfigError like `section_from_words`."""
     parsed: dict[tuple[str, ...], Node] = {}
     problems: list[RecipeProblem] = []
     budget = Budget()

@@ -73,6 +73,7 @@ def merge(
 def _merge_items(
     base: Node, overlay: Node, problems: list[RecipeProblem], names: Sequence[str]
 ) -> Node:
+    """Return the list `base` with changed items; `overlay` names them by position or stage."""
     items = list(base.value)
     positions = {str(index): index for index in range(len(items))}
     if base.origin.path == STAGES:

@@ -32,6 +32,7 @@ def shorten(config: RunConfig, steps: int) -> tuple[RunConfig, list[str]]:
 
 
 def _shorten_stage(stage: StageConfig, max_steps: int) -> tuple[StageConfig, str]:
+    """Return the stage with at most `max_steps` steps, and the note about its changes."""
     steps = max_steps if stage.steps is None else min(max_steps, stage.steps)
     shortened_stage = stage.model_copy(update={"steps": steps, "passes": None})
     updates = {

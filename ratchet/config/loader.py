@@ -112,6 +112,11 @@ def dump_plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _validate(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
+    """Return the checked configuration of a recipe.
+
+    Raises ConfigError with `problems`, which were found while the recipe was read, and with all
+    problems of its values and its combinations of keys.
+    """
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
@@ -185,6 +190,7 @@ def _read_with_bases(path: Path, problems: list[RecipeProblem], budget: Budget) 
 
 
 def _parse_overrides(texts: Sequence[str], problems: list[RecipeProblem], budget: Budget) -> Node:
+    """Return the overrides `a.b.c=value` as one tree, without line numbers."""
     parsed: dict[tuple[str, ...], Node] = {}
     for text in texts:
         path, equals, value = text.partition("=")

@@ -48,6 +48,7 @@ def resolve_paths(root: Node, keys: Collection[str]) -> Node:
 
 
 def _replace_paths(node: Node, directory: Path, *, is_path: bool) -> Node:
+    """Return the node with its paths resolved. is_path: True at or below one of PATH_KEYS."""
     if isinstance(node.value, dict):
         return replace(
             node,
@@ -62,12 +63,14 @@ def _replace_paths(node: Node, directory: Path, *, is_path: bool) -> Node:
     path = node.value
     if isinstance(path, str) and (match := FILE_OBJECT.fullmatch(path)):
         file, name = match.groups()
-        is_beside = not os.path.exists(file) and (directory / file).is_file()
-        return replace(node, value=f"{directory / file}:{name}") if is_beside else node
+        is_only_in_directory = not os.path.exists(file) and (directory / file).is_file()
+        return replace(node, value=f"{directory / file}:{name}") if is_only_in_directory else node
     if not is_path or not isinstance(path, str) or not path or is_address(path):
         return node
-    beside = str(directory / path)
-    return replace(node, value=beside) if not _exists(path) and _exists(beside) else node
+    path_in_directory = str(directory / path)
+    if _exists(path) or not _exists(path_in_directory):
+        return node
+    return replace(node, value=path_in_directory)
 
 
 def _exists(path: str) -> bool:

@@ -213,6 +213,11 @@ METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 
 
 def _section_from_path(slot: str, kind: str) -> type[Section]:
+    """Return the section class of a kind that is an import path.
+
+    It is the section that the path names, the `Config` of the class or function that it names, or
+    a section made from the signature. Raises ConfigError for anything else.
+    """
     target = import_object(kind)
     if _is_section(target):
         if not target.builds:
@@ -366,6 +371,7 @@ class Slot:
         return core_schema.no_info_before_validator_function(self.validate, handler(source))
 
     def validate(self, value: Any) -> Any:
+        """Return the field's section or sections. Called before pydantic validates the field."""
         if value is None and self.is_optional:
             return None
         if not self.is_list:
@@ -384,6 +390,10 @@ class Slot:
         return tuple(sections)
 
     def _validate_one(self, value: Any) -> Any:
+        """Return the section of a mapping, or of a section made in Python.
+
+        Errors are raised with the location of the key that is wrong.
+        """
         if isinstance(value, Section):
             return add_slot_keys(self.name, value)
         if not isinstance(value, Mapping):

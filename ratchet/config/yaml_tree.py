@@ -229,6 +229,7 @@ class _Reader:
     open_nodes: list[int] = field(default_factory=list)
 
     def read(self, node: yaml.Node, path: str) -> Node:
+        """Return the tree of a parsed YAML node. path: the keys that lead to it, joined by dots."""
         origin = ValueOrigin(self.file, node.start_mark.line + 1, path)
         if id(node) in self.open_nodes:
             raise ConfigError(f"{origin}: an anchor contains itself")
@@ -250,6 +251,7 @@ class _Reader:
         return Node(value, origin)
 
     def _read_section(self, node: yaml.MappingNode, origin: ValueOrigin) -> dict[str, Node]:
+        """Return the children of a mapping. Its own keys take precedence over merged ones (`<<`)."""
         merged: dict[str, Node] = {}
         children: dict[str, Node] = {}
         for key_node, value_node in node.value:

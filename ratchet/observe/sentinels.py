@@ -307,6 +307,7 @@ class Sentinels:
         metrics: Metrics,
         exhibits: Sequence[Exhibit],
     ) -> None:
+        """Log the alarm of the sentinel `name`, and write its evidence to a file."""
         sentinel = get_active_sentinels(self.config)[name]
         rule_text = _RULE_TEXTS[sentinel.rule].format(
             threshold=sentinel.threshold, window=sentinel.window
@@ -358,9 +359,10 @@ def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
         tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes(),
         tokens.itemsize,
     )
-    ends = [size * end for end in accumulate([row.completion_length for row in rows], initial=0)]
+    lengths = [size * row.completion_length for row in rows]
     shares = [
-        compute_repeated_share(token_bytes[start:end], size, NGRAM) for start, end in pairwise(ends)
+        compute_repeated_share(token_bytes[start:end], size, NGRAM)
+        for start, end in pairwise(accumulate(lengths, initial=0))
     ]
     known_shares = [share for share in shares if share is not None]
     return {"repetition": fmean(known_shares)} if known_shares else {}

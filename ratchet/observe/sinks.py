@@ -140,11 +140,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _format_ranges(steps: Sequence[int]) -> str:
     """Return increasing numbers as `3-5, 9`, at most four ranges."""
-    starts = [step for i, step in enumerate(steps) if not i or steps[i - 1] != step - 1]
-    ends = [step for i, step in enumerate(steps) if i == len(steps) - 1 or steps[i + 1] != step + 1]
+    known_steps = set(steps)
+    first_steps = [step for step in steps if step - 1 not in known_steps]
+    last_steps = [step for step in steps if step + 1 not in known_steps]
     ranges = [
         f"{first}-{last}" if first < last else str(first)
-        for first, last in zip(starts, ends, strict=True)
+        for first, last in zip(first_steps, last_steps, strict=True)
     ]
     return ", ".join(ranges[:4]) + (", ..." if len(ranges) > 4 else "")
 
@@ -236,9 +237,13 @@ class TensorBoardSink:
         TensorBoard's limits are the upper ends of bins, so an empty bin ends at the first edge.
         """
         limits, counts = histogram.edges, [0.0, *map(float, histogram.counts)]
-        ends = {"min": histogram.lowest, "max": histogram.highest, "num": float(histogram.count)}
-        sums = {"sum": histogram.total, "sum_squares": histogram.squares}
-        return self._histogram(**ends, **sums, bucket_limit=limits, bucket=counts)
+        extremes = {"min": histogram.lowest, "max": histogram.highest}
+        sums = {
+            "num": float(histogram.count),
+            "sum": histogram.total,
+            "sum_squares": histogram.squares,
+        }
+        return self._histogram(**extremes, **sums, bucket_limit=limits, bucket=counts)
 
     def _write(self, **fields: Any) -> None:
         self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())

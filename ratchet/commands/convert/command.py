@@ -283,6 +283,7 @@ def _write_files(
     write: Callable[[Path, Sequence[WriteEntry]], list[Record]],
     say: Say,
 ) -> list[Record]:
+    """Write the files that are not complete yet. Return the records of all files, in order."""
     all_records: list[Record] = []
     existing_records = [file.read_records() for file in files]
     if any(existing_records):
@@ -327,6 +328,10 @@ def _compare_weights(
 def _compare_logits(
     stored: StoredModel, converted: StoredModel, weights: Weights, say: Say
 ) -> None:
+    """Compare the logits of source and copy, or print why they can't be computed.
+
+    Raises CheckpointError if they differ by more than TOLERANCE.
+    """
     if reason := explain_missing_logits(
         weights, stored.config, (stored.logits_form, converted.logits_form)
     ):

@@ -152,8 +152,8 @@ class UnconvertedTask(ConfigError):
 def read_config(path: Path, peer: str | None = None) -> ImportResult:
     """Import a file.
 
-    Raises ConfigError if the file can't be read, if the peer or the kind of training can't be
-    detected from its keys, and UnconvertedTask if its task has no conversion.
+    Raises ConfigError if the file can't be read, or if its keys do not tell the peer or the kind of
+    training. Raises UnconvertedTask if its task has no conversion.
     """
     source = read_source(path)
     chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
@@ -244,6 +244,7 @@ def _apply(result: ImportResult, method: Method, config: PeerConfig) -> None:
 
 
 def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, is_default: bool) -> Item:
+    """Return the result for one key: converted by its row, or with the reason why it is not."""
     if value is None:
         return Item(key, None, {row.recipe_key: row.null}, row.note, is_default)
     if row.covered_by:

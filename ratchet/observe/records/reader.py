@@ -144,6 +144,7 @@ class Record:
     def _read_tables(
         self, columns: list[str], chosen_steps: frozenset[int] | None
     ) -> Iterator[pa.Table]:
+        """Yield the rows of each step in `chosen_steps` as one table; None: of every step."""
         for file in self.files:
             is_chosen = [chosen_steps is None or facts.step in chosen_steps for facts in file.steps]
             if not any(is_chosen):
@@ -156,10 +157,10 @@ class Record:
                     )
             except (OSError, KeyError, pa.ArrowException) as error:
                 raise DataError(f"{self.directory / file.name} can't be read: {error}") from error
-            ends = itertools.accumulate(facts.rows for facts in file.steps)
-            for facts, end, chosen in zip(file.steps, ends, is_chosen, strict=True):
+            end_rows = itertools.accumulate(facts.rows for facts in file.steps)
+            for facts, end_row, chosen in zip(file.steps, end_rows, is_chosen, strict=True):
                 if chosen:
-                    yield table.slice(end - facts.rows, facts.rows)
+                    yield table.slice(end_row - facts.rows, facts.rows)
 
     def step(self, step: int) -> pa.Table:
         """Return all columns of one step's rows, after checking the file's checksum.

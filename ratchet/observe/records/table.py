@@ -109,6 +109,10 @@ def _list_rows(groups: Sequence[Group], group_indices: Sequence[int] | None) -> 
 def _build_learned_columns(
     rows: Sequence[TrajectoryRow], batch: Batch, weights_T: NDArray[np.float64]
 ) -> dict[str, pa.Array]:
+    """Return the columns of LEARNED: for each row, the list of its tokens' values in the batch.
+
+    Rows that are not in the batch have null, and so has a column that the batch lacks.
+    """
     available = [
         name
         for name in LEARNED
@@ -216,6 +220,10 @@ def _divide(sums: pa.Array, counts: pa.Array) -> pa.Array:
 def _build_scalars(
     step: int, stage: str, rows: Sequence[TrajectoryRow], token_columns: Mapping[str, pa.Array]
 ) -> dict[str, pa.Array]:
+    """Return the columns of SCALARS and of `_build_group_columns`.
+
+    Token counts, sums and means are computed from `token_columns`.
+    """
     trajectories = [row.trajectory for row in rows]
     outcomes = [t.outcome for t in trajectories]
     trained = _sum_rows(token_columns["trained"])
@@ -302,6 +310,7 @@ def _get_failure(outcome: Outcome | None) -> str | None:
 
 
 def _build_sampled_columns(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[str, pa.Array]:
+    """Return the columns of SAMPLED: for each row, the list of its tokens' values from sampling."""
     trajectories = [row.trajectory for row in rows]
     lengths_R = np.asarray([len(t) for t in trajectories], np.int32)
     null_R = np.zeros(len(trajectories), np.bool_)
@@ -361,6 +370,7 @@ def _build_nullable_lists(columns: Sequence[NDArray[Any] | None], kind: pa.DataT
 
 
 def _build_details(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
+    """Return the columns of DETAILS, without those that `_build_group_columns` returns."""
     trajectories = [row.trajectory for row in rows]
     return {
         "reward_parts": _build_maps([t.reward_parts for t in trajectories]),

@@ -176,6 +176,7 @@ class Recorder:
         compute_weights: Callable[[Batch], Tensor],
         fingerprints: Mapping[str, str],
     ) -> None:
+        """Add a step's table to the next file. End the file if it has reached a limit."""
         group_indices = self._choose_groups(step, len(groups))
         table = build_table(
             step, stage, groups, batch, compute_weights(batch).numpy(), group_indices=group_indices
