@@ -72,7 +72,7 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "part": {
         "weight": (
             float,
-            Field(1.0, gt=0, description="Share of the prompts, relative to the other parts'."),
+            Field(1.0, gt=0, description="Share of the prompts, relative to the other parts."),
         ),
         "tag": (str, Field("", description="Tag of this part's tasks; default: its kind.")),
     },

@@ -251,7 +251,7 @@ class _Reader:
         return Node(value, origin)
 
     def _read_section(self, node: yaml.MappingNode, origin: ValueOrigin) -> dict[str, Node]:
-        """Return the children of a mapping. Its own keys take precedence over merged ones (`<<`)."""
+        """Return the children of a mapping. Its own keys override merged ones (`<<`)."""
         merged: dict[str, Node] = {}
         children: dict[str, Node] = {}
         for key_node, value_node in node.value:

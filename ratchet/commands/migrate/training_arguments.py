@@ -194,7 +194,7 @@ TRAINING = (
     KeyRow(
         "chat_template_kwargs.*",
         "tokenizer.chat_template_kwargs",
-        convert=shared.variables("chat_template_kwargs."),
+        convert=shared.collect_keys("chat_template_kwargs."),
     ),
     *dropped(
         "an evaluation samples and judges answers, before and after each stage and every "

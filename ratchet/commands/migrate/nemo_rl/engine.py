@@ -32,7 +32,7 @@ from ratchet.commands.migrate.table import (
 )
 
 SPEED = "changes speed and memory there, not results"
-OWN_ENGINE = "it runs on the policy's learner here, with its settings"
+POLICY_LEARNER = "it runs on the policy's learner here, with its settings"
 SWITCH = "is a switch of the peer's engine that learners lack"
 # Patterns below a section of Megatron or DTensor, of keys that change speed and memory alone.
 SPEED_KEYS = (
@@ -135,7 +135,7 @@ def _when_enabled(switch: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if is_off(value) or config[switch] is not True:
             return Inert("off there")
-        return Dropped(OWN_ENGINE)
+        return Dropped(POLICY_LEARNER)
 
     return convert
 
@@ -155,7 +155,7 @@ def section_rows(section: str) -> Iterator[KeyRow]:
             for part in ("", "lora_cfg.", "peft.", "fp8_cfg."):
                 yield KeyRow(
                     f"{section}.{engine}.{part}*",
-                    note=OWN_ENGINE,
+                    note=POLICY_LEARNER,
                     convert=_when_enabled(f"{section}.{engine}.{part}enabled"),
                 )
     yield from no_effect(
