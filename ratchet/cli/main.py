@@ -152,7 +152,7 @@ def explain_key(
         ),
     ] = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print all keys, in the form of docs/recipe.md.")
+        bool, typer.Option("--markdown", help="Print all keys, as in docs/recipe.md.")
     ] = False,
 ) -> None:
     """Explain a key, a section or a kind of a recipe."""
@@ -363,7 +363,7 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SRC", help="A model directory in any form, a run directory, or a Hub id."
+            metavar="SRC", help="A model directory in any format, a run directory, or a Hub id."
         ),
     ],
     target: Annotated[
@@ -394,7 +394,7 @@ def convert(
         str | None,
         typer.Option(
             metavar="ADAPTER",
-            help="Merge this adapter (a directory in peft's form) into the weights of SRC.",
+            help="Merge this adapter (a directory in peft's format) into the weights of SRC.",
         ),
     ] = None,
 ) -> None:
