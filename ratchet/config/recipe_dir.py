@@ -33,7 +33,7 @@ IMPORT_PATH = re.compile(r"([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
 
 
 def resolve_paths(root: Node, keys: Collection[str]) -> Node:
-    """Return a file's tree; paths that exist only in the file's directory now begin with it.
+    """Return a file's tree; paths that exist only in the file's directory are prefixed with it.
 
     Args:
         root: The tree.
@@ -86,8 +86,10 @@ def add_import_dirs(root: Node) -> Node:
     The directory of a file is added if it holds a module that the file names and that Python does
     not find elsewhere.
     """
-    listed = root.get(IMPORT_DIRS)
-    items = list(listed.value) if listed is not None and isinstance(listed.value, list) else []
+    import_dirs = root.get(IMPORT_DIRS) or Node(
+        [], ValueOrigin(root.origin.file, None, IMPORT_DIRS)
+    )
+    items = list(import_dirs.value) if isinstance(import_dirs.value, list) else []
     for item in items:
         if isinstance(item.value, str):
             _append_to_path(item.value)
@@ -101,8 +103,7 @@ def add_import_dirs(root: Node) -> Node:
             items.append(Node(str(directory), leaf.origin))
     if not items:
         return root
-    origin = listed.origin if listed else ValueOrigin(root.origin.file, None, IMPORT_DIRS)
-    return replace(root, value={**root.value, IMPORT_DIRS: Node(items, origin)})
+    return replace(root, value={**root.value, IMPORT_DIRS: Node(items, import_dirs.origin)})
 
 
 def _list_leaves(node: Node) -> Iterator[Node]:

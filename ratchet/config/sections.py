@@ -118,7 +118,7 @@ class EnvironmentConfig(Section):
     has_scan: ClassVar[bool] = False
 
     def without_scan(self) -> Self:
-        """Return the section without `scan`: only the first rows of the data are read at first."""
+        """Return the section without `scan`: building the environment reads only the first rows."""
         return self
 
 

@@ -359,10 +359,10 @@ def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
         tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes(),
         tokens.itemsize,
     )
-    lengths = [size * row.completion_length for row in rows]
+    byte_lengths = [size * row.completion_length for row in rows]
     shares = [
         compute_repeated_share(token_bytes[start:end], size, NGRAM)
-        for start, end in pairwise(accumulate(lengths, initial=0))
+        for start, end in pairwise(accumulate(byte_lengths, initial=0))
     ]
     known_shares = [share for share in shares if share is not None]
     return {"repetition": fmean(known_shares)} if known_shares else {}

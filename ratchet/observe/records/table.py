@@ -111,7 +111,7 @@ def _build_learned_columns(
 ) -> dict[str, pa.Array]:
     """Return the columns of LEARNED: for each row, the list of its tokens' values in the batch.
 
-    Rows that are not in the batch have null, and so has a column that the batch lacks.
+    A row that is not in the batch is null, and so is a column that the batch lacks.
     """
     available = [
         name
