@@ -25,9 +25,9 @@ from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten
 WRONG_INPUT = 2  # exit status: a recipe, data or a model is wrong, or too large for this machine
 FAILED = 1  # exit status of all other errors
 MAX_CHARS = 10_000  # longest message that is printed
-# Errors of a write that a user mends by making room: a full disk, a quota, `ulimit -f`.
+# Errors of a write that the user can fix by making room: a full disk, a quota, `ulimit -f`.
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Errors are recognised by these texts, because libraries in Rust raise them without the number.
+# Errors are recognised by these texts, because libraries in Rust raise them without an errno.
 DISK_FULL_TEXTS = tuple(os.strerror(number) for number in DISK_FULL_ERRNOS)
 PACKAGE = Path(__file__).parents[1]
 # Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
@@ -102,8 +102,8 @@ def is_reader_gone() -> bool:
 def _locate(error: BaseException) -> str:
     """Return the file and line of the innermost traceback frame in Ratchet's own code.
 
-    With this location, a bug can be found without the traceback. If there is no such frame, the
-    name of the error's type is returned.
+    The location stands in for the traceback, which is not printed. Without such a frame, return the
+    name of the error's type.
     """
     frames = [
         frame

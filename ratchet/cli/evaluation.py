@@ -73,8 +73,7 @@ InspectTask = Annotated[
     str | None,
     typer.Option(
         metavar="TASK",
-        help="Evaluate by inspect-ai on this task of its: sums.py, sums.py@name, or a "
-        "registered name.",
+        help="Evaluate with inspect-ai, on this task: sums.py, sums.py@name, or a registered name.",
     ),
 ]
 LmEvalTask = Annotated[
@@ -100,7 +99,7 @@ Out = Annotated[
     ),
 ]
 
-# Options that an evaluation by another library's program takes; its task sets the rest.
+# Options that have an effect beside --inspect or --lm-eval. The program's task sets everything else.
 PROGRAM_OPTIONS = ("target", "step", "tasks", "generator", "out")
 INSPECT_OPTIONS = (*PROGRAM_OPTIONS, "inspect", "temperature", "max_new_tokens")
 LM_EVAL_OPTIONS = (*PROGRAM_OPTIONS, "lm_eval", "keys")

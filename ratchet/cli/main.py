@@ -152,7 +152,7 @@ def explain_key(
         ),
     ] = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print all keys, in the form of docs/recipe.md.")
+        bool, typer.Option("--markdown", help="Print all keys, as in docs/recipe.md.")
     ] = False,
 ) -> None:
     """Explain a key, a section or a kind of a recipe."""
@@ -238,7 +238,9 @@ def chat(
 @app.command()
 def serve(
     target: Target,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")
+    ] = 8000,
     host: Annotated[
         str,
         typer.Option(
@@ -256,7 +258,7 @@ def serve(
         int, typer.Option(min=1, help="Maximum tokens of an answer, for every request.")
     ] = 1024,
 ) -> None:
-    """Serve a trained model behind the APIs of OpenAI and Anthropic; it is called `policy`."""
+    """Serve a trained model, under the name `policy`, behind the APIs of OpenAI and Anthropic."""
     from ratchet.commands.serve import serve as serve_model
     from ratchet.runs.resolve import fetch_run_model
     from ratchet.types import Sampling
@@ -277,7 +279,9 @@ def serve_env(
         str, typer.Argument(help="A recipe, or a kind of environment such as sorting.")
     ],
     keys: Annotated[list[str] | None, typer.Argument(help="Keys of the kind: digits=4")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")
+    ] = 8000,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Every client that reaches it can play.")
     ] = "127.0.0.1",
@@ -359,7 +363,7 @@ def convert(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SRC", help="A model directory in any form, a run directory, or a Hub id."
+            metavar="SRC", help="A model directory in any format, a run directory, or a Hub id."
         ),
     ],
     target: Annotated[
@@ -390,7 +394,7 @@ def convert(
         str | None,
         typer.Option(
             metavar="ADAPTER",
-            help="Merge this adapter (a directory in peft's form) into the weights of SRC.",
+            help="Merge this adapter (a directory in peft's format) into the weights of SRC.",
         ),
     ] = None,
 ) -> None:

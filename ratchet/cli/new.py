@@ -48,7 +48,7 @@ def new(
         typer.Option(metavar="DIR", help="With --like, for distillation: the teacher's model."),
     ] = None,
 ) -> None:
-    """Create a recipe, an environment, a reward or a task of your own, as small files that work.
+    """Create a recipe, an environment, a reward or a task of your own, as small files that run.
 
     --like, --data and --model together write a recipe for your own file and model.
     """

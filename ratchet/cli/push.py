@@ -26,8 +26,8 @@ def push(
         bool, typer.Option("--private", help="Create the repository as a private one.")
     ] = False,
 ) -> None:
-    """Upload a run's model, tokenizer and a model card to the Hugging Face Hub, or to the one at
-    HF_ENDPOINT. Records and data are not uploaded."""
+    """Upload a run's model, tokenizer and a model card to the Hugging Face Hub (or the Hub at
+    HF_ENDPOINT). Records and data are not uploaded."""
     from ratchet.commands.push.command import push_run
 
     push_run(run, to, adapter=adapter, private=private, say=say)

@@ -68,7 +68,7 @@ def train(
     ] = None,
     try_steps: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Only try it: each stage ends after N steps."),
+        typer.Option(min=1, metavar="N", help="Only try the recipe: end each stage after N steps."),
     ] = None,
 ) -> None:
     """Train with a recipe, or continue an interrupted run."""

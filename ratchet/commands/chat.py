@@ -25,7 +25,8 @@ def chat_with(
     terminal until its input ends.
 
     Raises:
-        DataError: One of `prompts` can't be answered. A prompt of the terminal prints an error.
+        DataError: One of `prompts` can't be answered. For a prompt typed in the terminal, the error
+            is printed, and the chat goes on.
     """
     console = make_console()
     policy = open_target(path).policy

@@ -119,6 +119,7 @@ def _describe_rows_per_rank(stage: StageConfig) -> str:
 
 
 def _describe_stage(stage: StageConfig, first_step: int, length: str) -> list[str]:
+    """Return the lines of a stage: a label and a text each, without lines that do not apply."""
     lines = [
         ("length", length or ("" if stage.passes is None else f"{stage.passes:g} passes")),
         ("algorithm", f"{_get_kind(stage.algorithm)} on {_get_kind(stage.environment)}"),
@@ -218,6 +219,7 @@ def _describe_data(stage: StageConfig) -> str:
 
 
 def _describe_evaluation(stage: StageConfig, first_step: int) -> str:
+    """Return a line on when the stage is evaluated, and on how many tasks and attempts."""
     settings = stage.evaluation
     if not settings.tasks:
         return "none"
@@ -243,7 +245,7 @@ def _describe_evaluation(stage: StageConfig, first_step: int) -> str:
         return f"before and after{interval}, {size}"
     n_between = _count_multiples(stage, first_step, settings.every)
     times = (
-        f"before, after and {_format_count(n_between, 'time')} between"
+        f"before, after and at {_format_count(n_between, 'step')} between"
         if n_between
         else "before and after"
     )

@@ -81,8 +81,8 @@ def evaluate_target(
         out: The directory for the results. None: a new directory in the run's `evals`, or in
             `evals` of the working directory if the target is no run.
 
-    Raises ConfigError, also if `out` has files of these names that are no results, and RatchetError
-    if no attempt could be judged.
+    Raises ConfigError for wrong settings, and if `out` holds a results.json or report.md that no
+    evaluation wrote. Raises RatchetError if no attempt could be judged.
     """
     console = make_console()
     if out is not None:
@@ -247,6 +247,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
 
 
 def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
+    """Evaluate the model behind an OpenAI-compatible endpoint."""
     settings = evaluation.endpoint
     if settings.model is None:
         raise ConfigError("--model is missing: give the endpoint's name for the model")
@@ -277,11 +278,11 @@ def _evaluate_oracle(evaluation: EvaluationSettings) -> EvalResults:
 def _build_setup_without_model(
     target: str, evaluation: EvaluationSettings
 ) -> tuple[EnvSetup, StageSpec]:
-    """Return the setup for a target that is no model here, so that it has no recipe of its own."""
+    """Return the setup for an endpoint or the oracle, which have no recipe of their own."""
     if evaluation.generator is not None:
         raise ConfigError(
             f"--generator {evaluation.generator} is only for models that run here, and {target} is "
-            "none: remove it"
+            "not one: remove --generator"
         )
     config = None if evaluation.recipe is None else load_config(evaluation.recipe)
     if config is None and evaluation.on is None:

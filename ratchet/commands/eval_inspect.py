@@ -19,7 +19,8 @@ from ratchet.types import Sampling
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 INSPECT = EvalProgram("inspect", "inspect-ai", "--inspect")
-MODEL = "openai-api/ratchet/policy"  # its address and key are in RATCHET_BASE_URL, RATCHET_API_KEY
+# inspect-ai reads the address and the key of this model from RATCHET_BASE_URL and RATCHET_API_KEY.
+MODEL = "openai-api/ratchet/policy"
 LOG = "inspect.json"  # the log of inspect-ai, beside the results
 
 
@@ -49,17 +50,19 @@ def evaluate_by_inspect(target: str, settings: InspectSettings, *, out: Path | N
 
     Args:
         target: The run, checkpoint or model directory.
-        settings: The task, and what to change of it.
+        settings: The task, and the settings that replace the task's.
         out: The directory for the results; None: a new one, as for `ratchet eval`.
 
     Raises:
-        ConfigError: The target is no model of this machine, inspect-ai or the task is not there.
+        ConfigError: The target is an endpoint, or inspect-ai or the task's file is missing.
         RatchetError: inspect-ai failed, or no attempt has a score.
     """
     INSPECT.refuse_address(target, settings.task)
     file = settings.task.partition("@")[0]
     if file.endswith(".py") and not Path(file).is_file():
-        raise ConfigError(f"--inspect={settings.task} names {file}, which is no file: correct it")
+        raise ConfigError(
+            f"--inspect={settings.task} names {file}, which is no file: correct the path"
+        )
     program = INSPECT.find()
     path = fetch_run_model(target, settings.step)
     with TemporaryFolder("inspect") as folder:

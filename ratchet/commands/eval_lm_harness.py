@@ -61,18 +61,18 @@ def evaluate_by_harness(target: str, settings: HarnessSettings, *, out: Path | N
 
     Args:
         target: The run, checkpoint or model directory.
-        settings: The tasks, and what to change of them.
+        settings: The tasks, and the settings that replace theirs.
         out: The directory for the results, with one for each of several tasks; None: new ones, as
             for `ratchet eval`.
 
     Raises:
-        ConfigError: The target is no model of this machine, or the harness or a file is not there.
+        ConfigError: The target is an endpoint, or the harness or a task's file is missing.
         RatchetError: The harness failed, or no row has a score.
     """
     LM_EVAL.refuse_address(target, settings.task)
     for name in settings.task.split(","):
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
-            raise ConfigError(f"--lm-eval={name} is no file: correct it")
+            raise ConfigError(f"--lm-eval={name} is no file: correct the path")
     options = convert_options(settings.options)
     program = LM_EVAL.find()
     path = fetch_run_model(target, settings.step)

@@ -46,8 +46,8 @@ class EvalProgram:
 
         Raises ConfigError if it is not there.
         """
-        beside = Path(sys.executable).parent
-        path = shutil.which(self.name) or shutil.which(self.name, path=str(beside))
+        interpreter_dir = Path(sys.executable).parent
+        path = shutil.which(self.name) or shutil.which(self.name, path=str(interpreter_dir))
         if path is None:
             raise ConfigError(
                 f"{self.option} needs the program `{self.name}` on PATH: pip install "
@@ -142,7 +142,7 @@ async def _serve_to_program(
 
 
 async def _run_program(call: ProgramCall) -> int:
-    """Run a program with the terminal of this one, and return its exit status."""
+    """Run a program that prints to this process's output, and return its exit status."""
     process = await asyncio.create_subprocess_exec(
         *call.command,
         env={**credentials.get_environment(), **call.variables},

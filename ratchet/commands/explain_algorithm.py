@@ -1,4 +1,4 @@
-"""`ratchet explain-algorithm`: an algorithm's parts, with equations, sources and keys."""
+"""The command `ratchet explain-algorithm`: show an algorithm's parts, equations, sources, keys."""
 
 from __future__ import annotations
 

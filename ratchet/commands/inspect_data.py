@@ -81,7 +81,7 @@ class DataSetup:
 
     environment: Environment
     renderer: Renderer
-    # The kind of data that the algorithm learns from (see `StageConfig.source`). With None it is
+    # The kind of data that the algorithm learns from (see `StageConfig.source`); None: it is
     # detected for each row.
     data_kind: str | None
     turns: str  # `Algorithm.turns`
@@ -247,8 +247,8 @@ def _detect_data_kind(environment: Environment, task: Task) -> str:
 def summarise_lengths(all_sequences: Sequence[TokenSequence]) -> dict[str, dict[str, float]]:
     """Return length statistics of each part ("row", "chosen", ...).
 
-    They are the number of sequences, quantiles of their token counts, the sum of tokens and the
-    share of tokens that train (0 to 1).
+    The statistics are the number of sequences, quantiles of their token counts, the sum of tokens
+    and the share of tokens that train (0 to 1).
     """
     summary: dict[str, dict[str, float]] = {}
     for part in dict.fromkeys(sequence.part for sequence in all_sequences):

@@ -1,6 +1,6 @@
 """Open the target of `ratchet eval`, `chat` and `serve`.
 
-It is a run directory, a checkpoint in it, or a Hugging Face model directory (or hub id).
+A target is a run directory, a checkpoint in it, or a Hugging Face model directory (or hub id).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Target:
 
     Attributes:
         model_dir: Directory of the weights.
-        config: The recipe that was passed. Otherwise the run's, for a checkpoint without the stages
-            after its own. None for a model directory without a recipe.
+        config: The recipe that was passed, else the run's (for a checkpoint, without the stages
+            after the checkpoint's stage); None for a model directory without a recipe.
         export_dir: The temporary directory of a checkpoint's weights, which is removed with this
             object; None if the target is no checkpoint.
     """

@@ -61,7 +61,7 @@ MAX_ANSWER_TOKENS = 512  # limit of an answer, even if the model's context is lo
 
 @dataclass(frozen=True)
 class _Model:
-    """The properties of a model. They are None if the model is not in a local directory.
+    """The properties of a model. All are None if the model is not in a local directory.
 
     Attributes:
         n_parameters: The number of parameters; also None without safetensors files.
@@ -198,6 +198,7 @@ def _name_reward(reward: str) -> str:
 
 
 def _read_model(model: str) -> _Model:
+    """Read the properties of a model in a local directory. Raises ConfigError if it is no model."""
     saved = None if is_address(model) else find_saved(model)
     directory = Path(model) if saved is None else saved.run / MODEL
     if saved is not None and not directory.is_dir():
@@ -381,7 +382,7 @@ def _make_lines(
     lines += [
         (f"steps: {n_steps}", f"batches: {n_passes:.2g} passes over {n_train:,} {unit}"),
         (f"batch_size: {batch_size}", f"{unit} a step"),
-        (f"optimizer: {optimizer}", f"the peak rate is one for {model_size}"),
+        (f"optimizer: {optimizer}", f"lr is usual for {model_size}"),
     ]
     if n_test:
         n_tasks = min(n_test, 128 if source == "rollouts" or reward is not None else 512)

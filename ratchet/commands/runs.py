@@ -227,7 +227,7 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
         console.print(
             f"  the numbers differ from step {step} on"
             if step is not None
-            else f"  none of {shared:,} steps differs"
+            else f"  the numbers of all {shared:,} common steps are equal"
             if shared
             else "  the two runs have no step in common"
         )
@@ -260,6 +260,7 @@ COMPARED_METRICS = ("eval/accuracy", "eval/loss", "rollout/reward", "policy/loss
 
 
 def _compare_pair(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
+    """Return the differences of two runs in the form that `--json` writes."""
     first_rows, second_rows = (
         {row.pop("step"): _drop_timings(row) for row in read_jsonl(run.metrics)} for run in (a, b)
     )

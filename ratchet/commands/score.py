@@ -157,6 +157,7 @@ async def _score(
     reward: Reward,
     free_workers: asyncio.Semaphore,
 ) -> Score:
+    """Judge one row once a worker is free. A row that can't be judged gets the outcome Failed."""
     row_name = f"line {line}"
     if isinstance(row, DataError):
         return Score(line, row_name, Failed("row", str(row)), 0.0)

@@ -179,6 +179,7 @@ async def _score_group(
 async def _write(
     scores: AsyncIterator[tuple[RecordedAttempt, Score]], run: str, *, as_json: bool
 ) -> None:
+    """Write the scores as lines of JSON or as a summary. Raises DataError if there are none."""
     summary, comparison = Summary(location_column="step"), RewardComparison()
     n_scores = 0
     async for attempt, score in scores:
@@ -192,7 +193,7 @@ async def _write(
     if not n_scores:
         raise DataError(
             f"{run} has recorded no attempts to judge: its stages train on given text, or have no "
-            "rewards. In the second case give --reward KIND"
+            "rewards. If they have no rewards, give --reward KIND"
         )
     if not as_json:
         console = make_console()

@@ -232,8 +232,8 @@ async def _serve(
         server.stop()
 
     for signal_number in STOP_SIGNALS:
-        # Under `nohup`, SIGHUP is ignored so that the server outlives its terminal. No handler may
-        # replace that.
+        # Under `nohup`, SIGHUP is ignored, so that the server outlives its terminal. It must stay
+        # ignored.
         if (
             signal_number is not signal.SIGHUP
             or signal.getsignal(signal_number) is not signal.SIG_IGN

@@ -81,6 +81,7 @@ class PlaySession:
         return "observation", await (self._reset(data) if kind == "reset" else self._step(data))
 
     async def _reset(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Begin an episode of task number `seed` of the split, and return its observation."""
         seed, split = data.get("seed") or 0, data.get("split", "train")
         if not isinstance(seed, int) or seed < 0 or split not in SPLITS:
             message = f"seed={seed!r} must be 0 or more, split={split!r} must be train or test"
@@ -99,6 +100,7 @@ class PlaySession:
         return _observe(messages, None, False)
 
     async def _step(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take one action in the episode, or list the tools, and return the observation."""
         if data.get("type") == "list_tools":
             return {"observation": {"tools": self._list_tools()}, "reward": None, "done": False}
         if self.episode is None or self.is_done:
@@ -285,7 +287,7 @@ def serve_environment(
         say: Shows the line with the server's address.
     """
     setup = build_served_setup(target, overrides)
-    next(setup.environment.tasks("train", seed=0))  # faults show before the start
+    next(setup.environment.tasks("train", seed=0))  # raises now, not later, if there are no tasks
     asyncio.run(_serve(EnvironmentServer(setup, target, sessions), host, port, say))
 
 

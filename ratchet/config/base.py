@@ -114,7 +114,7 @@ def _refuse_non_numbers(annotation: Any, value: Any, item_label: str = "") -> No
 
 
 def _refuse_huge(annotation: Any, value: Any, item_label: str = "") -> None:
-    """Raise for a whole number above `LARGEST_WHOLE`, which would make a loop or array endless."""
+    """Raise for a whole number above `LARGEST_WHOLE`, which is too much for any loop or array."""
     if isinstance(value, list | tuple):
         items = _list_item_annotations(annotation)
         for index, item in enumerate(value if items else ()):

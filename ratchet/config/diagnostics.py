@@ -26,7 +26,7 @@ MAX_VALUE_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class RecipeProblem:
-    """One error in a recipe: the key's place, and a message that is printed after it."""
+    """One error in a recipe: the place of the key, and the message that is printed after it."""
 
     origin: ValueOrigin
     message: str
@@ -36,7 +36,7 @@ class RecipeProblem:
         return f"{self.origin}: {key}{shorten_text(self.message, MAX_CHARS)}"
 
 
-def report(problems: Iterable[RecipeProblem]) -> ConfigError:
+def combine_problems(problems: Iterable[RecipeProblem]) -> ConfigError:
     """Return one error with the first MAX_SHOWN problems by file and line, and a count of the rest.
 
     Equal problems (a wrong default that several stages use) are shown once.
@@ -54,7 +54,10 @@ def _place_in_files(origin: ValueOrigin) -> tuple[str, int, str]:
 
 
 def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
-    """Return the deepest node on the way to a location, and the keys that are missing below it."""
+    """Return the deepest node on the path to a location, and the rest of the path below it.
+
+    The rest is empty if the recipe has the location.
+    """
     node = tree
     for index, part in enumerate(location):
         inner: Any = node.value
@@ -67,7 +70,9 @@ def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
     return node, []
 
 
-def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[RecipeProblem]:
+def explain_validation_error(
+    error: ValidationError, tree: Node, model: type[Any]
+) -> Iterator[RecipeProblem]:
     """Yield pydantic's errors as problems of the recipe.
 
     A value that fits no branch of a union is one problem. Only the first MAX_SHOWN problems get
@@ -77,11 +82,11 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Re
     for detail in error.errors(include_url=False):
         if detail["type"] != "default_factory_not_called":
             details_by_place.setdefault(_locate_error(tree, detail), []).append(detail)
-    places = [
+    located_details = [
         (*_find_origin(tree, place), place, details) for place, details in details_by_place.items()
     ]
-    places.sort(key=lambda item: _place_in_files(item[0]))
-    for index, (origin, missing, place, details) in enumerate(places):
+    located_details.sort(key=lambda item: _place_in_files(item[0]))
+    for index, (origin, missing, place, details) in enumerate(located_details):
         yield RecipeProblem(
             origin,
             _write_message(origin, missing, place, details, tree, model)
@@ -186,7 +191,7 @@ EXPECTATIONS = {
 
 
 def _describe_expectation(detail: Mapping[str, Any]) -> str:
-    """Return one of pydantic's errors in our words: what the value must be."""
+    """Return what the value must be, in place of the message of one of pydantic's errors."""
     context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in detail.get("ctx", {}).items()}
     template = EXPECTATIONS.get(detail["type"])
     text = detail["msg"] if template is None else template.format(**context)
@@ -221,6 +226,7 @@ RENAMED_KEYS: Mapping[str, str] = {
     "of": "worker",
     "opens_at": "start_share",
     "opens_by": "full_by_step",
+    "own": "custom",
     "passing": "pass_threshold",
     "plays": "worker_runs",
     "process_random": "uses_global_random",

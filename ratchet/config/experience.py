@@ -97,7 +97,7 @@ class ReplayConfig(Section):
 class AdaptiveConfig(Section):
     """The limits to which the number of groups in flight adapts.
 
-    The number starts at one step's groups and is at most what `max_staleness` allows. It rises
+    The number starts at one step's groups and never exceeds what `max_staleness` allows. It rises
     after a step in which the learner waited for groups, and falls after a step that exceeded a
     limit.
     """
@@ -169,8 +169,8 @@ class RolloutsConfig(Section):
     )
     max_staleness: Annotated[int | float, Field(ge=0)] = Field(
         default=0,
-        description="Maximum number of steps between the weights that begin an attempt and the "
-        "weights that train on it. 0: on-policy. 1: the groups of the next step are generated "
+        description="Maximum number of steps between the weights that an attempt begins with and "
+        "the weights that train on it. 0: on-policy. 1: the groups of the next step are generated "
         "during the update. 0.5: half of them are.",
     )
     order: Literal["issued", "ready"] = Field(
@@ -222,7 +222,7 @@ class CurriculumConfig(Section):
     Attributes:
         prefer: "learnable" weighs a task by p (1 - p) (arXiv:2502.12272), "hard" by 1 - p
             (arXiv:2501.12599).
-        difficulty: With this key easy tasks come first (arXiv:1903.09848).
+        difficulty: If this key is set, easy tasks come first (arXiv:1903.09848).
     """
 
     prefer: Literal["even", "learnable", "hard"] = Field(
@@ -240,7 +240,8 @@ class CurriculumConfig(Section):
         default=0.5,
         ge=0,
         lt=1,
-        description="Weight of the old success rate when a group updates this moving average.",
+        description="Weight of the old success rate when a group updates this moving average: "
+        "new = memory * old + (1 - memory) * the group's share of successes.",
     )
     success: float = Field(
         default=0.5, description="Minimum reward of an attempt that counts as a success."
@@ -254,12 +255,13 @@ class CurriculumConfig(Section):
         default=0.2,
         gt=0,
         le=1,
-        description="Share of the tasks that is drawn from at the start: the easiest ones.",
+        description="Share of the tasks that is available at the start: the easiest ones.",
     )
     full_by_step: int = Field(
         default=50,
         ge=1,
-        description="Step at which this share, rising linearly from start_share, reaches 1.",
+        description="Step at which the available share, rising linearly from start_share, reaches "
+        "1.",
     )
 
     @model_validator(mode="after")

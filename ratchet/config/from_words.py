@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ratchet.config.diagnostics import RecipeProblem, explain, report
-from ratchet.config.layers import as_layer
+from ratchet.config.diagnostics import RecipeProblem, combine_problems, explain_validation_error
+from ratchet.config.layers import merge_overrides
 from ratchet.config.resolve import section_class
 from ratchet.config.yaml_tree import (
     COMMAND_LINE,
@@ -38,10 +38,11 @@ def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Any:
     try:
         return section.model_validate({"kind": kind, **keys.plain()})
     except ValidationError as error:
-        raise report(explain(error, keys, section)) from None
+        raise combine_problems(explain_validation_error(error, keys, section)) from None
 
 
 def _parse_keys(words: Sequence[str]) -> Node:
+    """Return the words as one tree of keys. Raises ConfigError like `section_from_words`."""
     parsed: dict[tuple[str, ...], Node] = {}
     problems: list[RecipeProblem] = []
     budget = Budget()
@@ -51,10 +52,10 @@ def _parse_keys(words: Sequence[str]) -> Node:
         if not equals or not all(path):
             raise ConfigError(f"{COMMAND_LINE}: override '{text}' is not of the form key=value")
         check_key_path(path)
-        node, problems_here = read_text(value, COMMAND_LINE, ".".join(path), budget)
+        node, duplicates = read_text(value, COMMAND_LINE, ".".join(path), budget)
         parsed[path] = replace(node, origin=replace(node.origin, line=None))
-        problems += problems_here
-    keys = as_layer(parsed, problems)
+        problems += duplicates
+    keys = merge_overrides(parsed, problems)
     if problems:
-        raise report(problems)
+        raise combine_problems(problems)
     return keys

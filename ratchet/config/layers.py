@@ -13,7 +13,7 @@ from ratchet.config.schema import STAGE_KEYS
 from ratchet.config.yaml_tree import COMMAND_LINE, MAX_NODES, Node, ValueOrigin
 from ratchet.errors import ConfigError
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]  # ("optimizer", "lr")
 
 # Pairs of keys that set the same thing in two ways, by the key of their section ("" stands for the
 # recipe or a stage). A layer that sets one key of a pair drops the other from the layer below.
@@ -22,8 +22,8 @@ ALTERNATIVES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"warmup_steps", "warmup_share"}),
 }
 
-# Keys that say where a data set lies and how its rows look. If a layer names a published data set
-# (`preset`), these keys of the layer below are dropped, unless the layer below has a `preset` too.
+# Keys for the location of a data set and the format of its rows. If a layer names a published data
+# set (`preset`), these keys of the layer below are dropped, unless that layer has a `preset` too.
 PRESET = "preset"
 REPLACED_BY_PRESET = frozenset(
     {
@@ -35,35 +35,35 @@ REPLACED_BY_PRESET = frozenset(
 
 def merge(
     base: Node,
-    over: Node,
+    overlay: Node,
     problems: list[RecipeProblem],
     *,
     key: str = "",
     names: Sequence[str] = (),
 ) -> Node:
-    """Return `base` deeply merged with `over`, which wins.
+    """Return `base` deeply merged with `overlay`, which takes precedence.
 
-    Two sections are joined, unless their `kind` differs. A section over a list changes single items
-    of the list. In all other cases `over` replaces `base`.
+    Two sections are joined, unless their `kind` differs. A section that overlays a list changes
+    single items of the list. In all other cases `overlay` replaces `base`.
 
     Args:
         problems: Receives a problem for each item that the list does not have.
         key: The key of the two nodes, which determines their default kind.
         names: The names of the stages by position. A stage is addressed by its name or position.
     """
-    if isinstance(base.value, list) and over.is_section:
-        return _merge_items(base, over, problems, names)
-    if not (base.is_section and over.is_section) or _kinds_differ(base, over, key):
-        return over
+    if isinstance(base.value, list) and overlay.is_section:
+        return _merge_items(base, overlay, problems, names)
+    if not (base.is_section and overlay.is_section) or _kinds_differ(base, overlay, key):
+        return overlay
     children = dict(base.value)
     alternatives = ALTERNATIVES.get(key, frozenset())
-    if not alternatives.isdisjoint(over.value):
+    if not alternatives.isdisjoint(overlay.value):
         for name in alternatives:
             children.pop(name, None)
-    if key == "environment" and PRESET in over.value and PRESET not in children:
+    if key == "environment" and PRESET in overlay.value and PRESET not in children:
         for name in REPLACED_BY_PRESET:
             children.pop(name, None)
-    for name, child in over.value.items():
+    for name, child in overlay.value.items():
         if name in children:
             child = merge(children[name], child, problems, key=name, names=names)
         children[name] = child
@@ -71,13 +71,14 @@ def merge(
 
 
 def _merge_items(
-    base: Node, over: Node, problems: list[RecipeProblem], names: Sequence[str]
+    base: Node, overlay: Node, problems: list[RecipeProblem], names: Sequence[str]
 ) -> Node:
+    """Return the list `base` with changed items; `overlay` names them by position or stage."""
     items = list(base.value)
     positions = {str(index): index for index in range(len(items))}
     if base.origin.path == STAGES:
         positions |= {name: index for index, name in enumerate(names)}
-    for label, child in over.value.items():
+    for label, child in overlay.value.items():
         if label in positions:
             index = positions[label]
             items[index] = merge(items[index], child, problems)
@@ -91,15 +92,15 @@ def _merge_items(
     return replace(base, value=items)
 
 
-def _kinds_differ(base: Node, over: Node, key: str) -> bool:
-    """True if `over` sets a kind other than that of `base`, which is set or the default of `key`.
+def _kinds_differ(base: Node, overlay: Node, key: str) -> bool:
+    """True if `overlay` sets another kind than that of `base`, which may be the default of `key`.
 
-    If `base` has neither, the sections are merged, and all keys are checked later against the kind
-    of `over`.
+    False if `base` sets no kind and `key` has no default. The sections are then merged, and all
+    keys are checked later against the kind of `overlay`.
     """
     base_kind = base.scalar("kind") or DEFAULT_KIND.get(key)
-    over_kind = over.scalar("kind")
-    return base_kind is not None and over_kind is not None and base_kind != over_kind
+    overlay_kind = overlay.scalar("kind")
+    return base_kind is not None and overlay_kind is not None and base_kind != overlay_kind
 
 
 # --- stages
@@ -206,7 +207,7 @@ def _address_single_stage(
 
 
 def _report_shadowed_keys(base: Node, layer: Node, problems: list[RecipeProblem]) -> None:
-    """Add a problem for each stage key at the top that a stage of `base` sets itself."""
+    """Add a problem for each stage key at the top of `layer` that a stage of `base` sets itself."""
     names = stage_names(base)
     stages = dict(zip(names, base.value[STAGES].value, strict=True)) if names else {}
     if stages:
@@ -236,14 +237,14 @@ def _report_shadowed_keys(base: Node, layer: Node, problems: list[RecipeProblem]
                 )
 
 
-def _list_alternatives(path: Path) -> list[Path]:
+def _list_alternatives(path: KeyPath) -> list[KeyPath]:
     """Return the path, and the paths of keys that set the same thing in another way."""
     *sections, last = path
     names = ALTERNATIVES.get(sections[-1] if sections else "", frozenset())
     return [path, *((*sections, name) for name in names if last in names - {name})]
 
 
-def _iter_leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
+def _iter_leaves(node: Node | None, path: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
     if node is not None and not node.is_section:
         yield path, node
     elif node is not None:
@@ -251,8 +252,8 @@ def _iter_leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
             yield from _iter_leaves(child, (*path, key))
 
 
-def _stage_sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
-    """True if a stage sets the value itself, or sets its section's kind to another than the recipe.
+def _stage_sets(stage: Node, path: KeyPath, base: Node, layer: Node) -> bool:
+    """True if a stage sets the value itself, or gives the section another kind than the recipe.
 
     The recipe's kind is that of `layer`, or else of `base`, or else the default.
     """
@@ -276,7 +277,7 @@ def _stage_sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
     return stage_section.scalar("kind") != default
 
 
-def _has_key(stage: Node, path: Path) -> bool:
+def _has_key(stage: Node, path: KeyPath) -> bool:
     """True if the kind that the stage chose for the section has the key, or the kind is unknown."""
     section = stage.get(path[0])
     kind = section.scalar("kind") if section is not None else None
@@ -288,7 +289,7 @@ def _has_key(stage: Node, path: Path) -> bool:
         return True
 
 
-def as_layer(overrides: Mapping[Path, Node], problems: list[RecipeProblem]) -> Node:
+def merge_overrides(overrides: Mapping[KeyPath, Node], problems: list[RecipeProblem]) -> Node:
     """Return one layer made of all overrides of the command line.
 
     They are merged with each other before they are merged over the recipe, so their order is

@@ -10,7 +10,7 @@ from ratchet.config.schema import OptimizerConfig, RunConfig, StageConfig
 
 
 def count_warmup_steps(steps: int, share: float, total: int) -> int:
-    """Return the optimizer steps of a warm-up.
+    """Return the number of optimizer steps of a warm-up.
 
     Args:
         steps: `optimizer.warmup_steps`; if it is 0, `share` applies.
@@ -23,7 +23,8 @@ def count_warmup_steps(steps: int, share: float, total: int) -> int:
 def shorten(config: RunConfig, steps: int) -> tuple[RunConfig, list[str]]:
     """Return the recipe with at most `steps` steps a stage, and a note for each stage.
 
-    Numbers of steps that no longer fit are clipped, and the notes name them.
+    Other numbers of steps that no longer fit (a warm-up, an interval) are clipped, and the notes
+    name them.
     """
     shortened = [_shorten_stage(stage, steps) for stage in config.stages]
     stages, notes = zip(*shortened, strict=True)
@@ -31,6 +32,7 @@ def shorten(config: RunConfig, steps: int) -> tuple[RunConfig, list[str]]:
 
 
 def _shorten_stage(stage: StageConfig, max_steps: int) -> tuple[StageConfig, str]:
+    """Return the stage with at most `max_steps` steps, and the note about its changes."""
     steps = max_steps if stage.steps is None else min(max_steps, stage.steps)
     shortened_stage = stage.model_copy(update={"steps": steps, "passes": None})
     updates = {

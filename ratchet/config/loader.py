@@ -18,9 +18,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from ratchet.config.checks.stages import conflicts
-from ratchet.config.diagnostics import REDACTED, RecipeProblem, explain, is_secret, locate, report
-from ratchet.config.layers import apply_layer, as_layer, expand
-from ratchet.config.recipe_dir import add_import_dirs, find_beside
+from ratchet.config.diagnostics import (
+    REDACTED,
+    RecipeProblem,
+    combine_problems,
+    explain_validation_error,
+    is_secret,
+    locate,
+)
+from ratchet.config.layers import apply_layer, expand, merge_overrides
+from ratchet.config.recipe_dir import add_import_dirs, resolve_paths
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import (
     COMMAND_LINE,
@@ -66,11 +73,14 @@ def load_config(
         override_tree = _parse_overrides(overrides, problems, budget)
         root = apply_layer(root, override_tree, problems)
         model = override_tree.get("model")
-        twice = [key for key in WHICH_MODEL if model and model.is_section and key in model.value]
-        if model_option and twice:
+        model_keys = [
+            key for key in WHICH_MODEL if model and model.is_section and key in model.value
+        ]
+        if model_option and model_keys:
+            key = f"model.{model_keys[0]}"
             raise ConfigError(
-                f"command line: model.{twice[0]}: {model_option} says which model to start from, "
-                f"and its shape: remove {model_option}, or the override of model.{twice[0]}"
+                f"command line: {key}: {model_option} says which model to start from, and its "
+                f"shape: remove {model_option}, or the override of {key}"
             )
     if model_path is not None:
         root.value["model"] = _with_model_path(root.get("model"), model_path)
@@ -93,21 +103,33 @@ def dump_config(config: RunConfig) -> str:
 
     Secrets are the values of keys such as `api_key` and `password`.
     """
-    return write_text(plain(config))
+    return write_text(dump_plain(config))
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
-    """Return the content of `dump_config` as plain values."""
+def dump_plain(config: RunConfig) -> dict[str, Any]:
+    """Return the content of `dump_config` as dicts, lists and scalars, as YAML would load them."""
     return _redact(config.model_dump(mode="json"))
 
 
 def _validate(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
+    """Return the checked configuration of a recipe.
+
+    Raises ConfigError with `problems`, which were found while the recipe was read, and with all
+    problems of its values and its combinations of keys.
+    """
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
         origins = {problem.origin for problem in problems}
-        raise report(
-            [*problems, *(p for p in explain(error, tree, RunConfig) if p.origin not in origins)]
+        raise combine_problems(
+            [
+                *problems,
+                *(
+                    p
+                    for p in explain_validation_error(error, tree, RunConfig)
+                    if p.origin not in origins
+                ),
+            ]
         ) from None
     all_problems = list(problems)
     for conflict in conflicts(config):
@@ -121,7 +143,7 @@ def _validate(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
             origin = origin.below(key)
         all_problems.append(RecipeProblem(origin, conflict.message))
     if all_problems:
-        raise report(all_problems)
+        raise combine_problems(all_problems)
     return config
 
 
@@ -150,7 +172,7 @@ def _read_with_bases(path: Path, problems: list[RecipeProblem], budget: Budget) 
                 f"{extends.origin}: extends: {error}" if extends is not None else str(error)
             ) from error
         problems += duplicates
-        layers.append(find_beside(root, RunConfig.model_fields))
+        layers.append(resolve_paths(root, RunConfig.model_fields))
         extends = layers[-1].value.pop(EXTENDS, None)
         if extends is None:
             break
@@ -162,12 +184,13 @@ def _read_with_bases(path: Path, problems: list[RecipeProblem], budget: Budget) 
     merged = layers.pop()
     while layers:
         layer = layers.pop()
-        merged.value.pop("name", None)  # a recipe that extends another is another run
+        merged.value.pop("name", None)  # a recipe does not inherit the name of its base
         merged = replace(apply_layer(merged, layer, problems), origin=layer.origin)
     return merged
 
 
 def _parse_overrides(texts: Sequence[str], problems: list[RecipeProblem], budget: Budget) -> Node:
+    """Return the overrides `a.b.c=value` as one tree, without line numbers."""
     parsed: dict[tuple[str, ...], Node] = {}
     for text in texts:
         path, equals, value = text.partition("=")
@@ -186,7 +209,7 @@ def _parse_overrides(texts: Sequence[str], problems: list[RecipeProblem], budget
         problems += duplicates
         parsed.pop(keys, None)  # a repeated key takes its last value and position
         parsed[keys] = _strip_lines(node)
-    return as_layer(parsed, problems)
+    return merge_overrides(parsed, problems)
 
 
 def _strip_lines(node: Node) -> Node:

@@ -1,8 +1,8 @@
-"""Find the data, models and modules that a recipe names, also beside the recipe's file.
+"""Find the data, models and modules that a recipe names, also in the directory of the recipe.
 
-Relative paths are relative to the current directory. A path that does not exist there is looked up
-in the directory of the file that names it. So are the file in a value `file.py:name`, and the
-module in a value `module:name` that is not on the import path.
+A relative path that does not exist in the current directory is looked up in the directory of the
+file that names it. The same holds for the file in a value `file.py:name`, and for the module in a
+value `module:name` that is not on the import path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ratchet.utils.object_store import is_address
 from ratchet.utils.user_imports import FILE_OBJECT
 
 IMPORT_DIRS = "import_dirs"
-# The keys whose values, or the values below them, are paths that are read.
+# The keys whose values are paths of files that a run reads. In a list or section at such a key, all
+# values are.
 PATH_KEYS = frozenset(
     {
         *("path", "train", "test", "teacher", "texts", "corpus", "embeddings", "template"),
@@ -31,8 +32,8 @@ PATH_KEYS = frozenset(
 IMPORT_PATH = re.compile(r"([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
 
 
-def find_beside(root: Node, keys: Collection[str]) -> Node:
-    """Return a file's tree, with each path that exists only beside the file replaced.
+def resolve_paths(root: Node, keys: Collection[str]) -> Node:
+    """Return a file's tree; paths that exist only in the file's directory are prefixed with it.
 
     Args:
         root: The tree.
@@ -47,6 +48,7 @@ def find_beside(root: Node, keys: Collection[str]) -> Node:
 
 
 def _replace_paths(node: Node, directory: Path, *, is_path: bool) -> Node:
+    """Return the node with its paths resolved. is_path: True at or below one of PATH_KEYS."""
     if isinstance(node.value, dict):
         return replace(
             node,
@@ -61,12 +63,14 @@ def _replace_paths(node: Node, directory: Path, *, is_path: bool) -> Node:
     path = node.value
     if isinstance(path, str) and (match := FILE_OBJECT.fullmatch(path)):
         file, name = match.groups()
-        is_beside = not os.path.exists(file) and (directory / file).is_file()
-        return replace(node, value=f"{directory / file}:{name}") if is_beside else node
+        is_only_in_directory = not os.path.exists(file) and (directory / file).is_file()
+        return replace(node, value=f"{directory / file}:{name}") if is_only_in_directory else node
     if not is_path or not isinstance(path, str) or not path or is_address(path):
         return node
-    beside = str(directory / path)
-    return replace(node, value=beside) if not _exists(path) and _exists(beside) else node
+    path_in_directory = str(directory / path)
+    if _exists(path) or not _exists(path_in_directory):
+        return node
+    return replace(node, value=path_in_directory)
 
 
 def _exists(path: str) -> bool:
@@ -77,13 +81,15 @@ def _exists(path: str) -> bool:
 
 
 def add_import_dirs(root: Node) -> Node:
-    """Return the recipe with its `import_dirs`, and let Python import from them.
+    """Return the recipe with all its `import_dirs`, and let Python import from them.
 
-    The directory of a file is added if a module that the file names lies there and nowhere else on
-    the import path.
+    The directory of a file is added if it holds a module that the file names and that Python does
+    not find elsewhere.
     """
-    named = root.get(IMPORT_DIRS)
-    items = list(named.value) if named is not None and isinstance(named.value, list) else []
+    import_dirs = root.get(IMPORT_DIRS) or Node(
+        [], ValueOrigin(root.origin.file, None, IMPORT_DIRS)
+    )
+    items = list(import_dirs.value) if isinstance(import_dirs.value, list) else []
     for item in items:
         if isinstance(item.value, str):
             _append_to_path(item.value)
@@ -97,8 +103,7 @@ def add_import_dirs(root: Node) -> Node:
             items.append(Node(str(directory), leaf.origin))
     if not items:
         return root
-    origin = named.origin if named is not None else ValueOrigin(root.origin.file, None, IMPORT_DIRS)
-    return replace(root, value={**root.value, IMPORT_DIRS: Node(items, origin)})
+    return replace(root, value={**root.value, IMPORT_DIRS: Node(items, import_dirs.origin)})
 
 
 def _list_leaves(node: Node) -> Iterator[Node]:

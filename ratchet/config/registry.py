@@ -120,8 +120,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "environment": {**MIXTURE_PARTS, "mixture": "ratchet.environments.mixture:MixtureConfig"},
     "part": MIXTURE_PARTS,  # the parts of an environment mixture
-    "played": ENVIRONMENTS,  # the environments of environment workers
-    "problems": SINGLE_TURN_ENVIRONMENTS,  # environments that others can wrap
+    "worker_environment": ENVIRONMENTS,  # the environments of environment workers
+    "problems": SINGLE_TURN_ENVIRONMENTS,  # environments that another environment can wrap
     "tool": {
         "calculator": "ratchet.environments.tool_use.calculator:CalculatorConfig",
         "python": "ratchet.environments.tool_use.python:PythonConfig",
@@ -174,7 +174,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         **GENERATORS,
         "workers": "ratchet.generators.workers.config:GeneratorWorkersConfig",
     },
-    "generating": GENERATORS,  # the generators of generator workers
+    "worker_generator": GENERATORS,  # the generators of generator workers
     "cluster": {
         "local": "ratchet.executors.config:LocalClusterConfig",
         "ray": "ratchet.executors.config:RayClusterConfig",
@@ -219,11 +219,11 @@ _ESTIMATOR_BASE = "ratchet.algorithms.config.advantages:Estimator"
 # The base section of a slot, whose attributes every section of the slot has.
 BASES: Mapping[str, str] = {
     "algorithm": "ratchet.config.sections:AlgorithmSection",
-    **dict.fromkeys(("environment", "part", "played", "problems"), _ENVIRONMENT_BASE),
+    **dict.fromkeys(("environment", "part", "worker_environment", "problems"), _ENVIRONMENT_BASE),
     "cluster": "ratchet.config.sections:ClusterSection",
     "learner": "ratchet.config.sections:LearnerSection",
     "generator": "ratchet.config.sections:GeneratorSection",
-    "generating": "ratchet.config.sections:GeneratorSection",
+    "worker_generator": "ratchet.config.sections:GeneratorSection",
     "weight_sync": "ratchet.config.sections:WeightSyncSection",
     "advantage": _ESTIMATOR_BASE,
     "estimator": _ESTIMATOR_BASE,

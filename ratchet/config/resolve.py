@@ -18,7 +18,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 
 from ratchet.config.base import Section
 from ratchet.config.registry import BASES, DEFAULT_KIND, KINDS
-from ratchet.config.sections import UNKNOWN
+from ratchet.config.sections import USER_SECTION_ATTRIBUTES
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_surrogates
 from ratchet.utils.user_imports import import_object
@@ -47,8 +47,8 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
             Annotated[tuple[str, ...], AfterValidator(_check_ignored)],
             Field(
                 (),
-                description="Fields of the agent's requests that have no effect, in place of an "
-                "error: [temperature, response_format].",
+                description="Fields of the agent's requests that are ignored; without this key, "
+                "such a field is an error: [temperature, response_format].",
             ),
         ),
         "host": (
@@ -56,8 +56,8 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
             Field(
                 "127.0.0.1",
                 description="Address on which the server of the attempts listens. 0.0.0.0 lets "
-                "agents in containers and on other machines call it; each needs the key of its "
-                "attempt.",
+                "agents in containers and on other machines call it; each agent needs the key of "
+                "its attempt.",
             ),
         ),
         "public_host": (
@@ -72,7 +72,7 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "part": {
         "weight": (
             float,
-            Field(1.0, gt=0, description="Share of the prompts, relative to the other parts'."),
+            Field(1.0, gt=0, description="Share of the prompts, relative to the other parts."),
         ),
         "tag": (str, Field("", description="Tag of this part's tasks; default: its kind.")),
     },
@@ -134,21 +134,21 @@ def section_class(slot: str, kind: str) -> type[Section]:
         **missing,
     )
     if not issubclass(completed, base):
-        _add_base_attributes(completed, base, UNKNOWN.get(slot, {}))
+        _add_base_attributes(completed, base, USER_SECTION_ATTRIBUTES.get(slot, {}))
     return completed
 
 
 def _add_base_attributes(
-    section: type[Section], base: type[Section], unknown: Mapping[str, Any]
+    section: type[Section], base: type[Section], replacements: Mapping[str, Any]
 ) -> None:
     """Give a user's section class the attributes of its slot's base that the class lacks.
 
-    The class's own keys and attributes stay. A second base class would hide some of them.
+    They are copied, because a second base class would hide some of the class's own attributes.
 
     Args:
-        section: The class, which nothing else uses yet.
+        section: The class. It is changed in place, so nothing else may use it yet.
         base: The base section of the slot.
-        unknown: Values that take precedence over the base's.
+        replacements: Values that take precedence over the base's (`USER_SECTION_ATTRIBUTES`).
     """
     inherited = {
         name: value
@@ -157,7 +157,7 @@ def _add_base_attributes(
         for name, value in vars(parent).items()
         if not name.startswith(("_", "model_"))
     }
-    for name, value in {**inherited, **unknown}.items():
+    for name, value in {**inherited, **replacements}.items():
         if name not in section.model_fields and not hasattr(section, name):
             setattr(section, name, value)
 
@@ -185,24 +185,29 @@ def _explain_unknown_kind(slot: str, kind: str) -> str:
     near = get_close_matches(kind, KINDS[slot], n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     example = f"; name a class of your own by its path, my_pkg.module:Class{_suggest_path(kind)}"
-    return f"'{kind}' is unknown: {hint}there are {', '.join(KINDS[slot])}{example}"
+    return f"'{kind}' is unknown: {hint}the kinds are {', '.join(KINDS[slot])}{example}"
 
 
 def _suggest_path(kind: str) -> str:
     module, _, name = kind.rpartition(".")
-    return f" (here {module}:{name}?)" if module else ""
+    return f" (did you mean {module}:{name}?)" if module else ""
 
 
 # --- kinds given by import path
 
-# Methods that a class in these slots must have (`ratchet.protocols`). They can't be checked for a
-# function, because it has not returned its object yet.
+# Methods that an environment class in these slots must have (`ratchet.protocols`). They can't be
+# checked for a function, because it has not returned its object yet.
 METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
-    ("environment", "part", "played"), ("tasks", "reset", "step", "close")
+    ("environment", "part", "worker_environment"), ("tasks", "reset", "step", "close")
 )
 
 
 def _section_from_path(slot: str, kind: str) -> type[Section]:
+    """Return the section class of a kind that is an import path.
+
+    It is the section that the path names, the `Config` of the class or function that it names, or
+    a section made from the signature. Raises ConfigError for anything else.
+    """
     target = import_object(kind)
     if _is_section(target):
         if not target.builds:
@@ -224,7 +229,7 @@ def _section_from_path(slot: str, kind: str) -> type[Section]:
 
 
 def _makes_tools(function: Callable[..., Any]) -> bool:
-    """True if a function returns tools, by its annotation, instead of being one."""
+    """True if the function's annotation says that it returns tools; False if it is a tool."""
     try:
         annotation = get_type_hints(function).get("return")
     except (NameError, TypeError):
@@ -239,7 +244,7 @@ def _require_methods(slot: str, kind: str) -> None:
         missing_methods = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
         if missing_methods:
             raise ConfigError(
-                f"'{kind}' is no {slot}: the class has no {', '.join(missing_methods)}"
+                f"'{kind}' is no environment: the class has no {', '.join(missing_methods)}"
             )
 
 
@@ -272,9 +277,9 @@ class FunctionToolSection(Section):
 
 
 def build_from_signature(section: SignatureSection, *context: Any, **named: Any) -> Any:
-    """Call the section's target, or bind its parameters.
+    """Call the section's target with the section's values, or bind them to it.
 
-    The arguments that built-in kinds get are ignored.
+    `context` and `named`, which `build` passes to every factory, are ignored.
     """
     values = {name: getattr(section, name) for name in section.parameters}
     target = import_object(section.target)
@@ -356,6 +361,7 @@ class Slot:
         return core_schema.no_info_before_validator_function(self.validate, handler(source))
 
     def validate(self, value: Any) -> Any:
+        """Return the field's section or sections. Called before pydantic validates the field."""
         if value is None and self.is_optional:
             return None
         if not self.is_list:
@@ -374,6 +380,10 @@ class Slot:
         return tuple(sections)
 
     def _validate_one(self, value: Any) -> Any:
+        """Return the section of a mapping, or of a section made in Python.
+
+        Errors are raised with the location of the key that is wrong.
+        """
         if isinstance(value, Section):
             return add_slot_keys(self.name, value)
         if not isinstance(value, Mapping):
@@ -381,7 +391,9 @@ class Slot:
             # pydantic writes messages as UTF-8, which can't encode half a surrogate pair
             example = f"{{kind: {escape_surrogates(kind)}}}"
             raise PydanticCustomError(
-                "no_section", "must be a section with its kind, as {example}", {"example": example}
+                "no_section",
+                "must be a section with its kind, such as {example}",
+                {"example": example},
             )
         try:
             return resolve(self.name, value)
@@ -401,8 +413,9 @@ def _prefix_location(
     if isinstance(error, PydanticCustomError):
         return [InitErrorDetails(type=error, loc=(index,), input=None)]
     prefixed = []
-    for line in error.errors():
-        context = {**line.get("ctx", {}), "message": line["msg"]}
-        kind = PydanticCustomError(line["type"], "{message}", context)  # pyright: ignore[reportArgumentType]
-        prefixed.append(InitErrorDetails(type=kind, loc=(index, *line["loc"]), input=line["input"]))
+    for detail in error.errors():
+        context = {**detail.get("ctx", {}), "message": detail["msg"]}
+        kind = PydanticCustomError(detail["type"], "{message}", context)  # pyright: ignore[reportArgumentType]
+        place = (index, *detail["loc"])
+        prefixed.append(InitErrorDetails(type=kind, loc=place, input=detail["input"]))
     return prefixed

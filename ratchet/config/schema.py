@@ -1,6 +1,6 @@
 """The sections of a recipe and their default values.
 
-In a `RunConfig` each stage has all its keys, which `ratchet.config.loader` fills in.
+`ratchet.config.loader` copies the stage keys at a recipe's top into each stage of a `RunConfig`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class OptimizerConfig(Section):
     Steps are optimizer steps here: batches x minibatches x epochs.
 
     Attributes:
-        needs_whole_matrices: True if a step needs each matrix in one process.
+        needs_whole_matrices: True if a step needs each weight matrix whole, in one process.
         required_package: The package that implements the optimizer; None for PyTorch or Ratchet.
     """
 
@@ -163,7 +163,7 @@ else:
 
 
 class EvaluationConfig(Section):
-    """Accuracy or loss on held-out tasks, before and after each stage."""
+    """The evaluation of a stage on held-out tasks: accuracy or loss, at least before and after."""
 
     environment: Annotated[AnyEnvironment | None, Slot("environment", is_optional=True)] = Field(
         default=None,
@@ -233,7 +233,7 @@ class EvaluationConfig(Section):
             )
         if self.patience and not self.every:
             raise ValueError(
-                f"patience={self.patience} counts evaluations between steps: set every"
+                f"patience={self.patience} counts evaluations during the stage: set every above 0"
             )
         if self.stop_at is not None and not self.every:
             raise ValueError(
@@ -288,8 +288,8 @@ class StageConfig(Section):
     )
     eval_rewards: Rewards = Field(
         default_factory=_choose_eval_rewards,
-        description="Rewards used in evaluation; default: the environment's own, which training "
-        "rewards do not change.",
+        description="Rewards used in evaluation; default: the environment's own, whatever "
+        "`rewards` says, or `rewards` if the environment has none.",
     )
     agent: Annotated[AnySection | None, Slot("agent", is_optional=True)] = Field(
         default=None,
@@ -358,8 +358,8 @@ class StageConfig(Section):
 
     @property
     def n_steps(self) -> int:
-        """Return the number of batches, which must be known (`resolve_lengths`)."""
-        assert self.steps is not None, "passes become steps before the stage is used"
+        """Return the number of batches. If `passes` is set, call `resolve_lengths` first."""
+        assert self.steps is not None, "resolve_lengths sets steps before the stage is used"
         return self.steps
 
     @property
@@ -407,8 +407,8 @@ class RunConfig(Section):
     )
     kernels: Literal["auto", "compiled", "torch"] = Field(
         default="auto",
-        description="Kernels of a float32 model on a CPU, except for its matrix products: compiled "
-        "(C code, compiled on this machine) or torch. auto: compiled if there is a compiler.",
+        description="Kernels of a float32 model on a CPU, matrix products excepted: compiled (C "
+        "code, compiled on this machine) or torch. auto: compiled if there is a compiler.",
     )
     run_dir: str | None = Field(
         default=None,

@@ -1,8 +1,8 @@
 """The base sections of algorithms, environments, learners, generators and weight syncs.
 
 Each base defines the attributes that the checks, the planner and the assembly of a run read, with
-default values. A user's section need not derive from its base: `ratchet.config.resolve` adds what
-it lacks.
+default values. A user's section need not derive from its base: `ratchet.config.resolve` adds the
+attributes that it lacks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AlgorithmSection(Section):
 
     @property
     def splits_groups(self) -> bool:
-        """True if a mini-batch has some attempts of every group, not some groups as a whole."""
+        """True if a mini-batch has some attempts of every group; False if it has whole groups."""
         return False
 
     @property
@@ -91,9 +91,9 @@ class AlgorithmSection(Section):
         return ()
 
     def suggest_correction(self) -> str | None:
-        """Return the keys that correct for attempts of older weights.
+        """Return the recipe keys that correct for attempts sampled with older weights.
 
-        Returns None if the algorithm needs no such keys, or corrects already.
+        Returns None if the algorithm needs no correction, or has one already.
         """
         return None
 
@@ -102,12 +102,13 @@ class EnvironmentConfig(Section):
     """The base section of environments.
 
     Attributes:
-        default_reward: Kind of the reward, unless the recipe names another; "": none.
+        default_reward: Kind of the reward if the recipe sets no `rewards`; "": none.
         data_kinds: The kinds of training data that the environment offers (see `Source`).
         returns_rewards: True if the environment's steps return rewards. It is read only if
             `default_reward` is "".
         needs_media: True if every task has images, audio or videos.
-        has_scan: True if a key `scan` makes the environment read all its rows when it is built.
+        has_scan: True if the section has the key `scan`, which makes the environment read all its
+            rows when it is built.
     """
 
     default_reward: ClassVar[str] = ""
@@ -117,7 +118,7 @@ class EnvironmentConfig(Section):
     has_scan: ClassVar[bool] = False
 
     def without_scan(self) -> Self:
-        """Return the section of an environment that reads only the first rows of its data."""
+        """Return the section without `scan`: building the environment reads only the first rows."""
         return self
 
 
@@ -170,7 +171,7 @@ class LearnerSection(Section):
 
     @property
     def measures_workers(self) -> bool:
-        """True if `workers` is auto: measured when the run starts."""
+        """True if `workers` is auto: the run measures the best number when it starts."""
         return False
 
     def with_workers(self, workers: int) -> Self:
@@ -185,8 +186,9 @@ class GeneratorSection(Section):
         can_offload: True if the generator can be offloaded from its accelerator (colocation).
         copies_weights: True if the generator has its own copy of the weights. The model that it is
             built with then provides only the first weights.
-        reports_kept_mass: True if it reports the probability mass that top-p, top-k and min-p keep.
-        least_temperature: The lowest positive temperature that it accepts.
+        reports_kept_mass: True if the generator reports the probability mass that top-p, top-k and
+            min-p keep.
+        least_temperature: The lowest positive temperature that the generator accepts.
     """
 
     can_offload: ClassVar[bool] = True
@@ -263,13 +265,16 @@ class WeightSyncSection(Section):
         return False
 
 
-# By registry slot: attributes that a user's section gets if it does not derive from the slot's base
-# section, where they differ from the base's. The training data of such an algorithm or environment
-# are unknown ("part", "played" and "problems" are slots of environments too), and such an advantage
-# estimator has no exemptions.
-UNKNOWN: Mapping[str, Mapping[str, Any]] = {
+# Attributes of user sections that do not derive from the base section of their slot, by slot. These
+# values take precedence over the base's: the training data of such an algorithm or environment are
+# unknown, and such an advantage estimator has no exemptions. ("part", "worker_environment" and
+# "problems" are slots of environments too.)
+USER_SECTION_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
     "algorithm": {"source": None},
-    **{slot: {"data_kinds": ALL_SOURCES} for slot in ("environment", "part", "played", "problems")},
+    **{
+        slot: {"data_kinds": ALL_SOURCES}
+        for slot in ("environment", "part", "worker_environment", "problems")
+    },
     "advantage": {"exempt_under_kl": {}},
     "estimator": {"exempt_under_kl": {}},
 }

@@ -30,9 +30,9 @@ class SentinelConfig(Section):
         description="above, below: above or below the threshold. spike: more than threshold robust "
         "standard deviations (1.4826 times the median deviation) above the median of the previous "
         "window. grows: the window's median is more than threshold times the first window's "
-        "median. shrinks: it is less than that. rises: the window's median exceeds the first "
-        "window's by more than threshold. reported: not 0; a step without the metric counts as 0. "
-        "nonfinite: NaN or infinite."
+        "median. shrinks: it is less than threshold times the first window's median. rises: it "
+        "exceeds the first window's median by more than threshold. reported: not 0; a step without "
+        "the metric counts as 0. nonfinite: NaN or infinite."
     )
     threshold: float = Field(default=0.0, description="Threshold of the rule.")
     window: int = Field(default=32, ge=1, description="Number of values of the metric in a window.")
@@ -63,8 +63,8 @@ class SentinelsConfig(Section):
         metric="policy/loss", rule="spike", threshold=20.0,
     )  # fmt: skip
     nonfinite_step: SentinelConfig = _make_sentinel_field(
-        "a gradient was not finite, and that step was skipped: look at its rows; several in a row "
-        "end the run",
+        "a gradient was not finite, and that step was skipped: look at its rows; several such "
+        "steps in a row end the run",
         metric="policy/skipped_nonfinite", rule="above",
     )  # fmt: skip
     entropy_collapse: SentinelConfig = _make_sentinel_field(
@@ -81,29 +81,30 @@ class SentinelsConfig(Section):
         metric="policy/policy_gradient/old_kl", rule="above", threshold=0.5, patience=3,
     )  # fmt: skip
     equal_rewards: SentinelConfig = _make_sentinel_field(
-        "equal rewards teach nothing: look at a few answers (is their format what the reward "
-        "reads? are the tasks too easy, or too hard?)",
+        "groups of equal rewards teach nothing: look at a few answers (can the reward read their "
+        "format? are the tasks too easy, or too hard?)",
         metric="rollout/reward_std*", rule="below", threshold=1e-12, patience=10,
     )  # fmt: skip
     broken_rewards: SentinelConfig = _make_sentinel_field(
         "an attempt's reward is NaN or infinite", metric="rollout/reward*", rule="nonfinite"
     )
     failed_rewards: SentinelConfig = _make_sentinel_field(
-        "attempts could not be judged, and do not count: a reward raised, returned a number that "
-        "is not finite, or one outside its declared bounds",
+        "attempts could not be judged, and do not count: a reward raised an exception, or returned "
+        "a number that is not finite or is outside its declared bounds",
         metric="rollout/failed/reward", rule="reported",
     )  # fmt: skip
     cut_off: SentinelConfig = _make_sentinel_field(
-        "nearly every attempt breaks off at a limit: raise sampling.max_new_tokens, or look "
+        "nearly every attempt is cut off at a limit: raise sampling.max_new_tokens, or look "
         "whether answers ever end",
         metric="rollout/truncated_share", rule="above", threshold=0.95, patience=10,
     )  # fmt: skip
     length_growth: SentinelConfig = _make_sentinel_field(
-        "answers become much longer: do they earn more, or only grow?",
+        "answers become much longer: do they earn higher rewards too?",
         metric="rollout/length_mean", rule="grows", threshold=4.0, window=16,
     )  # fmt: skip
     length_collapse: SentinelConfig = _make_sentinel_field(
-        "answers become much shorter: has the policy found one that always earns something?",
+        "answers become much shorter: has the policy found a short answer that always earns some "
+        "reward?",
         metric="rollout/length_mean", rule="shrinks", threshold=0.2, window=16, action="off",
     )  # fmt: skip
     repetition: SentinelConfig = _make_sentinel_field(
@@ -125,7 +126,7 @@ class SentinelsConfig(Section):
         "reward",
         metric="canary/reward", rule="rises", threshold=0.05, window=4,
     )  # fmt: skip
-    own: dict[str, SentinelConfig] = Field(
+    custom: dict[str, SentinelConfig] = Field(
         default_factory=dict,
         description="Sentinels of your own, by name: each with a metric and a rule.",
     )
@@ -133,7 +134,8 @@ class SentinelsConfig(Section):
         tuple[SerializeAsAny[Section], ...], Slot("rewards", is_list=True)
     ] = Field(
         default=(),
-        description="Rewards on the same scale that are only compared with the training rewards.",
+        description="Rewards that are compared with the training rewards, on the same scale, and "
+        "are not trained on.",
     )
     canaries: Annotated[SerializeAsAny[Section] | None, Slot("environment", is_optional=True)] = (
         Field(

@@ -229,6 +229,7 @@ class _Reader:
     open_nodes: list[int] = field(default_factory=list)
 
     def read(self, node: yaml.Node, path: str) -> Node:
+        """Return the tree of a parsed YAML node. path: the keys that lead to it, joined by dots."""
         origin = ValueOrigin(self.file, node.start_mark.line + 1, path)
         if id(node) in self.open_nodes:
             raise ConfigError(f"{origin}: an anchor contains itself")
@@ -250,6 +251,7 @@ class _Reader:
         return Node(value, origin)
 
     def _read_section(self, node: yaml.MappingNode, origin: ValueOrigin) -> dict[str, Node]:
+        """Return the children of a mapping. Its own keys override merged ones (`<<`)."""
         merged: dict[str, Node] = {}
         children: dict[str, Node] = {}
         for key_node, value_node in node.value:
@@ -342,7 +344,7 @@ def read_text(
 def _redact_names(detail: str) -> str:
     """Return PyYAML's message without quoted names, which may be content of a secret file.
 
-    Quoted marks (one or two characters) and PyYAML's own <words> stay.
+    Quoted punctuation (at most two characters) and PyYAML's own <words> stay.
     """
     return shorten_text(
         re.sub(r"'([^']*)'", lambda quoted: quoted[0] if _is_mark(quoted[1]) else "a name", detail),
@@ -390,9 +392,10 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Reci
 
 
 def _suggest_file(path: Path) -> str:
-    """Return a hint for the message that a recipe is missing, beginning with ": ".
+    """Return a hint, beginning with ": ", for the message that a recipe is missing.
 
-    It says that the directory is missing too, or suggests a similar name; "" if neither applies.
+    The hint says that the directory is missing too, or suggests a similar name; "" if neither
+    applies.
     """
     directory = path.parent
     if not directory.is_dir():

@@ -84,7 +84,7 @@ class TrackioConfig(TableConfig):
 class PrometheusConfig(Section):
     """The Prometheus exporter of the latest step's metrics.
 
-    They are `ratchet_metric{run="...", name="rollout/reward"}` and `ratchet_step`.
+    A metric is `ratchet_metric{run="...", name="rollout/reward"}`, the step is `ratchet_step`.
     """
 
     builds: ClassVar[str] = "ratchet.observe.trackers:PrometheusSink"
@@ -98,7 +98,7 @@ class PrometheusConfig(Section):
     )
     address: str = Field(
         "127.0.0.1",
-        description="Address that the exporter listens on; 0.0.0.0: all of this machine's.",
+        description="Address that the exporter listens on; 0.0.0.0: all addresses of this machine.",
     )
     textfile: str | None = Field(
         None, description="A .prom file for the node exporter's textfile collector; null: none."
@@ -108,8 +108,8 @@ class PrometheusConfig(Section):
 class OpenTelemetryConfig(Section):
     """Spans of the run's steps, attempts, requests and rewards, sent by OTLP over HTTP.
 
-    The packages' own variables hold where the recipe says nothing, such as
-    OTEL_EXPORTER_OTLP_HEADERS for a key.
+    OpenTelemetry's environment variables, such as OTEL_EXPORTER_OTLP_HEADERS for a key, apply to
+    settings that the recipe leaves out.
     """
 
     builds: ClassVar[str] = "ratchet.observe.tracing.opentelemetry_sink:OpenTelemetrySink"

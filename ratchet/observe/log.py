@@ -28,9 +28,9 @@ from ratchet.utils.terminal_text import escape_controls
 class UtcFormatter(logging.Formatter):
     """A formatter of records for `run.log`.
 
-    A record is `2026-01-31T12:00:00.123Z WARNING ratchet.runs.checkpoints: message`. Further
-    lines of it are indented, so that a line at the left margin always starts a record. Control
-    characters are escaped.
+    A record is `2026-01-31T12:00:00.123Z WARNING ratchet.runs.checkpoints: message`. Its further
+    lines are indented, so that a line at the left margin always starts a record. Control characters
+    are escaped.
     """
 
     converter = time.gmtime
@@ -78,7 +78,10 @@ class LogFile(logging.FileHandler):
 
 
 class ConsoleHandler(logging.Handler):
-    """A handler that prints through the console of the progress display, which it keeps intact."""
+    """A handler that prints warnings and errors on the console of the progress display.
+
+    Printing through that console keeps the display intact.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)

@@ -27,8 +27,8 @@ def record_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -
     Args:
         path: The file.
         after_step: The step that the run continues after. If it is 0, earlier entries are dropped,
-            except changes of the recipe. A change with a later `after_step`, as after the run went
-            back, gets this one, because it now applies from here on.
+            except changes of the recipe. If the run went back to an earlier step, changes recorded
+            after that step get this `after_step`, because they apply from here on.
         data: The fingerprint of each data file.
 
     Raises:

@@ -35,10 +35,10 @@ class Percentile:
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """A histogram of k bins [low, high) between k + 1 increasing edges; the last includes its high.
+    """A histogram of k bins [low, high) between k + 1 increasing edges.
 
-    Finite samples outside count in the nearest bin. A weight of 0 leaves a sample out; other
-    weights do not matter.
+    The last bin includes its upper edge. Finite samples beyond the edges count in the nearest bin.
+    A weight of 0 leaves a sample out; other weights do not matter.
     """
 
     edges: tuple[float, ...]

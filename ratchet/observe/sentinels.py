@@ -139,7 +139,7 @@ def get_watched_value(
 ) -> tuple[str, float | None] | None:
     """Return the watched metric's name and value; None if the step does not report it.
 
-    If several metrics match, it is one that is not finite, or else the greatest. Under the rule
+    If several metrics match, one that is not finite is chosen, or else the greatest. Under the rule
     `reported`, a metric that the step does not report has the value 0.
     """
     matching = {
@@ -242,7 +242,7 @@ def get_active_sentinels(config: SentinelsConfig) -> dict[str, SentinelConfig]:
     built_in = {name: getattr(config, name) for name in type(config).model_fields}
     named = {
         name: value for name, value in built_in.items() if isinstance(value, SentinelConfig)
-    } | config.own
+    } | config.custom
     return {name: sentinel for name, sentinel in named.items() if sentinel.action != "off"}
 
 
@@ -307,14 +307,14 @@ class Sentinels:
         metrics: Metrics,
         exhibits: Sequence[Exhibit],
     ) -> None:
+        """Log the alarm of the sentinel `name`, and write its evidence to a file."""
         sentinel = get_active_sentinels(self.config)[name]
         rule_text = _RULE_TEXTS[sentinel.rule].format(
             threshold=sentinel.threshold, window=sentinel.window
         )
         duration = f" for {sentinel.patience} steps" if sentinel.patience > 1 else ""
-        meaning = (
-            type(self.config).model_fields[name].description if name not in self.config.own else ""
-        )
+        is_custom = name in self.config.custom
+        meaning = "" if is_custom else type(self.config).model_fields[name].description
         number = "not finite" if value is None else f"{value:.4g}"
         alarm = f"{metric} = {number} {rule_text}{duration}"
         message = f"step {step}: sentinel {name}: {alarm}: {meaning}".rstrip(": ")
@@ -359,9 +359,10 @@ def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
         tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes(),
         tokens.itemsize,
     )
-    ends = [size * end for end in accumulate([row.completion_length for row in rows], initial=0)]
+    byte_lengths = [size * row.completion_length for row in rows]
     shares = [
-        compute_repeated_share(token_bytes[start:end], size, NGRAM) for start, end in pairwise(ends)
+        compute_repeated_share(token_bytes[start:end], size, NGRAM)
+        for start, end in pairwise(accumulate(byte_lengths, initial=0))
     ]
     known_shares = [share for share in shares if share is not None]
     return {"repetition": fmean(known_shares)} if known_shares else {}

@@ -146,11 +146,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def _format_ranges(steps: Sequence[int]) -> str:
     """Return increasing numbers as `3-5, 9`, at most four ranges."""
-    starts = [step for i, step in enumerate(steps) if not i or steps[i - 1] != step - 1]
-    ends = [step for i, step in enumerate(steps) if i == len(steps) - 1 or steps[i + 1] != step + 1]
+    known_steps = set(steps)
+    first_steps = [step for step in steps if step - 1 not in known_steps]
+    last_steps = [step for step in steps if step + 1 not in known_steps]
     ranges = [
         f"{first}-{last}" if first < last else str(first)
-        for first, last in zip(starts, ends, strict=True)
+        for first, last in zip(first_steps, last_steps, strict=True)
     ]
     return ", ".join(ranges[:4]) + (", ..." if len(ranges) > 4 else "")
 
@@ -176,7 +177,10 @@ def open_tensorboard(
     "auto" without TensorBoard gives no sink, and a line in the log. Raises like `TensorBoardSink`.
     """
     if setting == "auto" and not has_tensorboard():
-        logger.info("No tensorboard/ is written; %s for it.", suggest_install("tensorboard"))
+        logger.info(
+            "TensorBoard is not installed, so there is no tensorboard/. To get it: %s.",
+            suggest_install("tensorboard"),
+        )
         return None
     return TensorBoardSink(directory, keep_through=keep_through) if setting else None
 
@@ -184,9 +188,9 @@ def open_tensorboard(
 class TensorBoardSink:
     """A sink that writes scalars (float32) and histograms as TensorBoard event files.
 
-    Construction raises MissingDependency without TensorBoard. It writes at once, by TensorBoard's
-    record writer. TensorBoard's `EventFileWriter` is not used: it imports TensorFlow if that is
-    installed, and writes from a thread.
+    Construction raises MissingDependency without TensorBoard. Events are written immediately, with
+    TensorBoard's `RecordWriter`. Its `EventFileWriter` is not used, because it imports TensorFlow
+    if that is installed, and writes from a thread.
 
     keep_through: the step that the run resumes after. TensorBoard hides later steps of earlier
       files.
@@ -239,9 +243,13 @@ class TensorBoardSink:
         TensorBoard's limits are the upper ends of bins, so an empty bin ends at the first edge.
         """
         limits, counts = histogram.edges, [0.0, *map(float, histogram.counts)]
-        ends = {"min": histogram.lowest, "max": histogram.highest, "num": float(histogram.count)}
-        sums = {"sum": histogram.total, "sum_squares": histogram.squares}
-        return self._histogram(**ends, **sums, bucket_limit=limits, bucket=counts)
+        extremes = {"min": histogram.lowest, "max": histogram.highest}
+        sums = {
+            "num": float(histogram.count),
+            "sum": histogram.total,
+            "sum_squares": histogram.squares,
+        }
+        return self._histogram(**extremes, **sums, bucket_limit=limits, bucket=counts)
 
     def _write(self, **fields: Any) -> None:
         self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())

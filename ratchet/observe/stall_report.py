@@ -2,7 +2,7 @@
 
 The run may wait for another process, an environment or a reward. `kill -USR1 <driver>` writes the
 table to standard error and to the log; `ratchet status RUN` prints it (`answer_status`).
-`log_stalls` logs it when the run makes no progress. Errors about a deadline include it.
+`log_stalls` logs it when the run makes no progress. Errors about a missed deadline include it.
 """
 
 from __future__ import annotations

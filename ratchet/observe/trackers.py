@@ -144,8 +144,9 @@ class RunSink:
 class WandbSink(RunSink):
     """A sink for Weights & Biases.
 
-    W&B's console capture is off, because it conflicts with the progress display. Its environment
-    variables (WANDB_MODE, WANDB_ENTITY, WANDB_TAGS, ...) hold where the recipe says nothing.
+    W&B's console capture is off, because it conflicts with the progress display. W&B's environment
+    variables (WANDB_MODE, WANDB_ENTITY, WANDB_TAGS, ...) apply to settings that the recipe leaves
+    out.
     """
 
     def __init__(self, config: WandbConfig, run: TrackedRun) -> None:
@@ -291,7 +292,7 @@ class PrometheusSink:
             "ratchet_step", "Steps done", ["run"], registry=self._registry
         ).labels(self._run_name)
         self._metric = self._prometheus.Gauge(
-            "ratchet_metric", "The latest step's number", ["run", "name"], registry=self._registry
+            "ratchet_metric", "The latest step's value", ["run", "name"], registry=self._registry
         )
         self._page = self._prometheus.generate_latest(self._registry)
         if config.port is not None:

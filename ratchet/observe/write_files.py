@@ -155,6 +155,10 @@ class AppendFile:
         self.size, self._link_count = stat_result.st_size, stat_result.st_nlink
 
     def _notice_changes(self) -> None:
+        """Open the path again, with a warning, if another program changed the file meanwhile.
+
+        A new hard link is no change: the file is then copied, so that the link keeps its content.
+        """
         open_stat = os.fstat(self._descriptor)
         try:
             path_stat = os.stat(self.path.name, dir_fd=self._directory, follow_symlinks=False)

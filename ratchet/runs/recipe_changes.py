@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.loader import load_config, plain
+from ratchet.config.loader import dump_plain, load_config
 from ratchet.config.schema import STAGE_KEYS, RunConfig
 from ratchet.errors import ConfigError
 from ratchet.observe.provenance import read_changes
@@ -138,7 +138,7 @@ def _may_resume_with(path: Path, override: str, current: RunConfig) -> bool:
 
 def list_changes(before: RunConfig, after: RunConfig) -> list[Change]:
     """Return the keys in which two recipes with the same stages differ."""
-    old, new = plain(before), plain(after)
+    old, new = dump_plain(before), dump_plain(after)
     names = [stage["name"] for stage in old[STAGES]]
     if names != [stage["name"] for stage in new[STAGES]]:
         return [Change((STAGES,), names, [stage["name"] for stage in new[STAGES]])]
@@ -223,7 +223,7 @@ def restore_earlier_config(config: RunConfig, provenance: Path, step: int) -> Ru
     later_entries = [entry for entry in read_changes(provenance) if entry["after_step"] > step]
     if not later_entries:
         return config
-    recipe = _key_stages_by_name(plain(config))
+    recipe = _key_stages_by_name(dump_plain(config))
     for entry in reversed(later_entries):
         for change in reversed(entry["changes"]):
             *sections, last_key = change["path"]

@@ -71,7 +71,7 @@ def make_generator(
     """
     prepare_process(placement.threads)
     use_kernels(compiled)
-    config = resolve("generating", section)
+    config = resolve("worker_generator", section)
     if placement.device != "cpu":
         torch.cuda.set_device(placement.device)
     device = "cpu" if config.copies_weights else placement.device

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-from ratchet.config.loader import plain
+from ratchet.config.loader import dump_plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.executors.freeze import get_peak_memory, prepare_process
 from ratchet.executors.signals import SecondSignal, handle_stop_signals, shield_programs
@@ -112,7 +112,7 @@ class TrainingSession:
         self.profile = profile
         self.store = store
         self.mirror = mirror
-        self._plain_config = plain(config)
+        self._plain_config = dump_plain(config)
         self.changed_data = changed_data
         self.changed_recipe = changed_recipe
         self.try_s = try_s

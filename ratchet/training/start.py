@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratchet.config.length import shorten
-from ratchet.config.loader import load_config, plain
+from ratchet.config.loader import dump_plain, load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import find_unfrozen_key, freeze
@@ -82,14 +82,14 @@ def start_run(
     directory, store, mirror = _open_new_run(
         run_dir or config.run_dir or _find_free_path(Path("runs") / config.name), notes
     )
-    directory.check_recipe(plain(unfrozen))
+    directory.check_recipe(dump_plain(unfrozen))
     with directory.locked():
         if mirror is not None:
             # Do this before any local write, so that the command can be repeated if it fails.
             mirror.begin()
         if saved is not None and saved.step is not None:
             copy_start(saved, config, directory.path, with_optimizer=with_optimizer)
-        directory.write_or_check_config(plain(config))
+        directory.write_or_check_config(dump_plain(config))
         if mirror is not None:
             mirror.begin()
         return _run(
@@ -246,7 +246,7 @@ def _change_recipe(
         )
     except OSError as error:
         raise RunDirectoryError(f"{directory.provenance} can't be written: {error}") from error
-    directory.replace_config(plain(lengths.config))
+    directory.replace_config(dump_plain(lengths.config))
     return lengths, [f"changed after step {step}: {change}" for change in changes]
 
 

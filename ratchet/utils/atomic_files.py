@@ -16,7 +16,7 @@ from ratchet.utils import failpoints
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield the path of a draft, in the directory of `path`.
 
-    The block writes the draft. It replaces `path` if the block ends without an error.
+    The block writes the draft, which replaces `path` if the block ends without an error.
     """
     draft = path.with_name(f".{path.name}.partial")
     try:

@@ -1,4 +1,4 @@
-"""Provide secrets that a recipe names by environment variable and never contains.
+"""Provide secrets. A recipe names the environment variable of a secret and never contains it.
 
 The library does not read the environment. The command line does, and passes it to
 `set_environment`; your own program calls `set_environment(os.environ)` once.

@@ -60,7 +60,7 @@ class ClusterSpec:
             similar_kinds = get_close_matches(kind, DATASHEET_BY_KIND, n=1)
             hint = f"did you mean {similar_kinds[0]}? " if similar_kinds else ""
             raise ConfigError(
-                f"--cluster {text}: '{match[3]}' is unknown; {hint}known are "
+                f"--cluster {text}: '{match[3]}' is unknown; {hint}the kinds are "
                 f"{', '.join(DATASHEET_BY_KIND)}"
             )
         nodes = int(match[1] or 1)

@@ -229,7 +229,7 @@ class Store:
         half-written file must not replace a whole one.
         """
         path = self._get_path(name)
-        # fsspec sets it for local file systems alone.
+        # fsspec sets `local_file` for local file systems only.
         draft = f"{path}.partial" if getattr(self._filesystem, "local_file", False) else path
 
         def write() -> None:

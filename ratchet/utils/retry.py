@@ -1,4 +1,4 @@
-"""Retry calls that failed for a passing reason."""
+"""Retry calls that failed for a temporary reason."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class UserCodeFailed(Exception):
-    """An error in user code. Its text is the traceback, or the fault of the returned value."""
+    """An error in user code. Its text is the traceback, or says why a returned value is wrong."""
 
 
 def get_qualified_name(function: Callable[..., Any]) -> str:

@@ -1,4 +1,4 @@
-"""Add to a user's environment, generator, learner or reward the base class's members that it lacks.
+"""Complete a user's environment, generator, learner or reward with members of its base class.
 
 Users write plain classes. Each is completed once, where it is built or handed over, so that the
 library reads every member as a plain attribute.

@@ -75,6 +75,10 @@ class Body:
         self._has_more = False
 
     def _count(self, size: int) -> None:
+        """Count further bytes of the request, or fewer if `size` is below 0.
+
+        Raises BodyRefused if the request, its key or the server then has too many.
+        """
         limits, bytes_by_key = self.limiter.limits, self.limiter.bytes_by_key
         self.size += size
         bytes_by_key[self.key] += size

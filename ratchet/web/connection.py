@@ -160,7 +160,7 @@ class GuardedProtocol(H11Protocol):
             self._connections.mark_answering(self)
         elif self.cycle is not previous_cycle:
             # Applications that read the body hold it to `body_s` themselves (`Body` in bodies.py).
-            # This deadline of twice that time is for applications that don't read it.
+            # This later deadline is for applications that don't read the body.
             self._wait_for_client(2 * self._limits.body_s)
 
     def on_response_complete(self) -> None:

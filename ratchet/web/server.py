@@ -92,6 +92,7 @@ class Server:
             raise results[0]
 
     async def _accept(self) -> None:
+        """Accept connections until cancelled, each as soon as there is room for it."""
         loop = asyncio.get_running_loop()
         while True:
             await self._connections.has_room.wait()

@@ -8,7 +8,7 @@ import torch
 from commands.convert.test_command import run as convert
 from models.lora.test_decoder import LENGTHS, SHAPE, TOKENS, adapted, logits
 
-from ratchet.commands.convert.formats import FORMS
+from ratchet.commands.convert.formats import FORMATS
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
@@ -84,7 +84,7 @@ def test_weights_keep_their_dtype_and_are_added_up_in_float32(files):
 
 
 def test_what_was_interrupted_goes_on_with_the_same_adapter_alone(files, monkeypatch):
-    form, write, made = type(FORMS["dcp"]), type(FORMS["dcp"]).write, []
+    form, write, made = type(FORMATS["dcp"]), type(FORMATS["dcp"]).write, []
 
     def write_two(self, path, entries):
         if len(made) == 2:

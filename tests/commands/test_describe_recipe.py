@@ -58,7 +58,7 @@ def test_the_arithmetic_of_a_run_by_hand():
         "600 optimizer steps in all, 6 of them warm-up",
         "  data          1,000 tasks drawn",
         # at 40, 60, 80, 100, 120
-        "  evaluation    before, after and 5 times between, 60 attempts each (20 tasks, 1 greedy "
+        "  evaluation    before, after and at 5 steps between, 60 attempts each (20 tasks, 1 greedy "
         "and 2 sampled)",
         # at 50, 100 and 130
         "  checkpoints   3 written, the newest 3 kept",
@@ -92,7 +92,7 @@ def test_a_mark_on_the_last_step_is_not_counted_twice():
     text = describe(
         run(stage(name="rl", steps=100, evaluation={"every": 50}, checkpoint={"every": 50}))
     )
-    assert "evaluation    before, after and 1 time between" in text
+    assert "evaluation    before, after and at 1 step between" in text
     assert "checkpoints   2 written" in text
 
 

@@ -221,7 +221,10 @@ def test_the_recipe_may_name_the_address_and_a_run_begins_there_once(recipe, cap
         ("run_dir=s4://bucket/run", "nothing reads s4://"),
         ("run_dir=https://host/run", "a web server can't list a directory"),
         ("model={path: 's3://bucket/*'}", "a pattern or leads upwards"),
-        ("model={path: 's3://bucket/model', revision: main}", "has no revisions: remove it"),
+        (
+            "model={path: 's3://bucket/model', revision: main}",
+            "has no revisions: remove model.revision",
+        ),
         ("tokenizer={kind: auto, path: 's3://'}", "names no bucket or directory"),
     ],
 )

@@ -101,7 +101,7 @@ def test_runs_are_compared(place: Path) -> None:
     assert (same["recipe"], same["first_different_step"]) == ([], None)
     text = said("compare", str(place / "a"), str(place / "c"))
     assert "the recipes are the same" in text
-    assert "steps differs" in text
+    assert "common steps are equal" in text
 
 
 def test_old_checkpoints_go_when_asked_to(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def training(tmp_path, forks, name, action):
     folder.mkdir()
     recipe = folder / "probe.yaml"
     own = {"mine": {**MINE, "action": action}, "loss": LOSS}
-    recipe.write_text(yaml.safe_dump({**RECIPE, **RISING, "sentinels": {"own": own}}))
+    recipe.write_text(yaml.safe_dump({**RECIPE, **RISING, "sentinels": {"custom": own}}))
     chaos = ChaosTest(recipe, folder, forks)
     return lambda fault="": chaos.start(folder / "run", fault)
 

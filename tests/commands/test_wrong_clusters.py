@@ -66,7 +66,7 @@ REFUSED = [
     ("cluster.nodes=2", "cluster.nodes: unknown key"),
     (
         "cluster.kind=ray learner.kind=local",
-        "cluster.kind=ray places processes, and learner.kind=local trains in this",
+        "cluster.kind=ray places worker processes, and learner.kind=local trains in the main",
     ),
     (
         "cluster.kind=torchrun",
@@ -125,7 +125,7 @@ REFUSED += [
     (f"{MEGATRON} learner.dp_shard=2", "learner.dp_shard: unknown key"),
     (
         f"{MEGATRON} cluster.colocated=true",
-        "learner.kind=megatron never frees its own: set learner.kind=dtensor",
+        "learner.kind=megatron never frees its accelerator: set learner.kind=dtensor",
     ),
 ]
 REFUSED_ON_RAY = [

@@ -135,16 +135,16 @@ WRONG_VALUES = [
     ({"name": "../../x"}, "line 5: name: '../../x' must be of letters, digits"),
     (
         {"optimizer": ""},
-        "line 5: optimizer: null must be a section with its kind, as {kind: adamw}",
+        "line 5: optimizer: null must be a section with its kind, such as {kind: adamw}",
     ),
     ({"model": "tiny"}, "line 1: model: 'tiny' must be a section: keys and values"),
     (
         {"algorithm": "grpo"},
-        "line 4: algorithm: 'grpo' must be a section with its kind, as {kind: grpo}",
+        "line 4: algorithm: 'grpo' must be a section with its kind, such as {kind: grpo}",
     ),
     (
         {"algorithm": "{kind: grpoo}"},
-        "line 4: algorithm.kind: 'grpoo' is unknown: did you mean 'grpo'? there are sft, "
+        "line 4: algorithm.kind: 'grpoo' is unknown: did you mean 'grpo'? the kinds are sft, "
         "policy_gradient, grpo",
     ),
     (
@@ -171,7 +171,7 @@ WRONG_VALUES = [
     ),
     (
         {"environment": "{kind: ratchet.types.Task}"},
-        "name a class of your own by its path, my_pkg.module:Class (here ratchet.types:Task?)",
+        "name a class of your own by its path, my_pkg.module:Class (did you mean ratchet.types:Task?)",
     ),
     (
         {"rewards": "{kind: exact_match}"},
@@ -179,7 +179,7 @@ WRONG_VALUES = [
     ),
     (
         {"rewards": "[exact_match]"},
-        "line 5: rewards.0: 'exact_match' must be a section with its kind, as {kind: exact_match}",
+        "line 5: rewards.0: 'exact_match' must be a section with its kind, such as {kind: exact_match}",
     ),
     (
         {"rewards": "[{kind: countdown, partial: 3}]"},
@@ -323,7 +323,10 @@ CLASHES = [
         {"evaluation": "{tasks: 0, environment: {kind: sorting}}"},
         "evaluation.environment=sorting with evaluation.tasks=0 evaluates nothing",
     ),
-    ({"evaluation": "{patience: 2}"}, "patience=2 counts evaluations between steps: set every"),
+    (
+        {"evaluation": "{patience: 2}"},
+        "patience=2 counts evaluations during the stage: set every above 0",
+    ),
     ({"evaluation": "{metric: eval/sampled}"}, "metric is not read without patience or stop_at"),
     ({"evaluation": "{stop_at: 0.5}"}, "stop_at=0.5 is compared in evaluations between steps"),
     ({"evaluation": "{every: 1, stop_at: 1, min_gain: 1}"}, "min_gain is not read with patience=0"),

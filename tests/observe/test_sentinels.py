@@ -56,7 +56,7 @@ def told(caplog):
 
 
 def own(rule, threshold=0.0, **more):
-    return {"own": {"mine": {"metric": "x", "rule": rule, "threshold": threshold, **more}}}
+    return {"custom": {"mine": {"metric": "x", "rule": rule, "threshold": threshold, **more}}}
 
 
 def series(rule, threshold, values, **more):
@@ -119,7 +119,7 @@ def test_a_step_without_the_metric_is_passed_over_but_where_its_absence_says_som
 
 
 def test_a_pattern_stands_for_the_greatest():
-    pattern = {"own": {"mine": {"metric": "x*", "rule": "below", "threshold": 1.0}}}
+    pattern = {"custom": {"mine": {"metric": "x*", "rule": "below", "threshold": 1.0}}}
     assert alarms(pattern, {"x": 0.0, "x/a": 2.0}, {"x": 0.0, "x/a": 0.5}) == [(2, False)]
 
 

@@ -1,4 +1,4 @@
-"""Run `ratchet convert`, which converts the weights of a model from one form into another.
+"""Run `ratchet convert`, which converts the weights of a model from one format into another.
 
 The new directory is written file by file, beside the target and under a hidden name. An interrupted
 conversion continues with the first missing file. A complete conversion is compared with its source
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.commands.convert.formats import (
-    FORMS,
-    READABLE_FORMS,
+    FORMATS,
+    READABLE_FORMATS,
     Config,
     Record,
     Weights,
     WriteEntry,
-    detect_form,
+    detect_format,
 )
 from ratchet.commands.convert.merge_lora import merge_adapter
 from ratchet.commands.convert.verify import N_TOKENS, explain_missing_logits, sample_logits
@@ -53,29 +53,29 @@ class StoredModel:
 
     Attributes:
         directory: The directory of its weights.
-        form: The form of its weights, a key of READABLE_FORMS.
+        format: The format of its weights, a key of READABLE_FORMATS.
         companion_dir: The directory of its config.json and tokenizer.
         config: The content of its config.json.
         adapter: An adapter that is merged into its weights when they are read.
     """
 
     directory: Path
-    form: str
+    format: str
     companion_dir: Path
     config: Config
     adapter: StoredAdapter | None = None
 
     @property
-    def logits_form(self) -> str:
-        """Return the implementation that computes the logits: "hf", or Megatron's.
+    def logits_format(self) -> str:
+        """Return the format whose implementation computes the logits (`sample_logits`).
 
-        With an adapter it is "hf": Megatron's reads the weight files itself, so it would miss the
-        merged adapter.
+        With an adapter it is "hf", because Megatron's implementation reads the weight files itself
+        and would miss the merged adapter.
         """
-        return self.form if self.adapter is None else "hf"
+        return self.format if self.adapter is None else "hf"
 
     def open(self) -> Weights:
-        weights = READABLE_FORMS[self.form].open(self.directory, self.config)
+        weights = READABLE_FORMATS[self.format].open(self.directory, self.config)
         return weights if self.adapter is None else merge_adapter(weights, self.adapter)
 
 
@@ -119,9 +119,9 @@ def convert(
     """Convert a model.
 
     Args:
-        source: A model in any form, a run directory with a trained model, or a Hub id.
+        source: A model in any format, a run directory with a trained model, or a Hub id.
         target: The new directory.
-        to: The form of the new weights, a key of FORMS.
+        to: The format of the new weights, a key of FORMATS.
         config: A Hugging Face directory with the config.json and the tokenizer, if the source has
             none.
         verify: True compares all weights, and the logits of a few tokens, with the source.
@@ -131,8 +131,8 @@ def convert(
 
     Raises ConfigError, CheckpointError or ModelError.
     """
-    if to not in FORMS:
-        raise ConfigError(f"--to {to} is no form of weights: choose one of {', '.join(FORMS)}")
+    if to not in FORMATS:
+        raise ConfigError(f"--to {to} is no format of weights: choose one of {', '.join(FORMATS)}")
     if target.is_symlink():  # a directory can't take the place of a link
         raise ConfigError(f"{target} is a link: give the place that it names, or remove it first")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -145,15 +145,15 @@ def convert(
         say(f"ignored: {summarize_names(list(weights.ignored))}")
     partial_dir = target.absolute().with_name(f".{target.name}.partial")
     files = _group_entries(
-        FORMS[to].entries(weights, stored.config), partial_dir, FORMS[to].name_file, file_bytes
+        FORMATS[to].entries(weights, stored.config), partial_dir, FORMATS[to].name_file, file_bytes
     )
     with _lock(partial_dir):
         _save_plan(
             partial_dir, {"to": to, "file_bytes": file_bytes, "source": _fingerprint(stored)}
         )
-        records = _write_files(files, FORMS[to].write, say)
+        records = _write_files(files, FORMATS[to].write, say)
         copy_companions(stored.companion_dir, partial_dir)
-        FORMS[to].finish(partial_dir, records, stored.config)
+        FORMATS[to].finish(partial_dir, records, stored.config)
         if verify:
             converted = StoredModel(partial_dir, to, partial_dir, stored.config)
             _compare_weights(weights, converted, files, source, say)
@@ -161,7 +161,7 @@ def convert(
         partial_dir.replace(target)
     shutil.rmtree(target / STATE_DIR)
     say(
-        f"{source} ({stored.form}) -> {target} ({to}): {len(weights.shapes)} weights, files: "
+        f"{source} ({stored.format}) -> {target} ({to}): {len(weights.shapes)} weights, files: "
         f"{len(files)}"
     )
 
@@ -173,13 +173,14 @@ def find_stored_model(source: str, config: Path | None = None) -> StoredModel:
     """
     is_run = (Path(source) / "config.yaml").is_file()
     directory = find_model(Path(source) / MODEL if is_run else source)
-    form, companion_dir = detect_form(directory), config or directory
+    weight_format, companion_dir = detect_format(directory), config or directory
     if not (companion_dir / "config.json").exists():
         raise ModelError(
             f"{companion_dir} has no config.json: name a Hugging Face directory of this model by "
             "--config DIRECTORY"
         )
-    return StoredModel(directory, form, companion_dir, read_json(companion_dir / "config.json"))
+    content = read_json(companion_dir / "config.json")
+    return StoredModel(directory, weight_format, companion_dir, content)
 
 
 def _load_adapter(source: str, adapter: Path) -> StoredAdapter:
@@ -195,7 +196,8 @@ def _load_adapter(source: str, adapter: Path) -> StoredAdapter:
 def _lock(partial_dir: Path) -> Iterator[None]:
     """Lock the partial output directory.
 
-    Raises CheckpointError if it is locked already, ConfigError if it is no conversion's.
+    Raises CheckpointError if it is locked already, and ConfigError if it holds files of something
+    other than a conversion.
     """
     if (
         partial_dir.exists()
@@ -224,7 +226,7 @@ def _fingerprint(stored: StoredModel) -> dict[str, Any]:
     file_stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
     fingerprint = {
         "directory": str(stored.directory.resolve()),
-        "form": stored.form,
+        "format": stored.format,
         "files": file_stats,
         "config": dict(stored.config),
     }
@@ -282,6 +284,7 @@ def _write_files(
     write: Callable[[Path, Sequence[WriteEntry]], list[Record]],
     say: Say,
 ) -> list[Record]:
+    """Write the files that are not complete yet. Return the records of all files, in order."""
     all_records: list[Record] = []
     existing_records = [file.read_records() for file in files]
     if any(existing_records):
@@ -326,13 +329,17 @@ def _compare_weights(
 def _compare_logits(
     stored: StoredModel, converted: StoredModel, weights: Weights, say: Say
 ) -> None:
+    """Compare the logits of source and copy, or print why they can't be computed.
+
+    Raises CheckpointError if they differ by more than TOLERANCE.
+    """
     if reason := explain_missing_logits(
-        weights, stored.config, (stored.logits_form, converted.logits_form)
+        weights, stored.config, (stored.logits_format, converted.logits_format)
     ):
         say(f"logits not compared: {reason}")
         return
     source_logits, converted_logits = (
-        sample_logits(model.logits_form, model.directory, model.open(), model.config)
+        sample_logits(model.logits_format, model.directory, model.open(), model.config)
         for model in (stored, converted)
     )
     max_difference = float((converted_logits - source_logits).abs().max())

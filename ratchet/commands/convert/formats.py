@@ -1,10 +1,10 @@
-"""Read and write the forms of model weights on disk.
+"""Read and write the formats of model weights on disk.
 
-Three forms can be read and written: Hugging Face's safetensors, torch's distributed checkpoint
+Three formats can be read and written: Hugging Face's safetensors, torch's distributed checkpoint
 (DCP) and Megatron-core's checkpoint. A learner's checkpoint can only be read. Weights are read
 block by block under their canonical names, which are Hugging Face's, and written file by file. In
-all forms, `config.json`, the tokenizer and other files of a model lie beside the weights, with the
-names that Hugging Face gives them.
+all formats, `config.json`, the tokenizer and other files of a model lie beside the weights, under
+the names that Hugging Face gives them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Weights:
 class WriteEntry:
     """A chunk of a tensor to write; usually the chunk is the whole tensor."""
 
-    key: str  # name of the tensor in the written form
+    key: str  # name of the tensor in the written format
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # start of the chunk in the tensor, per dimension
     sizes: tuple[int, ...]  # shape of the chunk
@@ -81,11 +81,11 @@ class WriteEntry:
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
 
 
-class ReadableForm(Protocol):
-    """A form of weights that can be read."""
+class ReadableWeightFormat(Protocol):
+    """A format of weights that can be read."""
 
     def is_in(self, directory: Path) -> bool:
-        """Return True if the directory holds weights in this form."""
+        """Return True if the directory holds weights in this format."""
         ...
 
     def open(self, directory: Path, config: Config) -> Weights:
@@ -96,13 +96,13 @@ class ReadableForm(Protocol):
         ...
 
 
-class Form(ReadableForm, Protocol):
-    """A form of weights that can be read and written."""
+class WeightFormat(ReadableWeightFormat, Protocol):
+    """A format of weights that can be read and written."""
 
     def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
         """Yield the entries to write.
 
-        Raises ModelError if a weight is missing, or has no counterpart in this form.
+        Raises ModelError if a weight is missing, or has no counterpart in this format.
         """
         ...
 
@@ -120,7 +120,7 @@ class Form(ReadableForm, Protocol):
 
 
 class HuggingFace:
-    """The form of Hugging Face: safetensors files, with an index if there are several."""
+    """The format of Hugging Face: safetensors files, with an index if there are several."""
 
     def is_in(self, directory: Path) -> bool:
         return (directory / WEIGHTS).exists() or (directory / INDEX).exists()
@@ -158,7 +158,7 @@ class HuggingFace:
 
 
 class Dcp:
-    """The form of torch.distributed.checkpoint."""
+    """The format of torch.distributed.checkpoint."""
 
     def is_in(self, directory: Path) -> bool:
         return (directory / DCP_INDEX).exists() and not (
@@ -214,7 +214,7 @@ class Dcp:
 
 
 class Megatron(Dcp):
-    """The form of Megatron-core: DCP files with Megatron's names of tensors and extra files."""
+    """The format of Megatron-core: DCP files with Megatron's names of tensors and extra files."""
 
     def is_in(self, directory: Path) -> bool:
         return (directory / megatron_format.FORMAT).exists()
@@ -256,7 +256,7 @@ class Megatron(Dcp):
 
 
 class LearnerBlocks:
-    """The form of a distributed learner's checkpoint, with optimizer state beside the weights.
+    """The format of a distributed learner's checkpoint, with optimizer state beside the weights.
 
     It can only be read.
     """
@@ -277,20 +277,22 @@ class LearnerBlocks:
         return _select_canonical(Weights(shapes, dtypes, blocks.read), config)
 
 
-FORMS: Mapping[str, Form] = {"hf": HuggingFace(), "megatron": Megatron(), "dcp": Dcp()}
-READABLE_FORMS: Mapping[str, ReadableForm] = {**FORMS, "learner": LearnerBlocks()}
+FORMATS: Mapping[str, WeightFormat] = {"hf": HuggingFace(), "megatron": Megatron(), "dcp": Dcp()}
+READABLE_FORMATS: Mapping[str, ReadableWeightFormat] = {**FORMATS, "learner": LearnerBlocks()}
 
 
-def detect_form(directory: Path) -> str:
-    """Return the name of the form in a directory. Raises CheckpointError if there is none."""
-    form_name = next((name for name, form in READABLE_FORMS.items() if form.is_in(directory)), None)
-    if form_name is None:
+def detect_format(directory: Path) -> str:
+    """Return the name of the format in a directory. Raises CheckpointError if there is none."""
+    format_name = next(
+        (name for name, readable in READABLE_FORMATS.items() if readable.is_in(directory)), None
+    )
+    if format_name is None:
         raise CheckpointError(
             f"{directory} holds no weights of a model: neither {WEIGHTS} (Hugging Face), nor "
             f"{megatron_format.FORMAT} (Megatron), "
             f"{DCP_INDEX} (torch.distributed.checkpoint) or rank-0.json (a learner's checkpoint)"
         )
-    return form_name
+    return format_name
 
 
 def _yield_whole_weights(weights: Weights) -> Iterator[WriteEntry]:

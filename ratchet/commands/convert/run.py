@@ -26,7 +26,9 @@ from ratchet.utils.object_store import (
 )
 
 LAST_FILE = "config.json"  # uploaded last: a directory without it is not taken for a model
-MARKER = ".checkpoint"  # in an exported checkpoint, its identity; nothing without it is removed
+# File of an exported checkpoint with the checkpoint's identity. Directories without it are not
+# removed.
+MARKER = ".checkpoint"
 
 
 def convert_paths_or_addresses(
@@ -83,8 +85,8 @@ def _read_source(
 ) -> tuple[str, str | None]:
     """Return the local path or hub id of the source, and the `config` to convert it with.
 
-    A run's checkpoint is exported in Hugging Face's form first, and an interrupted conversion uses
-    the same export when it continues. A checkpoint with Megatron's weights is converted as it is;
+    A run's checkpoint is first exported in Hugging Face's format, and an interrupted conversion
+    continues from the same export. A checkpoint with Megatron's weights is converted as it is;
     without `config` it gets the config.json of the model that the run started from.
 
     Args:

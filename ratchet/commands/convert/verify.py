@@ -1,7 +1,7 @@
 """Compute the logits of a few tokens with a model on disk, to verify a conversion.
 
 Megatron-core computes the logits of a Megatron checkpoint, and the built-in decoder those of every
-other form. A conversion to or from Megatron is therefore checked by two implementations.
+other format. A conversion to or from Megatron is therefore checked by two implementations.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from ratchet.models.weights.hf_weights import SCORE, empty_decoder, load_weights
 N_TOKENS = 16  # length of the sequence whose logits are compared
 
 
-def explain_missing_logits(weights: Weights, config: Config, forms: tuple[str, str]) -> str | None:
+def explain_missing_logits(
+    weights: Weights, config: Config, formats: tuple[str, str]
+) -> str | None:
     """Return why logits can't be computed on this machine; None if they can.
 
     Args:
         weights: The weights of the model.
         config: The content of its config.json.
-        forms: The forms of the original and of the converted model, as keys of `LOGITS_FUNCTIONS`.
+        formats: The formats of the original and the converted model, keys of `LOGITS_FUNCTIONS`.
     """
     # All weights are loaded in float32.
     needed_bytes = 4 * sum(torch.Size(shape).numel() for shape in weights.shapes.values())
@@ -41,7 +43,7 @@ def explain_missing_logits(weights: Weights, config: Config, forms: tuple[str, s
         return f"the built-in decoder can't run this model: {reason}"
     if SCORE in weights.shapes:
         return "a model with a scalar head has no logits"
-    if "megatron" in forms and (
+    if "megatron" in formats and (
         find_spec("megatron") is None or find_spec("megatron.core") is None
     ):
         return f"megatron-core is not installed: {suggest_install('megatron')}"
@@ -53,12 +55,14 @@ def explain_missing_logits(weights: Weights, config: Config, forms: tuple[str, s
     return None
 
 
-def sample_logits(form: str, directory: Path, weights: Weights, config: Config) -> Tensor:
+def sample_logits(weight_format: str, directory: Path, weights: Weights, config: Config) -> Tensor:
     """Return float32 logits (T, V) on the CPU; V is the size of the vocabulary.
 
     Models of one vocabulary get the same T = N_TOKENS tokens.
     """
-    return LOGITS_FUNCTIONS[form](DecoderConfig.from_hf(config), directory, weights, config)
+    return LOGITS_FUNCTIONS[weight_format](
+        DecoderConfig.from_hf(config), directory, weights, config
+    )
 
 
 def _compute_decoder_logits(
@@ -91,7 +95,7 @@ def _compute_megatron_logits(
             destroy_process_groups()
 
 
-# The function that computes logits, by the form of the model.
+# The function that computes logits, by the format of the model.
 LOGITS_FUNCTIONS: Mapping[str, Callable[[DecoderConfig, Path, Weights, Config], Tensor]] = {
     "hf": _compute_decoder_logits,
     "dcp": _compute_decoder_logits,

@@ -87,7 +87,7 @@ def _explain_kind(kind: str, entries: Sequence[KeyEntry]) -> list[str]:
 def _explain_peer_name(name: str, entries: Sequence[KeyEntry]) -> list[str]:
     paths = PEER_NAMES.get(name.rpartition(".")[2], ())
     pages = [_describe(entry) for entry in entries if entry.path in paths]
-    return [f"{name} of other libraries is here:", *pages] if pages else []
+    return [f"In a recipe, {name} of other libraries is:", *pages] if pages else []
 
 
 def _explain_mentions(words: str, entries: Sequence[KeyEntry]) -> list[str]:

@@ -62,6 +62,7 @@ class _Page:
                 yield from self._write_kinds(*self._pending_slots.pop(0))
 
     def _write_kinds(self, path: str, slot: str) -> Iterator[str]:
+        """Yield a slot's kinds. A kind that an earlier slot has described is only named."""
         yield f"## `{path}`"
         default = DEFAULT_KIND.get(slot)
         yield f"The default kind is `{default}`." if default else ""

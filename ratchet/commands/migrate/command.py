@@ -1,7 +1,7 @@
 """The command `ratchet import`: convert a peer's configuration to a recipe.
 
-A peer is another library. The account is the list of the peer's keys that could not simply be taken
-over. It is printed to the terminal, and written as comments at the top of the recipe.
+A peer is another library. The conversion report lists the peer's keys that could not simply be
+taken over. It is printed to the terminal, and written as comments at the top of the recipe.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_controls, make_console
 
-WIDTH = 128  # characters of a line of the account
-MAX_VALUE_CHARS = 48  # maximum characters of a value in the account
+WIDTH = 128  # characters of a line of the conversion report
+MAX_VALUE_CHARS = 48  # maximum characters of a value in the conversion report
 
 
 def import_file(
     file: Path, peer: str | None, out: Path | None, *, with_inert: bool = False
 ) -> None:
-    """Convert a peer's configuration, write the recipe and print its account.
+    """Convert a peer's configuration, write the recipe and print the conversion report.
 
     Args:
         file: The peer's configuration.
@@ -47,7 +47,7 @@ def import_file(
     account = [
         f"{file}: {result.peer.title}, {result.method}",
         *_format_taken_over(result),
-        *format_account(result, with_inert=with_inert),
+        *format_conversion_report(result, with_inert=with_inert),
     ]
     if out is None:
         _print(account, sys.stderr)
@@ -74,24 +74,24 @@ def _print(lines: Iterable[str], file: IO[str]) -> None:
 
 
 def format_recipe(result: ImportResult, name: str, *, with_inert: bool = True) -> str:
-    """Return the recipe as YAML, below comments that name the source file and give the account."""
+    """Return the recipe as YAML, below comments with the source file and the conversion report."""
     heading = [
         f"From {name}, a configuration of {result.peer.title} ({result.method}), by `ratchet "
         "import`."
     ]
     comments = "\n".join(
         f"# {escape_controls(line)}".rstrip()
-        for line in [*heading, *format_account(result, with_inert=with_inert)]
+        for line in [*heading, *format_conversion_report(result, with_inert=with_inert)]
     )
     return f"{comments}\n{write_text(result.recipe)}"
 
 
-def format_account(result: ImportResult, *, with_inert: bool = True) -> Iterator[str]:
-    """Yield the lines of the account, which lists the keys that could not simply be taken over.
+def format_conversion_report(result: ImportResult, *, with_inert: bool = True) -> Iterator[str]:
+    """Yield the lines of the conversion report: the keys that could not simply be taken over.
 
     First come keys without a counterpart, which the user must decide on; then keys that mean
-    something else, could not be read, or have no effect. Keys that the import chose itself and
-    problems of the recipe follow.
+    something else, and keys without effect. Keys that the import chose itself, keys that could not
+    be read and problems of the recipe follow.
 
     Args:
         with_inert: True lists the keys without effect; False gives only their number.
@@ -104,7 +104,8 @@ def format_account(result: ImportResult, *, with_inert: bool = True) -> Iterator
     if with_inert:
         yield from _format_section(inert, _join_by_note(result.inert))
     elif result.inert:
-        yield from ["", f"{inert}: {len(result.inert)} keys, which --all lists"]
+        keys = "1 key" if len(result.inert) == 1 else f"{len(result.inert)} keys"
+        yield from ["", f"{inert}: {keys} (listed with --all)"]
     chosen = ", ".join(f"{key}={_shorten(value)}" for key, value in result.chosen.items())
     yield from _format_section(
         "Not in the file, and set to a starting value",
@@ -141,9 +142,9 @@ def _join_by_note(items: Sequence[Item]) -> list[tuple[str, str]]:
 
 
 def _describe(item: Item) -> str:
-    """Return a text such as `peer_key=1 (their default) -> recipe_key=1`."""
+    """Return a text such as `peer_key=1 (the default there) -> recipe_key=1`."""
     recipe_keys = ", ".join(f"{key}={_shorten(value)}" for key, value in item.recipe_keys.items())
-    default_mark = " (their default)" if item.is_default else ""
+    default_mark = " (the default there)" if item.is_default else ""
     target = ""
     if recipe_keys:
         target = f" -> {recipe_keys}"

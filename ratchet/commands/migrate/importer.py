@@ -1,5 +1,5 @@
-"""Convert another library's keys to a recipe that `ratchet check` accepts, with an account of each
-key."""
+"""Convert another library's keys to a recipe that `ratchet check` accepts, and report on each key:
+its counterpart in the recipe, or why it has none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ratchet.commands.migrate.trl import TRL
 from ratchet.commands.migrate.used_keys import ConversionLog
 from ratchet.commands.migrate.verl import VERL
 from ratchet.config.checks.stages import conflicts
-from ratchet.config.diagnostics import RecipeProblem, explain, locate
+from ratchet.config.diagnostics import RecipeProblem, explain_validation_error, locate
 from ratchet.config.layers import expand
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import read_text, write_text
@@ -60,7 +60,7 @@ ItemStatus = Literal["same", "different", "dropped", "inert"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The account of one key of the peer: its value, and its counterpart in the recipe."""
+    """The result for one key of the peer: its value, and its counterpart in the recipe."""
 
     peer_key: str
     value: Any
@@ -152,8 +152,8 @@ class UnconvertedTask(ConfigError):
 def read_config(path: Path, peer: str | None = None) -> ImportResult:
     """Import a file.
 
-    Raises ConfigError if the file can't be read, if the peer or the kind of training can't be
-    detected from its keys, and UnconvertedTask if its task has no conversion.
+    Raises ConfigError if the file can't be read, or if its keys do not tell the peer or the kind of
+    training. Raises UnconvertedTask if its task has no conversion.
     """
     source = read_source(path)
     chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
@@ -244,6 +244,7 @@ def _apply(result: ImportResult, method: Method, config: PeerConfig) -> None:
 
 
 def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, is_default: bool) -> Item:
+    """Return the result for one key: converted by its row, or with the reason why it is not."""
     if value is None:
         return Item(key, None, {row.recipe_key: row.null}, row.note, is_default)
     if not (row.covered_by or row.recipe_key or row.convert):
@@ -466,7 +467,7 @@ def _find_problems(recipe: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
-        yield from [*problems, *explain(error, tree, RunConfig)]
+        yield from [*problems, *explain_validation_error(error, tree, RunConfig)]
         return
     yield from problems
     for conflict in conflicts(config):

@@ -190,6 +190,7 @@ class _Resolver:
         }
 
     def _resolve_key(self, key: str) -> Any:
+        """Return the value of a key. Raises LookupError if it can't be resolved."""
         if key not in self.resolved:
             if key in self.in_progress:
                 raise LookupError("refers to itself")
@@ -209,6 +210,7 @@ class _Resolver:
         return self.resolved[key]
 
     def _resolve_value(self, value: Any, key: str) -> Any:
+        """Return the value with each `${...}` in it replaced, the innermost first."""
         if isinstance(value, list):
             return [self._resolve_value(item, key) for item in value]
         if isinstance(value, Mapping):
@@ -227,6 +229,7 @@ class _Resolver:
         return value
 
     def _resolve_reference(self, reference: str, key: str) -> Any:
+        """Return the value of the text inside `${...}`: a key's value, or a resolver's result."""
         resolver, colon, arguments_text = reference.partition(":")
         arguments = [word.strip() for word in arguments_text.split(",")]
         if not colon:

@@ -29,7 +29,7 @@ OVERRIDDEN = "{key} overrides it"
 UNLIMITED_STEPS = 100_000
 NUMERICS = "has no switch here: the learner chooses its numerics"
 DATA_LOADER = "rows are a function of seed and position here: there is no data loader to configure"
-OWN_REWARD = (
+USER_REWARD = (
     "a reward function of yours takes (trajectory, task) here and returns a number or named "
     "parts: create one with `ratchet new reward NAME`, then set rewards: [{kind: NAME:NAME}]"
 )
@@ -86,7 +86,7 @@ def as_text(value: Any, config: PeerConfig) -> Any:
     return str(value)
 
 
-def own_function(kind: str, path: str, **keys: Any) -> dict[str, Any]:
+def make_user_reward(kind: str, path: str, **keys: Any) -> dict[str, Any]:
     """Return the reward of a user's function.
 
     Args:
@@ -98,8 +98,8 @@ def own_function(kind: str, path: str, **keys: Any) -> dict[str, Any]:
     return {"kind": kind, "function": f"{module}:{name}", **keys}
 
 
-def variables(prefix: str) -> Callable[[Any, PeerConfig], Any]:
-    """Return a conversion that collects all keys below a prefix in one mapping."""
+def collect_keys(prefix: str) -> Callable[[Any, PeerConfig], Any]:
+    """Return a conversion to one mapping of all keys below a prefix, with their values."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
         names = [key for key in config.values if key.startswith(prefix)]

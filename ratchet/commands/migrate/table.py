@@ -17,7 +17,7 @@ from typing import Any
 from ratchet.commands.migrate import numbers
 from ratchet.commands.migrate.yaml_dialects import Dialect
 
-ABSENT: Any = object()
+ABSENT: Any = object()  # marks a row without a default, or without a value for null
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,10 @@ def only_if(
 
 
 def choose_inert(name: Any, reason: str) -> Conversion:
-    """Return a conversion of a key that Ratchet has only with the value `name`."""
+    """Return a conversion of a key for which Ratchet always does what the value `name` says.
+
+    Other values are dropped, and their note names the value.
+    """
 
     def convert(value: Any, config: PeerConfig) -> Any:
         return Inert(reason) if value == name else Dropped(f"{value} has no counterpart: {reason}")

@@ -28,9 +28,7 @@ PLACEMENT_NOTE = (
 )
 
 # The note on keys that upload to the Hugging Face Hub.
-HUB_NOTE = (
-    "nothing is uploaded: the run writes model/ in Hugging Face form, for `huggingface-cli upload`"
-)
+HUB_NOTE = "a run uploads nothing by itself: `ratchet push RUN` uploads its model and a model card"
 
 
 TRAINING = (
@@ -196,7 +194,7 @@ TRAINING = (
     KeyRow(
         "chat_template_kwargs.*",
         "tokenizer.chat_template_kwargs",
-        convert=shared.variables("chat_template_kwargs."),
+        convert=shared.collect_keys("chat_template_kwargs."),
     ),
     *dropped(
         "an evaluation samples and judges answers, before and after each stage and every "

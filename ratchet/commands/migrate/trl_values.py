@@ -121,8 +121,8 @@ def convert_interval(strategy_key: str, recipe_key: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if config[strategy_key] != "steps":
             return Dropped(
-                f"{strategy_key} is {config[strategy_key]} there, but {recipe_key} counts steps "
-                "here: set it by hand (0: only at the end)"
+                f"{strategy_key}={config[strategy_key]} there, but {recipe_key} counts steps here: "
+                f"set {recipe_key} by hand (0: only at the end)"
             )
         steps = numbers.number(value)
         if steps < 1:
@@ -276,7 +276,7 @@ def rewards(value: Any, config: PeerConfig) -> Any:
     )
     # A name with dots is the import path of the user's own reward function.
     conversions = {
-        **{name: shared.own_function("trl", name) for name in value if "." in str(name)},
+        **{name: shared.make_user_reward("trl", name) for name in value if "." in str(name)},
         **conversions,
     }
     recipe_rewards = [
@@ -288,7 +288,7 @@ def rewards(value: Any, config: PeerConfig) -> Any:
         name for name in value if name not in conversions and name != "get_soft_overlong_punishment"
     ]
     values: dict[str, Any] = {"rewards": recipe_rewards} if recipe_rewards else {}
-    notes = [f"{', '.join(unknown)} is left out: {shared.OWN_REWARD}"] if unknown else []
+    notes = [f"{', '.join(unknown)} is left out: {shared.USER_REWARD}"] if unknown else []
     if "get_soft_overlong_punishment" in value:
         factor = dict(zip(value, weights, strict=True))["get_soft_overlong_punishment"]
         length = config.whole("max_completion_length")
@@ -304,7 +304,7 @@ def rewards(value: Any, config: PeerConfig) -> Any:
             "get_soft_overlong_punishment"
         )
     if not values:
-        return Dropped(f"{', '.join(unknown)}: {shared.OWN_REWARD}")
+        return Dropped(f"{', '.join(unknown)}: {shared.USER_REWARD}")
     return Values(values, "; ".join(notes))
 
 

@@ -36,8 +36,8 @@ def uses_key(
         return True
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
         # The use of a hidden value raises HiddenValueUsed, so another value made the conversion
-        # fail. The account lists this failure already. Counting the key as used keeps it from being
-        # listed a second time, as unused.
+        # fail. The conversion report lists this failure already. Counting the key as used keeps it
+        # from being listed a second time, as unused.
         return True
     return _contains(result, hidden)
 

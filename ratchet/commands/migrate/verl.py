@@ -323,7 +323,7 @@ RUN = (
     KeyRow(
         "data.apply_chat_template_kwargs.*",
         "tokenizer.chat_template_kwargs",
-        convert=shared.variables("data.apply_chat_template_kwargs."),
+        convert=shared.collect_keys("data.apply_chat_template_kwargs."),
     ),
     *dropped(
         "rewards are chosen by kind here; the recipe has math, which corresponds to verl's rewards "

@@ -460,11 +460,11 @@ def custom_reward(prefix: str) -> Conversion:
     """Return the conversion of the path of a user's reward function."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
-        arguments = shared.variables(f"{prefix}.reward_kwargs.")(value, config)
+        arguments = shared.collect_keys(f"{prefix}.reward_kwargs.")(value, config)
         path = f"{str(value).removeprefix('file://')}:{config[f'{prefix}.name'] or 'compute_score'}"
         keys = {"reward_kwargs": arguments} if arguments else {}
         return Values(
-            {"rewards": [shared.own_function("verl", path, **keys)]}, shared.KEPT_FUNCTION
+            {"rewards": [shared.make_user_reward("verl", path, **keys)]}, shared.KEPT_FUNCTION
         )
 
     return convert

@@ -1,8 +1,8 @@
 """Read YAML and JSON files as other libraries do, within bounds. Every error is a ConfigError.
 
 Recipes are YAML 1.2, but these libraries read other dialects: PyYAML reads YAML 1.1 (`yes` is
-true, 010 is 8, 1_000 is a number, 1e-6 is text), and OmegaConf adds floats without a point or a
-sign of the exponent (1e-6 is a number). So PyYAML's resolvers are used to read values.
+true, 010 is 8, 1_000 is a number, 1e-6 is text). OmegaConf also reads floats without a point (1e-6)
+or without a sign of the exponent (1.0e6). So PyYAML's resolvers are used to read values.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class ConfigReader:
             ) from error
 
     def _construct(self, node: yaml.Node, loader: Any, path: Path) -> Any:
+        """Return the value of a parsed node. Raises ConfigError beyond the bounds."""
         location = f"{path}:{node.start_mark.line + 1}"
         self.n_values += 1
         if self.n_values > MAX_VALUES:
@@ -174,6 +175,7 @@ class ConfigReader:
         return value
 
     def _mapping(self, node: yaml.MappingNode, loader: Any, path: Path) -> dict[str, Any]:
+        """Return a section. Its own keys take precedence over merged ones (`<<`)."""
         merged: dict[str, Any] = {}
         pairs: list[tuple[str, Any]] = []
         for key, content in node.value:

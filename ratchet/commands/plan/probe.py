@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from ratchet.config.checkpoint import CheckpointConfig
-from ratchet.config.loader import plain
+from ratchet.config.loader import dump_plain
 from ratchet.config.schema import EvaluationConfig, RunConfig, StageConfig
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import RatchetError
@@ -129,7 +129,9 @@ def _measure_stage(step_metrics: list[dict[str, Any]], record: Record, stage: st
 def _shorten(config: RunConfig) -> dict[str, Any]:
     logging = config.logging.model_copy(update={"sinks": (), "progress": "off"})
     stages = tuple(_shorten_stage(stage) for stage in config.stages)
-    return plain(config.model_copy(update={"stages": stages, "logging": logging, "run_dir": None}))
+    return dump_plain(
+        config.model_copy(update={"stages": stages, "logging": logging, "run_dir": None})
+    )
 
 
 def _shorten_stage(stage: StageConfig) -> StageConfig:

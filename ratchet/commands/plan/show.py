@@ -21,7 +21,7 @@ from ratchet.commands.plan.command import (
     read_shape,
 )
 from ratchet.commands.plan.probe import StageProbe, measure_empty_process, probe
-from ratchet.config.loader import plain
+from ratchet.config.loader import dump_plain
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import write_text
@@ -61,7 +61,7 @@ def show_plan(
             "--probe and --run-dir plan for this machine, and --cluster for another one: remove "
             "--cluster, or the other options"
         )
-    recipe = plain(config)
+    recipe = dump_plain(config)
     if directory is not None:
         directory.check_recipe(recipe)
     lengths = resolve_lengths(replace_saved_model(config))
@@ -139,7 +139,7 @@ def _show_stage(
         f"({workload.max_trained_tokens:,} per step); {tflop:.3g} TFLOP per step at most"
     )
     if cluster_plan is not None and spec is not None:
-        console.print(f"on {spec.count} {spec.kind}, at least (from data sheets, not measured):")
+        console.print(f"on {spec.count} {spec.kind} (from data sheets, not measured), at least:")
         console.print(_make_memory_table(cluster_plan.memory, "memory of one accelerator"))
         console.print(_make_time_table(cluster_plan.seconds_by_phase, stage.steps))
         console.print(

@@ -220,7 +220,7 @@ def _translate_errors(api: HfApi, repository: str) -> Iterator[None]:
             ) from error
         if error.response.status_code in (403, 404):
             raise ConfigError(
-                f"{api.endpoint} lets this token not write to {repository} ({reason}): set --to "
+                f"this token may not write to {repository} at {api.endpoint} ({reason}): set --to "
                 "to a name of your own, or use a token that may write there"
             ) from error
         raise RatchetError(f"{api.endpoint} failed for {repository}: {reason}") from error

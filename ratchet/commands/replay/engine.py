@@ -442,9 +442,9 @@ def load_changed_config(replay: Replay, changes: Sequence[str]) -> RunConfig:
     if replay.config == load_config(replay.directory.config):
         return load_config(replay.directory.config, overrides)
     with TemporaryFolder("recipe") as folder:
-        earlier = folder / replay.directory.config.name
-        earlier.write_text(dump_config(replay.config), encoding="utf-8")
-        return load_config(earlier, overrides)
+        earlier_recipe = folder / replay.directory.config.name
+        earlier_recipe.write_text(dump_config(replay.config), encoding="utf-8")
+        return load_config(earlier_recipe, overrides)
 
 
 # The sections of a stage that use the recorded groups but can't change them.

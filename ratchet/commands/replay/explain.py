@@ -186,7 +186,7 @@ def _make_token_row(
 def print_explanation(explanation: Mapping[str, Any], console: Console, top: int) -> None:
     norms = ", ".join(f"{norm:.4g}" for norm in explanation["gradient_norms"])
     heading = f"step {explanation['step']} ({explanation['stage']}), {explanation['role']}: "
-    summary = f"gradient of {norms}" if norms else "nothing had a gradient"
+    summary = f"gradient norm {norms}" if norms else "nothing had a gradient"
     console.print(heading + summary, markup=False, highlight=False)
     if len(explanation["tags"]) > 1:
         console.print(

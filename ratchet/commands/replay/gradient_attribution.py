@@ -82,6 +82,7 @@ class InfluenceRecorder(LearnerWrapper):
         return await super().update(mini, terms)
 
     def _add_contributions(self, minibatch: Batch, terms: Sequence[LossTerm]) -> None:
+        """Measure the contribution of each group and token to one optimizer step."""
         full_gradient, _ = self.inner.gradient(minibatch, terms)
         squared_norm = sum(float((g.double() ** 2).sum()) for g in full_gradient)
         self.influence.gradient_norms.append(squared_norm**0.5)

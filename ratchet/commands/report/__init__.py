@@ -20,21 +20,21 @@ FILE = "report.html"
 MAX_TOKENS = 2**18
 
 
-def write_report(places: Sequence[str | Path], out: Path | None = None, *, rollouts: int) -> Path:
+def write_report(runs: Sequence[str | Path], out: Path | None = None, *, rollouts: int) -> Path:
     """Write the runs as one HTML file, and return its path.
 
     Args:
-        places: Run directories or addresses.
+        runs: Run directories or addresses.
         out: The file. None: report.html in the first run, or in the working directory if the first
             run is at an address.
         rollouts: Number of rollouts of each run whose texts are in the file.
 
-    Raises RunDirectoryError if a place holds no run, or the file can't be written or is no report;
-    DataError for a record that can't be read.
+    Raises RunDirectoryError if one of `runs` holds no run, or the file can't be written or is no
+    report; DataError for a record that can't be read.
     """
-    paths = [fetch_run_record(place) for place in places]
+    paths = [fetch_run_record(run) for run in runs]
     page = make_report_page(open_runs(paths), rollouts=rollouts, max_tokens=MAX_TOKENS)
-    out = out or (Path(FILE) if is_address(places[0]) else paths[0] / FILE)
+    out = out or (Path(FILE) if is_address(runs[0]) else paths[0] / FILE)
     if out.exists() and not out.is_file():
         # A report that replaced /dev/null would be a plain file, into which other programs would
         # then write the output that they discard.

@@ -66,7 +66,8 @@ def _make_row(prompt: PromptResult) -> list[Any]:
 def sample_answers(directory: RunDirectory, max_tasks: int) -> dict[str, Any]:
     """Return the answers that a report contains.
 
-    They are those of each stage's first and last evaluation, without files that can't be read.
+    These are the answers of each stage's first and last evaluation. Files that can't be read are
+    left out.
 
     Args:
         max_tasks: Maximum number of tasks; MAX_REPORT_CHARS bounds them too.
@@ -79,7 +80,7 @@ def sample_answers(directory: RunDirectory, max_tasks: int) -> dict[str, Any]:
             [index in `tasks`, end, reward, text].
         task_counts: [number of tasks in the report, number of tasks in the largest evaluation].
     """
-    evaluations = _choose_ends(list_evaluations(directory))
+    evaluations = _choose_first_and_last(list_evaluations(directory))
     answers: dict[str, Any] = {}
     for evaluation in evaluations:
         try:
@@ -102,13 +103,16 @@ def sample_answers(directory: RunDirectory, max_tasks: int) -> dict[str, Any]:
     }
 
 
-def _choose_ends(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _choose_first_and_last(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first and the last evaluation of each stage, in order."""
     by_stage: dict[str, list[dict[str, Any]]] = {}
     for evaluation in evaluations:
         by_stage.setdefault(evaluation["stage"], []).append(evaluation)
-    first_and_last = [end for stage in by_stage.values() for end in (stage[0], stage[-1])]
-    names = {evaluation["name"] for evaluation in first_and_last}
+    names = {
+        evaluation["name"]
+        for stage_evaluations in by_stage.values()
+        for evaluation in (stage_evaluations[0], stage_evaluations[-1])
+    }
     return [evaluation for evaluation in evaluations if evaluation["name"] in names]
 
 

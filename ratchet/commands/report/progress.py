@@ -77,6 +77,7 @@ class ProgressReader:
         return text if text[4:5] == "-" and text.endswith("Z") else None
 
     def _read_metrics(self) -> None:
+        """Read the lines that were added to metrics.jsonl since the last call."""
         try:
             status = self.directory.metrics.stat()
             if status.st_ino != self._inode or status.st_size < self._position:

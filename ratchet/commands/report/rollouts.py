@@ -221,6 +221,7 @@ class Rollouts:
     def _make_detail(
         self, position: int, row: Mapping[str, Any], total_size: float
     ) -> dict[str, Any]:
+        """Return what the page shows of one rollout: facts, messages, and values of each token."""
         facts = {name: _drop_non_finite(row[name]) for name in SCALARS if name in row}
         numbers = {
             name: _round(row[column])
@@ -314,6 +315,7 @@ def _shrink_integers(column: pa.ChunkedArray) -> NDArray[Any]:
 
 
 def _find_matches(directory: Path, file: RecordFile, text: str) -> Iterator[tuple[int, int]]:
+    """Yield (step, position in the step) of each row whose messages contain the text."""
     try:
         require_file(directory / file.name)
         with pq.ParquetFile(directory / file.name) as parquet:
@@ -326,10 +328,11 @@ def _find_matches(directory: Path, file: RecordFile, text: str) -> Iterator[tupl
     rows = np.unique(
         pc.list_parent_indices(messages).filter(pc.fill_null(matches, False)).to_numpy()
     )
-    ends = np.cumsum([facts.rows for facts in file.steps])
+    end_rows = np.cumsum([facts.rows for facts in file.steps])
     for row in rows:
-        file_step = int(np.searchsorted(ends, row, side="right"))
-        yield file.steps[file_step].step, int(row - (ends[file_step] - file.steps[file_step].rows))
+        index = int(np.searchsorted(end_rows, row, side="right"))
+        facts = file.steps[index]
+        yield facts.step, int(row - (end_rows[index] - facts.rows))
 
 
 # --- a sample

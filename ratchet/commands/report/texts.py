@@ -77,8 +77,10 @@ class TokenTexts:
 def _list_special_names(tokenizer: Tokenizer) -> dict[int, str]:
     """Return the names of control tokens by id, including end tokens that aren't marked special."""
     names = {token: name for name, token in tokenizer.special_ids.items()}
-    ends = {token: tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_ids}
-    return {token: name or f"[{token}]" for token, name in (ends | names).items()}
+    end_names = {
+        token: tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_ids
+    }
+    return {token: name or f"[{token}]" for token, name in (end_names | names).items()}
 
 
 def _encode_prefix(tokenizer: Tokenizer) -> list[int]:

@@ -108,15 +108,15 @@ def _check_adaptive(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
     elif adaptive.staleness is not None and adaptive.staleness >= rollouts.max_staleness:
         yield clash(
             f"rollouts.adaptive.staleness={adaptive.staleness:g} is never exceeded under "
-            f"rollouts.max_staleness={rollouts.max_staleness:g}: lower the first, or raise the "
-            "second",
+            f"rollouts.max_staleness={rollouts.max_staleness:g}: lower adaptive.staleness, or "
+            "raise max_staleness",
             "rollouts.adaptive.staleness",
             "rollouts.max_staleness",
         )
     if adaptive.mismatch is not None and not stage.algorithm.corrects_rollouts:
         yield clash(
             "rollouts.adaptive.mismatch is measured by the rollout correction, which is off: set "
-            "algorithm.correction: {} if the algorithm has that key, else adaptive.staleness "
+            "algorithm.correction: {} if the algorithm has that key, else set adaptive.staleness "
             "instead",
             "rollouts.adaptive.mismatch",
             "algorithm.correction",
@@ -148,7 +148,7 @@ def _check_dynamic_sampling(stage: StageConfig, config: RunConfig) -> Iterator[C
     ):
         yield clash(
             "rollouts.dynamic_sampling compares rewards, and algorithm "
-            f"{stage.algorithm.kind_name} reads none: remove it",
+            f"{stage.algorithm.kind_name} reads none: remove rollouts.dynamic_sampling",
             "rollouts.dynamic_sampling",
             "algorithm.kind",
         )

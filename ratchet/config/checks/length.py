@@ -1,7 +1,7 @@
 """Check the settings that depend on the number of steps of a stage.
 
-If a stage has `passes`, its number of steps is known only after its data are read. These checks
-then run again.
+If a stage has `passes`, its number of steps is known only after its data are read. These checks run
+again then.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Con
         return
     try:
         shape = get_preset(config.model.preset or "tiny", vocab_size=1, **config.model.overrides)
-    except (ModelError, TypeError):  # another check reports it
+    except (ModelError, TypeError):  # `model_conflicts` reports a wrong shape
         return
     try:
         resolve_decoder_targets(shape, stage.lora)

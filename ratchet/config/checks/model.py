@@ -33,7 +33,7 @@ def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
             key = f"{section}.revision"
             yield clash(
                 f"{key}={revision} is for a repository on the Hugging Face Hub, and {address} has "
-                "no revisions: remove it",
+                f"no revisions: remove {key}",
                 key,
             )
 

@@ -64,7 +64,7 @@ def _check_background_checkpoint(stage: StageConfig, config: RunConfig) -> Itera
     if stage.checkpoint.background and stage.learner.kind_name != "local":
         yield clash(
             "checkpoint.background copies the weights of this process, and with "
-            f"learner.kind={stage.learner.kind_name} they are in others: remove "
+            f"learner.kind={stage.learner.kind_name} they are in other processes: remove "
             "checkpoint.background, or set learner.kind=local",
             "checkpoint.background",
             "learner.kind",
@@ -76,8 +76,8 @@ def _check_cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     ray_generates = kind == "ray" and stage.generator.kind_name == "workers"
     if kind in ("ray", "torchrun") and stage.learner.kind_name == "local" and not ray_generates:
         yield clash(
-            f"cluster.kind={kind} places processes, and learner.kind=local trains in this one: "
-            "set learner.kind=dtensor or remove cluster",
+            f"cluster.kind={kind} places worker processes, and learner.kind=local trains in the "
+            "main process: set learner.kind=dtensor or remove cluster",
             "cluster.kind",
             "learner.kind",
         )
@@ -90,7 +90,7 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
     if not stage.generator.can_offload:
         yield clash(
             "cluster.colocated lets learner and generator take turns on accelerators, and "
-            f"generator.kind={stage.generator.kind_name} never frees its own: set "
+            f"generator.kind={stage.generator.kind_name} never frees its accelerator: set "
             "generator.kind=vllm, or remove cluster.colocated",
             "cluster.colocated",
             "generator.kind",
@@ -98,7 +98,7 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
     if not stage.learner.can_offload:
         yield clash(
             "cluster.colocated lets learner and generator take turns on accelerators, and "
-            f"learner.kind={stage.learner.kind_name} never frees its own: set "
+            f"learner.kind={stage.learner.kind_name} never frees its accelerator: set "
             "learner.kind=dtensor, or remove cluster.colocated",
             "cluster.colocated",
             "learner.kind",

@@ -1,7 +1,7 @@
-"""Check the keys of each stage together, and the stages together.
+"""Check for conflicts between the keys of a stage, and between stages.
 
-Sections check their own keys (`ratchet.config.base`). Here each conflict names the keys that clash,
-and the smallest fix.
+A section checks its own keys (`ratchet.config.base`). Each conflict found here names the keys that
+clash, and the smallest fix.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _check_end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conf
 def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Refuse rewards that judge nothing, because the algorithm generates no attempts.
 
-    They are allowed if a stage with rollouts has the same rewards, and if evaluation uses them.
+    They are allowed if a stage with rollouts has the same rewards, or if evaluation uses them.
     """
     is_default = stage.rewards == get_default_rewards(stage.environment)
     is_shared = any(
@@ -170,7 +170,7 @@ def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that an evaluation uses `eval_rewards`.
 
-    It may be the evaluation of another stage with the same `eval_rewards`.
+    The evaluation of another stage with the same `eval_rewards` counts too.
     """
     eval_environment = stage.evaluation.environment
     evaluating_stages = [
@@ -231,7 +231,7 @@ def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[C
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, and generator "
                 f"{stage.generator.kind_name} doesn't return the kept probability mass, which "
-                f"training needs (vLLM does without speculative decoding): set "
+                f"training needs (vLLM returns it if speculative decoding is off): set "
                 f"sampling.{key}={off_value:g}, or generator.kind=engine",
                 f"sampling.{key}",
                 "generator.kind",
@@ -259,12 +259,12 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     A custom environment is checked when the stage starts.
     """
     if stage.source is not None and stage.source not in stage.environment.data_kinds:
-        # The registry slot "played" has all environments but mixtures, whose rows are those of
-        # their parts.
+        # The registry slot "worker_environment" leaves out mixtures and environment workers, whose
+        # rows are those of other environments.
         suitable_kinds = [
             kind
-            for kind in KINDS["played"]
-            if _may_have_rows(section_class("played", kind), stage.source)
+            for kind in KINDS["worker_environment"]
+            if _may_have_rows(section_class("worker_environment", kind), stage.source)
         ]
         yield clash(
             f"algorithm {_get_kind(stage)} learns from {stage.source}, which environment "

@@ -97,8 +97,8 @@ def check_types(hf: Mapping[str, Any]) -> None:
     for key, value in read_rope_section(hf).items():
         if isinstance(value, list):
             raise ModelError(
-                f"config.json says {key:.80}={shorten_repr(value)} of its rotary embedding: the "
-                "built-in decoder reads no lists there"
+                f"config.json says {key:.80}={shorten_repr(value)} for the rotary embedding, where "
+                "the built-in decoder reads no lists"
             )
     n_heads = hf.get("num_attention_heads")
     n_layers = hf.get("num_hidden_layers")

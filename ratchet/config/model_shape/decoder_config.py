@@ -175,8 +175,8 @@ class DecoderConfig:
                 f"{kind}: {', '.join(('rope_theta', *keys))}" for kind, keys in ROPE_KEYS.items()
             )
             raise ModelError(
-                f"rope={shorten_repr(dict(self.rope))} lacks a rope_type or one of its keys; they "
-                f"are {kinds}"
+                f"rope={shorten_repr(dict(self.rope))} lacks a rope_type or one of its keys; the "
+                f"types and their keys are {kinds}"
             )
         if bad_key := next(
             (

@@ -29,7 +29,7 @@ class WorkersConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.workers.environment:workers"
 
-    worker: Annotated[AnyEnvironment, Slot("played")] = Field(
+    worker: Annotated[AnyEnvironment, Slot("worker_environment")] = Field(
         description="Environment that the workers play."
     )
     processes: int = Field(

@@ -36,7 +36,7 @@ def serve(connection: Connection) -> NoReturn:
     faulthandler.enable()
     setup = connection.receive().parcel.load_json()
     credentials.set_environment(setup["credentials"])
-    server = _Server(connection, build_environment(resolve("played", setup["section"])))
+    server = _Server(connection, build_environment(resolve("worker_environment", setup["section"])))
     connection.send(FrameKind.HELLO)
     while True:
         server.handle(connection.receive())

@@ -19,8 +19,8 @@ class GeneratorWorkersConfig(GeneratorSection):
 
     builds: ClassVar[str] = "ratchet.generators.workers.pool:GeneratorPool"
 
-    worker: Annotated[AnyGenerator, Slot("generating")] = Field(
-        default_factory=lambda: resolve("generating", {"kind": "engine"}),
+    worker: Annotated[AnyGenerator, Slot("worker_generator")] = Field(
+        default_factory=lambda: resolve("worker_generator", {"kind": "engine"}),
         description="The generator that each worker holds.",
     )
     workers: int = Field(

@@ -1,4 +1,4 @@
-"""Write values of agents and environments as JSON, whatever they are."""
+"""Write any value of an agent or environment as JSON."""
 
 from __future__ import annotations
 

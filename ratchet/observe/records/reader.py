@@ -39,7 +39,7 @@ class StepFacts:
     stage: str
     rows: int  # number of recorded trajectories
     groups: int  # number of recorded groups
-    drawn: int  # number of groups in the step's batch, recorded or not (see `record.groups`)
+    drawn: int  # number of groups in the step's batch; `record.groups` may limit the recorded ones
     # Fingerprints of the weights after the step, by role, if the learner can compute them.
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
         return RecordFile(**body, steps=steps)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path}, line {number} was changed: {error}; copy the run's steps/ again, or put back "
+            f"{path}, line {number} was changed: {error}; copy the run's steps/ again, or restore "
             "a backup"
         ) from None
 
@@ -130,8 +130,8 @@ class Record:
     ) -> pa.Table:
         """Return `columns` of all rows, or of the rows of `steps`, in order.
 
-        The default columns have one number or word per trajectory, so that they read quickly
-        whatever the number of tokens. Raises DataError for a file that can't be read.
+        The default columns have one number or word per trajectory, so that reading them is fast
+        even for long trajectories. Raises DataError for a file that can't be read.
         """
         chosen_steps = None if steps is None else frozenset(steps)
         fields = pa.schema([SCHEMA.field(name) for name in columns])
@@ -144,6 +144,7 @@ class Record:
     def _read_tables(
         self, columns: list[str], chosen_steps: frozenset[int] | None
     ) -> Iterator[pa.Table]:
+        """Yield the rows of each step in `chosen_steps` as one table; None: of every step."""
         for file in self.files:
             is_chosen = [chosen_steps is None or facts.step in chosen_steps for facts in file.steps]
             if not any(is_chosen):
@@ -156,10 +157,10 @@ class Record:
                     )
             except (OSError, KeyError, pa.ArrowException) as error:
                 raise DataError(f"{self.directory / file.name} can't be read: {error}") from error
-            ends = itertools.accumulate(facts.rows for facts in file.steps)
-            for facts, end, chosen in zip(file.steps, ends, is_chosen, strict=True):
+            end_rows = itertools.accumulate(facts.rows for facts in file.steps)
+            for facts, end_row, chosen in zip(file.steps, end_rows, is_chosen, strict=True):
                 if chosen:
-                    yield table.slice(end - facts.rows, facts.rows)
+                    yield table.slice(end_row - facts.rows, facts.rows)
 
     def step(self, step: int) -> pa.Table:
         """Return all columns of one step's rows, after checking the file's checksum.

@@ -109,6 +109,10 @@ def _list_rows(groups: Sequence[Group], group_indices: Sequence[int] | None) -> 
 def _build_learned_columns(
     rows: Sequence[TrajectoryRow], batch: Batch, weights_T: NDArray[np.float64]
 ) -> dict[str, pa.Array]:
+    """Return the columns of LEARNED: for each row, the list of its tokens' values in the batch.
+
+    A row that is not in the batch is null, and so is a column that the batch lacks.
+    """
     available = [
         name
         for name in LEARNED
@@ -165,7 +169,10 @@ def _build_lists(
 def _join_lists(
     offsets: NDArray[np.int32], values: pa.Array, kind: pa.DataType, null_R: NDArray[np.bool_]
 ) -> pa.Array:
-    """Return the list of each row, from the entries of all rows."""
+    """Return one list for each row, from the concatenated entries of all rows.
+
+    offsets: [R + 1], start of each row's entries in `values`, and the end of the last row's.
+    """
     return pa.ListArray.from_arrays(
         make_array(offsets, pa.int32()), values, type=kind, mask=make_array(null_R, pa.bool_())
     )
@@ -213,6 +220,10 @@ def _divide(sums: pa.Array, counts: pa.Array) -> pa.Array:
 def _build_scalars(
     step: int, stage: str, rows: Sequence[TrajectoryRow], token_columns: Mapping[str, pa.Array]
 ) -> dict[str, pa.Array]:
+    """Return the columns of SCALARS and of `_build_group_columns`.
+
+    Token counts, sums and means are computed from `token_columns`.
+    """
     trajectories = [row.trajectory for row in rows]
     outcomes = [t.outcome for t in trajectories]
     trained = _sum_rows(token_columns["trained"])
@@ -281,7 +292,7 @@ def _find_versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
     versions_N, row_N = _get_values_N(column), _get_row_N(column)
     known_N = versions_N >= 0
     versions_N, row_N = versions_N[known_N], row_N[known_N]
-    starts = np.flatnonzero(np.diff(row_N, prepend=-1))  # where another row begins
+    starts = np.flatnonzero(np.diff(row_N, prepend=-1))  # index of the first token of each row
     oldest_R, newest_R = np.zeros((2, len(column)), np.int32)
     null_R = np.ones(len(column), np.bool_)
     if len(starts):
@@ -299,6 +310,7 @@ def _get_failure(outcome: Outcome | None) -> str | None:
 
 
 def _build_sampled_columns(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[str, pa.Array]:
+    """Return the columns of SAMPLED: for each row, the list of its tokens' values from sampling."""
     trajectories = [row.trajectory for row in rows]
     lengths_R = np.asarray([len(t) for t in trajectories], np.int32)
     null_R = np.zeros(len(trajectories), np.bool_)
@@ -358,6 +370,7 @@ def _build_nullable_lists(columns: Sequence[NDArray[Any] | None], kind: pa.DataT
 
 
 def _build_details(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
+    """Return the columns of DETAILS, without those that `_build_group_columns` returns."""
     trajectories = [row.trajectory for row in rows]
     return {
         "reward_parts": _build_maps([t.reward_parts for t in trajectories]),

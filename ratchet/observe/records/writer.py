@@ -176,6 +176,7 @@ class Recorder:
         compute_weights: Callable[[Batch], Tensor],
         fingerprints: Mapping[str, str],
     ) -> None:
+        """Add a step's table to the next file. End the file if it has reached a limit."""
         group_indices = self._choose_groups(step, len(groups))
         table = build_table(
             step, stage, groups, batch, compute_weights(batch).numpy(), group_indices=group_indices
@@ -240,7 +241,7 @@ class Recorder:
             os.close(descriptor)
 
     def _prune(self) -> None:
-        """Remove the oldest files of a record that exceeds its limit; the newest always stays."""
+        """Remove the oldest files of a record above `max_gib`; the newest file always stays."""
         limit_bytes = self.config.max_gib * 2**30
         removed_files = []
         while (
@@ -260,7 +261,7 @@ class Recorder:
     def _resume(self, keep_through: int) -> None:
         """Continue after step `keep_through`: remove later files and files not in the index."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Files end at checkpoints, so none has steps on both sides of one.
+        # Files end at checkpoints, so no file has steps from both sides of a checkpoint.
         self.files = [
             file for file in read_index(self.directory) if file.steps[-1].step <= keep_through
         ]

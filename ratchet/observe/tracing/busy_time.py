@@ -32,5 +32,5 @@ class BusyTime:
             self._busy_s += self.clock() - self._since
 
 
-# A process has one, because the components that work have no reference to the one that measures.
+# One for the whole process: the working components have no reference to the one that measures.
 BUSY_TIME = BusyTime()

@@ -2,11 +2,12 @@
 
 A step is a trace. Its root is `rl.step`, its children are the phases of the step: `rl.generate`,
 `rl.score`, `rl.update`, `rl.weight_sync`, `rl.evaluate` and so on. Attempts, requests to the
-generator and rewards lie below the phase in which they began. Requests have the attributes that the
-semantic conventions for generative AI name (`gen_ai.*`); there are none for training yet, and
+generator and rewards lie below the phase in which they began. Requests have the attributes of the
+semantic conventions for generative AI (`gen_ai.*`). There are no conventions for training yet, so
 `rl.*` follows the proposal open-telemetry/semantic-conventions-genai#88.
 
-This module is imported only for a run that has this sink, and the packages when it is built.
+This module is imported only for a run that has this sink. OpenTelemetry's packages are imported
+when the sink is built.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class OpenTelemetrySink:
         tracer.subscribe(self.follow)
 
     def follow(self, span: Span) -> Callable[[], None] | None:
-        """Begin the span that corresponds to one of the run. This is a `Subscriber`."""
+        """Begin an OpenTelemetry span for a span of the tracer. This is a `Subscriber`."""
         phase = self._phases[-1] if self._phases else None
         if span.track == STEPS:
             self._attempts_left = self._max_attempts
@@ -177,14 +178,14 @@ class OpenTelemetrySink:
                 self._phases[0].set_attribute(attribute, value)
 
     def close(self) -> None:
-        """Send the remaining spans; spans that a dead collector does not take are dropped."""
+        """Send the remaining spans; those that an unreachable collector can't take are dropped."""
         self._tracer.unsubscribe(self.follow)
         with as_os_error("opentelemetry"):
             self._provider.shutdown()
 
 
 def get_traces_url(endpoint: str) -> str:
-    """Return the address of a collector's traces; one that already has a path is kept."""
+    """Return the address that receives a collector's traces; an endpoint with a path is kept."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
 
 

@@ -149,7 +149,7 @@ def open_trace(path: Path | None) -> Iterator[Trace | None]:
 def _keep_complete_events(content: bytes) -> bytes:
     """Return the content up to the last complete event.
 
-    It leaves out the end of the array, or an event that a crash cut off.
+    The closing bracket, or an event that a crash cut off, is left out.
     """
     content = content.removesuffix(b"\n]\n") + b",\n" if content.endswith(b"}\n]\n") else content
     return content[: max(content.rfind(b"},\n") + 1, 0)]

@@ -211,6 +211,7 @@ class Profiler:
         self._generated_before = self.subject.generated_tokens()
 
     def _build_profile(self, events: Sequence[TraceEvent], peak: int) -> Profile:
+        """Return the numbers of the profiled steps. peak: peak memory in bytes."""
         subject, wall_s = self.subject, self._wall_s - self._excluded_s
         phases = {
             **self._phases,

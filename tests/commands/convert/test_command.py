@@ -24,7 +24,7 @@ from ratchet.checkpoint.sharded import save_blocks
 from ratchet.cli.main import main
 from ratchet.commands.convert import command as tool
 from ratchet.commands.convert.command import convert
-from ratchet.commands.convert.formats import FORMS, detect_form
+from ratchet.commands.convert.formats import FORMATS, detect_format
 from ratchet.commands.convert.run import convert_paths_or_addresses
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import init_policy
@@ -56,14 +56,14 @@ def assert_same_model(directory, original):
 
 
 @pytest.mark.needs("megatron")
-@pytest.mark.parametrize(("before", "after"), [*itertools.product(FORMS, FORMS)])
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(FORMATS, FORMATS)])
 def test_every_direction(written, tmp_path, before, after):
     original = written("qwen3_moe-dense-first")
     run(original, tmp_path / "before", before, verify=False)
     heard = run(tmp_path / "before", tmp_path / "after", after)
     assert "compared: all 77 weights have the checksums of the source" in heard
     assert "logits of 16 tokens, vocabulary 50: max difference" in heard
-    assert detect_form(tmp_path / "after") == after
+    assert detect_format(tmp_path / "after") == after
     run(tmp_path / "after", tmp_path / "back", "hf", verify=False, file_bytes=10**9)
     assert_same_model(tmp_path / "back", original)
     assert {path.name for path in tmp_path.iterdir()} == {"before", "after", "back"}, (
@@ -84,7 +84,7 @@ def test_every_family_goes_to_megatron_and_back(written, tmp_path, model):
 
 
 def test_what_was_interrupted_goes_on(written, tmp_path, monkeypatch):
-    form, write, made = FORMS["dcp"], type(FORMS["dcp"]).write, []
+    form, write, made = FORMATS["dcp"], type(FORMATS["dcp"]).write, []
 
     def write_three(self, path, entries):
         if len(made) == 3:
@@ -105,9 +105,9 @@ def test_what_was_interrupted_goes_on(written, tmp_path, monkeypatch):
     assert_same_model(tmp_path / "back", written("llama"))
 
 
-@pytest.mark.parametrize("to", FORMS)
+@pytest.mark.parametrize("to", FORMATS)
 def test_a_corrupted_weight_is_found_and_written_again(written, tmp_path, monkeypatch, to):
-    finish = type(FORMS[to]).finish
+    finish = type(FORMATS[to]).finish
     damaged = (
         load_file(written("llama") / "model.safetensors")["model.norm.weight"].numpy().tobytes()
     )
@@ -119,14 +119,14 @@ def test_a_corrupted_weight_is_found_and_written_again(written, tmp_path, monkey
         path.write_bytes(path.read_bytes().replace(damaged, b"\x01" + damaged[1:]))
         finish(self, directory, records, config)
 
-    monkeypatch.setattr(type(FORMS[to]), "finish", damage_and_finish)
+    monkeypatch.setattr(type(FORMATS[to]), "finish", damage_and_finish)
     with pytest.raises(
         CheckpointError,
         match=r"weights in .* are not those of .*: model\.norm\.weight; repeat the command",
     ):
         run(written("llama"), tmp_path / "made", to)
     assert not (tmp_path / "made").exists()
-    monkeypatch.setattr(type(FORMS[to]), "finish", finish)
+    monkeypatch.setattr(type(FORMATS[to]), "finish", finish)
     heard = run(written("llama"), tmp_path / "made", to)
     assert "continuing: " in heard
     assert "compared: all" in heard
@@ -153,7 +153,7 @@ def test_a_model_that_memory_does_not_hold_is_compared_by_checksums_alone(
 
 def test_what_was_begun_from_another_source_is_not_mixed(written, tmp_path, monkeypatch):
     shutil.copytree(written("llama"), tmp_path / "source")
-    monkeypatch.setattr(type(FORMS["dcp"]), "finish", lambda *arguments: sys.exit("killed"))
+    monkeypatch.setattr(type(FORMATS["dcp"]), "finish", lambda *arguments: sys.exit("killed"))
     with pytest.raises(SystemExit):
         run(tmp_path / "source", tmp_path / "made", "dcp")
     weights = load_file(tmp_path / "source" / "model.safetensors")
@@ -266,7 +266,7 @@ def test_places_and_forms_that_are_none_are_refused(written, tmp_path):
     with pytest.raises(ConfigError, match="exists: give another place"):
         run(written("llama"), tmp_path / "file", "dcp")
     with pytest.raises(
-        ConfigError, match="--to onnx is no form of weights: choose one of hf, megatron, dcp"
+        ConfigError, match="--to onnx is no format of weights: choose one of hf, megatron, dcp"
     ):
         run(written("llama"), tmp_path / "made", "onnx")
     with pytest.raises(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.commands.migrate.command import format_account, format_recipe
+from ratchet.commands.migrate.command import format_conversion_report, format_recipe
 from ratchet.commands.migrate.importer import PEERS, ImportResult, Item, convert, read_config
 from ratchet.commands.migrate.read_config import FlatConfig
 from ratchet.commands.migrate.table import PeerConfig
@@ -417,7 +417,7 @@ def test_the_whole_of_it_is_accepted(tmp_path: Path) -> None:
     config = load_config(out)
     correction: Any = config.stages[0].algorithm.correction  # pyright: ignore[reportAttributeAccessIssue]
     assert (correction.mask, correction.mask_low, correction.mask_high) == ("token", 0.5, 5.0)
-    told = "\n".join(format_account(result))
+    told = "\n".join(format_conversion_report(result))
     assert f"{ACTOR}.ppo_epochs=1" in told
     assert "Without effect on results here:" in told
 

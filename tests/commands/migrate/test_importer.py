@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
-from ratchet.commands.migrate.command import format_account, format_recipe
+from ratchet.commands.migrate.command import format_conversion_report, format_recipe
 from ratchet.commands.migrate.importer import PEERS, ImportResult, read_config
 from ratchet.commands.migrate.read_config import read_source
 from ratchet.commands.migrate.shell import Variables
@@ -71,7 +71,7 @@ def test_every_key_is_accounted_for(name: str) -> None:
     told = [item.peer_key for item in result.items if not item.is_default] + result.null_keys
     assert sorted(told) == sorted(source.values)
     assert all(item.recipe_keys or item.note or item.covered_by for item in result.items)
-    text = "\n".join(format_account(result))
+    text = "\n".join(format_conversion_report(result))
     for item in result.different + result.dropped:
         assert item.peer_key in text
     for key in [*source.unresolved, *result.null_keys]:

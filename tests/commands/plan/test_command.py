@@ -316,5 +316,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert stage["recipe"]["learner"]["dp_shard"] == 8
     assert stage["step_s"] == pytest.approx(sum(stage["seconds"].values()))
     table = CliRunner().invoke(app, arguments[:-1], catch_exceptions=False).stdout
-    assert "on 8 H100, at least (from data sheets" in table
+    assert "on 8 H100 (from data sheets, not measured), at least" in table
     assert "dp_shard: 8" in table

@@ -22,7 +22,7 @@ WRONG = {
     "rollouts={max_staleness: 1} algorithm={kind: sft}": "rollouts.max_staleness=1 has no effect, because algorithm sft generates no attempts",
     "rollouts={dynamic_sampling: true} algorithm={kind: on_policy_distillation, teacher: x, "
     "group_size: 2}": "compares "
-    "rewards, and algorithm on_policy_distillation reads none: remove it",
+    "rewards, and algorithm on_policy_distillation reads none: remove rollouts.dynamic_sampling",
     "rollouts={dynamic_sampling: true} algorithm={kind: remax}": "algorithm.group_size=1: raise algorithm.group_size, or remove rollouts.dynamic_sampling",
     "rollouts={max_staleness: 1} cluster={kind: local, colocated: true} learner={kind: dtensor} "
     "generator={kind: vllm}": "take turns, so no attempts are generated during an update: set rollouts.max_staleness=0",
@@ -33,7 +33,7 @@ WRONG = {
     "rollouts={tail_batching: 2} algorithm={kind: sft}": "rollouts.tail_batching=2 has no effect, because algorithm sft generates no attempts",
     "rollouts.adaptive={staleness: 1}": "rollouts.max_staleness=0 allows none: set rollouts.max_staleness to 1 or more",
     "rollouts={max_staleness: 1, adaptive: {}}": "neither staleness nor mismatch is set: set one of them",
-    "rollouts={max_staleness: 2, adaptive: {staleness: 2}}": "rollouts.adaptive.staleness=2 is never exceeded under rollouts.max_staleness=2: lower the first, or raise the second",
+    "rollouts={max_staleness: 2, adaptive: {staleness: 2}}": "rollouts.adaptive.staleness=2 is never exceeded under rollouts.max_staleness=2: lower adaptive.staleness, or raise max_staleness",
     "rollouts={max_staleness: 2, adaptive: {mismatch: 0.1}}": "measured by the rollout correction, which is off",
     "rollouts={max_staleness: 2, adaptive: {mismatch: 0.1}, replay: {}} algorithm={kind: "
     "decoupled_ppo}": "would include the old groups of rollouts.replay, whose age does not depend on the number in flight: set adaptive.staleness instead",

@@ -159,7 +159,7 @@ COMMON = (
         "checkpointing.higher_is_better",
     ),
     *no_effect(
-        "the run writes model/ in Hugging Face form; `ratchet convert` converts it",
+        "the run writes model/ in Hugging Face format; `ratchet convert` converts it",
         "checkpointing.*",
     ),
     *no_effect(

@@ -1,7 +1,8 @@
-"""The rows of NeMo RL's training and sampling engines that have no counterpart.
+"""The rows of the keys of NeMo RL's training and sampling engines that have no counterpart.
 
-Each is sorted by its value: a switch that is off, or a section that is not enabled, changes no
-result. "there" in a note means NeMo RL; "here" means Ratchet.
+The value of a key decides whether the missing counterpart matters: a switch that is off, or a
+section that is not enabled, changes no result. "there" in a note means NeMo RL; "here" means
+Ratchet.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ratchet.commands.migrate.table import (
 )
 
 SPEED = "changes speed and memory there, not results"
-OWN_ENGINE = "it runs on the policy's learner here, with its settings"
+POLICY_LEARNER = "it runs on the policy's learner here, with its settings"
 SWITCH = "is a switch of the peer's engine that learners lack"
 # Patterns below a section of Megatron or DTensor, of keys that change speed and memory alone.
 SPEED_KEYS = (
@@ -116,7 +117,7 @@ def _min_lr(value: Any, config: PeerConfig) -> Any:
 
 
 def context(value: Any, config: PeerConfig) -> Any:
-    """Explain what becomes of the limit of a sequence."""
+    """Return why the maximum length of a sequence is not converted."""
     if config[f"{GENERATION}.backend"] == "vllm":
         return Inert("the generator's max_context is the limit of prompt and answer")
     return Dropped("the limits are the model's context and sampling.max_new_tokens")
@@ -134,13 +135,16 @@ def _when_enabled(switch: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if is_off(value) or config[switch] is not True:
             return Inert("off there")
-        return Dropped(OWN_ENGINE)
+        return Dropped(POLICY_LEARNER)
 
     return convert
 
 
 def section_rows(section: str) -> Iterator[KeyRow]:
-    """Yield the rows of speed and memory of a model's learner: `policy`, `value` or `teacher`."""
+    """Yield the rows of a learner's settings without a counterpart, which mostly change speed.
+
+    section: the section of the learner's model: `policy`, `value` or `teacher`.
+    """
     for engine in ("megatron_cfg", "dtensor_cfg"):
         yield from no_effect(SPEED, *(f"{section}.{engine}.{key}" for key in SPEED_KEYS))
         yield from no_effect(
@@ -151,7 +155,7 @@ def section_rows(section: str) -> Iterator[KeyRow]:
             for part in ("", "lora_cfg.", "peft.", "fp8_cfg."):
                 yield KeyRow(
                     f"{section}.{engine}.{part}*",
-                    note=OWN_ENGINE,
+                    note=POLICY_LEARNER,
                     convert=_when_enabled(f"{section}.{engine}.{part}enabled"),
                 )
     yield from no_effect(

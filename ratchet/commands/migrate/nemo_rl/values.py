@@ -17,10 +17,10 @@ from ratchet.data.presets.datasets import BOXED_REQUEST, PRESETS
 WARMUP_NOTE = "counts passes over a batch there and optimizer steps here (x minibatches)"
 # The note of rows that `like_policy` converts.
 SHARED_NOTE = "is the policy's here"
-# The sections of the trainers that sample.
 ADAPTER_NOTE = "is a detail of the adapter that has no key here"
-# The sections of LoRA of the two learners.
+# The LoRA sections of the DTensor and the Megatron learner.
 ADAPTERS = (f"{DTENSOR}.lora_cfg", f"{MEGATRON}.peft")
+# The sections of the trainers that sample.
 SAMPLING_SECTIONS = ("grpo", "ppo", "distillation")
 
 
@@ -198,7 +198,7 @@ def targets(section: str) -> Conversion:
 
 
 def adapter_detail(value: Any, config: PeerConfig) -> Any:
-    """Explain what becomes of a detail of the adapter: its usual value has no effect."""
+    """Return why a detail of the adapter is not converted. Its usual value has no effect."""
     is_usual = value in ("post", "xavier", "zero", True, False) or value == []
     return Inert("is the usual form of an adapter") if is_usual else Dropped(ADAPTER_NOTE)
 
@@ -206,7 +206,7 @@ def adapter_detail(value: Any, config: PeerConfig) -> Any:
 def rows(value: Any, config: PeerConfig) -> Any:
     """Convert the training data. The path of a data file overrides `value`, a dataset's name.
 
-    Without a file of a prompt, questions are asked as they stand there: the preset's request for a
+    Without a prompt file, NeMo RL's prompt is the question alone, so the preset's request for a
     boxed answer is left out.
     """
     data = shared.training_data(
@@ -242,7 +242,7 @@ def system_prompt(value: Any, config: PeerConfig) -> Any:
 
 
 def sampled_evaluation(section: str) -> Conversion:
-    """Return the conversion of evaluation's temperature, which counts its answers per task."""
+    """Return the conversion of evaluation's temperature, which also sets its answers per task."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
         temperature = numbers.real(value)
@@ -295,7 +295,7 @@ def sft_coef(value: Any, config: PeerConfig) -> float:
 
 
 def like_policy(name: str, model: str) -> Conversion:
-    """Return a conversion of another model's setting that follows the policy's here.
+    """Return a conversion of a setting that a teacher or critic shares with the policy here.
 
     Args:
         name: The key of the setting in the section of either model.

@@ -266,7 +266,7 @@ def filters(value: Any, config: PeerConfig) -> Any:
 def rewards(value: Any, config: PeerConfig) -> Any:
     """Convert the reward workers of all domains to one reward, or to rewards by a task's tag."""
     if str(value).rpartition(".")[2] not in REWARDS:
-        return Dropped(f"it and its rows are left out (environment.keep): {shared.OWN_REWARD}")
+        return Dropped(f"it and its rows are left out (environment.keep): {shared.USER_REWARD}")
     domains: dict[str, Any] = {}
     unknown: list[str] = []
     for key, path in config.values.items():

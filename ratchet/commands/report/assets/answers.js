@@ -3,7 +3,7 @@
 
 const MAX_ANSWERS = 100; // tasks in the table, and tasks that "Show more" adds
 const CHANGES = [
-  ["right", "became right"], ["wrong", "became wrong"], ["still-wrong", "still wrong"], ["still-right", "still right"], ["unjudged", "not judged in both"],
+  ["right", "became right"], ["wrong", "became wrong"], ["still-wrong", "still wrong"], ["still-right", "still right"], ["unjudged", "not judged in one"],
 ];
 
 /** Returns the change of a task between two evaluations, one of CHANGES. a, b: true if the reward reaches the threshold (right), false if

@@ -35,7 +35,7 @@ const Browser = {
     for (const run of app.source.live ? [this.run] : runs) await app.source.rollouts(run);
     this.rollouts = this.run.rollouts;
     if (!this.rollouts.count) {
-      const reason = this.run.facts.state === "running" ? "No step has been written yet." : "This run has no record (steps/): record.every is 0, or an older version made the run.";
+      const reason = this.run.facts.state === "running" ? "No step is recorded yet." : "This run has no record (steps/): record.every is 0, or an older version made the run.";
       return void refill(host, runs.length > 1 && this.runSelect(runs), el("p", { className: "note" }, reason));
     }
     this.summary = el("div", { className: "hint", id: "found" });

@@ -77,8 +77,8 @@ function firstDifferences(a, b) {
     ["Metrics", differingMetrics(a, b)],
     ["Weights after the step", differingWeights(a, b)],
   ].map(([what, { steps, step, how }]) => {
-    if (!steps) return [what, "–", "no step that both have"];
-    return step === null ? [what, "none", `equal at all ${whole(steps)} steps that both have`] : [what, el("b", {}, whole(step)), how];
+    if (!steps) return [what, "–", "no common step"];
+    return step === null ? [what, "none", `equal at all ${whole(steps)} common steps`] : [what, el("b", {}, whole(step)), how];
   });
   return table(["", "Step", "What differs there"], rows, "firsts");
 }

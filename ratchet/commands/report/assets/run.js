@@ -5,10 +5,10 @@
 const FATES = [
   ["trained", "Trained", "has a gradient"],
   ["masked", "Masked", "tokens without a loss, in rollouts that train"],
-  ["filtered", "Filtered", "taken out after scoring"],
+  ["filtered", "Filtered", "removed by a filter after scoring"],
   ["zero", "Zero variance", "all rewards of the group are equal: the advantage is 0"],
   ["truncated", "Truncated", "cut off by a limit, and left out"],
-  ["failed", "Failed", "the attempt broke, or was cancelled"],
+  ["failed", "Failed", "the attempt failed or was cancelled"],
   ["aside", "Baseline", "only feeds statistics"],
 ];
 const FATE = Object.fromEntries(FATES.map(([name], index) => [name, index]));

@@ -124,7 +124,7 @@ function runChips(app) {
       { className: run.visible ? "run on" : "run", title: run.facts.path, onclick: () => app.showRun(run, !run.visible) },
       run.visible ? runDot(run) : el("i", { className: "dot", style: { "border-color": run.color } }),
       run.name,
-      run.state === "running" && el("span", { className: "pulse", title: `under way: step ${stepsText(run.progress)}` }),
+      run.state === "running" && el("span", { className: "pulse", title: `in progress: step ${stepsText(run.progress)}` }),
     ),
   );
 }

@@ -16,7 +16,7 @@ const COLOURINGS = {
   },
   ratio: {
     label: "importance ratio", of: (t, i) => diverging(Math.log(t.ratio[i] ?? 1), 0.5), needs: "ratio",
-    scale: [["--good", "learner above sampler"], ["--bad", "below; full at a factor of 1.6"]],
+    scale: [["--good", "learner above sampler"], ["--bad", "learner below sampler; full colour at a factor of 1.6"]],
   },
   version: {
     label: "version of the weights",

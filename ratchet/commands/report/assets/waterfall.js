@@ -112,7 +112,7 @@ function waterfallView(sums) {
   ]));
 }
 
-const EVENTS = { issued: "issued", trained: "trained", replayed: "trained on again", filtered: "replaced, as they taught nothing", again: "given back, and drawn again" };
+const EVENTS = { issued: "issued", trained: "trained", replayed: "trained on again", filtered: "dropped without training", retried: "issued again", deferred: "deferred to a later step" };
 
 /** Shows the number of prompts of the whole run by event, from its ledger. */
 function promptLine(prompts) {
