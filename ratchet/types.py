@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Role = Literal["system", "user", "assistant", "tool"]
+ChatRole = Literal["system", "user", "assistant", "tool"]  # those of chat templates and data
+# "inline": text that the environment writes into the assistant's open turn, which then goes on.
+Role = Literal[ChatRole, "inline"]
 Split = Literal["train", "test"]
 # The key of a task's `meta` that holds its file and row, for error messages.
 READ_FROM = "read from"
