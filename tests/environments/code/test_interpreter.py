@@ -152,7 +152,7 @@ def test_a_later_turn_continues_the_same_trajectory():
 
 class TooMuch(Environment):
     def tasks(self, split, *, seed, start=0):
-        return iter(())
+        return iter([Task(split, (Message("user", split),))][start:])
 
     async def reset(self, task):
         return task.messages
@@ -165,6 +165,8 @@ def test_inline_text_stands_alone():
     trajectory, _ = played(TooMuch(), "a")
     assert isinstance(trajectory.outcome, Failed)
     assert "inline messages stand alone" in trajectory.outcome.detail
+    with pytest.raises(AssertionError, match="mixes inline text"):
+        check_environment(TooMuch())
 
 
 def test_cells_share_a_namespace_and_failed_ones_keep_what_they_did():
