@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Role = Literal["system", "user", "assistant", "tool"]
+ChatRole = Literal["system", "user", "assistant", "tool"]  # those of chat templates and data
+# "inline": text that the environment writes into the assistant's open turn, which then goes on.
+Role = Literal[ChatRole, "inline"]
 Split = Literal["train", "test"]
 # Tokens of a demonstration that train: those of all assistant turns, of the last one, or all but
 # the first, which no token precedes.

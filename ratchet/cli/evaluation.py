@@ -99,7 +99,7 @@ Out = Annotated[
     ),
 ]
 
-# Options that have an effect beside --inspect or --lm-eval. The program's task sets everything else.
+# Options that have an effect beside --inspect or --lm-eval. The task sets everything else.
 PROGRAM_OPTIONS = ("target", "step", "tasks", "generator", "out")
 INSPECT_OPTIONS = (*PROGRAM_OPTIONS, "inspect", "temperature", "max_new_tokens")
 LM_EVAL_OPTIONS = (*PROGRAM_OPTIONS, "lm_eval", "keys")

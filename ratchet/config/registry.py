@@ -46,6 +46,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "tool_use": "ratchet.environments.tool_use.environment:ToolUseConfig",
     "qa": "ratchet.environments.datasets.qa:QAConfig",
     "code_repair": "ratchet.environments.code.repair:CodeRepairConfig",
+    "code_interpreter": "ratchet.environments.code.interpreter:CodeInterpreterConfig",
 }
 GENERATORS: Mapping[str, str] = {
     "engine": "ratchet.generators.config:EngineConfig",

@@ -251,6 +251,8 @@ async def _step(
     require(step.done or bool(step.messages), f"{where} neither ends the episode nor says anything")
     _check_messages(step.messages, where)
     require(all(m.role != "assistant" for m in step.messages), f"{where} speaks for the assistant")
+    inline = [message.role == "inline" for message in step.messages]
+    require(all(inline) or not any(inline), f"{where} mixes inline text with other messages")
     return step
 
 

@@ -407,6 +407,8 @@ def with_tools(questions: str) -> None:
     printed = {"kind": "programs", "train": lines("printed.jsonl", *rows)}
     for problems, program in (({"kind": "programs"}, "1/0"), (printed, "print(-1)")):
         played(*[program] * 3, kind="code_repair", problems=problems)
+    arithmetic = {"kind": "arithmetic"}
+    played("<code>1</code>", "1", kind="code_interpreter", problems=arithmetic, system="Code.")
 
 
 def environments_of_others(patch: pytest.MonkeyPatch) -> None:

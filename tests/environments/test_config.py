@@ -12,6 +12,7 @@ from ratchet.environments.adapters.gem import GemConfig
 from ratchet.environments.adapters.reset_step import ResetStepConfig
 from ratchet.environments.adapters.trl import TRLEnvironmentConfig
 from ratchet.environments.adapters.verifiers import VerifiersConfig
+from ratchet.environments.code.interpreter import CodeInterpreterConfig
 from ratchet.environments.code.repair import CodeRepairConfig
 from ratchet.environments.datasets.config import DatasetConfig, PreferencesConfig
 from ratchet.environments.datasets.gsm8k import GSM8KConfig
@@ -98,6 +99,7 @@ def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_jud
     )
     # as what they are made of, or a preset, says
     judged += (MixtureConfig, ToolEnvironmentConfig, WorkersConfig, DatasetConfig)
+    judged += (CodeInterpreterConfig,)
     assert section.default_reward in KINDS["rewards"] or issubclass(section, judged)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ratchet.data.chat.chat_templates import SENTINEL, ChatTemplate
+from ratchet.data.chat.inline_text import Segment, merge_inline, split_segments
 from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.errors import DataError
 from ratchet.types import Message, Part
@@ -98,9 +99,12 @@ class RenderedConversation:
         self._tokenizer = tokenizer
         self._shape = shape
         self._tools = tools
-        self._messages, self._token_by_code_point = _hide_special_tokens(
-            messages, tokenizer.special_ids
-        )
+        hidden, self._token_by_code_point = _hide_special_tokens(messages, tokenizer.special_ids)
+        self._messages, self._segments = merge_inline(hidden)
+
+    def __len__(self) -> int:
+        """Return the number of messages after inline text has been merged into its turns."""
+        return len(self._messages)
 
     def render_text(self, n: int, *, prompt: bool) -> str:
         """Return the first n messages as text. `prompt` adds the header of the assistant's turn."""
@@ -180,6 +184,20 @@ class RenderedConversation:
                 rewritten.append(i)
         return [*pieces, Piece(text[position:])], rewritten
 
+    def _split_inline(self, piece: Piece) -> list[Piece]:
+        """Return the piece, cut where inline text begins or ends. Inline text belongs to no turn.
+
+        Raise DataError if the template changes a turn with inline text.
+        """
+        segments: Sequence[Segment] = self._segments.get(piece.turn, ())
+        if not segments:
+            return [piece]
+        texts = split_segments(piece.text, segments, self._shape.prefill)
+        return [
+            Piece(text, None if segment.is_inline else piece.turn)
+            for text, segment in zip(texts, segments, strict=True)
+        ]
+
     def tokenize(
         self, pieces: Sequence[Piece], after: After = "start"
     ) -> list[tuple[int, int | None]]:
@@ -187,12 +205,14 @@ class RenderedConversation:
 
         Only the template's text can contain special tokens. In a message, the text of a special
         token stays plain text.
+        Inline text is tokenized by itself, as it is in sampling.
 
         Args:
             after: What precedes the pieces, see `Tokenizer.encode`.
         """
         tokens: list[tuple[int, int | None]] = []
-        for piece in pieces:
+        cut_pieces = [part for piece in pieces for part in self._split_inline(piece)]
+        for piece in cut_pieces:
             for part in self._tokenizer.split_special(piece.text):
                 if isinstance(part, int):
                     tokens.append((part, piece.turn))

@@ -21,11 +21,11 @@ from jinja2.parser import Parser
 from ratchet.data.chat.template_limits import BUDGET_VARIABLE, MeteredEnvironment, StepBudget
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import DataError
-from ratchet.types import Message, Role
+from ratchet.types import ChatRole, Message
 from ratchet.utils.safe_read import format_size, read_text
 from ratchet.utils.terminal_text import shorten_text
 
-ROLES: tuple[str, ...] = get_args(Role)
+ROLES: tuple[str, ...] = get_args(ChatRole)
 
 MAX_INDENT = 100  # spaces by which `tojson` may indent
 MAX_TEMPLATE_BYTES = 128 << 10  # size of a template; the longest published ones have about 20 KiB

@@ -100,8 +100,13 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the tokens of a conversation and of the header of the assistant's next turn."""
+        if messages and messages[-1].role == "inline":
+            raise DataError(
+                "the conversation ends with inline text, within the assistant's turn: a prompt "
+                "can't begin another turn there"
+            )
         conversation = self._make_conversation(messages, tools)
-        pieces, _ = conversation.split_prompt(len(messages))
+        pieces, _ = conversation.split_prompt(len(conversation))
         return [
             token for token, _ in self._expand_placeholders(conversation.tokenize(pieces), messages)
         ]
@@ -122,13 +127,13 @@ class Renderer:
         Raise DataError if the last message is not the assistant's, or if the template rewrites an
         earlier turn that should train.
         """
-        last_index = len(messages) - 1
-        if last_index < 0 or messages[last_index].role != "assistant":
+        if not messages or messages[-1].role != "assistant":
             raise DataError(
                 "a supervised conversation ends with a message of the assistant: drop what follows "
                 "the assistant's last answer"
             )
         conversation = self._make_conversation(messages, tools)
+        last_index = len(conversation) - 1
         pieces, rewritten = conversation.split_prompt(last_index)
         if train == "all" and rewritten:
             # Raises an error with the reason if the turn itself can't be rendered.
@@ -179,7 +184,7 @@ class Renderer:
         earlier = [*(history or (USER,)), Message("assistant", SENTINEL)]
         conversation = self._make_conversation([*earlier, *messages], tools)
         _, separator, continuation = conversation.render_text(
-            len(earlier) + len(messages), prompt=True
+            len(conversation), prompt=True
         ).partition(SENTINEL)
         if not separator:
             raise DataError(
@@ -202,6 +207,30 @@ class Renderer:
         is_sampled = has_ended and not shape.end and new_tokens[:1] == [last]
         return new_tokens[1:] if is_sampled else new_tokens
 
+    def continue_turn(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of inline messages, which continue the turn that ends with `sampled`.
+
+        The chat template has no part in them: the text is tokenized by itself, and what looks like
+        a special token in it is plain text.
+        """
+        after: After = "special" if sampled and sampled[-1] in self._special_ids else "text"
+        text = "".join(message.text for message in messages)
+        return self.tokenizer.encode(text, after=after)
+
+    def parse_continued(
+        self, earlier: Sequence[int], tokens: Sequence[int], stop: StopReason | None = None
+    ) -> Message:
+        """Return a completion that continues a turn as a message, without the turn's beginning.
+
+        Args:
+            earlier: The tokens of the turn before the completion, with those of inline text.
+        """
+        before = self._decode_text(earlier, None, skip_special=True)
+        whole = self._decode_text([*earlier, *tokens], stop, skip_special=True)
+        # A tokenizer may decode a beginning differently from the same tokens in a longer text.
+        alone = self._decode_text(tokens, stop, skip_special=True)
+        return Message("assistant", whole[len(before) :] if whole.startswith(before) else alone)
+
     def keeps_turn(
         self,
         sampled: Sequence[int],
@@ -223,9 +252,10 @@ class Renderer:
             history: The messages before the turn.
             reply: The message that was parsed from `sampled`.
         """
-        conversation, n = self._make_conversation([*history, reply, *messages], tools), len(history)
+        conversation = self._make_conversation([*history, reply, *messages], tools)
+        n = len(conversation) - len(messages) - 1
         rendered, prompt = (
-            conversation.render_text(n + 1 + len(messages), prompt=True),
+            conversation.render_text(len(conversation), prompt=True),
             conversation.render_text(n, prompt=True),
         )
         if rendered.startswith(
@@ -384,7 +414,8 @@ class Renderer:
 
     def rewritten_turns(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the indices of assistant messages that the template does not show as written."""
-        return self._make_conversation(messages, tools).split_prompt(len(messages))[1]
+        conversation = self._make_conversation(messages, tools)
+        return conversation.split_prompt(len(conversation))[1]
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

@@ -225,6 +225,30 @@ def _indent(lines: Sequence[str]) -> list[str]:
     return [f"    {part}" for line in lines for part in line.strip().splitlines()]
 
 
+def convert_kodcode(values: Values, where: str) -> Values:
+    """Convert a row whose `test` holds pytest functions that import one function of `solution`.
+
+    `test_info` names the function and has its declaration, which the prompt gives: the question
+    alone seldom names it.
+    """
+    check_columns(values, {"question": str, "test": str, "test_info": list}, where)
+    infos = [info for info in values["test_info"] if isinstance(info, dict)]
+    names = [info.get("function_name") for info in infos]
+    if len(names) != 1 or not isinstance(names[0], str) or not names[0].isidentifier():
+        raise DataError(
+            f"{where}: column 'test_info' must name one function, which the tests call: drop the "
+            "row"
+        )
+    declaration = infos[0].get("function_declaration") or f"def {names[0]}"
+    request = f"\n\nThe tests call `{str(declaration).strip()}`.{CODE_BLOCK_REQUEST}"
+    return {
+        **values,
+        PROMPT_COLUMN: values["question"].strip() + request,
+        "case_type": "pytest",
+        "test_cases": [values["test"]],
+    }
+
+
 def convert_livecodebench(values: Values, where: str) -> Values:
     """Convert a row whose tests are all of the kind "stdin", or all of the kind "functional".
 

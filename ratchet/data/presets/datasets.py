@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ratchet.data.formats import benchmark_rows
 from ratchet.data.formats.benchmark_rows import RowConverter
 
 BOXED_REQUEST = "\nReason step by step, and put the final answer into \\boxed{}."
@@ -236,6 +237,19 @@ PRESETS: Mapping[str, Preset] = {
         test="test",
         data_kinds=ROWS_AND_PAIRS,
         description="helpful and harmless, arXiv:2204.05862",
+    ),
+    # style, subset, question_id, question, solution, test (pytest, from solution import ...),
+    # test_info [{function_name, parameter_list, function_declaration, docstring}],
+    # gpt_pass_percentage, gpt_difficulty and more; split train. Columns checked against: the
+    # features on the cards of its copies (Blueyyds/KodCode-7K-RL,
+    # Sangwoong/kodcode-9k-preprocessed). Tests that call several functions or classes can't judge:
+    # the attempts at such rows fail.
+    "kodcode": Preset(
+        "KodCode/KodCode-V1",
+        {"prompt": benchmark_rows.PROMPT_COLUMN, "solution": "solution", "id": "question_id"},
+        convert_row=benchmark_rows.convert_kodcode,
+        reward="code",
+        description="programs with pytest tests, arXiv:2503.02951",
     ),
     # task_id, prompt, entry_point, canonical_solution, test; split test. Columns checked against:
     # the published file.

@@ -23,9 +23,9 @@ from ratchet.types import Message, Split, Task
 class ProgramsConfig(EnvironmentConfig):
     """Programs judged by tests: generated small functions, or the rows of a file.
 
-    A file has rows with `prompt`, and `tests` ([{"stdin", "stdout"}]) or HumanEval's `entry_point`
-    and `test`. A `canonical_solution` becomes the demonstration. The test split is the file `test`,
-    or else a tenth of the prompts.
+    A file has rows with `prompt`, and `tests` ([{"stdin", "stdout"}]), HumanEval's `entry_point`
+    and `test`, or ROLL's `case_type` and `test_cases`. A `canonical_solution` becomes the
+    demonstration. The test split is the file `test`, or else a tenth of the prompts.
     """
 
     builds: ClassVar[str] = "ratchet.environments.code.programs:programs"
@@ -57,7 +57,7 @@ class ProgramsConfig(EnvironmentConfig):
 
 OPERATIONS = {"+": lambda x, n: x + n, "-": lambda x, n: x - n, "*": lambda x, n: x * n}
 ARGUMENTS = (0, 1, 7, -12)  # enough to tell any two different functions apart
-TEST_COLUMNS = ("tests", "test", "entry_point")
+TEST_COLUMNS = ("tests", "test", "entry_point", "case_type")
 
 
 def programs(config: ProgramsConfig) -> GeneratedPrograms | ProgramRows:
@@ -139,7 +139,10 @@ def _read_tasks(split: Split, path: DataFile) -> list[Task]:
     tasks: list[Task] = []
     for row in read_rows(path, {"prompt": str}):
         if not any(column in row.values for column in TEST_COLUMNS):
-            raise DataError(f"{path}, {row.where}: a row needs tests, or entry_point and test")
+            raise DataError(
+                f"{path}, {row.where}: a row needs tests, or entry_point and test, or "
+                "case_type and test_cases"
+            )
         prompt = Message("user", row.values["prompt"])
         tasks.append(
             Task(

@@ -13,7 +13,7 @@ from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.build import build_environment
 from ratchet.environments.tool_use.python import describe_failure
 from ratchet.protocols import Environment, Step
-from ratchet.rewards.code.extract_program import extract_program, has_expected_output
+from ratchet.rewards.code.extract_program import has_expected_output
 from ratchet.rewards.code.function_tests import FunctionTask
 from ratchet.rewards.code.reward import Code, CodeConfig, get_tests, parse_io_tests
 from ratchet.rewards.deadline import ProgramRunner
@@ -108,10 +108,10 @@ class CodeRepair(Environment):
 
     async def _make_hint(self, text: str, task: Task) -> str:
         judge = self.config.judge
-        program = extract_program(text, judge.blocks, require_block=judge.require_block)
+        tests = get_tests(task)
+        program = self._code.read_program(text, tests)
         if program is None:
             return "There is no program in your answer: write it between ```python and ```."
-        tests = get_tests(task)
         if isinstance(tests, FunctionTask):
             return await self._make_call_hint(program, tests)
         pairs = parse_io_tests(tests["tests"], task.id)

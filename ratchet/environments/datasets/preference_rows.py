@@ -21,7 +21,7 @@ from ratchet.environments.datasets.usual_columns import (
     summarize_columns,
 )
 from ratchet.errors import DataError
-from ratchet.types import Comparison, LabelledAnswer, Message, Role
+from ratchet.types import ChatRole, Comparison, LabelledAnswer, Message, Role
 
 Messages = tuple[Message, ...]
 # The text and the label of each step.
@@ -328,9 +328,10 @@ class _PreferenceParser:
                 f"{where} has '{extra}', which would be lost: only 'role' and 'content' are read; "
                 "remove it"
             )
-        if item["role"] not in get_args(Role):
+        if item["role"] not in get_args(ChatRole):
             self.refuse(
-                f"{where} has the role '{item['role']}', must be one of {', '.join(get_args(Role))}"
+                f"{where} has the role '{item['role']}', must be one of "
+                f"{', '.join(get_args(ChatRole))}"
             )
         text = self.check_text(item["content"], column)
         return Message(

@@ -112,24 +112,35 @@ class ToolUse(ToolEnvironment):
         Raises DataError if there is no calculator, if the prompt is no expression for it, or if its
         result is not the task's answer.
         """
-        problem = f"task '{task.id}' has no demonstration with tools"
         if "calculator" not in self.toolbox:
-            raise DataError(f"{problem}: `tools` lists no calculator")
-        expression = re.sub(r"\s*=?\s*\??$", "", task.messages[-1].text)
-        try:
-            result = format_value(calculate(expression))
-        except ToolError as error:
             raise DataError(
-                f"{problem}: its prompt is not an expression for the calculator: {error}"
-            ) from error
-        if result != str(task.answer):
-            raise DataError(
-                f"{problem}: the calculator's result for its prompt is {result}, and its answer is "
-                f"{str(task.answer)[:100]!r}"
+                f"task '{task.id}' has no demonstration with tools: `tools` lists no calculator"
             )
+        expression, result = find_expression(task)
         call = ToolCall("call_0", "calculator", {"expression": expression})
         return (
             Message("assistant", tool_calls=(call,)),
             Message("tool", result, tool_call_id=call.id),
             Message("assistant", str(task.answer)),
         )
+
+
+def find_expression(task: Task) -> tuple[str, str]:
+    """Return the expression in a task's prompt, and its value, which is the task's answer.
+
+    Raises DataError if the prompt is no expression for the calculator, or has another value.
+    """
+    problem = f"task '{task.id}' has no demonstration with tools"
+    expression = re.sub(r"\s*=?\s*\??$", "", task.messages[-1].text)
+    try:
+        result = format_value(calculate(expression))
+    except ToolError as error:
+        raise DataError(
+            f"{problem}: its prompt is not an expression for the calculator: {error}"
+        ) from error
+    if result != str(task.answer):
+        raise DataError(
+            f"{problem}: the calculator's result for its prompt is {result}, and its answer is "
+            f"{str(task.answer)[:100]!r}"
+        )
+    return expression, result

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ratchet.data.chat.inline_text import merge_inline
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import DataError
@@ -173,6 +174,10 @@ class EpisodeState:
     sampling: Sampling
     messages: list[Message]
     tools: Tools | None = None
+    # The assistant's open turn: its tokens, with those of inline text, and the number of messages
+    # before it.
+    turn_tokens: list[int] = field(default_factory=list)
+    turn_start: int = 0
     strands: list[EpisodeStrand] = field(default_factory=lambda: [EpisodeStrand()])
     waits_for: str = "the environment"  # or "the generator"
     rendered: str = "the prompt"  # the text that was rendered last
@@ -236,6 +241,12 @@ def check_step(step: Any, environment: Environment) -> Step:
             f"{name}.step returned the metrics {metrics!r:.80}. They must be finite numbers by name"
         )
     check_messages(step.messages, "step", environment)
+    is_inline = {message.role == "inline" for message in step.messages}
+    if is_inline == {True, False} or (True in is_inline and any(m.media for m in step.messages)):
+        raise UserCodeFailed(
+            f"{name}.step mixed inline text with other messages or media: inline messages stand "
+            "alone, and are text"
+        )
     if not step.done and not step.messages:
         raise UserCodeFailed(
             f"{name}.step returned neither done=True nor messages, so the policy has nothing to "
@@ -319,6 +330,7 @@ class EpisodePlayer:
             state.tools = await get_offered_tools(environment, state.task) or None
             state.metrics["malformed_tool_calls"] = 0
         strand = state.strand
+        state.turn_start = len(state.messages)
         prompt, strand.media = memo.render(self.renderer, state.messages, state.tools)
         strand.record.add(Owner.PROMPT, prompt)
         for turn_index in range(self.max_turns):
@@ -373,8 +385,8 @@ class EpisodePlayer:
             malformed_call=n_malformed > 0,
             malformed_thinking=has_malformed_thinking(message.text, cut=not finished),
         )
-        history = tuple(state.messages)
         state.messages.append(message)
+        state.turn_tokens.extend(completion.tokens.tolist())
         state.metrics["turns"] += 1
         if completion.stop is StopReason.ABORTED:
             return True, Cancelled("aborted")
@@ -394,7 +406,7 @@ class EpisodePlayer:
         for name, value in (step.metrics or {}).items():
             state.metrics[name] = state.metrics.get(name, 0.0) + float(value)
         if not step.done:
-            self._append_observation(state, completion, history, step.messages)
+            self._append_observation(state, step.messages)
         return step.done, None
 
     async def _reward_cut_attempt(self, state: EpisodeState) -> None:
@@ -420,6 +432,9 @@ class EpisodePlayer:
     def _parse_answer(self, state: EpisodeState, completion: Completion) -> tuple[Message, int]:
         """Return the answer as a message, and the number of malformed tool calls in it."""
         tokens = completion.tokens.tolist()
+        if state.turn_tokens:
+            continued = self.renderer.parse_continued(state.turn_tokens, tokens, completion.stop)
+            return continued, 0
         if state.tools is None:
             return self.renderer.parse(tokens, completion.stop), 0
         n_calls = sum(len(message.tool_calls) for message in state.messages)
@@ -429,18 +444,21 @@ class EpisodePlayer:
         state.metrics["malformed_tool_calls"] += n_malformed
         return message, n_malformed
 
-    def _append_observation(
-        self,
-        state: EpisodeState,
-        completion: Completion,
-        history: Sequence[Message],
-        observation: Sequence[Message],
-    ) -> None:
-        """Append the environment's messages, in a new strand if the template rewrites history."""
-        reply = state.messages[-1]
+    def _append_observation(self, state: EpisodeState, observation: Sequence[Message]) -> None:
+        """Append the environment's messages, in a new strand if the template rewrites history.
+
+        Inline text continues the policy's turn instead.
+        """
         state.strand.message_count = len(state.messages)
+        if observation[0].role == "inline":
+            self._append_inline(state, observation)
+            return
+        history = tuple(state.messages[: state.turn_start])
+        # With inline text the turn has several messages, which the template sees as one.
+        (reply,) = merge_inline(state.messages[state.turn_start :])[0]
+        sampled, state.turn_tokens = state.turn_tokens, []
         state.messages.extend(observation)
-        sampled = completion.tokens.tolist()
+        state.turn_start = len(state.messages)
         n_turns = int(state.metrics["turns"])
         state.rendered = f"the reply of {type(state.environment).__name__} to turn {n_turns}"
         if self.renderer.keeps_turn(
@@ -460,6 +478,17 @@ class EpisodePlayer:
             prompt = self.renderer.prompt(state.messages, state.tools)
             state.strand.record.add(Owner.PROMPT, prompt)
             state.strand.media = self.renderer.media(prompt, state.messages)
+
+    def _append_inline(self, state: EpisodeState, observation: Sequence[Message]) -> None:
+        if state.tools is not None:
+            raise UserCodeFailed(
+                f"{type(state.environment).__name__}.step returned inline text, and the task "
+                "offers tools: a call can't be read from a continued turn, so offer one of both"
+            )
+        new_tokens = self.renderer.continue_turn(state.turn_tokens, observation)
+        state.messages.extend(observation)
+        state.turn_tokens.extend(new_tokens)
+        state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
 
 
 async def get_offered_tools(environment: Environment, task: Task) -> Tools:

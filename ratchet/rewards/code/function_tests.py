@@ -33,12 +33,18 @@ LIMIT_REASONS = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)
 
 @dataclass(frozen=True)
 class FunctionTask:
-    """A task in HumanEval's columns. `label` names the task in messages."""
+    """A task in HumanEval's columns.
+
+    Attributes:
+        label: The task's name in messages.
+        judges_text: True if the tests judge the answer's text, which the function returns.
+    """
 
     prompt: str
     entry_point: str
     test: str
     label: str
+    judges_text: bool = False
 
 
 @dataclass(frozen=True)

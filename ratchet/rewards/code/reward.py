@@ -11,6 +11,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
+from ratchet.rewards.code.convert_tests import convert_tests, write_text_program
 from ratchet.rewards.code.extract_program import extract_program, has_expected_output
 from ratchet.rewards.code.function_tests import LIMIT_REASONS, FunctionJudge, FunctionTask
 from ratchet.rewards.deadline import ProgramRunner
@@ -88,8 +89,8 @@ WALL_PER_CPU = 3  # a correct program must not time out because the machine is b
 class Code(AnswerReward):
     """A reward that runs the answer's program on the task's tests.
 
-    The tests are `tests` ([{"stdin", "stdout"}]), or HumanEval's `prompt`, `entry_point` and
-    `test`, in the task's `meta` or else in its answer.
+    The tests are `tests` ([{"stdin", "stdout"}]), HumanEval's `prompt`, `entry_point` and `test`,
+    or ROLL's `case_type` and `test_cases`, in the task's `meta` or else in its answer.
 
     The reward parts are the shares of tests that passed, were wrong, crashed or hit a limit. With
     credit "all", tests after the first failure are not run and count in no part.
@@ -121,7 +122,7 @@ class Code(AnswerReward):
         """
         row = get_tests(task)
         tests = row if isinstance(row, FunctionTask) else parse_io_tests(row["tests"], task.id)
-        program = extract_program(text, self.config.blocks, require_block=self.config.require_block)
+        program = self.read_program(text, tests)
         if program is None:
             return self._make_outcome({"wrong": 1}, 1)
         if isinstance(tests, FunctionTask):
@@ -133,6 +134,12 @@ class Code(AnswerReward):
                 )
             return self._make_outcome({verdict.end: 1}, 1)
         return await self._run(program, tests)
+
+    def read_program(self, text: str, tests: Any) -> str | None:
+        """Return the program that the tests run; None if the answer lacks a required block."""
+        if isinstance(tests, FunctionTask) and tests.judges_text:
+            return write_text_program(text.rpartition("</think>")[2].strip())
+        return extract_program(text, self.config.blocks, require_block=self.config.require_block)
 
     async def _run(self, program: str, tests: Sequence[tuple[bytes, str]]) -> Scored:
         counts: dict[str, int] = {}
@@ -173,6 +180,8 @@ def get_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
     for row in (task.meta, _parse_row(task.answer)):
         if "tests" in row:
             return row
+        if row.get("case_type"):  # empty in ROLL's rows of other domains
+            return _read_cases(row, task.id)
         if "test" in row or "entry_point" in row:
             values = {name: row.get(name) for name in FUNCTION_COLUMNS}
             for name, value in values.items():
@@ -184,9 +193,28 @@ def get_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
             return FunctionTask(**values, label=task.id)  # pyright: ignore[reportArgumentType]
     raise DataError(
         f"task '{task.id}' has no tests, in its meta or its answer: give it tests=[{{stdin, "
-        f"stdout}}], "
-        f"or {', '.join(FUNCTION_COLUMNS)}"
+        f"stdout}}], or {', '.join(FUNCTION_COLUMNS)}, or case_type and test_cases"
     )
+
+
+def _read_cases(row: Mapping[str, Any], label: str) -> FunctionTask | Mapping[str, Any]:
+    """Return the tests in ROLL's columns `case_type` and `test_cases`."""
+    cases = _parse_if_text(row.get("test_cases"))
+    if not isinstance(cases, Sequence) or isinstance(cases, str):
+        raise DataError(
+            f"task '{label}': test_cases must be a list of tests, or its JSON text, not "
+            f"{row.get('test_cases')!r:.80}"
+        )
+    if row["case_type"] != "input":
+        return convert_tests(row["case_type"], cases, label)
+    return {
+        "tests": [
+            {"stdin": case.get("stdin", ""), "stdout": case.get("expected_stdout")}
+            if isinstance(case, Mapping)
+            else case
+            for case in cases
+        ]
+    }
 
 
 def parse_io_tests(tests: Any, label: str) -> list[tuple[bytes, str]]:

@@ -16,10 +16,12 @@ from ratchet.commands.migrate.roll.placement import data_ranks
 from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
 
 CORRECTION = "train_infer_correction"
-# ROLL's reward workers by class name, and the corresponding rewards of Ratchet. `code` and `ifeval`
-# judge the same, but read other columns than ROLL's data have.
+# ROLL's reward workers by class name, and the corresponding rewards of Ratchet. `ifeval` judges the
+# same, but reads other columns than ROLL's data have.
 REWARDS: Mapping[str, Mapping[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
+    # 20 s is the limit of ROLL's local tests.
+    "CodeSandboxRewardWorker": {"kind": "code", "timeout_s": 20},
     "MultipleChoiceBoxedRuleRewardWorker": {"kind": "multiple_choice", "require_marker": True},
 }
 

@@ -1,0 +1,197 @@
+"""Convert tests in other forms than HumanEval's to tests of a function (`FunctionTask`).
+
+The forms are those of ROLL's code data (roll/pipeline/rlvr/rewards/code_sandbox_reward_worker.py),
+by the column `case_type`: "assert" statements, "pytest" functions, "check_based" tests, and "text"
+tests of the answer itself. So the tests and the judged program stay in separate processes, whatever
+the form.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, TypeGuard
+
+from ratchet.errors import DataError
+from ratchet.rewards.code.function_tests import FunctionTask
+from ratchet.rewards.code.program_runner import defines_name
+
+# Names that programs for such tests use without importing them, as in ROLL and LiveCodeBench.
+USUAL_IMPORTS = """\
+import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, operator
+import random, re, statistics, string
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+"""
+CASE_TYPES = ("assert", "pytest", "check_based", "text")
+MODULE = "solution"  # the module that tests import the judged function from
+TEXT_FUNCTION = "response"  # stands for the answer in text tests
+TEXT_PLACEHOLDER = "{response}"
+
+
+def convert_tests(case_type: str, cases: Sequence[Any], label: str) -> FunctionTask:
+    """Return the tests of a row with `case_type` and `test_cases`.
+
+    Raises DataError for an unknown case type, and for tests that can't be read as one function's.
+
+    Args:
+        cases: Texts of tests, or objects with `assert_code`.
+        label: The task's name, for messages.
+    """
+    if case_type not in CASE_TYPES:
+        raise DataError(
+            f"task '{label}': case_type={case_type!r:.40} is not known, must be one of input, "
+            f"{', '.join(CASE_TYPES)}"
+        )
+    sources = [_read_source(case, label) for case in cases]
+    if not sources:
+        raise DataError(f"task '{label}': test_cases is empty: leave the row out")
+    if case_type == "check_based":
+        return _convert_check(cases[0], sources[0], label)
+    if case_type == "text":
+        lines = [source.replace(TEXT_PLACEHOLDER, f"{TEXT_FUNCTION}()") for source in sources]
+        return FunctionTask("", TEXT_FUNCTION, _write_check(lines, label), label, judges_text=True)
+    return convert_source("\n".join(sources), label)
+
+
+def convert_source(source: str, label: str, entry_point: str = "") -> FunctionTask:
+    """Return tests that are `assert` statements, pytest functions, or both.
+
+    Args:
+        entry_point: The function that the tests call; "": the one that they call without defining
+            it.
+    """
+    tree = _parse(source, label)
+    entry_point = entry_point or _find_entry_point(tree, label)
+    statements = [_rewrite_import(statement, label) for statement in tree.body]
+    body = [statement for group in statements for statement in group]
+    tests = [node.name for node in body if _is_test(node)]
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    loose = [node for node in body if not isinstance(node, definitions)]
+    asserts = any(isinstance(part, ast.Assert) for node in loose for part in ast.walk(node))
+    if not tests and not asserts:
+        raise DataError(
+            f"task '{label}': its tests have neither an assert nor a function test_...: they test "
+            "nothing"
+        )
+    # Loose assertions move into `check`, which is where assertions are counted; what they use
+    # stays at the top.
+    moved = [node for node in loose if any(isinstance(part, ast.Assert) for part in ast.walk(node))]
+    top = [node for node in body if node not in moved]
+    calls = [*map(ast.unparse, moved), *(f"_run_test({name})" for name in tests)]
+    shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
+    text = "\n".join([shim, *map(ast.unparse, top), "", _write_check(calls, label)])
+    return FunctionTask(USUAL_IMPORTS, entry_point, text, label)
+
+
+def write_text_program(answer: str) -> str:
+    """Return the program that stands for an answer in text tests: it returns the answer."""
+    return f"def {TEXT_FUNCTION}():\n    return {answer!r}\n"
+
+
+def _read_source(case: Any, label: str) -> str:
+    source = case.get("assert_code") if isinstance(case, Mapping) else case
+    if not isinstance(source, str):
+        raise DataError(
+            f"task '{label}': a test case must be text, or have the text assert_code, not "
+            f"{case!r:.80}"
+        )
+    return source
+
+
+def _convert_check(case: Any, source: str, label: str) -> FunctionTask:
+    values: Mapping[str, Any] = case if isinstance(case, Mapping) else {}
+    entry_point, prefix = values.get("entry_point", "candidate"), values.get("import_prefix", "")
+    if not isinstance(entry_point, str) or not isinstance(prefix, str):
+        raise DataError(
+            f"task '{label}': entry_point and import_prefix of a check-based test must be text"
+        )
+    return FunctionTask(f"{USUAL_IMPORTS}{prefix}\n", entry_point, source, label)
+
+
+def _write_check(lines: Sequence[str], label: str) -> str:
+    text = "\n".join(lines)
+    body = _parse(text, label).body
+    if not body:
+        raise DataError(f"task '{label}': its tests are empty: leave the row out")
+    arguments = ast.arguments([], [ast.arg("candidate")], None, [], [], None, [])
+    check = ast.FunctionDef("check", arguments, body, [])
+    return ast.unparse(ast.fix_missing_locations(check))
+
+
+def _parse(source: str, label: str) -> ast.Module:
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"task '{label}': its tests are not Python: {error}") from error
+
+
+def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
+    return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test")
+
+
+def _rewrite_import(statement: ast.stmt, label: str) -> list[ast.stmt]:
+    """Return what stands for an import of the judged module or of pytest."""
+    if isinstance(statement, ast.ImportFrom) and statement.module in (MODULE, "pytest"):
+        source = "pytest." if statement.module == "pytest" else ""
+        lines = [
+            f"{alias.asname or alias.name} = {source}{alias.name}"
+            for alias in statement.names
+            if alias.name != "*" and (source or alias.asname)
+        ]
+        return _parse("\n".join(lines), label).body
+    if isinstance(statement, ast.Import):
+        names = [alias for alias in statement.names if alias.name != "pytest" or alias.asname]
+        if any(alias.name == MODULE for alias in names):
+            raise DataError(
+                f"task '{label}': its tests import the module {MODULE}: write from {MODULE} import "
+                "FUNCTION"
+            )
+        return [ast.Import(names)] if names else []
+    return [statement]
+
+
+def _find_entry_point(tree: ast.Module, label: str) -> str:
+    """Return the function that the tests import from the module, or call without defining it."""
+    imported = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == MODULE
+        for alias in node.names
+        if alias.name != "*"
+    ]
+    if not imported:
+        known = {*vars(builtins), *_list_bound_names(tree)}
+        called = [
+            node.func.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        ]
+        imported = [
+            name for name in called if name not in known and not defines_name(USUAL_IMPORTS, name)
+        ]
+    names = list(dict.fromkeys(imported))
+    if len(names) != 1:
+        raise DataError(
+            f"task '{label}': its tests must call one function of the program, and they call "
+            f"{', '.join(names) or 'none'}"
+        )
+    return names[0]
+
+
+def _list_bound_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.alias(name=name, asname=alias):
+                yield (alias or name).split(".")[0]

@@ -1,0 +1,196 @@
+"""Assert, pytest, check-based and text tests, in ROLL's columns: what passes, and what can't cheat."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from ratchet.config.resolve import build, resolve
+from ratchet.data.presets.lookup import find_dataset_preset
+from ratchet.errors import DataError
+from ratchet.rewards.code.convert_tests import convert_tests
+from ratchet.types import Message, Task
+
+PYTEST = """
+import pytest
+from pytest import approx
+from solution import add
+
+@pytest.fixture
+def one():
+    yield 1
+
+def test_one(one):
+    assert add(one, 2) == 3
+
+@pytest.mark.slow
+@pytest.mark.parametrize("a, b, total", [(1, 1, 2), pytest.param(2, 3, 5)])
+@pytest.mark.parametrize("c", [0])
+def test_many(a, b, total, c):
+    assert add(a, b) == total + c
+
+def test_error():
+    with pytest.raises(TypeError, match="unsupported"):
+        add(1, "a")
+
+class TestMore:
+    def setup_method(self):
+        self.tenth = 0.1
+
+    def test_float(self):
+        assert add(self.tenth, 0.2) == approx(0.3)
+        assert [add(1, 1)] == approx([2.0])
+        assert {"a": add(1, 1)} == approx({"a": 2}, abs=0.1)
+"""
+CASES = {
+    "assert": ["assert add(1, 2) == 3", {"assert_code": "x = 2\nassert add(x, 2) == 4"}],
+    "pytest": [{"assert_code": PYTEST}],
+    "check_based": [
+        {
+            "assert_code": "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+            "    assert candidate(math.floor(2.5), 2) == 4\n",
+            "entry_point": "add",
+            "import_prefix": "import math\n",
+        }
+    ],
+    "input": [{"stdin": "1 2", "expected_stdout": "3"}, {"stdin": "2 2", "expected_stdout": "4\n"}],
+}
+ADD = "def add(a, b):\n    return a + b\n"
+READS = "print(sum(map(int, input().split())))"
+
+
+def row(case_type, cases=None):
+    values: dict[str, Any] = {"case_type": case_type, "test_case_function": " ", "tag": "KodCode"}
+    values["test_cases"] = json.dumps(CASES[case_type] if cases is None else cases)
+    return Task("t", (Message("user", "Write add."),), meta=values)
+
+
+def grade(text, task, **keys):
+    async def run():
+        reward = build(resolve("rewards", {"kind": "code", **keys}))
+        outcome = await reward.grade(text, task)
+        reward.sandbox.close()
+        return outcome
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("case_type", CASES)
+def test_a_right_program_passes_and_wrong_ones_fail(case_type):
+    program = READS if case_type == "input" else ADD
+    assert grade(f"So:\n```python\n{program}\n```", row(case_type)).reward == 1.0
+    wrong = "print(3)" if case_type == "input" else "def add(a, b):\n    return 3\n"
+    assert grade(wrong, row(case_type)).reward == 0.0
+    assert grade("no program", row(case_type)).reward == 0.0
+
+
+# Each makes the tests pass where they run in the program's own process.
+ATTACKS = [
+    "import os\ndef add(a, b):\n    os._exit(0)",
+    "import sys\nsys.exit(0)",
+    "class Same:\n    def __eq__(self, other): return True\ndef add(a, b): return Same()",
+    "import builtins\nbuiltins.AssertionError = SystemExit\ndef add(a, b): return 0",
+    "class pytest: pass\ndef _run_test(test): pass\ndef check(candidate): pass\n"
+    "def add(a, b): return 0",
+    "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): raise SystemExit(0)",
+    "def add(a, b): return 'x or True'",
+    "def add(a, b): raise AssertionError",
+    "def add(a, b): raise StopIteration",
+]
+
+
+@pytest.mark.parametrize("case_type", ["assert", "pytest", "check_based"])
+@pytest.mark.parametrize("program", ATTACKS)
+def test_programs_can_not_cheat(program, case_type):
+    assert grade(program, row(case_type)).reward == 0.0
+
+
+def test_shares_count_assertions():
+    outcome = grade("def add(a, b):\n    return 3\n", row("assert"), credit="share")
+    assert 0 < outcome.reward < 1
+
+
+TEXT = ["assert len({response}.split()) <= 3", {"assert_code": "assert {response}.endswith('!')"}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("well done!", 1.0),
+        ("<think>\na long thought, which is not judged\n</think>\n\nwell done!", 1.0),
+        ("far too many words!", 0.0),
+        ("''' + 1/0 + '''!", 0.0),  # it closes the quotes of a text that is pasted into the test
+        ("'''.split() or exit(0) or '!'''", 0.0),
+    ],
+)
+def test_text_tests_judge_the_answer_as_data(answer, reward):
+    assert grade(answer, row("text", TEXT)).reward == reward
+
+
+def test_text_tests_may_not_run_the_answer():
+    with pytest.raises(DataError, match="evaluate what response returned"):
+        grade("1", row("text", ["assert eval({response}) == 1"]))
+
+
+@pytest.mark.parametrize(
+    ("case_type", "cases", "message"),
+    [
+        ("asserts", ["assert f(1)"], "case_type='asserts' is not known"),
+        ("assert", [], "test_cases is empty"),
+        ("assert", [1], "must be text, or have the text assert_code"),
+        ("assert", ["assert f(1"], "its tests are not Python"),
+        ("assert", ["x = f(1)"], "they test nothing"),
+        ("assert", ["assert f(1) == g(1)"], "they call f, g"),
+        ("assert", ["assert len('a') == 1"], "they call none"),
+        ("pytest", ["import solution\ndef test_a(): assert solution.f()"], "they call none"),
+        ("pytest", ["from solution import f\nimport solution\ndef test_a(): f()"], "the module"),
+        ("check_based", [{"assert_code": "", "entry_point": 1}], "must be text"),
+        ("text", [" "], "its tests are empty"),
+    ],
+)
+def test_unusable_tests_are_named(case_type, cases, message):
+    with pytest.raises(DataError, match=message):
+        convert_tests(case_type, cases, "t")
+
+
+def test_malformed_columns_are_named():
+    task = Task("t", (Message("user", "?"),), meta={"case_type": "assert", "test_cases": "{"})
+    with pytest.raises(DataError, match="test_cases must be a list"):
+        grade("x", task)
+
+
+def test_kodcode_rows_are_judged_by_their_pytest_tests(tmp_path):
+    values = {
+        "question_id": "a",
+        "question": "Write a function that adds.",
+        "solution": ADD,
+        "test": PYTEST,
+        "test_info": [{"function_name": "add", "function_declaration": "def add(a, b):"}],
+    }
+    file = tmp_path / "kod.jsonl"
+    other = {**values, "question_id": "b", "question": "Add."}
+    file.write_text(f"{json.dumps(values)}\n{json.dumps(other)}\n")
+    section = resolve(
+        "environment",
+        {"kind": "dataset", "preset": "kodcode", "train": str(file), "test_share": 0.0},
+    )
+    assert section.default_reward == "code"
+    task = next(iter(build(section).tasks("train", seed=0)))
+    assert "`def add(a, b):`" in task.messages[-1].text
+    assert grade(ADD, task).reward == 1.0
+    assert grade(ATTACKS[0], task).reward == 0.0
+    convert = find_dataset_preset("kodcode").convert_row
+    assert convert is not None
+    with pytest.raises(DataError, match="must name one function"):
+        convert({**values, "test_info": [{}, {}]}, "row 1")
+
+
+def test_rolls_file_is_read_by_programs_and_dataset(tmp_path):
+    rows = [{"id": str(n), "prompt": f"Write add {n}.", **row("pytest").meta} for n in range(3)]
+    file = tmp_path / "roll.jsonl"
+    file.write_text("".join(json.dumps(values) + "\n" for values in rows))
+    for given in ({"kind": "programs"}, {"kind": "dataset", "test_share": 0.0}):
+        section = resolve("environment", {"train": str(file), **given})
+        task = next(iter(build(section).tasks("train", seed=0)))
+        assert grade(ADD, task).reward == 1.0
