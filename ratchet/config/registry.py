@@ -159,6 +159,10 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "verl": "ratchet.rewards.integrations.verl:VerlRewardConfig",
         "openrlhf": "ratchet.rewards.integrations.openrlhf:OpenRLHFRewardConfig",
     },
+    "judge": {
+        "language_model": "ratchet.rewards.judge_models.config:LanguageModelJudgeConfig",
+        "reward_model": "ratchet.rewards.judge_models.config:RewardModelJudgeConfig",
+    },
     "agent": {"command": "ratchet.experience.openai_proxy.config:CommandConfig"},
     "optimizer": {
         "adamw": "ratchet.config.schema:OptimizerConfig",
@@ -213,6 +217,7 @@ DEFAULT_KIND: Mapping[str, str] = {
     "weight_sync": "auto",
     "tokenizer": "auto",
     "cluster": "local",
+    "judge": "language_model",
 }
 _ENVIRONMENT_BASE = "ratchet.config.sections:EnvironmentConfig"
 _ESTIMATOR_BASE = "ratchet.algorithms.config.advantages:Estimator"
@@ -221,6 +226,7 @@ BASES: Mapping[str, str] = {
     "algorithm": "ratchet.config.sections:AlgorithmSection",
     **dict.fromkeys(("environment", "part", "played", "problems"), _ENVIRONMENT_BASE),
     "cluster": "ratchet.config.sections:ClusterSection",
+    "judge": "ratchet.config.sections:JudgeSection",
     "learner": "ratchet.config.sections:LearnerSection",
     "generator": "ratchet.config.sections:GeneratorSection",
     "generating": "ratchet.config.sections:GeneratorSection",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
+from ratchet.config.checkpoint import CheckpointConfig
 from ratchet.config.experience import (
     CurriculumConfig,
     ParityConfig,
@@ -27,6 +28,7 @@ from ratchet.config.sections import (
     ClusterSection,
     EnvironmentConfig,
     GeneratorSection,
+    JudgeSection,
     LearnerSection,
     WeightSyncSection,
 )
@@ -155,10 +157,11 @@ if TYPE_CHECKING:
     AnyGenerator = GeneratorSection
     AnyWeightSync = WeightSyncSection
     AnyCluster = ClusterSection
+    AnyJudge = JudgeSection
 else:
     # A user's section may derive from `Section` alone: `resolve` adds the attributes of the base.
     AnyAlgorithm = AnyEnvironment = AnyLearner = AnySection
-    AnyGenerator = AnyWeightSync = AnyCluster = AnySection
+    AnyGenerator = AnyWeightSync = AnyCluster = AnyJudge = AnySection
 
 
 class EvaluationConfig(Section):
@@ -228,62 +231,6 @@ class EvaluationConfig(Section):
             )
         if not self.greedy and not self.samples:
             raise ValueError("greedy=false and samples=0 leave no attempt: set samples")
-        return self
-
-
-class CheckpointConfig(Section):
-    """When checkpoints are written, and which are kept."""
-
-    every: int = Field(
-        default=50, ge=0, description="Steps between checkpoints; 0: only at the end of the stage."
-    )
-    keep: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep.")
-    keep_best: int = Field(
-        default=0,
-        ge=0,
-        description="Number of best checkpoints to keep, among those that have the metric.",
-    )
-    metric: str | None = Field(
-        default=None,
-        description="Metric of the best checkpoints. Lower is better for eval/loss, for "
-        "eval/perplexity and for a metric with a minus before it. null: eval/accuracy, or "
-        "eval/loss if no accuracy is measured.",
-    )
-    end_with: Literal["last", "best"] = Field(
-        default="last",
-        description="Weights with which the stage ends: those of its last step, or of its best "
-        "checkpoint.",
-    )
-    keep_every: int = Field(
-        default=0,
-        ge=0,
-        description="Checkpoints whose step is a multiple of this are never deleted; 0: any may "
-        "be deleted.",
-    )
-    on_error: Literal["stop", "warn"] = Field(
-        default="stop",
-        description="Reaction to a checkpoint that can't be written, for example on a full disk: "
-        "stop the run, or warn and go on.",
-    )
-    background: bool = Field(
-        default=False,
-        description="Write checkpoints in the background, from a copy in host memory. One is "
-        "complete before the next begins.",
-    )
-    limit_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="Time limit of the process, in seconds. Before it is reached, the run saves a "
-        "checkpoint and ends with exit status 75. null: no limit.",
-    )
-
-    @model_validator(mode="after")
-    def _check_unread_keys(self) -> CheckpointConfig:
-        for key in ("metric", "end_with"):
-            if not self.keep_best and key in self.changed:
-                raise ValueError(
-                    f"{key} is not read with keep_best=0: set keep_best, or remove {key}"
-                )
         return self
 
 
@@ -431,6 +378,19 @@ def _check_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
     return stages
 
 
+def _check_judge_names(judges: tuple[AnyJudge, ...]) -> tuple[AnyJudge, ...]:
+    names = [judge.name for judge in judges]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"two judges are called '{repeated[0]}': give each a name of its own")
+    return judges
+
+
+Judges = Annotated[
+    tuple[AnyJudge, ...], Slot("judge", is_list=True), AfterValidator(_check_judge_names)
+]
+
+
 class RunConfig(Section):
     """The settings of a whole run. Its stages train the same policy one after the other."""
 
@@ -469,6 +429,10 @@ class RunConfig(Section):
         description="Tokenizer and chat template; auto: the model's own.",
     )
     media: MediaConfig = MediaConfig()
+    judges: Judges = Field(
+        default=(),
+        description="Models of the run that judge attempts, for rewards with a key judge.",
+    )
     cluster: Annotated[AnyCluster, Slot("cluster")] = Field(
         default_factory=_make_section_factory("cluster", "local"),
         description="Where ranks and workers run: this machine, Ray, or torchrun's processes.",

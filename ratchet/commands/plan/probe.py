@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ratchet.config.checkpoint import CheckpointConfig
 from ratchet.config.loader import plain
-from ratchet.config.schema import CheckpointConfig, EvaluationConfig, RunConfig, StageConfig
+from ratchet.config.schema import EvaluationConfig, RunConfig, StageConfig
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import RatchetError
 from ratchet.observe.records.reader import Record
