@@ -141,6 +141,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "math": "ratchet.rewards.answers.math:MathConfig",
         "boxed": "ratchet.rewards.answers.boxed:BoxedConfig",
         "multiple_choice": "ratchet.rewards.answers.multiple_choice:MultipleChoiceConfig",
+        "crossthinkqa": "ratchet.rewards.integrations.roll_crossthinkqa:CrossThinkQAConfig",
         "format": "ratchet.rewards.answers.format:FormatConfig",
         "regex": "ratchet.rewards.answers.regex:RegexConfig",
         "similarity": "ratchet.rewards.answers.similarity:SimilarityConfig",

@@ -71,6 +71,7 @@ REWARDS = {
     "malformed_tool_calls": ("A", {}),
     "bounding_box": ("[0, 0, 1, 1]", {"task_units": "unit"}),
     "ifeval": ("A", {}),
+    "crossthinkqa": ("A", {}),
     "code": ("print(1)", {"sandbox": {"kind": "local"}}),
     "by_tag": ("A", {"domains": {"*": [{"kind": "exact_match"}]}}),
 }

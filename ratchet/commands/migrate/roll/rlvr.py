@@ -179,6 +179,7 @@ RLVR = (
         "rewards.*.tag_included",
         convert=lambda value, config: Inert("the tags of a reward that is left out"),
     ),
+    *covered("rewards.*.worker_cls", "rewards.*.reward_type", convert=to.reward_type),
     *no_effect(
         "rewards run without accelerators, and read texts",
         *(
