@@ -230,6 +230,7 @@ def test_roll_domains_of_instructions_and_letters_are_converted(tmp_path) -> Non
     assert domains["ifeval"] == [{"kind": "ifeval"}, repetition]
     assert domains["crossthinkqa"] == [{"kind": "crossthinkqa", "credit": "soft"}, repetition]
     assert "environment.keep" not in result.flat
+    assert result.flat["environment.columns.tag"] == "tag"
 
 
 def test_defaults_that_differ_are_taken_too() -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from itertools import islice
 
 import pytest
 
 from ratchet.config.resolve import build, resolve
+from ratchet.errors import DataError
 from ratchet.rewards.integrations.roll_ifeval import FUNCTIONS
 from ratchet.testing import answered
 from ratchet.types import Failed, Message, Task, Truncated
@@ -117,3 +119,27 @@ def test_an_unfinished_answer_is_judged_and_a_task_without_a_letter_fails():
     assert isinstance(cut, Truncated)
     assert (cut.reward, cut.parts) == (-1.0, {"right": 0.0, "boxed": 0.0})
     assert isinstance(judged("crossthinkqa", "B", "42"), Failed)
+
+
+def test_a_column_of_tags_selects_the_rewards_of_a_row(tmp_path):
+    rows = [
+        {
+            "prompt": "a",
+            "ground_truth": json.dumps({"func_name": "validate_title"}),
+            "tag": "ifeval",
+        },
+        {"prompt": "b", "ground_truth": "B", "tag": "crossthinkqa"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    keys = {"kind": "dataset", "train": str(path), "test_share": 0.0}
+
+    def tags(**columns):
+        columns = {"prompt": "prompt", "answer": "ground_truth", **columns}
+        environment = build(resolve("environment", {**keys, "columns": columns}))
+        return sorted(task.tag for task in islice(environment.tasks("train", seed=0), 2))
+
+    assert tags(tag="tag") == ["crossthinkqa", "ifeval"]
+    assert tags() == ["dataset", "dataset"]
+    with pytest.raises(DataError, match="domain"):
+        tags(tag="domain")

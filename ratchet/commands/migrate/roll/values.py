@@ -291,6 +291,7 @@ def rewards(value: Any, config: PeerConfig) -> Any:
     return Values(
         {
             "rewards": [{"kind": "by_tag", "domains": domains}],
+            "environment.columns.tag": "tag",
             **({"environment.keep": known_rows} if unknown else {}),
         },
         "a task's tag selects its rewards",
