@@ -308,14 +308,6 @@ def _make_domain_rewards(domain: str, path: str, config: PeerConfig) -> list[dic
     return sections
 
 
-def reward_type(value: Any, config: PeerConfig) -> Any:
-    """Convert reward_type. `rewards` reads it for CrossThinkQA, and no other worker does."""
-    workers = [path for key, path in config.values.items() if key.endswith(".worker_cls")]
-    if any(str(path).endswith("CrossThinkQARuleRewardWorker") for path in workers):
-        return None
-    return Inert("no worker of the file reads it")
-
-
 def files(value: Any, config: PeerConfig) -> Any:
     """Convert the data files, and name ROLL's columns."""
     columns = {"environment.columns.prompt": "prompt", "environment.columns.answer": "ground_truth"}
