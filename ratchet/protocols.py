@@ -404,6 +404,13 @@ class Reward(ABC):
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return the outcome of each trajectory."""
 
+    def use_judges(self, judges: Mapping[str, Any]) -> None:
+        """Take the models of the recipe's `judges`, by name. It is called before any `score`.
+
+        Raises ConfigError if a model that the reward needs is not among them.
+        """
+        return
+
     def extract_final_answer(self, trajectory: Trajectory, task: Task) -> str | None:
         """Return an attempt's final answer, which majority voting counts (cons@k).
 

@@ -26,6 +26,7 @@ from ratchet.commands.eval_setup import (
     add_metadata,
     build_eval_setup,
     require_judge,
+    start_eval_judges,
 )
 from ratchet.commands.model_target import Target, open_target, require_config
 from ratchet.config.loader import load_config
@@ -54,6 +55,7 @@ from ratchet.training.evaluators import (
     make_evaluator,
     make_stage_evaluator,
 )
+from ratchet.training.judges import Judges, close_judges
 from ratchet.training.roles import make_roles
 from ratchet.training.saved_weights import split_step
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
@@ -218,7 +220,8 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
     """
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
-    setup, spec = build_eval_setup(config, evaluation)
+    judges = start_eval_judges(config, evaluation)
+    setup, spec = build_eval_setup(config, evaluation, judges)
     spec = replace(spec, sampling=target.policy.with_stop_ids(spec.sampling))
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is None:
@@ -229,7 +232,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
         evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles)
     if evaluator is None:
         raise ConfigError(NO_TASKS)
-    result = asyncio.run(_run_and_close(target.policy, evaluator.run()))
+    result = asyncio.run(_run_and_close(target.policy, judges, evaluator.run()))
     tasks = list_held_out_tasks(setup, spec)
     sampling = make_eval_sampling(spec)
     generator = type(target.policy.generator).__name__
@@ -251,7 +254,7 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
     settings = evaluation.endpoint
     if settings.model is None:
         raise ConfigError("--model is missing: give the endpoint's name for the model")
-    setup, spec = _build_setup_without_model(url, evaluation)
+    setup, spec, judges = _build_setup_without_model(url, evaluation)
     section = EndpointConfig(
         api_key_env=settings.api_key_env,
         concurrency=settings.concurrency,
@@ -264,20 +267,20 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
         spec.rollouts.max_turns,
         spec.rollouts.attempt_timeout_s,
     )
-    return _play_messages(player, url, settings.model, evaluation, setup, spec)
+    return _play_messages(player, url, settings.model, evaluation, setup, spec, judges)
 
 
 def _evaluate_oracle(evaluation: EvaluationSettings) -> EvalResults:
     """Return the results of the tasks' demonstrations, each played once."""
     evaluation = replace(evaluation, samples=0, greedy=True)
-    setup, spec = _build_setup_without_model(ORACLE, evaluation)
+    setup, spec, judges = _build_setup_without_model(ORACLE, evaluation)
     player = OraclePlayer(spec.rollouts.max_turns, spec.rollouts.attempt_timeout_s)
-    return _play_messages(player, ORACLE, ORACLE, evaluation, setup, spec)
+    return _play_messages(player, ORACLE, ORACLE, evaluation, setup, spec, judges)
 
 
 def _build_setup_without_model(
     target: str, evaluation: EvaluationSettings
-) -> tuple[EnvSetup, StageSpec]:
+) -> tuple[EnvSetup, StageSpec, Judges]:
     """Return the setup for an endpoint or the oracle, which have no recipe of their own."""
     if evaluation.generator is not None:
         raise ConfigError(
@@ -289,9 +292,10 @@ def _build_setup_without_model(
         raise ConfigError(
             f"{target} has no recipe that names tasks: add --on KIND, or --recipe RECIPE"
         )
-    setup, spec = build_eval_setup(config, evaluation)
+    judges = start_eval_judges(config, evaluation)
+    setup, spec = build_eval_setup(config, evaluation, judges)
     require_judge(setup)
-    return setup, spec
+    return setup, spec, judges
 
 
 def _play_messages(
@@ -301,6 +305,7 @@ def _play_messages(
     evaluation: EvaluationSettings,
     setup: EnvSetup,
     spec: StageSpec,
+    judges: Judges,
 ) -> EvalResults:
     """Return the results of a player on the setup's held-out tasks."""
     tasks = list_held_out_tasks(setup, spec)
@@ -321,22 +326,26 @@ def _play_messages(
         greedy=spec.evaluation.greedy,
         pass_threshold=spec.evaluation.pass_threshold,
     )
-    results = asyncio.run(_run_evaluator(evaluator))
+    results = asyncio.run(_run_evaluator(evaluator, judges))
     report_failures(results)
     return add_metadata(results, target, model, evaluation, tasks, evaluator.sampling)
 
 
-async def _run_evaluator(evaluator: Evaluator) -> EvalResults:
+async def _run_evaluator(evaluator: Evaluator, judges: Judges) -> EvalResults:
     try:
         return await evaluator.run()
     finally:
         await evaluator.manager.close()
+        await close_judges(judges)
 
 
-async def _run_and_close(policy: Policy, evaluation: Coroutine[Any, Any, Result]) -> Result:
+async def _run_and_close(
+    policy: Policy, judges: Judges, evaluation: Coroutine[Any, Any, Result]
+) -> Result:
     try:
         return await evaluation
     finally:
+        await close_judges(judges)
         await policy.close()
 
 

@@ -17,6 +17,7 @@ from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.errors import ConfigError
 from ratchet.evals.results import EvalResults
 from ratchet.observe.summary import get_installed_versions
+from ratchet.training.judges import Judges, start_judges
 from ratchet.training.stage import EnvSetup, StageSpec
 from ratchet.training.stage_from_config import (
     build_env_setup,
@@ -84,12 +85,13 @@ class EvaluationSettings:
 
 
 def build_eval_setup(
-    config: RunConfig | None, evaluation: EvaluationSettings
+    config: RunConfig | None, evaluation: EvaluationSettings, judges: Judges
 ) -> tuple[EnvSetup, StageSpec]:
     """Return the environment setup and the stage spec for an evaluation.
 
     Settings that `evaluation` does not override are those of the recipe's last stage. Without a
-    recipe (`config` None) they are the library's defaults.
+    recipe (`config` None) they are the library's defaults. `judges` are those of
+    `start_eval_judges`.
 
     Raises ConfigError for settings that contradict each other.
     """
@@ -110,7 +112,7 @@ def build_eval_setup(
             )
     else:
         assert config is not None, "either --on or a recipe names the tasks"
-        setup = build_env_setup(config.stages[-1])
+        setup = build_env_setup(config.stages[-1], judges=judges)
         setup = setup.evaluation or setup
     if evaluation.on is None and evaluation.overrides:
         raise ConfigError(
@@ -137,6 +139,11 @@ def build_eval_setup(
     return setup, replace(
         spec, evaluation=spec.evaluation.model_copy(update=settings), seed=evaluation.seed
     )
+
+
+def start_eval_judges(config: RunConfig | None, evaluation: EvaluationSettings) -> Judges:
+    """Return the recipe's judges, started in this process; none if `--on` names the tasks."""
+    return {} if config is None or evaluation.on is not None else start_judges(config)
 
 
 def require_judge(setup: EnvSetup) -> None:

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
+from ratchet.config.sections import list_judged
 from ratchet.data.jsonl import TYPE_NAMES, read_lines
 from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import Reward
@@ -112,6 +113,12 @@ def make_reward_section(kind: str, overrides: Sequence[str], workers: int) -> Se
         section = section_from_words("rewards", kind, overrides)
     except ConfigError as error:
         raise ConfigError(f"reward {kind}: {error}") from error
+    if (judged := next(list_judged(section), None)) is not None:
+        raise ConfigError(
+            f"reward {kind}: judge={judged.judge} names a model of a recipe's judges, and there is "
+            "no recipe here. Name a model elsewhere (url and model, or path), or score a run by "
+            "its own rewards"
+        )
     uses_default = (
         "workers" in type(section).model_fields and "workers" not in section.model_fields_set
     )

@@ -24,6 +24,8 @@ from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.runs.resolve import fetch_run_record
 from ratchet.runs.run_dir import RunDirectory
+from ratchet.training.judges import Judges, close_judges, start_judges
+from ratchet.training.stage_from_config import build_reward
 from ratchet.types import Failed, Group, Outcome, Trajectory, Truncated
 from ratchet.utils.terminal_text import make_console
 from ratchet.utils.user_code import UserCodeFailed
@@ -73,13 +75,15 @@ def score_run(
     record = Record(directory.steps)
     if missing := sorted(set(steps) - record.steps.keys()):
         raise DataError(f"step {missing[0]} is not in the record of {run}")
-    rewards = _build_rewards(load_config(directory.config), kind, overrides, workers)
+    config = load_config(directory.config)
+    judges = {} if kind else start_judges(config)
+    rewards = _build_rewards(config, judges, kind, overrides, workers)
     scores = _score_record(record, rewards, steps or sorted(record.steps), workers)
-    asyncio.run(_write(scores, str(run), as_json=as_json))
+    asyncio.run(_write_and_close(scores, judges, str(run), as_json=as_json))
 
 
 def _build_rewards(
-    config: RunConfig, kind: str, overrides: Sequence[str], workers: int
+    config: RunConfig, judges: Judges, kind: str, overrides: Sequence[str], workers: int
 ) -> Mapping[str, Reward]:
     """Return the reward of each stage that has one, by the stage's name."""
     if kind:
@@ -87,11 +91,12 @@ def _build_rewards(
         return {stage.name: reward for stage in config.stages}
     if overrides:
         raise ConfigError(f"{overrides[0]} is a key of a reward: name the reward by --reward")
-    return {
-        stage.name: compose_rewards(stage.rewards)
+    rewards = {
+        stage.name: build_reward(stage.rewards, judges)
         for stage in config.stages
-        if stage.rewards and stage.source in ("rollouts", None)
+        if stage.source in ("rollouts", None)
     }
+    return {name: reward for name, reward in rewards.items() if reward is not None}
 
 
 async def _score_record(
@@ -174,6 +179,19 @@ async def _score_group(
         )
         for attempt, outcome in zip(attempts, outcomes, strict=True)
     ]
+
+
+async def _write_and_close(
+    scores: AsyncIterator[tuple[RecordedAttempt, Score]],
+    judges: Judges,
+    run: str,
+    *,
+    as_json: bool,
+) -> None:
+    try:
+        await _write(scores, run, as_json=as_json)
+    finally:
+        await close_judges(judges)
 
 
 async def _write(

@@ -25,6 +25,7 @@ from ratchet.errors import ConfigError, RatchetError
 from ratchet.evals.message_player import AttemptState
 from ratchet.executors.signals import STOP_SIGNALS
 from ratchet.protocols import Environment, Step
+from ratchet.training.judges import start_judges
 from ratchet.training.stage import EnvSetup
 from ratchet.training.stage_from_config import build_env_setup, build_eval_env_setup
 from ratchet.types import Message, Scored, Task, ToolCall
@@ -264,7 +265,8 @@ def build_served_setup(target: str, overrides: list[str]) -> EnvSetup:
         return build_eval_env_setup(make_env_section(target, overrides))
     if overrides:
         raise ConfigError(f"'{overrides[0]}' is for a kind of environment: set it in {target}")
-    return build_env_setup(load_config(Path(target)).stages[-1])
+    config = load_config(Path(target))
+    return build_env_setup(config.stages[-1], judges=start_judges(config))
 
 
 def serve_environment(

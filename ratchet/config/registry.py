@@ -142,6 +142,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "math": "ratchet.rewards.answers.math:MathConfig",
         "boxed": "ratchet.rewards.answers.boxed:BoxedConfig",
         "multiple_choice": "ratchet.rewards.answers.multiple_choice:MultipleChoiceConfig",
+        "crossthinkqa": "ratchet.rewards.integrations.roll_crossthinkqa:CrossThinkQAConfig",
         "format": "ratchet.rewards.answers.format:FormatConfig",
         "regex": "ratchet.rewards.answers.regex:RegexConfig",
         "similarity": "ratchet.rewards.answers.similarity:SimilarityConfig",
@@ -159,6 +160,10 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "trl": "ratchet.rewards.integrations.trl:TRLRewardConfig",
         "verl": "ratchet.rewards.integrations.verl:VerlRewardConfig",
         "openrlhf": "ratchet.rewards.integrations.openrlhf:OpenRLHFRewardConfig",
+    },
+    "judge": {
+        "language_model": "ratchet.rewards.judge_models.config:LanguageModelJudgeConfig",
+        "reward_model": "ratchet.rewards.judge_models.config:RewardModelJudgeConfig",
     },
     "agent": {"command": "ratchet.experience.openai_proxy.config:CommandConfig"},
     "optimizer": {
@@ -214,6 +219,7 @@ DEFAULT_KIND: Mapping[str, str] = {
     "weight_sync": "auto",
     "tokenizer": "auto",
     "cluster": "local",
+    "judge": "language_model",
 }
 _ENVIRONMENT_BASE = "ratchet.config.sections:EnvironmentConfig"
 _ESTIMATOR_BASE = "ratchet.algorithms.config.advantages:Estimator"
@@ -222,6 +228,7 @@ BASES: Mapping[str, str] = {
     "algorithm": "ratchet.config.sections:AlgorithmSection",
     **dict.fromkeys(("environment", "part", "worker_environment", "problems"), _ENVIRONMENT_BASE),
     "cluster": "ratchet.config.sections:ClusterSection",
+    "judge": "ratchet.config.sections:JudgeSection",
     "learner": "ratchet.config.sections:LearnerSection",
     "generator": "ratchet.config.sections:GeneratorSection",
     "worker_generator": "ratchet.config.sections:GeneratorSection",

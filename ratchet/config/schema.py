@@ -28,6 +28,7 @@ from ratchet.config.sections import (
     ClusterSection,
     EnvironmentConfig,
     GeneratorSection,
+    JudgeSection,
     LearnerSection,
     WeightSyncSection,
 )
@@ -156,10 +157,11 @@ if TYPE_CHECKING:
     AnyGenerator = GeneratorSection
     AnyWeightSync = WeightSyncSection
     AnyCluster = ClusterSection
+    AnyJudge = JudgeSection
 else:
     # A user's section may derive from `Section` alone: `resolve` adds the attributes of the base.
     AnyAlgorithm = AnyEnvironment = AnyLearner = AnySection
-    AnyGenerator = AnyWeightSync = AnyCluster = AnySection
+    AnyGenerator = AnyWeightSync = AnyCluster = AnyJudge = AnySection
 
 
 class EvaluationConfig(Section):
@@ -388,6 +390,19 @@ def _check_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
     return stages
 
 
+def _check_judge_names(judges: tuple[AnyJudge, ...]) -> tuple[AnyJudge, ...]:
+    names = [judge.name for judge in judges]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(f"two judges are called '{repeated[0]}': give each a name of its own")
+    return judges
+
+
+Judges = Annotated[
+    tuple[AnyJudge, ...], Slot("judge", is_list=True), AfterValidator(_check_judge_names)
+]
+
+
 class RunConfig(Section):
     """The settings of a whole run. Its stages train the same policy one after the other."""
 
@@ -426,6 +441,10 @@ class RunConfig(Section):
         description="Tokenizer and chat template; auto: the model's own.",
     )
     media: MediaConfig = MediaConfig()
+    judges: Judges = Field(
+        default=(),
+        description="Models of the run that judge attempts, for rewards with a key judge.",
+    )
     cluster: Annotated[AnyCluster, Slot("cluster")] = Field(
         default_factory=_make_section_factory("cluster", "local"),
         description="Where ranks and workers run: this machine, Ray, or torchrun's processes.",

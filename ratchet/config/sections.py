@@ -1,4 +1,4 @@
-"""The base sections of algorithms, environments, learners, generators and weight syncs.
+"""The base sections of algorithms, environments, learners, generators, weight syncs and judges.
 
 Each base defines the attributes that the checks, the planner and the assembly of a run read, with
 default values. A user's section need not derive from its base: `ratchet.config.resolve` adds the
@@ -7,8 +7,10 @@ attributes that it lacks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field
 
 from ratchet.config.base import Section
 
@@ -202,6 +204,11 @@ class GeneratorSection(Section):
         return self
 
     @property
+    def n_workers(self) -> int:
+        """Return the number of worker processes; 0 if it generates in this process."""
+        return 0
+
+    @property
     def plays_groups(self) -> bool:
         """True if worker processes play whole groups (rollout workers)."""
         return False
@@ -263,6 +270,68 @@ class WeightSyncSection(Section):
     def reads_accelerator(self) -> bool:
         """True if pushes read the learner's weights on its accelerator, not in host memory."""
         return False
+
+
+class JudgeSection(Section):
+    """The base section of the models of a recipe's `judges`."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z_][\w-]*$", description="Name by which a reward's key judge names it."
+    )
+    path: str = Field(
+        min_length=1,
+        description="Directory, address (s3://bucket/model) or Hub id of the judge's model.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit on the Hub; null: the default branch."
+    )
+    trust_remote_code: bool = Field(
+        False, description="True to let transformers run code that comes with the model."
+    )
+    template: str | None = Field(
+        None, description="Chat template; null: the template of the judge's tokenizer."
+    )
+
+    @property
+    def n_processes(self) -> int:
+        """Return the number of the judge's worker processes; 0 if it is in the run's process."""
+        return 0
+
+    @property
+    def accelerators(self) -> int:
+        """Return the number of accelerators of each process, if the machine has any."""
+        return 1
+
+
+class JudgedSection(Section):
+    """The base section of rewards that a model of the recipe's `judges` may give.
+
+    Attributes:
+        judge_kind: The kind of model that the reward needs.
+        calls_model: True, as in every reward that calls a service or loads a model.
+    """
+
+    judge_kind: ClassVar[str] = "language_model"
+    calls_model: ClassVar[bool] = True
+
+    judge: str | None = Field(
+        None,
+        description="Name of the model in the recipe's judges that gives the reward; null: none "
+        "of them.",
+    )
+
+
+def list_judged(value: object) -> Iterator[JudgedSection]:
+    """Yield the rewards below a value that a model of `judges` gives, also within other rewards."""
+    if isinstance(value, JudgedSection) and value.judge is not None:
+        yield value
+    if isinstance(value, Section):
+        value = dict(value)
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from list_judged(item)
 
 
 # Attributes of user sections that do not derive from the base section of their slot, by slot. These

@@ -73,6 +73,14 @@ def load_head(directory: Path, hidden_size: int) -> ScalarHead | None:
     return head
 
 
+def require_head(directory: Path) -> None:
+    """Raise ModelError if a model's directory has no scalar head. No weights are read."""
+    if _find_head(directory) is None:
+        raise ModelError(
+            f"{directory} has no scalar head: train one with recipes/reward_model.yaml"
+        )
+
+
 def _find_head(directory: Path) -> WeightFiles | None:
     if (directory / HEAD_FILE).exists():
         return WeightFiles(directory, {SCORE: HEAD_FILE})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -57,6 +57,10 @@ class ByTag(Reward):
     @property
     def compares_attempts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return any(reward.compares_attempts for reward in self._domains.values())
+
+    def use_judges(self, judges: Mapping[str, Any]) -> None:
+        for reward in self._domains.values():
+            reward.use_judges(judges)
 
     def find_answer_extractor(self, task: Task) -> Reward | None:
         reward = self._domains.get(task.tag, self._domains.get(ANY_TAG))

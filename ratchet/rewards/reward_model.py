@@ -1,40 +1,33 @@
-"""A reward that scores the conversation with a learned reward model.
-
-Suffixes of tensors: T = tokens of the sequences, packed end to end, S = sequences.
-"""
+"""A reward that scores the conversation with a learned reward model."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ratchet.config.base import Section
-from ratchet.errors import DataError, ModelError
+from ratchet.config.sections import JudgedSection
+from ratchet.errors import DataError
 from ratchet.protocols import Reward
+from ratchet.rewards.judge_models.scorer import ScalarModel, Scorer, render_tokens
+from ratchet.rewards.llm.chat_client import find_judge
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
-if TYPE_CHECKING:  # importing rewards must not load torch
-    from ratchet.data.chat.renderer import Renderer
-    from ratchet.models.policy import PolicyModel
-    from ratchet.models.scalar_head import ScalarHead
 
-
-class RewardModelConfig(Section):
+class RewardModelConfig(JudgedSection):
     """A score of the conversation by a reward model that Ratchet trained."""
 
     builds: ClassVar[str] = "ratchet.rewards.reward_model:RewardModel"
-    calls_model: ClassVar[bool] = True
+    judge_kind: ClassVar[str] = "reward_model"
 
-    path: str = Field(
+    path: str | None = Field(
+        None,
         min_length=1,
-        description="Directory of a model with a scalar head, such as runs/reward_model/model.",
+        description="Directory of a model with a scalar head, such as runs/reward_model/model; "
+        "null: judge names the model.",
     )
     template: str | None = Field(
         None, description="Chat template; null: the template of the reward model's tokenizer."
@@ -49,6 +42,31 @@ class RewardModelConfig(Section):
         False, description="True to let transformers run code that comes with the model."
     )
 
+    @model_validator(mode="after")
+    def _check_place(self) -> RewardModelConfig:
+        if self.judge is None and self.path is None:
+            raise ValueError(
+                "lacks path: set path to a model's directory, or judge to a reward_model of the "
+                "recipe's judges"
+            )
+        keys = ("path", "template", "device", "trust_remote_code")
+        unread = [key for key in keys if key in self.changed]
+        if self.judge is not None and unread:
+            raise ValueError(
+                f"{unread[0]} is for a model in the reward's own process, and judge={self.judge} "
+                f"is one of the run: set {unread[0]} there, or remove judge"
+            )
+        return self
+
+
+class ConversationScorer(Protocol):
+    """A reward model as this reward calls it: `Scorer` or `WorkerScorer`."""
+
+    renderer: Any
+    max_positions: int
+
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[float]: ...
+
 
 class RewardModel(Reward):
     """A reward that reads the conversation as text.
@@ -60,22 +78,19 @@ class RewardModel(Reward):
 
     def __init__(self, config: RewardModelConfig) -> None:
         """Raise ModelError if the directory holds no model with a scalar head."""
-        import torch
-
         self.config = config
-        self._model, self._head, self._renderer = _load(config)
-        # Scoring runs in its own thread, so that rollouts continue meanwhile. The thread may use as
-        # many cores as the process.
-        threads = torch.get_num_threads()
-        self._thread = ThreadPoolExecutor(
-            1, "reward-model", initializer=torch.set_num_threads, initargs=(threads,)
-        )
+        self._scorer = None if config.path is None else _load(config, config.path)
+
+    def use_judges(self, judges: Mapping[str, Any]) -> None:
+        if self.config.judge is not None:
+            self._scorer = find_judge(judges, self.config.judge)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return the scores as outcomes.
 
-        A conversation that is too long, or has no answer, gives Failed("reward").
+        A conversation that is too long, has no answer, or can't be scored gives Failed("reward").
         """
+        scorer = self._scorer or find_judge({}, str(self.config.judge))
         outcomes: list[Outcome] = []
         rows: list[tuple[int, list[int]]] = []
         for i, trajectory in enumerate(trajectories):
@@ -83,71 +98,26 @@ class RewardModel(Reward):
             if isinstance(trajectory.outcome, Failed | Cancelled):
                 continue
             try:
-                rows.append((i, self._render_tokens(trajectory)))
+                rows.append((i, render_tokens(trajectory, scorer.renderer, scorer.max_positions)))
             except DataError:
                 outcomes[i] = Failed(
                     "reward", f"reward_model, task '{task.id}':\n{traceback.format_exc()}"
                 )
         for batch in _iter_batches(rows, self.config.batch_tokens):
-            token_rows = [tokens for _, tokens in batch]
-            scores = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._compute_scores, token_rows
-            )
+            scores = await scorer.score([tokens for _, tokens in batch])
             for (i, _), score in zip(batch, scores, strict=True):
                 outcomes[i] = _make_outcome(score, trajectories[i])
         return outcomes
 
-    def _render_tokens(self, trajectory: Trajectory) -> list[int]:
-        last_index = max(
-            (i for i, message in enumerate(trajectory.messages) if message.role == "assistant"),
-            default=-1,
-        )
-        if last_index < 0:
-            raise DataError("the trajectory has no assistant message to judge")
-        tokens, _ = self._renderer.supervised(trajectory.messages[: last_index + 1], train="last")
-        if trajectory.is_cut_short:
-            tokens = tokens[:-1]  # drop the end of turn: the answer was cut off
-        if len(tokens) > self._model.max_positions:
-            raise DataError(
-                f"the conversation has {len(tokens)} tokens, and the reward model reads at "
-                f"most {self._model.max_positions}"
-            )
-        return tokens
 
-    def _compute_scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Return the scalar head's output at each row's last token."""
-        import torch
-
-        lengths = [len(row) for row in rows]
-        device = self.config.device
-        with torch.inference_mode():
-            tokens_T = torch.tensor([token for row in rows for token in row], device=device)
-            positions_T = torch.tensor(
-                [i for length in lengths for i in range(length)], device=device
-            )
-            scores_T = self._head(self._model.hidden(tokens_T, positions_T, lengths))
-            last_S = torch.tensor(lengths, device=device).cumsum(0) - 1
-            return scores_T[last_S].tolist()
-
-
-def _load(config: RewardModelConfig) -> tuple[PolicyModel, ScalarHead, Renderer]:
+def _load(config: RewardModelConfig, path: str) -> ConversationScorer:
     from ratchet.data.chat.renderer import Renderer
     from ratchet.data.chat.tokenizer_loading import load_tokenizer
-    from ratchet.models.load import find_model, load_policy
-    from ratchet.models.scalar_head import load_head
+    from ratchet.models.load import find_model
 
-    directory: Path = find_model(config.path)
-    model = load_policy(directory, device=config.device, trust_remote_code=config.trust_remote_code)
-    head = load_head(directory, model.hidden_size)
-    if head is None:
-        raise ModelError(
-            f"{config.path} has no scalar head: train one with recipes/reward_model.yaml"
-        )
-    return (
-        model.requires_grad_(False),
-        head.to(config.device),
-        Renderer(load_tokenizer(directory), config.template),
-    )
+    directory = find_model(path)
+    model = ScalarModel(directory, device=config.device, trust_remote_code=config.trust_remote_code)
+    return Scorer(model, Renderer(load_tokenizer(directory), config.template))
 
 
 def _iter_batches(

@@ -41,6 +41,10 @@ class WeightedSum(Reward):
     def compares_attempts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return any(reward.compares_attempts for reward in self.rewards.values())
 
+    def use_judges(self, judges: Mapping[str, Any]) -> None:
+        for reward in self.rewards.values():
+            reward.use_judges(judges)
+
     def find_answer_extractor(self, task: Task) -> Reward | None:
         """Return the first reward that extracts final answers for this task, if any."""
         return next(

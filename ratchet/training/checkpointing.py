@@ -12,7 +12,8 @@ from typing import Any
 
 from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.serialization import WriteFiles, defer_writes, load_state, save_state
-from ratchet.config.schema import CheckpointConfig, StageConfig
+from ratchet.config.checkpoint import CheckpointConfig
+from ratchet.config.schema import StageConfig
 from ratchet.data.jsonl import fingerprint
 from ratchet.errors import CheckpointError, DataError, RunDirectoryError
 from ratchet.evals.early_stopping import get_signed_metric

@@ -30,6 +30,7 @@ from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.training.generator_workers import get_generator_resources, start_generators
+from ratchet.training.judges import get_judge_resources
 from ratchet.training.roles import check_media_readers, check_roles, check_routers
 from ratchet.training.stage import Policy
 from ratchet.utils.object_store import is_address
@@ -49,7 +50,8 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     """Start the processes that all stages share, and return the policy with them.
 
     The learner's ranks divide the model among them; generator workers generate. If the recipe has
-    neither, the policy is returned unchanged.
+    neither, the policy is returned unchanged. The resources of judges are planned too, and
+    `ratchet.training.judges.start_judges` starts these.
 
     Raises:
         ConfigError: The cluster has no room for all processes.
@@ -72,11 +74,12 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     generator_resources = get_generator_resources(
         generator, on_cpu=on_cpu, colocated_role=colocated_role
     )
-    if not trainer_resources and not generator_resources:
+    judge_resources = get_judge_resources(config)
+    if not trainer_resources and not generator_resources and not judge_resources:
         return policy
-    if generator_resources:
+    if generator_resources or judge_resources:
         _check_torchrun(config)
-    executor.plan([*learner_resources, *generator_resources])
+    executor.plan([*learner_resources, *generator_resources, *judge_resources])
     model_source = _get_model_source(config, policy.model)
     if trainer_resources:
         ranks = executor.group(LEARNER)
@@ -96,11 +99,17 @@ def is_colocated(config: RunConfig) -> bool:
 
 
 def _check_torchrun(config: RunConfig) -> None:
-    """Raise ConfigError for generator workers that torchrun can't provide.
+    """Raise ConfigError for generator workers and judges that torchrun can't provide.
 
     Under torchrun all processes exist from the start, one for each accelerator.
     """
     stage = config.stages[0]
+    for judge in config.judges:
+        if config.cluster.kind_name == "torchrun" and judge.n_processes:
+            raise ConfigError(
+                f"judges: {judge.name} needs processes of its own, and torchrun starts none for "
+                "it. Set cluster.kind=local or ray, or a generator in the run's process"
+            )
     if config.cluster.kind_name != "torchrun" or not isinstance(
         stage.generator, GeneratorWorkersConfig
     ):

@@ -113,8 +113,10 @@ def start_generators(
     executor: Executor,
     origin: ModelSource,
     tokenizer: Tokenizer,
+    *,
+    role: str = GENERATOR,
 ) -> None:
-    """Start the workers on the resources that the executor has planned.
+    """Start the workers on the resources that the executor has planned for `role`.
 
     If a worker can't start, the error of its generator is raised.
     """
@@ -126,7 +128,7 @@ def start_generators(
     }
 
     def start_worker(rank: int) -> Workers:
-        group = executor.group(GENERATOR, rank)
+        group = executor.group(role, rank)
         try:
             group.build_now(get_worker_factory(section), arguments)
         except BaseException:

@@ -18,17 +18,21 @@ from dataclasses import dataclass, field, replace
 from ratchet.config.base import Section
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.config.sections import JudgeSection
 from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.environments.build import build_environment
-from ratchet.errors import ConfigError, DataError, RatchetError
+from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 from ratchet.executors import env_vars
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.models.load import find_model, is_hub_id
+from ratchet.models.policy import UNLIMITED
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.protocols import Environment, Reward
 from ratchet.training.evaluators import explain_no_answers
 from ratchet.training.from_config import build_renderer, load_policy_processor
+from ratchet.training.judges import check_judge_files, read_context
 from ratchet.training.saved_weights import find_saved
 from ratchet.training.stage_from_config import build_reward, choose_eval_rewards
 from ratchet.types import Failed, Message, Outcome, Split, Task, Trajectory
@@ -101,6 +105,9 @@ def run_preflight(config: RunConfig, *, scan: bool = True) -> PreflightReport:
         generator = config.stages[0].generator.sampler
         with env_vars.set_env_defaults(generator.environment):
             generator.check_arguments()
+    for judge in config.judges:
+        with report.section(f"judges.{judge.name}"):
+            _open_judge(judge, report)
     for stage in config.stages:
         check = _StageCheck(config, stage, renderer, report, scan)
         with report.section(f"stages.{stage.name}"):
@@ -140,6 +147,27 @@ def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
     tokenizer = build(config.tokenizer, path)
     report.opened.append(f"tokenizer: {tokenizer.vocab_size:,} tokens")
     return build_renderer(config, tokenizer, processor)
+
+
+def _open_judge(judge: JudgeSection, report: PreflightReport) -> None:
+    """Open a judge's tokenizer and template, and check its generator's arguments."""
+    if is_address(judge.path) or is_hub_id(judge.path):
+        report.opened.append(
+            f"judge {judge.name}: {judge.path} is not on this machine, and not opened"
+        )
+        return
+    try:
+        directory = find_model(judge.path)
+        context = read_context(directory)
+        renderer = Renderer(load_tokenizer(directory), judge.template)
+        check_judge_files(judge, directory)
+    except ModelError as error:
+        raise ConfigError(
+            f"{error}. If another run makes this model, finish that run first"
+        ) from error
+    renderer.prompt([Message("user", MADE_UP_ANSWER)])
+    limit = "" if context == UNLIMITED else f", {context:,} tokens of context"
+    report.opened.append(f"judge {judge.name}: {judge.path}, {judge.kind_name}{limit}")
 
 
 @dataclass

@@ -50,6 +50,7 @@ from ratchet.training.from_config import (
     resolve_resume_config,
     start_processes,
 )
+from ratchet.training.judges import Judges, check_judges, close_judges, start_judges
 from ratchet.training.loop import train
 from ratchet.training.metering import log_stage, make_meter, warn_of_steps_without_signal
 from ratchet.training.profiling import StageProfiling, choose_profiled_stage
@@ -121,6 +122,7 @@ class TrainingSession:
         self.console = make_robust_console()
         self.summaries: list[StageSummary] = []  # of finished stages
         self.ledger = PromptLedger(directory.ledger)
+        self.judges: Judges = {}
         self.sinks = Sinks([])
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
@@ -196,7 +198,7 @@ class TrainingSession:
     async def _start_policy(
         self, exit_stack: AsyncExitStack, checkpoint: Checkpoint | None
     ) -> Policy:
-        """Start the learner and generator processes, and return their policy.
+        """Start the processes of learner, generator and judges, and return the policy.
 
         `exit_stack` later closes everything that is opened here.
         """
@@ -208,7 +210,10 @@ class TrainingSession:
         policy = build_policy(config)
         exit_stack.push_async_callback(policy.close)
         check_stages(config, policy, first_stage=len(self.summaries))
-        return start_processes(config, executor, policy)
+        policy = start_processes(config, executor, policy)
+        self.judges = start_judges(config, executor)
+        exit_stack.push_async_callback(close_judges, self.judges)
+        return policy
 
     async def _train_stages(
         self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
@@ -357,6 +362,7 @@ class TrainingSession:
             policy,
             directory=self.directory.path,
             environment=self.environments.pop(index, None),
+            judges=self.judges,
             ledger=self.ledger,
             position=position,
             wrap_roles=wrappers,
@@ -370,10 +376,19 @@ class TrainingSession:
             recorder=self.recorder,
             meter=meter,
             profiler=None if profiling is None else profiling.profiler,
-            observers=(self.sinks.write, self._observe_step, saver.observe),
+            observers=(
+                self._check_judges,
+                self.sinks.write,
+                self._observe_step,
+                saver.observe,
+            ),
         )
         log_stage(run, stage)
         return run
+
+    def _check_judges(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """End the run if a judge was lost, before the step is saved."""
+        check_judges(self.judges)
 
     def _observe_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Show a step in the progress bar, which opens after the first evaluation."""

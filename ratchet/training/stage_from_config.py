@@ -23,17 +23,21 @@ from ratchet.training.from_config import (
     get_tokenizer_config,
     is_colocated,
 )
+from ratchet.training.judges import Judges
 from ratchet.training.run import StageRun
 from ratchet.training.stage import EnvSetup, Policy, StageSpec, WorkerRolloutSpec
 from ratchet.types import Sampling
 
 
-def build_env_setup(stage: StageConfig, environment: Environment | None = None) -> EnvSetup:
+def build_env_setup(
+    stage: StageConfig, environment: Environment | None = None, *, judges: Judges | None = None
+) -> EnvSetup:
     """Return the environment and rewards of a stage.
 
     Args:
         stage: The stage.
         environment: Its environment, if it has been built already.
+        judges: The recipe's judges by name, for the rewards; None if nothing will be judged.
     """
     agent: Any = stage.agent  # `Any`: the schema adds the server's keys to the agent's section
     agent_server = (
@@ -43,17 +47,17 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
     )
     return EnvSetup(
         environment or build_environment(stage.environment),
-        reward=build_reward(stage.rewards),
-        eval_reward=build_reward(stage.eval_rewards),
+        reward=build_reward(stage.rewards, judges),
+        eval_reward=build_reward(stage.eval_rewards, judges),
         agent=None if agent is None else build(agent),
         agent_server=agent_server,
-        second_opinion=build_reward(stage.sentinels.second_opinion),
+        second_opinion=build_reward(stage.sentinels.second_opinion, judges),
         canaries=None
         if stage.sentinels.canaries is None
         else build_environment(stage.sentinels.canaries),
         evaluation=None
         if stage.evaluation.environment is None
-        else _build_evaluation_setup(stage, stage.evaluation.environment),
+        else _build_evaluation_setup(stage, stage.evaluation.environment, judges),
     )
 
 
@@ -64,10 +68,13 @@ def build_eval_env_setup(environment: EnvironmentConfig) -> EnvSetup:
     )
 
 
-def _build_evaluation_setup(stage: StageConfig, section: EnvironmentConfig) -> EnvSetup:
+def _build_evaluation_setup(
+    stage: StageConfig, section: EnvironmentConfig, judges: Judges | None
+) -> EnvSetup:
     """Return the setup of `evaluation.environment`, whose section is `section`."""
     environment = build_environment(section)
-    return EnvSetup(environment, reward=build_reward(choose_eval_rewards(stage, environment)))
+    rewards = choose_eval_rewards(stage, environment)
+    return EnvSetup(environment, reward=build_reward(rewards, judges))
 
 
 def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequence[Section]:
@@ -92,12 +99,21 @@ def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequenc
     return () if is_environment_default else stage.eval_rewards
 
 
-def build_reward(sections: Sequence[Section]) -> Reward | None:
+def build_reward(sections: Sequence[Section], judges: Judges | None = None) -> Reward | None:
     """Return the weighted sum of the rewards; None if there are none.
 
     With None the environment's steps give the reward.
+
+    Args:
+        sections: The sections of the rewards.
+        judges: The recipe's judges by name; None if none are running.
     """
-    return compose_rewards(sections) if sections else None
+    if not sections:
+        return None
+    reward = compose_rewards(sections)
+    if judges is not None:
+        reward.use_judges(judges)
+    return reward
 
 
 def build_run(
@@ -107,6 +123,7 @@ def build_run(
     *,
     directory: Path = Path("runs"),
     environment: Environment | None = None,
+    judges: Judges | None = None,
     **run_fields: Any,
 ) -> StageRun:
     """Return the run of stage `index`, whose step numbers follow those of the earlier stages.
@@ -117,6 +134,7 @@ def build_run(
         policy: The model to train.
         directory: The run directory.
         environment: The stage's environment, if it has been built already.
+        judges: The recipe's judges by name; None if it has none.
         run_fields: Further arguments of `make_run`, and fields of `StageRun`.
     """
     stage = config.stages[index]
@@ -127,7 +145,7 @@ def build_run(
     )
     return make_run(
         policy,
-        build_env_setup(stage, environment),
+        build_env_setup(stage, environment, judges=judges),
         build(stage.algorithm),
         spec,
         save_every=stage.checkpoint.every,

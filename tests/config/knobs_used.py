@@ -27,6 +27,7 @@ from ratchet.config.media_limits import MediaConfig
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import build, import_object, resolve, section_class
+from ratchet.config.schema import RunConfig
 from ratchet.data.formats.media import decode_audio, decode_video, fetch
 from ratchet.data.processor import load_processor
 from ratchet.environments.games.game import GameConfig
@@ -48,6 +49,7 @@ from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.observe.trackers import TrackedRun
 from ratchet.testing.builders import make_trajectory
 from ratchet.training.generator_workers import get_generator_resources, get_worker_factory
+from ratchet.training.judges import get_judge_resources, start_judges
 from ratchet.training.stage_from_config import build_reward
 from ratchet.types import Message, Scored, Task, ToolCall
 from ratchet.weight_sync.endpoints import LocalRank
@@ -69,6 +71,7 @@ REWARDS = {
     "malformed_tool_calls": ("A", {}),
     "bounding_box": ("[0, 0, 1, 1]", {"task_units": "unit"}),
     "ifeval": ("A", {}),
+    "crossthinkqa": ("A", {}),
     "code": ("print(1)", {"sandbox": {"kind": "local"}}),
     "by_tag": ("A", {"domains": {"*": [{"kind": "exact_match"}]}}),
 }
@@ -84,6 +87,7 @@ def use_all(model: Path, questions: str, patch: pytest.MonkeyPatch) -> None:
     judged_here()
     judged_by_functions()
     judged_elsewhere(model)
+    judged_in_the_run(model)
     judged_in_other_sandboxes()
     environments_of_rows()
     games()
@@ -294,6 +298,48 @@ def judged_elsewhere(model: Path) -> None:
             judged(kind, "A", "B", url=fake.url, backoff_s=1e-3, **keys)
     save_head(ScalarHead(32), model)
     judged("reward_model", "1", "1", path=str(model))
+
+
+def judged_in_the_run(model: Path) -> None:
+    """By models of the run: one answers questions, and one (with the head of above) scores."""
+    judges = [
+        {"name": "talks", "path": str(model)},
+        {"name": "scores", "path": str(model), "kind": "reward_model"},
+    ]
+    rewards = [
+        {"kind": "judge", "judge": "talks", "prompt": "{response}"},
+        {"kind": "reward_model", "judge": "scores"},
+    ]
+    config = RunConfig.model_validate(
+        {
+            "device": "cpu",
+            "model": {"preset": "tiny"},
+            "tokenizer": {"kind": "characters"},
+            "judges": judges,
+            "stages": [
+                {
+                    "name": "judged",
+                    "algorithm": {"kind": "grpo"},
+                    "environment": {"kind": "arithmetic"},
+                    "rewards": rewards,
+                }
+            ],
+        }
+    )
+    executor = LocalExecutor(config.cluster, threads=1, device="cpu", preload=())
+    executor.plan(get_judge_resources(config))
+    started = start_judges(config, executor)
+    try:
+        assert build_reward(config.stages[0].rewards, started) is not None
+        assert asyncio.run(started["scores"].score([[1, 2]]))
+        asyncio.run(_ask(started["talks"]))
+    finally:
+        executor.close()
+
+
+async def _ask(judge) -> None:
+    with pytest.raises(DataError):  # random weights give no answer that ends
+        await judge.reply("1", temperature=0.0, max_tokens=1)
 
 
 def judged_in_other_sandboxes() -> None:

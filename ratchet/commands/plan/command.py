@@ -141,6 +141,7 @@ def plan_stage(
     algorithm: Algorithm = build(stage.algorithm)
     workload = measure_workload(config, index, algorithm, cost.shape)
     memory = estimate_memory(stage, algorithm, cost, process, workload)
+    memory = replace(memory, resident={**memory.resident, **_estimate_judge_bytes(config, process)})
     max_buffered_steps = find_max_buffered_steps(stage, config.record, workload)
     if max_buffered_steps:
         recorded_share = min(1.0, (config.record.groups or stage.batch_size) / stage.batch_size)
@@ -391,6 +392,20 @@ def _estimate_role_bytes(
     if stage.checkpoint.background and stage.checkpoint.every:
         bytes_by_purpose[CHECKPOINT_COPY] = sum(bytes_by_purpose.values())
     return bytes_by_purpose
+
+
+def _estimate_judge_bytes(config: RunConfig, process: ProcessMemory) -> dict[str, int]:
+    """Return the bytes of the judges' weights on the stage's device.
+
+    On a CPU the judges' processes use the same memory. On accelerators they have their own.
+    """
+    return {
+        f"judge {judge.name}: weights": DecoderCost(read_config(find_model(judge.path))).parameters
+        * FP32_BYTES
+        * max(1, judge.n_processes)
+        for judge in config.judges
+        if process.device_kind == "cpu" or not judge.n_processes
+    }
 
 
 def _count_trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:

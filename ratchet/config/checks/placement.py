@@ -73,8 +73,9 @@ def _check_background_checkpoint(stage: StageConfig, config: RunConfig) -> Itera
 
 def _check_cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     kind = config.cluster.kind_name
-    ray_generates = kind == "ray" and stage.generator.kind_name == "workers"
-    if kind in ("ray", "torchrun") and stage.learner.kind_name == "local" and not ray_generates:
+    has_processes = stage.generator.n_workers or any(judge.n_processes for judge in config.judges)
+    ray_starts = kind == "ray" and has_processes
+    if kind in ("ray", "torchrun") and stage.learner.kind_name == "local" and not ray_starts:
         yield clash(
             f"cluster.kind={kind} places worker processes, and learner.kind=local trains in the "
             "main process: set learner.kind=dtensor or remove cluster",

@@ -13,6 +13,7 @@ from ratchet.config.base import Section
 from ratchet.config.checks.async_rollouts import ASYNC_CHECKS
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.checks.curriculum import SELECTION_CHECKS
+from ratchet.config.checks.judges import JUDGE_CHECKS, judge_conflicts
 from ratchet.config.checks.length import LENGTH_CHECKS
 from ratchet.config.checks.lora import LORA_CHECKS
 from ratchet.config.checks.model import address_conflicts, known_context, model_conflicts
@@ -31,6 +32,7 @@ def conflicts(config: RunConfig) -> Iterator[Conflict]:
     yield from model_conflicts(config)
     yield from address_conflicts(config)
     yield from _check_same_generator(config)
+    yield from judge_conflicts(config)
     for index, stage in enumerate(config.stages):
         for check in STAGE_CHECKS:
             for conflict in check(stage, config):
@@ -413,6 +415,7 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _check_worker_runs,
     _check_overlong_penalty,
     _check_sentinels,
+    *JUDGE_CHECKS,
     *LENGTH_CHECKS,
     *ASYNC_CHECKS,
     *SELECTION_CHECKS,

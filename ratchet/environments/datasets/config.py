@@ -78,7 +78,7 @@ PROMPT_COLUMNS = ("prompt", "answer", "solution")
 CONVERSATION_COLUMNS = ("messages", "tools")
 TEXT_COLUMNS = ("text",)
 PREFERENCE_COLUMNS = ("first", "second", "preference")  # two answers, and which is better
-COMMON_COLUMNS = ("id", "system", "difficulty")
+COMMON_COLUMNS = ("id", "system", "difficulty", "tag")
 USUAL_COLUMNS = tuple(
     dict.fromkeys(
         (

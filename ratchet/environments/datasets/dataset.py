@@ -228,6 +228,8 @@ class Dataset(SingleTurn):
         )
 
     def _find_tag(self, contents: RowContents) -> str:
+        if contents.tag:
+            return contents.tag
         preset = self.config.dataset_preset
         domain = contents.values.get(preset.tag) if preset is not None and preset.tag else None
         return self.name if domain is None else str(domain)

@@ -47,6 +47,7 @@ class RowContents:
         solution: The messages that are trained on.
         judgement: A comparison of two answers, the reward of one answer, or a label for each step
             of one.
+        tag: The row's domain, from the column that `columns.tag` names; "" without one.
         answer_candidates: Columns that may each be the answer, if there are several.
         columns: Names of the columns that are not null, as in the file.
     """
@@ -60,6 +61,7 @@ class RowContents:
     judgement: Judgement | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     difficulty: float | None = None
+    tag: str = ""
     answer_candidates: tuple[str, ...] = ()
     columns: tuple[str, ...] = field(default=())
 
@@ -147,6 +149,8 @@ class _RowParser:
 
     def parse(self) -> RowContents:
         row_id, difficulty = self.get("id"), self.get("difficulty")
+        # A column that happens to be called tag selects no rewards unless the recipe names it.
+        tag = self.get("tag") if "tag" in self.reader.declared_usual_names else None
         common: dict[str, Any] = {
             "where": self.where,
             "values": self.row.values,
@@ -154,6 +158,7 @@ class _RowParser:
             "difficulty": None
             if difficulty is None
             else read_number(difficulty, self.reader.column_names["difficulty"], self.where),
+            "tag": "" if tag is None else str(tag),
             "columns": self.non_null_columns,
         }
         if (

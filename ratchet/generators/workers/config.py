@@ -63,6 +63,10 @@ class GeneratorWorkersConfig(GeneratorSection):
         return self.worker
 
     @property
+    def n_workers(self) -> int:
+        return self.workers
+
+    @property
     def plays_groups(self) -> bool:
         return self.worker_runs == "groups"
 

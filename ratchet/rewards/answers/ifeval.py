@@ -12,6 +12,7 @@ from ratchet.config.base import Section
 from ratchet.errors import DataError, MissingDependency
 from ratchet.rewards.answers.ifeval_checks import follows_instruction
 from ratchet.rewards.base import AnswerReward, Verdict
+from ratchet.rewards.integrations.roll_ifeval import cut_thinking, follows_function
 from ratchet.types import Task
 from ratchet.utils.safe_read import parse_json
 
@@ -36,7 +37,8 @@ class IFEvalConfig(Section):
 class IFEval(AnswerReward):
     """A reward for followed instructions.
 
-    It reads `instruction_id_list` and `kwargs` from the task's `meta`, or else from its answer.
+    It reads `instruction_id_list` and `kwargs` from the task's `meta`, or else from its answer; or
+    `func_name` and its arguments from the answer (see `ratchet.rewards.integrations.roll_ifeval`).
     """
 
     name = "ifeval"
@@ -54,6 +56,14 @@ class IFEval(AnswerReward):
         With credit "share", return a part for each instruction; they sum to the share followed.
         """
         readings = list_loose_readings(text) if self.config.loose else [text]
+        constraint = {} if "instruction_id_list" in task.meta else _parse_row(task.answer)
+        if "func_name" in constraint:
+            return float(
+                any(
+                    follows_function(cut_thinking(reading), constraint, task.id)
+                    for reading in readings
+                )
+            )
         ids, arguments = list_instructions(task)
         followed = [
             any(
@@ -85,7 +95,10 @@ def list_instructions(task: Task) -> tuple[Sequence[str], Sequence[Mapping[str, 
     row = task.meta if "instruction_id_list" in task.meta else _parse_row(task.answer)
     ids, arguments = row.get("instruction_id_list"), row.get("kwargs")
     if not ids:
-        raise DataError(f"task '{task.id}' has no instruction_id_list, in its meta or its answer")
+        raise DataError(
+            f"task '{task.id}' has no instruction_id_list in its meta or its answer, and no "
+            "func_name in its answer"
+        )
     arguments = (
         [{}] * len(ids)
         if arguments is None

@@ -1,4 +1,7 @@
-"""LLM-as-a-judge: query a judge model at an OpenAI-compatible endpoint, with a cache of replies."""
+"""LLM-as-a-judge: query a judge model, with a cache of its replies.
+
+The model is one of the recipe's `judges`, or is at an OpenAI-compatible endpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,33 @@ import os
 import re
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.experience import Temperature
-from ratchet.errors import DataError
+from ratchet.config.sections import JudgedSection
+from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.base import answer_text
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig, Url
 from ratchet.types import Task, Trajectory
 
 
-class ChatJudgeConfig(EndpointConfig):
+class ChatJudgeConfig(JudgedSection, EndpointConfig):
     """The keys that both kinds of judge share."""
 
     placeholders: ClassVar[tuple[str, ...]] = ()
 
-    url: Url = Field(
-        description="Base address of an OpenAI-compatible API, such as http://localhost:8000/v1."
+    url: Url | None = Field(
+        None,
+        description="Base address of an OpenAI-compatible API, such as http://localhost:8000/v1; "
+        "null: judge names the model.",
     )
-    model: str = Field(min_length=1, description="Name of the model at the endpoint.")
+    model: str | None = Field(
+        None, min_length=1, description="Name of the model at the endpoint; null: none."
+    )
     rubric: str = Field(
         "Is the response correct, complete and clear?",
         description="Criteria by which the judge scores or compares.",
@@ -63,6 +71,25 @@ class ChatJudgeConfig(EndpointConfig):
             if placeholder not in prompt:
                 raise ValueError(f"prompt lacks {placeholder}: the judge would not see it")
         return prompt
+
+    @model_validator(mode="after")
+    def _check_place(self) -> ChatJudgeConfig:
+        if self.judge is None:
+            missing = [key for key in ("url", "model") if getattr(self, key) is None]
+            if missing:
+                raise ValueError(
+                    f"lacks {' and '.join(missing)}: set judge to a model of the recipe's judges, "
+                    "or url and model to one at an endpoint"
+                )
+            return self
+        keys = (*EndpointConfig.model_fields, "url", "model", "extra_body", "cache")
+        unread = [key for key in keys if key in self.changed]
+        if unread:
+            raise ValueError(
+                f"{unread[0]} is for a model at an endpoint, and judge={self.judge} is one of the "
+                f"run: remove {unread[0]}, or judge"
+            )
+        return self
 
 
 MAX_CACHED_REPLIES = 100_000  # maximum number of replies kept in memory
@@ -104,39 +131,69 @@ class ReplyCache:
         return self.directory / key[:2] / f"{key}.txt"
 
 
+class Judge(Protocol):
+    """A model of the run that answers questions (`LanguageModelJudge`)."""
+
+    async def reply(self, question: str, *, temperature: float, max_tokens: int) -> str: ...
+
+
 class ChatJudge:
     """A client of a judge model. Equal questions share one request, even while it is in flight."""
 
     def __init__(self, config: ChatJudgeConfig) -> None:
+        """Raise ConfigError if the key's environment variable is not set."""
         self.config = config
-        self._endpoint = Endpoint(f"{config.url.rstrip('/')}/chat/completions", config)
+        self._endpoint = None
+        if config.url is not None:
+            self._endpoint = Endpoint(f"{config.url.rstrip('/')}/chat/completions", config)
+        self._judge: Judge | None = None
         self._replies = ReplyCache(config.cache)
         self._pending: dict[str, asyncio.Future[str]] = {}
 
+    def use_judges(self, judges: Mapping[str, Any]) -> None:
+        """Take the model that the config names from the models of the run."""
+        if self.config.judge is not None:
+            self._judge = find_judge(judges, self.config.judge)
+
     async def query(self, question: str) -> str:
-        """Return the model's reply. Raises EndpointError, or DataError if there is no reply."""
+        """Return the model's reply.
+
+        Raises EndpointError, DataError if there is no whole reply, or the errors of the model's
+        generator.
+        """
         config = self.config
         body = {
-            "model": config.model,
+            "model": config.judge or config.model,
             "messages": [{"role": "user", "content": question}],
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
             **config.extra_body,
         }
-        key = hashlib.sha256(
-            json.dumps([self._endpoint.url, body], sort_keys=True).encode()
-        ).hexdigest()
+        place = None if self._endpoint is None else self._endpoint.url
+        key = hashlib.sha256(json.dumps([place, body], sort_keys=True).encode()).hexdigest()
         cached = self._replies.get(key)
         if cached is not None:
             return cached
         pending = self._pending.get(key)
         if pending is None or pending.get_loop() is not asyncio.get_running_loop():
-            pending = self._pending[key] = asyncio.ensure_future(self._fetch(key, body))
+            fetch = self._fetch(question, body)
+            pending = self._pending[key] = asyncio.ensure_future(self._keep(key, fetch))
             pending.add_done_callback(lambda _: self._pending.pop(key, None))
         # Shielded, so that a cancelled caller does not cancel the request for the other callers.
         return await asyncio.shield(pending)
 
-    async def _fetch(self, key: str, body: Mapping[str, object]) -> str:
+    async def _keep(self, key: str, fetch: Awaitable[str]) -> str:
+        reply = await fetch
+        self._replies.put(key, reply)
+        return reply
+
+    async def _fetch(self, question: str, body: Mapping[str, object]) -> str:
+        config = self.config
+        if self._endpoint is None:
+            judge = self._judge or find_judge({}, str(config.judge))
+            return await judge.reply(
+                question, temperature=config.temperature, max_tokens=config.max_tokens
+            )
         answer = await self._endpoint.post(body)
         try:
             reply = answer["choices"][0]["message"]["content"]
@@ -146,8 +203,17 @@ class ChatJudge:
             raise DataError(
                 f"{self._endpoint.url} answered without a message: {json.dumps(answer)[:300]}"
             )
-        self._replies.put(key, reply)
         return reply
+
+
+def find_judge(judges: Mapping[str, Any], name: str) -> Any:
+    """Return the model of the run with this name. Raises ConfigError if it is not running."""
+    if name not in judges:
+        raise ConfigError(
+            f"judge={name} names a model of a recipe's judges, and it is not running here. Train "
+            "or evaluate with the recipe, or name a model elsewhere by url and model"
+        )
+    return judges[name]
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:

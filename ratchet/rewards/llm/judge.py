@@ -7,7 +7,7 @@ import re
 import traceback
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -96,6 +96,9 @@ class RubricJudge(PerTrajectory):
         self.config = config
         self._chat = ChatJudge(config)
 
+    def use_judges(self, judges: Mapping[str, Any]) -> None:
+        self._chat.use_judges(judges)
+
     async def judge(self, trajectory: Trajectory, task: Task) -> float:
         """Return the judge's score, rescaled to 0 to 1; 0 for an answer that was cut off.
 
@@ -151,6 +154,9 @@ class PairwiseJudge(Reward):
     def __init__(self, config: PairwiseJudgeConfig) -> None:
         self.config = config
         self._chat = ChatJudge(config)
+
+    def use_judges(self, judges: Mapping[str, Any]) -> None:
+        self._chat.use_judges(judges)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return an outcome for each attempt: Failed("reward") if any of its comparisons failed."""

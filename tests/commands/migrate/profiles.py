@@ -249,6 +249,8 @@ ROLL: Values = {
     "rewards.a.worker_cls": "x.MathRuleRewardWorker",
     "rewards.a.tag_included": ["b"],
     "rewards.c.worker_cls": "x.MultipleChoiceBoxedRuleRewardWorker",
+    "rewards.d.worker_cls": "x.CrossThinkQARuleRewardWorker",
+    "rewards.d.reward_type": "soft",
     "actor_infer.strategy_args.strategy_name": "vllm",
     "actor_infer.device_mapping": "list(range(0,4))",
     "actor_infer.generating_args.stop_strings": ["a"],

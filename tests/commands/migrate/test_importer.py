@@ -218,6 +218,22 @@ def test_roll_rewards_are_of_the_domains() -> None:
     assert result.flat["algorithm.minibatches"] == 64 * 8 // (1 * 32 * 4)
 
 
+def test_roll_domains_of_instructions_and_letters_are_converted(tmp_path) -> None:
+    text = (FILES / "roll_rlvr.yaml").read_text(encoding="utf-8")
+    place = "roll.pipeline.rlvr.rewards"
+    text = text[: text.index("  code_sandbox:")] + (
+        f"  ifeval: {{worker_cls: {place}.ifeval_rule_reward_worker.GeneralRuleRewardWorker, reward_type: soft}}\n"
+        f"  crossthinkqa: {{worker_cls: {place}.crossthinkqa_rule_reward_worker.CrossThinkQARuleRewardWorker, reward_type: soft}}\n"
+    )
+    result = written(tmp_path, text)
+    repetition = {"kind": "repetition", "unit": "words", "ngram": 3, "weight": 0.5}
+    domains = result.recipe["rewards"][0]["domains"]
+    assert domains["ifeval"] == [{"kind": "ifeval"}, repetition]
+    assert domains["crossthinkqa"] == [{"kind": "crossthinkqa", "credit": "soft"}, repetition]
+    assert "environment.keep" not in result.flat
+    assert result.flat["environment.columns.tag"] == "tag"
+
+
 def test_defaults_that_differ_are_taken_too() -> None:
     result = READ["trl_dpo.json"]
     betas = next(item for item in result.items if item.peer_key == "adam_beta2")

@@ -179,6 +179,11 @@ RLVR = (
         "rewards.*.tag_included",
         convert=lambda value, config: Inert("the tags of a reward that is left out"),
     ),
+    *covered(
+        "rewards.*.worker_cls",
+        "rewards.*.reward_type",
+        convert=lambda value, config: Inert("only the worker of CrossThinkQA reads it"),
+    ),
     *no_effect(
         "rewards run without accelerators, and read texts",
         *(
