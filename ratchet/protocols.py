@@ -204,6 +204,8 @@ class Generator(ABC):
         records_routes: True if completions can record the experts that computed each token.
         can_offload: True if `offload` frees the accelerator for others (colocation).
         computed_tokens: Number of tokens computed so far; 0 if they are not counted.
+        final_error: The error with which every further request fails; None while requests are
+            answered.
     """
 
     version: int
@@ -214,6 +216,7 @@ class Generator(ABC):
     records_routes: bool = False
     can_offload: bool = False
     computed_tokens: int = 0
+    final_error: Exception | None = None
 
     @abstractmethod
     async def generate(

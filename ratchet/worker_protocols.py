@@ -32,6 +32,11 @@ class Workers(Ranks, Protocol):
 
     @property
     def size(self) -> int: ...
+    @property
+    def final_error(self) -> Exception | None:
+        """Return the error with which every later call fails; None while calls are answered."""
+        ...
+
     async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Build the component of each rank.
 

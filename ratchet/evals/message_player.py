@@ -14,12 +14,12 @@ import numpy as np
 
 from ratchet.data.chat.renderer import Tools
 from ratchet.errors import DataError, RatchetError
-from ratchet.experience.rollout.episode import (
-    PromptMemo,
+from ratchet.experience.rollout.environment_answers import (
     check_messages,
     check_step,
     get_offered_tools,
 )
+from ratchet.experience.rollout.episode_state import PromptMemo
 from ratchet.protocols import Environment
 from ratchet.types import (
     Failed,

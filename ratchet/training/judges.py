@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from ratchet.models.policy import UNLIMITED
 from ratchet.models.scalar_head import require_head
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.protocols import Generator
+from ratchet.rewards.judge_models.base import JudgeModel
 from ratchet.rewards.judge_models.config import LanguageModelJudgeConfig, RewardModelJudgeConfig
 from ratchet.rewards.judge_models.language_model import LanguageModelJudge
 from ratchet.rewards.judge_models.scorer import ScalarModel, Scorer, WorkerScorer
@@ -32,7 +32,7 @@ from ratchet.utils.user_parts import add_missing_members
 from ratchet.worker_protocols import Executor
 
 # The models of a recipe's `judges` by name, as `Reward.use_judges` takes them.
-Judges = Mapping[str, Any]
+Judges = Mapping[str, JudgeModel]
 
 
 @dataclass(frozen=True)
@@ -86,23 +86,24 @@ def start_judges(config: RunConfig, executor: Executor | None = None) -> Judges:
     return {section.name: build(section, place) for section in config.judges}
 
 
-def check_judges(judges: Judges) -> None:
-    """Raise the error of a judge that was lost, so that the run ends instead of failing attempts.
+def make_judge_check(judges: Judges) -> Callable[[int, Mapping[str, float | None]], None]:
+    """Return an observer of steps that raises the error of a judge that was lost.
 
-    Raises:
-        WorkerError: A judge's process was lost and is not replaced.
+    So the run ends before it saves the step, instead of failing attempt after attempt.
     """
-    for judge in judges.values():
-        error = getattr(judge, "final_error", None)
-        if error is not None:
-            raise error
+
+    def check(step: int, metrics: Mapping[str, float | None]) -> None:
+        for judge in judges.values():
+            if judge.final_error is not None:
+                raise judge.final_error
+
+    return check
 
 
 async def close_judges(judges: Judges) -> None:
     """End the processes of all judges."""
     for judge in judges.values():
-        if hasattr(judge, "close"):
-            await judge.close()
+        await judge.close()
 
 
 def start_language_model(

@@ -50,7 +50,7 @@ from ratchet.training.from_config import (
     resolve_resume_config,
     start_processes,
 )
-from ratchet.training.judges import Judges, check_judges, close_judges, start_judges
+from ratchet.training.judges import Judges, close_judges, make_judge_check, start_judges
 from ratchet.training.loop import train
 from ratchet.training.metering import log_stage, make_meter, warn_of_steps_without_signal
 from ratchet.training.profiling import StageProfiling, choose_profiled_stage
@@ -377,7 +377,7 @@ class TrainingSession:
             meter=meter,
             profiler=None if profiling is None else profiling.profiler,
             observers=(
-                self._check_judges,
+                make_judge_check(self.judges),
                 self.sinks.write,
                 self._observe_step,
                 saver.observe,
@@ -385,10 +385,6 @@ class TrainingSession:
         )
         log_stage(run, stage)
         return run
-
-    def _check_judges(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """End the run if a judge was lost, before the step is saved."""
-        check_judges(self.judges)
 
     def _observe_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Show a step in the progress bar, which opens after the first evaluation."""

@@ -22,7 +22,8 @@ from ratchet.experience.nemo_rl.generation import get_sampling, get_weights_vers
 from ratchet.experience.nemo_rl.metrics import measure_sample
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 from ratchet.experience.nemo_rl.tokens import TokenizerType, get_log_renderer
-from ratchet.experience.rollout.episode import EpisodePlayer, PromptMemo
+from ratchet.experience.rollout.episode import EpisodePlayer
+from ratchet.experience.rollout.episode_state import PromptMemo
 from ratchet.experience.seeds import derive_seed
 from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
 

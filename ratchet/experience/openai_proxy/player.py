@@ -11,7 +11,7 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.experience.openai_proxy.agents import Agent, run_agent
 from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.experience.openai_proxy.session import AgentSession
-from ratchet.experience.rollout.episode import PromptMemo
+from ratchet.experience.rollout.episode_state import PromptMemo
 from ratchet.protocols import Environment, Generator
 from ratchet.types import Failed, Outcome, Sampling, Task, Trajectory, Truncated
 from ratchet.utils.user_code import UserCodeFailed, run_guarded

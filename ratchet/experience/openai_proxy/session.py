@@ -44,7 +44,7 @@ from ratchet.experience.openai_proxy.wire import (
     SamplingFields,
     apply_sampling,
 )
-from ratchet.experience.rollout.episode import TokenRecord
+from ratchet.experience.rollout.episode_state import TokenRecord
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.observe.tracing.request_span import trace_request

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.data.chat.renderer import Tools
-from ratchet.experience.rollout.episode import TokenRecord
+from ratchet.experience.rollout.episode_state import TokenRecord
 from ratchet.types import Completion, Message, Sampling, Turn
 
 

@@ -11,20 +11,23 @@ L = tokens of the trajectory so far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ratchet.data.chat.inline_text import merge_inline
-from ratchet.data.chat.renderer import Renderer, Tools
+from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import DataError
+from ratchet.experience.rollout.environment_answers import (
+    check_messages,
+    check_step,
+    get_offered_tools,
+)
+from ratchet.experience.rollout.episode_state import EpisodeState, EpisodeStrand, PromptMemo
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
 from ratchet.observe.tracing.request_span import trace_request
-from ratchet.protocols import Environment, Generator, Step
+from ratchet.protocols import Environment, Generator
 from ratchet.rewards.deadline import limit_time
 from ratchet.types import (
     Cancelled,
@@ -33,7 +36,6 @@ from ratchet.types import (
     Message,
     Outcome,
     Owner,
-    Placed,
     Sampling,
     StopReason,
     Task,
@@ -43,216 +45,6 @@ from ratchet.types import (
     is_finite_number,
 )
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
-
-
-class PromptMemo:
-    """A cache of the first prompt, which the attempts of a group almost always share."""
-
-    def __init__(self) -> None:
-        self.key: tuple[Sequence[Message], Tools | None] | None = None
-        self.tokens = np.zeros(0, dtype=np.int64)
-        self.media: tuple[Placed, ...] = ()
-
-    def render(
-        self, renderer: Renderer, messages: Sequence[Message], tools: Tools | None
-    ) -> tuple[np.ndarray, tuple[Placed, ...]]:
-        """Return the prompt's tokens and media."""
-        if self.key != (messages, tools):
-            self.tokens = np.asarray(renderer.prompt(messages, tools), dtype=np.int64)
-            self.media = renderer.media(self.tokens, messages)
-            self.key = list(messages), tools
-        return self.tokens, self.media
-
-
-@dataclass(slots=True)
-class TokenRecord:
-    """The token columns of a trajectory while it is played.
-
-    The record grows by pieces, and each piece has one owner.
-    """
-
-    pieces: list[tuple[Owner, np.ndarray, Completion | None]] = field(default_factory=list)
-    length: int = 0
-
-    def add(
-        self, owner: Owner, tokens: Sequence[int] | np.ndarray, completion: Completion | None = None
-    ) -> None:
-        array = np.asarray(tokens, dtype=np.int64)
-        self.pieces.append((owner, array, completion))
-        self.length += len(array)
-
-    def tokens(self) -> np.ndarray:
-        _, first, _ = self.pieces[0]
-        return (
-            first
-            if len(self.pieces) == 1
-            else np.concatenate([tokens for _, tokens, _ in self.pieces])
-        )
-
-    def trajectory(self, **fields: Any) -> Trajectory:
-        """Return the trajectory; `fields` are its other fields, without the token columns."""
-        all_tokens = np.empty(self.length, np.int64)
-        owner = np.empty(self.length, np.int8)
-        trainable = np.empty(self.length, np.bool_)
-        rollout_logprobs = np.zeros(self.length, np.float32)
-        versions = np.empty(self.length, np.int32)
-        versions.fill(-1)
-        log_kept_mass = np.zeros(self.length, np.float32)
-        routes = self._collect_routes()
-        start = 0
-        for piece_owner, tokens, completion in self.pieces:
-            end = start + len(tokens)
-            all_tokens[start:end] = tokens
-            # numpy assigns an int in half the time of an enum member.
-            owner[start:end] = int(piece_owner)
-            trainable[start:end] = piece_owner == Owner.POLICY
-            if completion is not None:
-                rollout_logprobs[start:end] = completion.logprobs
-                versions[start:end] = completion.versions
-                log_kept_mass[start:end] = completion.log_kept_mass
-            start = end
-        return Trajectory(
-            tokens=all_tokens,
-            owner=owner,
-            trainable=trainable,
-            rollout_logprobs=rollout_logprobs,
-            versions=versions,
-            log_kept_mass=log_kept_mass,
-            routes=routes,
-            **fields,
-        )
-
-    def _collect_routes(self) -> np.ndarray | None:
-        """Return the MoE experts of all tokens, -1 where unknown; None if no completion has them.
-
-        Each completion has the experts of all tokens so far. If several completions have computed a
-        token, the first computation counts, because the turn's tokens were sampled from it. Only a
-        turn's last token and the environment's tokens take their experts from the prefill of the
-        next turn.
-        """
-        known_routes = [
-            completion.routes
-            for _, _, completion in self.pieces
-            if completion is not None and completion.routes is not None
-        ]
-        if not known_routes:
-            return None
-        routes = np.full((self.length, *known_routes[0].shape[1:]), -1, np.int16)
-        for turn_routes in known_routes:
-            is_missing = routes[: len(turn_routes), 0, 0] < 0
-            routes[: len(turn_routes)][is_missing] = turn_routes[is_missing]
-        return routes
-
-
-@dataclass(slots=True)
-class EpisodeStrand:
-    """A part of an attempt in which each prompt extends the one before. It becomes one trajectory.
-
-    Attributes:
-        message_count: Number of leading messages of the conversation that the strand covers.
-        media: The media of all tokens so far.
-    """
-
-    record: TokenRecord = field(default_factory=TokenRecord)
-    turns: list[Turn] = field(default_factory=list)
-    media: tuple[Placed, ...] = ()
-    message_count: int = 0
-
-    @property
-    def has_turns(self) -> bool:
-        """True if the policy has written in the strand."""
-        # The first piece is the prompt, and the policy wrote the second.
-        return len(self.record.pieces) > 1
-
-
-@dataclass(slots=True)
-class EpisodeState:
-    """The state of an attempt while it is played. `metrics` are sums over its turns."""
-
-    task: Task
-    environment: Environment
-    sampling: Sampling
-    messages: list[Message]
-    tools: Tools | None = None
-    # The assistant's open turn: its tokens, with those of inline text, and the number of messages
-    # before it.
-    turn_tokens: list[int] = field(default_factory=list)
-    turn_start: int = 0
-    strands: list[EpisodeStrand] = field(default_factory=lambda: [EpisodeStrand()])
-    waits_for: str = "the environment"  # or "the generator"
-    rendered: str = "the prompt"  # the text that was rendered last
-    metrics: dict[str, float] = field(
-        default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
-    )
-
-    @property
-    def strand(self) -> EpisodeStrand:
-        return self.strands[-1]
-
-    def trajectories(self, attempt: int, outcome: Outcome | None) -> list[Trajectory]:
-        """Return one trajectory for each strand, in order.
-
-        A strand in which the policy wrote nothing is left out, unless it is the only one.
-        """
-        self.strand.message_count = len(self.messages)
-        strands = [strand for strand in self.strands if strand.has_turns] or self.strands[:1]
-        # A trajectory needs a token, even if the attempt failed before it had a prompt.
-        if not strands[0].record.length:
-            strands[0].record.add(Owner.PROMPT, [0])
-        return [
-            strand.record.trajectory(
-                attempt=attempt,
-                temperature=self.sampling.temperature,
-                turns=tuple(strand.turns),
-                messages=tuple(self.messages[: strand.message_count]),
-                media=strand.media,
-                outcome=outcome,
-                metrics=self.metrics | {"forks": len(strands) - 1.0},
-            )
-            for strand in strands
-        ]
-
-
-def check_messages(messages: Any, method: str, environment: Environment) -> Sequence[Message]:
-    """Return messages from user code, or raise UserCodeFailed if they are not Messages."""
-    if not isinstance(messages, tuple | list | Sequence) or not all(
-        isinstance(message, Message) for message in messages
-    ):
-        raise UserCodeFailed(
-            f"{type(environment).__name__}.{method} returned {messages!r:.80}. It must be a "
-            "sequence of Messages"
-        )
-    return messages
-
-
-def check_step(step: Any, environment: Environment) -> Step:
-    """Return a step from user code, or raise UserCodeFailed if it is malformed."""
-    name = type(environment).__name__
-    if not isinstance(step, Step):
-        raise UserCodeFailed(f"{name}.step returned {step!r:.80}. It must be a Step")
-    if step.reward is not None and not is_finite_number(step.reward):
-        raise UserCodeFailed(
-            f"{name}.step returned the reward {step.reward!r:.80}. It must be a finite number or "
-            "None"
-        )
-    metrics = {} if step.metrics is None else step.metrics
-    if not isinstance(metrics, dict | Mapping) or not all(map(is_finite_number, metrics.values())):
-        raise UserCodeFailed(
-            f"{name}.step returned the metrics {metrics!r:.80}. They must be finite numbers by name"
-        )
-    check_messages(step.messages, "step", environment)
-    is_inline = {message.role == "inline" for message in step.messages}
-    if is_inline == {True, False} or (True in is_inline and any(m.media for m in step.messages)):
-        raise UserCodeFailed(
-            f"{name}.step mixed inline text with other messages or media: inline messages stand "
-            "alone, and are text"
-        )
-    if not step.done and not step.messages:
-        raise UserCodeFailed(
-            f"{name}.step returned neither done=True nor messages, so the policy has nothing to "
-            "answer"
-        )
-    return step
 
 
 @dataclass(frozen=True)
@@ -489,19 +281,3 @@ class EpisodePlayer:
         state.messages.extend(observation)
         state.turn_tokens.extend(new_tokens)
         state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
-
-
-async def get_offered_tools(environment: Environment, task: Task) -> Tools:
-    """Return the tools of the environment, or raise UserCodeFailed if they are malformed."""
-
-    async def call() -> Any:
-        return environment.tools(task)
-
-    tools = await run_guarded(call)
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        name = type(environment).__name__
-        raise UserCodeFailed(
-            f"{name}.tools returned {tools!r:.80}. It must be a sequence of JSON-schema function "
-            "descriptions"
-        )
-    return tuple(tools)

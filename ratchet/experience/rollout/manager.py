@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from ratchet.experience.rollout.episode import PromptMemo
+from ratchet.experience.rollout.episode_state import PromptMemo
 from ratchet.experience.rollout.failures import is_retryable
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import waiting

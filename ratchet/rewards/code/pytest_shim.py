@@ -6,6 +6,7 @@ Its source is put before the tests. It imports only the standard library.
 import contextlib
 import inspect
 import itertools
+import math
 import re
 
 
@@ -26,7 +27,7 @@ class _Mark(metaclass=_Marks):
         def mark(function):
             values = [case if len(names) > 1 else [case] for case in cases]
             rows = [dict(zip(names, row, strict=True)) for row in values]
-            function.parameters = [*getattr(function, "parameters", []), rows]
+            function.parameters = [*vars(function).get("parameters", []), rows]
             return function
 
         return mark
@@ -82,6 +83,8 @@ class pytest:
                 return actual == expected
             if actual == expected:
                 return True
+            if math.isinf(abs(expected)):  # no other number is close to infinity
+                return False
             relative = (1e-6 if self.rel is None else self.rel) * abs(expected)
             if self.abs is not None and self.rel is None:
                 relative = 0
@@ -128,9 +131,9 @@ def _run_test(test):
                 for set_up in ("setUp", "setup_method"):
                     if hasattr(instance, set_up):
                         getattr(instance, set_up)()
-                _run_function(getattr(instance, name), getattr(method, "parameters", []))
+                _run_function(getattr(instance, name), vars(method).get("parameters", []))
         return
-    _run_function(test, getattr(test, "parameters", []))
+    _run_function(test, vars(test).get("parameters", []))
 
 
 def _run_function(function, parameters):

@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from ratchet.errors import DataError
+from ratchet.rewards.judge_models.base import JudgeModel
 from ratchet.types import Message, Sampling
 
 if TYPE_CHECKING:  # importing rewards must not load torch
@@ -13,7 +14,7 @@ if TYPE_CHECKING:  # importing rewards must not load torch
     from ratchet.protocols import Generator
 
 
-class LanguageModelJudge:
+class LanguageModelJudge(JudgeModel):
     """A judge with a generator of its own, whose weights never change.
 
     A reply depends on the judge, the question and the run's seed alone: with a temperature, the
@@ -77,8 +78,7 @@ class LanguageModelJudge:
 
     @property
     def final_error(self) -> Exception | None:
-        """Return the error that ended the judge's processes for good; None while they serve."""
-        return getattr(self.generator, "final_error", None)
+        return self.generator.final_error
 
     async def close(self) -> None:
         await self.generator.close()

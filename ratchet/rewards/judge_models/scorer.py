@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ratchet.errors import DataError
+from ratchet.rewards.judge_models.base import JudgeModel
 from ratchet.types import Trajectory
 
 if TYPE_CHECKING:  # importing rewards must not load torch
@@ -65,7 +66,7 @@ class ScalarModel:
             return scores_T[last_S].tolist()
 
 
-class Scorer:
+class Scorer(JudgeModel):
     """A reward model that scores conversations in a thread of this process.
 
     Rollouts continue meanwhile. The thread may use as many cores as the process.
@@ -90,7 +91,7 @@ class Scorer:
         return await loop.run_in_executor(self._thread, self._model.score, rows)
 
 
-class WorkerScorer:
+class WorkerScorer(JudgeModel):
     """A reward model in worker processes, each with the whole model (`ScorerRank`).
 
     Args:
@@ -121,8 +122,7 @@ class WorkerScorer:
 
     @property
     def final_error(self) -> Exception | None:
-        """Return the error that ended a worker; None while all of them serve."""
-        errors = (getattr(worker, "final_error", None) for worker in self._workers)
+        errors = (worker.final_error for worker in self._workers)
         return next((error for error in errors if error is not None), None)
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
-from ratchet.experience.rollout.episode import TokenRecord
+from ratchet.experience.rollout.episode_state import TokenRecord
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig

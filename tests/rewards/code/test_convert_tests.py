@@ -9,6 +9,7 @@ import pytest
 from ratchet.config.resolve import build, resolve
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.errors import DataError
+from ratchet.rewards.code import pytest_shim
 from ratchet.rewards.code.convert_tests import convert_tests
 from ratchet.types import Message, Task
 
@@ -194,3 +195,9 @@ def test_rolls_file_is_read_by_programs_and_dataset(tmp_path):
         section = resolve("environment", {"train": str(file), **given})
         task = next(iter(build(section).tasks("train", seed=0)))
         assert grade(ADD, task).reward == 1.0
+
+
+def test_no_number_is_close_to_infinity():
+    infinite = pytest_shim.pytest.approx(float("inf"))
+    assert infinite == float("inf")
+    assert infinite != 1.0
