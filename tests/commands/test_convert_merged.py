@@ -100,7 +100,7 @@ def test_what_was_interrupted_goes_on_with_the_same_adapter_alone(files, monkeyp
     save_adapter(
         files / "other",
         stored.adapter,
-        stored.names,
+        stored.target_modules,
         {name: 2 * weight for name, weight in stored.weights.items()},
     )
     for other in (files / "other", None):

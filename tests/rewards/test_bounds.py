@@ -36,6 +36,7 @@ NEEDED = {
 }
 UNBOUNDED = {
     "by_tag": "has those of its rewards",
+    "crossthinkqa": "has ROLL's scores, from -1 to 1",
     "malformed_tool_calls": "counts",
     "pairwise_judge": "judges groups, as shares of comparisons that it counts itself",
     "reward_model": "gives any number",

@@ -15,7 +15,7 @@ from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.errors import ConfigError, WorkerError
 from ratchet.models.load import init_policy
 from ratchet.models.scalar_head import ScalarHead, save_head
-from ratchet.training.judges import check_judges, get_judge_resources
+from ratchet.training.judges import get_judge_resources, make_judge_check
 from ratchet.training.preflight import run_preflight
 from ratchet.training.start import resume_run, start_run
 
@@ -114,9 +114,9 @@ def test_a_reward_model_in_processes_of_its_own_scores_alike(here):
 
 def test_a_lost_judge_ends_the_run():
     judge = SimpleNamespace(final_error=WorkerError("judge-grader rank 0 of 1 died"))
-    check_judges({"other": SimpleNamespace(final_error=None)})
+    make_judge_check({"other": SimpleNamespace(final_error=None)})(1, {})
     with pytest.raises(WorkerError, match="judge-grader"):
-        check_judges({"grader": judge})
+        make_judge_check({"grader": judge})(1, {})
 
 
 def test_the_cluster_places_the_processes_of_judges(here):

@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.config.resolve import build, resolve
+from ratchet.data.formats.benchmark_rows import CODE_BLOCK_REQUEST
 from ratchet.data.presets.datasets import PRESETS
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.environments.datasets.dataset import Dataset
@@ -147,6 +148,13 @@ FORMS = {
             "test": "def check(c): pass",
         },
         (user("def f3():\n"),), None, assistant(" return 1"),
+    ),
+    "kodcode": (
+        lambda i: {
+            "question_id": f"K{i}", "question": f"Q{i}", "solution": "def f(): pass", "test": "def test_f(): f()",
+            "test_info": [{"function_name": "f", "function_declaration": "def f():"}],
+        },
+        (user(f"Q3\n\nThe tests call `def f():`.{CODE_BLOCK_REQUEST}"),), None, assistant("def f(): pass"),
     ),
     "tulu3_preference": (
         lambda i: {

@@ -152,7 +152,7 @@ def test_filters_are_refused_where_vllm_does_not_report_the_kept_mass(tmp_path, 
     overrides = ["sampling.top_p=0.9", "algorithm.correction={}"]
     load_config(recipe, overrides)
     speculation = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-    with pytest.raises(ConfigError, match="without speculative decoding"):
+    with pytest.raises(ConfigError, match="if speculative decoding is off"):
         load_config(recipe, [*overrides, f"generator.arguments={speculation}"])
 
     def ask():
