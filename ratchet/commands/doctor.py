@@ -33,6 +33,7 @@ PURPOSES = {
     "datasets": ("data", "datasets of the hub"),
     "pillow": ("vision", "images and videos: reading and drawing them"),
     "soundfile": ("audio", "audio"),
+    "av": ("video", "video files, and the sound in them"),
     "uvicorn": ("", "servers: ui, serve, black-box agents"),
     "fastapi": ("proxy", "serve, and training of black-box agents"),
     "ray": ("ray", "runs on several machines"),

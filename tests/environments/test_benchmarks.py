@@ -109,6 +109,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "gsm8k": ({"question": "2+2?", "answer": "2+2=4\n#### 4"}, "So\n#### 4", "#### 5", "gsm8k"),
     "aime_2024": (AIME, r"\boxed{2}", r"\boxed{3}", "aime_2024"),
     "aime_2025": ({"problem": "Find $1+1$.", "answer": "2", "id": "0"}, r"\boxed{2}", r"\boxed{3}", "aime_2025"),
+    "aime_2026": ({"problem_idx": 1, "problem": "Find $1+1$.", "answer": 2}, r"\boxed{2}", r"\boxed{3}", "aime_2026"),
     "math_500": (
         {
             "problem": "Half?", "solution": "...", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 2,
@@ -119,6 +120,13 @@ FORMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "gpqa": (CARBON, "", "", "Chemistry"),
     "mmlu": (
         {"question": "1+1?", "subject": "arithmetic", "choices": ["1", "2", "3", "4"], "answer": 1},
+        "The answer is B", "The answer is A", "arithmetic",
+    ),
+    "mmmlu": (
+        {
+            "Unnamed: 0": 0, "Question": "Was ist 1+1?", "A": "1", "B": "2", "C": "3", "D": "4", "Answer": "B",
+            "Subject": "arithmetic",
+        },
         "The answer is B", "The answer is A", "arithmetic",
     ),
     "mmlu_pro": (
@@ -212,6 +220,7 @@ def test_choices_are_lettered_and_those_of_gpqa_are_shuffled_the_same_each_time(
     [
         ("mmlu", {"answer": 4}, "'answer' is 4, must be an index from 0 of 4 choices"),
         ("mmlu", {"choices": None}, "'choices' is null, must be an array"),
+        ("mmmlu", {"Answer": "E"}, "'Answer' is 'E', must be A, B, C or D"),
         ("gpqa", {"Incorrect Answer 3": None}, "'Incorrect Answer 3' is null"),
         (
             "mbpp",

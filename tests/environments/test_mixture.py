@@ -185,3 +185,25 @@ def test_a_recipe_trains_on_two_domains_with_a_curve_of_each(tmp_path):
             assert row[f"rollout/environment/prompts/{name}"] > 0
     config = load_config(tmp_path / "run" / "config.yaml")
     assert [part.weight for part in config.stages[0].environment.parts] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("learns", ["rows", "pairs"])
+def test_files_keep_their_shares_from_any_position_on(learns, tmp_path):
+    parts = []
+    for name, weight, n_rows in (("a", 0.7, 5), ("b", 0.3, 40)):
+        answers = {"answer": name} if learns == "rows" else {"chosen": name, "rejected": "no"}
+        lines = [json.dumps({"prompt": f"{name}{i}?", **answers}) for i in range(n_rows)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        part = {"kind": "dataset", "train": str(tmp_path / f"{name}.jsonl"), "test_share": 0}
+        parts.append({**part, "tag": name, "weight": weight})
+    mixture = made(parts)
+    tasks = list(itertools.islice(mixture.tasks("train", seed=3), 100))
+    assert Counter(task.tag for task in tasks) == {"a": 70, "b": 30}
+    assert Counter(task.id for task in tasks if task.tag == "a").most_common()[-1][1] == 14
+    resumed = made(parts).tasks("train", seed=3, start=37)
+    assert list(itertools.islice(resumed, 63)) == tasks[37:]
+    for task in tasks:
+        learnt = (
+            mixture.demonstration(task) if learns == "rows" else mixture.comparison(task).chosen
+        )
+        assert learnt == (Message("assistant", task.tag),)

@@ -78,6 +78,17 @@ def convert_mmlu(values: Values, where: str) -> Values:
     }
 
 
+def convert_mmmlu(values: Values, where: str) -> Values:
+    """Convert a row with the choices in the columns A to D and the correct letter in `Answer`."""
+    letters = "ABCD"
+    check_columns(values, dict.fromkeys(("Question", *letters, "Answer"), str), where)
+    answer = values["Answer"].strip()
+    if len(answer) != 1 or answer not in letters:
+        raise DataError(f"{where}: column 'Answer' is {answer!r:.60}, must be A, B, C or D")
+    choices = [values[letter] for letter in letters]
+    return {**values, **_write_choices(values["Question"], choices, letters.index(answer))}
+
+
 def convert_mmlu_pro(values: Values, where: str) -> Values:
     """Convert a row with up to ten `options` and, in `answer_index`, the correct one's index."""
     check_columns(values, {"question": str, "options": list}, where)
@@ -146,6 +157,49 @@ def convert_avqa(values: Values, where: str) -> Values:
     """Replace "video" by "audio" in the question: the rows have only the sound of each video."""
     check_columns(values, {"question": str, "answer": str}, where)
     return {**values, PROMPT_COLUMN: re.sub(r"\bvideo\b", "audio", values["question"])}
+
+
+def list_choices(values: Values, where: str) -> Values:
+    """Write the `choices` below the question, without letters: the answer is the text of one."""
+    check_columns(values, {"question": str, "choices": list, "answer": str}, where)
+    choices = [f"- {choice}" for choice in values["choices"]]
+    return {**values, PROMPT_COLUMN: "\n".join([values["question"].strip(), *choices])}
+
+
+def convert_daily_omni(values: Values, where: str) -> Values:
+    """Write the lettered `Choice` below the question, and name the clip's two files.
+
+    They are the video without its sound and the sound, in the directory that Videos.tar unpacks to.
+    """
+    check_columns(values, {"video_id": str, "Question": str, "Choice": list, "Answer": str}, where)
+    clip = f"Videos/{values['video_id']}/{values['video_id']}"
+    choices = [str(choice) for choice in values["Choice"]]
+    return {
+        **values,
+        "video": f"{clip}_video.mp4",
+        "audio": f"{clip}_audio.wav",
+        PROMPT_COLUMN: "\n".join([values["Question"].strip(), *choices]) + CHOOSE_REQUEST,
+    }
+
+
+def convert_intent(values: Values, where: str) -> Values:
+    """Write the lettered `options` below the problem, and name the clip's file for both media.
+
+    The column `path` or `video` names the file, and `options` is a list or the text of one.
+    """
+    check_columns(values, {"problem": str, "answer": str}, where)
+    path = values.get("video") or values.get("path")
+    if not isinstance(path, str):
+        raise DataError(f"{where}: neither column 'video' nor 'path' names a file")
+    options = values.get("options") or []
+    if isinstance(options, str):
+        try:
+            options = ast.literal_eval(options)
+        except (ValueError, SyntaxError):
+            options = [options]
+    lines = [values["problem"].strip(), *map(str, options)]
+    media = {"video": path, "audio": path, "data_type": values.get("data_type", "video")}
+    return {**values, **media, PROMPT_COLUMN: "\n".join(lines)}
 
 
 # --- programs

@@ -27,6 +27,12 @@ from numpy.typing import NDArray
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.files import convert_read_errors, open_binary
+from ratchet.data.formats.av_media import (
+    check_duration,
+    decode_sound,
+    decode_video_file,
+    is_container,
+)
 from ratchet.errors import DataError, MissingDependency
 from ratchet.types import MediaKind, Part
 from ratchet.utils.object_store import PACKAGE_BY_SCHEME
@@ -227,9 +233,11 @@ def decode_image(source: bytes, *, where: str, limits: MediaLimits) -> Image:
 def decode_video(
     source: bytes | Sequence[bytes], *, where: str, limits: MediaLimits
 ) -> list[Image]:
-    """Decode an animated GIF, WebP or PNG, or a list of frame images, to RGB frames.
+    """Decode a video file, an animated GIF, WebP or PNG, or a list of frame images to RGB frames.
 
-    At most `limits.max_frames` evenly spaced frames are decoded. Raises like `decode_image`.
+    At most `limits.max_frames` evenly spaced frames are kept. Raises like `decode_image`. The
+    package av reads MP4, QuickTime, Matroska, WebM and AVI; without it they raise
+    MissingDependency.
     """
     if not isinstance(source, bytes):
         if not source:
@@ -239,13 +247,8 @@ def decode_video(
             decode_image(source[i], where=f"{where}, frame {i}", limits=limits)
             for i in frame_indices
         ]
-    if source[4:8] == b"ftyp" or (
-        source[:4] in (b"\x1aE\xdf\xa3", b"RIFF") and source[8:12] != b"WEBP"
-    ):
-        raise DataError(
-            f"{where}: MP4, Matroska and AVI are not read: give the frames as images, or a GIF or "
-            "WebP"
-        )
+    if is_container(source):
+        return decode_video_file(source, where=where, limits=limits)
     frames = []
     with _open_image(source, where, limits) as image:
         # Pillow sets `n_frames` only for formats that may have several frames.
@@ -260,18 +263,22 @@ def decode_audio(
 ) -> Audio:
     """Decode a clip to one channel, the mean of all channels.
 
-    The package soundfile reads WAV, FLAC, Ogg, MP3 and others.
+    The package soundfile reads WAV, FLAC, Ogg, MP3 and others. The package av reads M4A, and the
+    sound of video files.
 
     Args:
         where: Row and file, for errors.
         rate_hz: Sampling rate of the result; None keeps the clip's own rate.
 
     Raises DataError if the bytes are not audio, are cut off, or exceed the limits, and
-    MissingDependency without soundfile.
+    MissingDependency without soundfile or av.
     """
     if not source:
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
-    samples, rate = _read_samples(source, where, limits)
+    if is_container(source):
+        samples, rate = decode_sound(source, where=where, limits=limits)
+    else:
+        samples, rate = _read_samples(source, where, limits)
     if not len(samples):
         raise DataError(f"{where}: the clip holds no samples: copy it again, or drop the row")
     mono = samples.mean(axis=1, dtype=np.float64)
@@ -425,7 +432,7 @@ def _read_samples(
     soundfile = import_soundfile()
     try:
         with soundfile.SoundFile(io.BytesIO(source)) as file:
-            _check_duration(file.frames, file.samplerate, where, limits)
+            check_duration(file.frames, file.samplerate, where, limits)
             # A header may declare more samples than there are, so they are not allocated at once.
             read_block = partial(file.read, BLOCK_SAMPLES, dtype="float64", always_2d=True)
             blocks = [read_block()]
@@ -446,14 +453,6 @@ def _read_samples(
     if is_short_wave or len(samples) < n_declared:
         raise DataError(f"{where}: the clip is cut off: copy it again, or drop the row")
     return samples, rate
-
-
-def _check_duration(samples: int, rate: int, where: str, limits: MediaLimits) -> None:
-    if rate <= 0 or samples > limits.max_audio_s * rate:
-        raise DataError(
-            f"{where}: declares {samples} samples at {rate} Hz, at most {limits.max_audio_s:g} s "
-            "are allowed: cut it, or raise max_audio_s under media"
-        )
 
 
 def _resample(samples_N: NDArray[np.float64], rate: int, new_rate: int) -> NDArray[np.float64]:

@@ -69,6 +69,22 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward=FOUR_CHOICES,
         description="57 subjects, arXiv:2009.03300",
     ),
+    # an unnamed index, Question, A, B, C, D, Answer (a letter), Subject; MMLU's test split in 14
+    # languages; configurations default (all), AR_XY, BN_BD, DE_DE, ...; split test. The files
+    # mmlu_DE-DE.csv of simple-evals have the same columns. Columns checked against: NeMo RL's mmlu
+    # loader.
+    "mmmlu": Preset(
+        "openai/MMMLU",
+        {"prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer"},
+        subset="default",
+        train="",
+        test="test",
+        convert_row=benchmark_rows.convert_mmmlu,
+        tag="Subject",
+        data_kinds=ROLLOUTS_ONLY,
+        reward=FOUR_CHOICES,
+        description="MMLU in 14 languages, arXiv:2009.03300",
+    ),
     # question_id, question, options (up to ten), answer (a letter), answer_index, cot_content,
     # category, src; splits test, validation. Columns checked against: its card.
     "mmlu_pro": Preset(

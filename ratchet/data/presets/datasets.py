@@ -119,6 +119,24 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         description="competition problems with solutions",
     ),
+    # problem, solution, answer ("proof" and "notfound" where there is none), problem_type,
+    # question_type, problem_is_valid, solution_is_valid, source, synthetic; split train. Columns
+    # checked against: the cards of sets made from it (nlile/NuminaMath-1.5-RL-Verifiable), NeMo
+    # RL's numinamath loader, which keeps the same rows.
+    "numinamath_1_5": Preset(
+        "AI-MO/NuminaMath-1.5",
+        {"prompt": "problem", "answer": "answer", "solution": "solution"},
+        prompt="{problem}" + BOXED_REQUEST,
+        keep=(
+            {"column": "answer", "min_chars": 1, "none_of": ("proof", "notfound")},
+            {"column": "question_type", "none_of": ("proof",)},
+            {"column": "problem_is_valid", "one_of": ("Yes",)},
+            {"column": "solution_is_valid", "one_of": ("Yes",)},
+        ),
+        distinct=True,
+        reward="math",
+        description="competition problems with answers that can be checked",
+    ),
     # problem, solution, answer, problem_type, question_type, source, uuid, generations,
     # correctness_math_verify, ..., messages (the problem and a verified generation); configurations
     # default, extended, all. Columns checked against: code that reads it.
@@ -150,6 +168,17 @@ PRESETS: Mapping[str, Preset] = {
         prompt="{problem}" + BOXED_REQUEST,
         reward="math",
         description="AIME I and II of 2025",
+    ),
+    # problem_idx, problem, answer (a whole number); 30 rows, split train. Columns checked against:
+    # NeMo RL's aime loader.
+    "aime_2026": Preset(
+        "MathArena/aime_2026",
+        {"prompt": "problem", "answer": "answer"},
+        train="",
+        test="train",
+        prompt="{problem}" + BOXED_REQUEST,
+        reward="math",
+        description="AIME I and II of 2026",
     ),
     # id, problem, solution, answer, url; 90 rows of 2022 to 2024, split train. Columns checked
     # against: dspy's example.
@@ -187,6 +216,16 @@ PRESETS: Mapping[str, Preset] = {
         {"messages": "messages", "id": "id"},
         data_kinds=frozenset({"rows"}),
         description="instructions of many kinds, arXiv:2411.15124",
+    ),
+    # messages [{role, content}] (system, user, assistant), and more; configurations math, ...
+    # Columns checked against: the card of a set made from it (ycchen/nemotron-deepseek-sft-mix),
+    # NeMo RL's nemotron_cascade2_sft loader.
+    "nemotron_cascade2_sft_math": Preset(
+        "nvidia/Nemotron-Cascade-2-SFT-Data",
+        {"messages": "messages"},
+        subset="math",
+        data_kinds=frozenset({"rows"}),
+        description="reasoning about mathematics",
     ),
     # id, source, prompt, chosen, rejected (both whole conversations). Columns checked against: code
     # that reads it, such as NeMo RL's loader.

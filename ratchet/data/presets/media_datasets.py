@@ -1,4 +1,4 @@
-"""Presets of published image and audio datasets (text: `ratchet.data.presets.datasets`)."""
+"""Presets of published image, audio and video datasets (text: `ratchet.data.presets.datasets`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,30 @@ TAGGED_ANSWER_REWARD: Mapping[str, Any] = {
     "marked": True,
     "ignore_case": True,
 }
+
+
+def _make_intent_preset(hub: str, train: str = "", test: str = "") -> Preset:
+    """Return the preset of HumanOmniV2's data at this id of the Hub (arXiv:2506.21277)."""
+    return Preset(
+        hub,
+        {
+            "videos": "video",
+            "audio": "audio",
+            "prompt": benchmark_rows.PROMPT_COLUMN,
+            "answer": "answer",
+        },
+        train=train,
+        test=test,
+        prompt="{asked}" + ANSWER_TAGS_REQUEST,
+        keep=(
+            {"column": "problem_type", "one_of": ("multiple choice",)},
+            {"column": "data_type", "none_of": ("image",)},
+        ),
+        convert_row=benchmark_rows.convert_intent,
+        reward=TAGGED_ANSWER_REWARD,
+        description="what people in a video intend, with its sound, arXiv:2506.21277",
+    )
+
 
 MEDIA_PRESETS: Mapping[str, Preset] = {
     # Columns: image, problem, solution ("<answer> 3 </answer>"); split train. Other parts of
@@ -73,4 +97,49 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         reward={"kind": "multiple_choice", "letters": "ABCD"},
         description="questions about sounds, doi:10.1145/3503161.3548291",
     ),
+    # Columns: audio_path (below the dataset's directory, which is media_root), question, choices
+    # [...], answer (the text of a choice), source_dataset, ...; one file, data.jsonl. Columns
+    # checked against: NeMo RL's audiomcq loader.
+    "audiomcq": Preset(
+        "Harland/AudioMCQ-StrongAC-GeminiCoT",
+        {"audio": "audio_path", "prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer"},
+        prompt="{asked}" + ANSWER_TAGS_REQUEST,
+        convert_row=benchmark_rows.list_choices,
+        reward=TAGGED_ANSWER_REWARD,
+        description="questions that need the sound itself",
+    ),
+    # Columns: audio, question, choices [...], answer (the text of a choice), and more; split
+    # v05.15.25. Columns checked against: NeMo RL's mmau loader.
+    "mmau": Preset(
+        "TwinkStart/MMAU",
+        {"audio": "audio", "prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer"},
+        train="",
+        test="v05.15.25",
+        prompt="{asked}" + ANSWER_TAGS_REQUEST,
+        convert_row=benchmark_rows.list_choices,
+        reward=TAGGED_ANSWER_REWARD,
+        description="speech, sounds and music, for evaluation, arXiv:2410.19168",
+    ),
+    # Columns: video_id, Question, Choice ["A. ...", ...], Answer (a letter), and more; one file,
+    # qa.json, and Videos.tar, which is unpacked in media_root. Columns checked against: NeMo RL's
+    # daily_omni loader.
+    "daily_omni": Preset(
+        "liarliar/Daily-Omni",
+        {
+            "videos": "video",
+            "audio": "audio",
+            "prompt": benchmark_rows.PROMPT_COLUMN,
+            "answer": "Answer",
+        },
+        convert_row=benchmark_rows.convert_daily_omni,
+        reward={"kind": "multiple_choice", "letters": "ABCD"},
+        description="videos with their sound, arXiv:2505.17862",
+    ),
+    # Columns: problem, problem_type, options ["A.first", ...], answer, path or video, data_type;
+    # files emer_rewrite.json and social_iq_v2_rewrite.json, and videos.zip, which is unpacked in
+    # media_root. The sound is that of the same file. Columns checked against: NeMo RL's intent
+    # loader, which keeps the same rows.
+    "intent_train": _make_intent_preset("PhilipC/IntentTrain", train="train"),
+    # The same columns; file qa.json, and videos.zip.
+    "intent_bench": _make_intent_preset("PhilipC/IntentBench", test="train"),
 }

@@ -29,7 +29,11 @@ ROLL = "pretrain: m\nrollout_batch_size: 8\nactor_train: {model_args: {dtype: bf
             NEMO_RL + "env: {math: {num_workers: 8}, sliding_puzzle_game: {size: 3}}",
             "is sliding_puzzle_game.*environment.kind=sliding_puzzle",
         ),
-        (NEMO_RL + "data: {train: [{dataset_name: a}, {dataset_name: b}]}", "mixes 2 datasets"),
+        (
+            NEMO_RL + "data: {train: [{dataset_name: AIME2026}, {data_path: d/b.jsonl}]}",
+            r"mixes 2 datasets.*parts: \[{kind: dataset, preset: aime_2026, tag: AIME2026}, "
+            r"{kind: dataset, train: d/b.jsonl, tag: b}\]}",
+        ),
         (NEMO_RL + "data: {train: {dataset_name: clevr-cogent}}", "has images.*kind=vlm"),
         (
             NEMO_RL.replace("8}", "8, adv_estimator: {name: opd}}"),

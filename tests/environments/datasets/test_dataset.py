@@ -127,8 +127,17 @@ FORMS = {
         ),
         (user("What is 3 + 1?"),), "4", assistant("<think>"),
     ),
+    "numinamath_1_5": (
+        lambda i: math(
+            i, problem_type="Algebra", question_type="math-word-problem" if i != 4 else "proof",
+            problem_is_valid="Yes", solution_is_valid="Yes" if i != 5 else "Incomplete", source="x", synthetic=False,
+            **({"answer": "notfound"} if i == 6 else {"answer": ""} if i == 7 else {}),
+        ),
+        ASKED, "4", assistant("It is $\\boxed{4}$."),
+    ),
     "aime_2024": (lambda i: math(i, id=i, url="http", year="2024"), ASKED, "4", assistant("4")),
     "aime_2025": (lambda i: math(i, id=str(i)), ASKED, "4", assistant("4")),
+    "aime_2026": (lambda i: {"problem_idx": i, "problem": f"What is {i} + 1?", "answer": i + 1}, ASKED, "4", assistant("4")),
     "aime_2022_2024": (lambda i: math(i, id=i, url="http"), ASKED, "4", assistant("It is $\\boxed{4}$.")),
     "squad": (
         lambda i: {
@@ -140,6 +149,10 @@ FORMS = {
     "tulu3_sft": (
         lambda i: {"id": f"t{i}", "messages": listed(user(f"Q{i}"), assistant("A")), "source": "x"},
         (user("Q3"),), "A", assistant("A"),
+    ),
+    "nemotron_cascade2_sft_math": (
+        lambda i: {"messages": listed(Message("system", "Think."), user(f"Q{i}"), assistant("A")), "source": "x"},
+        (Message("system", "Think."), user("Q3")), "A", assistant("A"),
     ),
     "oasst1": (oasst, (user("Q3"), assistant("better"), user("and?")), "so", assistant("so")),
     "humaneval": (
@@ -199,7 +212,7 @@ def test_a_published_set_is_read_in_the_form_that_it_has(name, tmp_path):
     if name in ("gsm8k", "tulu3_sft", "hh_rlhf"):
         check_environment(environment)
     found = [*tasks(environment), *tasks(environment, "test")]
-    assert len(found) == (40 - 13 if name == "helpsteer3" else 40)
+    assert len(found) == 40 - {"helpsteer3": 13, "numinamath_1_5": 4}.get(name, 0)
     task = next(task for task in found if task.messages == messages)
     assert task.answer == answer
     assert task.id.startswith(f"{name}/t")

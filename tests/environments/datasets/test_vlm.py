@@ -53,6 +53,8 @@ def refcoco(i):
     }  # fmt: skip
 
 
+WITH_AUDIO = ("avqa", "audiomcq", "mmau")
+WITH_VIDEO = ("daily_omni", "intent_train", "intent_bench")
 CHOICES = "Choices:\nA. dog\nB. car\nC. rain\nD. bell"
 # name -> (file, row i of it, what row 3 asks, its answer, a right answer, a wrong one)
 FORMS = {
@@ -96,7 +98,62 @@ FORMS = {
         'your choice.',
         "C. rain", "The answer is C", "The answer is B",
     ),
+    "audiomcq": (
+        "data.jsonl",
+        lambda i: {
+            "audio_path": f"{i}.wav", "question": f"Which {i}?", "choices": ["dog", "rain"], "answer": "rain",
+            "source_dataset": "x",
+        },
+        "Which 3?\n- dog\n- rain\nThink first, and give the answer in <answer></answer>.",
+        "rain", "<answer>rain</answer>", "<answer>dog</answer>",
+    ),
+    "mmau": (
+        "a.parquet",
+        lambda i: {
+            "audio": {"bytes": wav(i), "path": None}, "question": f"Which {i}?", "choices": ["dog", "rain"], "answer": "rain",
+            "task": "sound",
+        },
+        "Which 3?\n- dog\n- rain\nThink first, and give the answer in <answer></answer>.",
+        "rain", "<answer>rain</answer>", "<answer>dog</answer>",
+    ),
+    "daily_omni": (
+        "qa.json",
+        lambda i: {
+            "video_id": f"v{i}", "Question": f"Which {i}?", "Choice": ["A. a dog", "B. rain", "C. x", "D. y"], "Answer": "B",
+        },
+        "Which 3?\nA. a dog\nB. rain\nC. x\nD. y\nThink step by step, and end with \"The answer is X\", where X is the "
+        "letter of your choice.",
+        "B", "The answer is B", "The answer is A",
+    ),
+    **{
+        name: (
+            "rows.json",
+            lambda i: {
+                "problem": f"Why {i}?", "problem_type": "multiple choice", "options": "['A.joy', 'B.fear']", "answer": "B",
+                "path": f"videos/{i}.mp4",
+            },
+            "Why 3?\nA.joy\nB.fear\nThink first, and give the answer in <answer></answer>.",
+            "B", "<answer>b</answer>", "<answer>A</answer>",
+        )
+        for name in ("intent_train", "intent_bench")
+    },
 }  # fmt: skip
+
+
+def write_media(root):
+    """Write the files that rows of the forms name."""
+    for i in range(6):
+        files = {
+            f"{i}.png": png(i),
+            f"coco/train2014/{i}.png": png(i),
+            f"{i}.wav": wav(i),
+            f"Videos/v{i}/v{i}_audio.wav": wav(i),
+            f"Videos/v{i}/v{i}_video.mp4": b"video",
+            f"videos/{i}.mp4": b"video",
+        }
+        for name, content in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(content)
 
 
 def test_every_preset_with_media_has_a_form_here():
@@ -106,13 +163,10 @@ def test_every_preset_with_media_has_a_form_here():
 @pytest.mark.parametrize("kind", ["vlm", "dataset"])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_published_set_in_its_own_form(tmp_path, name, kind, require):
-    if name == "avqa":
+    if name in (*WITH_AUDIO, "daily_omni"):
         require("soundfile", "its rows have audio")
     file, row, asked, answer, right, wrong = FORMS[name]
-    (tmp_path / "coco" / "train2014").mkdir(parents=True)
-    for i in range(6):
-        for place in (tmp_path, tmp_path / "coco" / "train2014"):
-            (place / f"{i}.png").write_bytes(png(i))
+    write_media(tmp_path)
     path = write(tmp_path / file, [row(i) for i in range(6)])
     section = resolve(
         "environment",
@@ -120,15 +174,19 @@ def test_a_published_set_in_its_own_form(tmp_path, name, kind, require):
     )
     environment = build(section)
     task = list(islice(environment.tasks("train", seed=0), 4))[3]
-    (medium, text) = task.messages[-1].content
+    (*media, text) = task.messages[-1].content
     assert (text.value, task.answer) == (asked, answer)
-    source = fetch(medium.value, where="here", limits=LIMITS)
-    if medium.type == "image":
-        assert np.asarray(decode_image(source, where="here", limits=LIMITS))[0, 0, 0] == 30
-    else:
-        assert decode_audio(source, where="here", limits=LIMITS).samples_N[0] == pytest.approx(
-            300 / 32768
-        )
+    for medium in media:
+        source = fetch(medium.value, where="here", limits=LIMITS)
+        if medium.type == "image":
+            assert np.asarray(decode_image(source, where="here", limits=LIMITS))[0, 0, 0] == 30
+        elif source != b"video":
+            clip = decode_audio(source, where="here", limits=LIMITS)
+            assert clip.samples_N[0] == pytest.approx(300 / 32768)
+    kinds = (
+        ["audio", "video"] if name in WITH_VIDEO else ["audio" if name in WITH_AUDIO else "image"]
+    )
+    assert sorted(medium.type for medium in media) == kinds
     if answer is None:
         assert environment.comparison(task) == Comparison(
             (Message("assistant", "3!"),), (Message("assistant", "no"),)

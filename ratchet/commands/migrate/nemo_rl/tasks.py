@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.commands.migrate.nemo_rl.distillation import CROSS_TOKENIZER
-from ratchet.commands.migrate.shared import normalise_name
+from ratchet.commands.migrate.shared import find_preset_name, normalise_name
 from ratchet.data.presets.media_datasets import MEDIA_PRESETS
 
 # Environments that are converted: questions with a checked answer.
@@ -89,9 +89,10 @@ def _describe_environment(values: Mapping[str, Any], sections: set[str]) -> str 
 def _describe_data(values: Mapping[str, Any]) -> str | None:
     train = values.get("data.train")
     if isinstance(train, list):
+        parts = ", ".join(map(_write_part, train))
         return (
             f"the run mixes {len(train)} datasets, which is not converted. Write a recipe with "
-            "environment.kind=mixture."
+            f"environment: {{kind: mixture, parts: [{parts}]}}, and a weight in each for its share."
         )
     name = values.get("data.train.dataset_name") or values.get("data.dataset_name")
     if name is not None and normalise_name(str(name)) in MEDIA_DATASETS:
@@ -100,6 +101,16 @@ def _describe_data(values: Mapping[str, Any]) -> str | None:
             "a recipe with environment.kind=vlm."
         )
     return None
+
+
+def _write_part(dataset: Any) -> str:
+    """Return the part of a mixture that reads a dataset of the file, as a recipe writes it."""
+    values: Mapping[str, Any] = dataset if isinstance(dataset, Mapping) else {}
+    name = str(values.get("data_path") or values.get("dataset_name"))
+    preset_name = None if values.get("data_path") else find_preset_name(name)
+    source = f"train: {name}" if values.get("data_path") else f"hub: {name}"
+    tag = name.rpartition("/")[2].partition(".")[0]
+    return f"{{kind: dataset, {f'preset: {preset_name}' if preset_name else source}, tag: {tag}}}"
 
 
 def _describe_estimator(values: Mapping[str, Any], sections: set[str]) -> str | None:
