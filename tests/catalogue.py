@@ -69,7 +69,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "D7": ("`../../x` as a name", "refused; ids of the data name no file"),
         "D8": ("null or a number where text belongs", "refused with line and column"),
         "D9": (
-            "a data file that changed since the checkpoint",
+            "a data file that changed since the checkpoint, or, before the first, since the start",
             "resumption is refused with the file's name, unless allowed",
         ),
         "D10": ("a byte order mark, CRLF", "read as if they were not there"),
@@ -94,6 +94,11 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "a pipe or a device as data; JSON of 100,000 levels; a small file that unpacks to "
             "millions of rows",
             "refused with a sentence before it is read",
+        ),
+        "D17": (
+            "a data file that is overwritten in place while a run reads its rows",
+            "the run ends with the file's name; it can be resumed with the old content, or allowed "
+            "with the new",
         ),
     },
     "Model and numbers": {

@@ -87,6 +87,42 @@ def open_binary(path: str | Path) -> IO[bytes]:
         return _unpack(file) if str(path).endswith(".gz") else file
 
 
+class FileVersion:
+    """The size and modification time of an open file, to notice that it is overwritten in place.
+
+    Files of an object store are not watched, and an unpacked gzip file is a copy of its own.
+
+    Args:
+        path: The path or address of the file.
+        file: The file itself, as `open_binary` or `pyarrow.memory_map` returns it.
+    """
+
+    def __init__(self, path: str | Path, file: Any) -> None:
+        self.path = path
+        self._file = file  # keeps the descriptor open
+        self._descriptor: int | None = None if is_address(path) else file.fileno()
+        self._original = self._read()
+
+    def check(self) -> None:
+        """Raise DataError if the file was written to. Raises OSError if it can't be examined."""
+        if self._read() != self._original:
+            raise make_change_error(self.path)
+
+    def _read(self) -> tuple[int, int]:
+        if self._descriptor is None:
+            return 0, 0
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+
+def make_change_error(path: str | Path) -> DataError:
+    """Return the error of a file that was written to after its rows were indexed."""
+    return DataError(
+        f"{path}: it changed while it was read. Begin again, or --resume the run with the old "
+        "content, or with the new one and --changed-data"
+    )
+
+
 def _unpack(packed: IO[bytes]) -> IO[bytes]:
     """Return a temporary file with the unpacked content of a gzip file."""
     unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it

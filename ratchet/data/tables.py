@@ -15,12 +15,18 @@ import io
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ratchet.data.files import convert_read_errors, find_files, open_binary
+from ratchet.data.files import (
+    FileVersion,
+    convert_read_errors,
+    find_files,
+    make_change_error,
+    open_binary,
+)
 from ratchet.data.jsonl import (
     MAX_ROW_BYTES,
     DataRow,
@@ -103,28 +109,44 @@ class _IndexedFile:
         import numpy as np
 
         self.path = path
-        with open_binary(path) as file, convert_read_errors(path):
-            rows = np.fromiter(self._find_row_starts(file), dtype=np.dtype((np.int64, 2)))
-        if not len(rows):
-            raise DataError(f"{path}: the file holds no rows")
+        with ExitStack() as on_error:
+            self._file = on_error.enter_context(open_binary(path))
+            with convert_read_errors(path):
+                # Before the index, so that it is noticed if the file changes meanwhile.
+                self._version = FileVersion(path, self._file)
+                rows = np.fromiter(self._find_row_starts(self._file), np.dtype((np.int64, 2)))
+            if not len(rows):
+                raise DataError(f"{path}: the file holds no rows")
+            on_error.pop_all()  # the file stays open: its offsets are valid in no other
         self.line_numbers, self.starts = rows[:, 0], rows[:, 1]
 
     @property
     def block_sizes(self) -> Sequence[int]:
         return (len(self),)
 
-    @cached_property
-    def _file(self) -> IO[bytes]:
-        return open_binary(self.path)
-
     def __len__(self) -> int:
         return len(self.starts)
+
+    def row(self, index: int) -> DataRow:
+        line, offset = int(self.line_numbers[index]), int(self.starts[index])
+        with convert_read_errors(self.path):
+            self._file.seek(offset)
+            try:
+                values = self._read_values(line, offset)
+            # Also after an error, because a row that the change has cut looks malformed.
+            finally:
+                self._version.check()
+        return DataRow(line, values)
 
     def where(self, index: int) -> str:
         return f"{self.path}, {self.unit} {self.line_numbers[index]}"
 
     def _find_row_starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
         """Yield (line, offset) of each row."""
+        raise NotImplementedError
+
+    def _read_values(self, line: int, offset: int) -> dict[str, Any]:
+        """Return the values of the row at the file's current position, `offset`."""
         raise NotImplementedError
 
 
@@ -138,14 +160,9 @@ class JsonLines(_IndexedFile):
             if not raw.isspace()
         )
 
-    def row(self, index: int) -> DataRow:
-        line, offset = int(self.line_numbers[index]), int(self.starts[index])
-        with convert_read_errors(self.path):
-            self._file.seek(offset)
-            raw = self._file.readline(MAX_ROW_BYTES + 1)
-        return DataRow(
-            line, parse_object(decode_line(raw, self.path, line, offset), self.path, line, {})
-        )
+    def _read_values(self, line: int, offset: int) -> dict[str, Any]:
+        raw = self._file.readline(MAX_ROW_BYTES + 1)
+        return parse_object(decode_line(raw, self.path, line, offset), self.path, line, {})
 
 
 class CsvFile(_IndexedFile):
@@ -170,15 +187,12 @@ class CsvFile(_IndexedFile):
                 yield start
             start = lines.line + 1, lines.offset
 
-    def row(self, index: int) -> DataRow:
-        line, offset = int(self.line_numbers[index]), int(self.starts[index])
-        with convert_read_errors(self.path):
-            self._file.seek(offset)
-            record = next(_read_records(_TextLines(self._file, self.path, line - 1, offset)))
+    def _read_values(self, line: int, offset: int) -> dict[str, Any]:
+        record = next(_read_records(_TextLines(self._file, self.path, line - 1, offset)), None)
+        if record is None:  # the file has become shorter
+            raise make_change_error(self.path)
         self._check(record, line)
-        return DataRow(
-            line, {name: value or None for name, value in zip(self.header, record, strict=True)}
-        )
+        return {name: value or None for name, value in zip(self.header, record, strict=True)}
 
     def _check(self, record: Sequence[str], line: int) -> None:
         if len(record) != len(self.header):

@@ -68,6 +68,18 @@ def read_changes(path: Path) -> list[dict[str, Any]]:
     return [entry for entry in read_provenance(path) if "changes" in entry]
 
 
+def read_first_data(path: Path) -> dict[str, str]:
+    """Return the fingerprints of the data that the run began with; {} if none are recorded."""
+    return next(
+        (
+            entry["data"]
+            for entry in read_provenance(path)
+            if "data" in entry and entry["after_step"] == 0
+        ),
+        {},
+    )
+
+
 def _write_entries(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     replace_text(path, json.dumps(list(entries), indent=2) + "\n")
 

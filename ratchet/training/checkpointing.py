@@ -17,6 +17,7 @@ from ratchet.config.schema import StageConfig
 from ratchet.data.jsonl import fingerprint
 from ratchet.errors import CheckpointError, DataError, RunDirectoryError
 from ratchet.evals.early_stopping import get_signed_metric
+from ratchet.observe.provenance import read_first_data
 from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.summary import StageSummary
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
@@ -175,6 +176,34 @@ class CheckpointSaver:
                 raise
             log.warning("%s: training continues, and the next checkpoint replaces it", error)
 
+    def check_first_data(self, provenance: Path, *, changed_data: bool = False) -> None:
+        """Compare the data with those of an earlier start of the run, which left no checkpoint.
+
+        Args:
+            provenance: The run's `provenance.json`.
+            changed_data: Begin again even if data files have changed.
+
+        Raises:
+            DataError: Data files have changed since, and `changed_data` is False.
+        """
+        saved = read_first_data(provenance)
+        # Without a common file these are the data of a later stage that began at step 0 too.
+        changed_paths = self._list_changed_data(saved) if saved.keys() & self.data.keys() else []
+        if changed_paths and not changed_data:
+            raise DataError(
+                f"{', '.join(changed_paths)} changed since the run began, and it has no checkpoint "
+                "yet. Restore the files, or begin again on the changed ones with --changed-data"
+            )
+        if changed_paths:
+            log.warning(
+                "%s changed since the run began: it begins again on the changed data",
+                ", ".join(changed_paths),
+            )
+
+    def _list_changed_data(self, saved: Mapping[str, str]) -> list[str]:
+        """Return the data files whose saved fingerprint differs, or which are missing."""
+        return [path for path, value in saved.items() if self.data.get(path) != value]
+
     async def restore(
         self,
         run: StageRun,
@@ -195,11 +224,7 @@ class CheckpointSaver:
             DataError: Data files have changed since, and `changed_data` is False.
         """
         meta = checkpoint.meta
-        changed_paths = [
-            path
-            for path, saved_fingerprint in meta["data"].items()
-            if self.data.get(path) != saved_fingerprint
-        ]
+        changed_paths = self._list_changed_data(meta["data"])
         if changed_paths and not changed_data:
             raise DataError(
                 f"{', '.join(changed_paths)} changed since step {checkpoint.step}, so the "

@@ -305,6 +305,7 @@ class TrainingSession:
         else:
             failpoints.point("stage.begin")
             if not index:
+                saver.check_first_data(self.directory.provenance, changed_data=self.changed_data)
                 load_start_state(run, self.directory.path)
             keep_base(self.config, index, self.directory.path, policy, run)
             was_measured_before = bool(self.measured) and self.measured <= measured_before
@@ -394,10 +395,7 @@ class TrainingSession:
     async def _restore(self, checkpoint: Checkpoint, run: StageRun, saver: CheckpointSaver) -> None:
         self.store.tidy()
         await saver.restore(
-            run,
-            checkpoint,
-            changed_data=self.changed_data,
-            changed_recipe=self.changed_recipe,
+            run, checkpoint, changed_data=self.changed_data, changed_recipe=self.changed_recipe
         )
         if self.changed_recipe:
             run.reopen()

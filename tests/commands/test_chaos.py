@@ -2,6 +2,7 @@
 killed."""
 
 import json
+import os
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from command_line import TRAINING_MODULES
 
+from ratchet.errors import DataError
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import (
@@ -19,7 +21,8 @@ from ratchet.testing.kill_and_resume import (
     choose_evenly_spread,
     list_differences,
 )
-from ratchet.training.start import resume_run
+from ratchet.training.start import resume_run, start_run
+from ratchet.utils import failpoints
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.py"
 
@@ -88,14 +91,16 @@ def test_ctrl_c_in_the_middle_of_a_save(spec, left, tiny, tmp_path):
     assert list_differences(tiny.reference_run, run) == []
 
 
-@pytest.mark.fault("D9")
-def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(script, tiny, tmp_path):
-    data, recipe, run = tmp_path / "rows.jsonl", tmp_path / "rows.yaml", tmp_path / "run"
+@pytest.fixture
+def rows_recipe(script, tmp_path):
+    """The recipe of a training on `rows.jsonl` beside it, the file and its rows."""
+    data, recipe = tmp_path / "rows.jsonl", tmp_path / "rows.yaml"
     rows = [json.dumps({"question": str(n), "answer": f"#### {n}"}) for n in range(40)]
     data.write_text("\n".join(rows))
+    columns = {"prompt": "question", "answer": "answer"}
     stage = {
         "algorithm": {"kind": "sft"},
-        "environment": {"kind": "gsm8k", "train": str(data)},
+        "environment": {"kind": "dataset", "train": [str(data)], "columns": columns},
         "steps": 2,
         "batch_size": 4,
     }
@@ -111,21 +116,52 @@ def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(script, tin
             }
         )
     )
+    return recipe, data, rows
+
+
+@pytest.mark.parametrize(
+    ("step", "since", "consequence"),
+    [
+        (2, "step 1", "rows may be repeated or skipped"),
+        (1, "the run began", "it begins again on the changed data"),
+    ],
+)
+@pytest.mark.fault("D9")
+def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(
+    step, since, consequence, rows_recipe, tiny, tmp_path
+):
+    (recipe, data, rows), run = rows_recipe, tmp_path / "run"
     changed = ChaosTest(recipe, tmp_path, tiny.forks)
-    assert changed.start(run, "step.update:2:kill") == -9
+    assert changed.start(run, f"step.update:{step}:kill") == -9
     data.write_text("\n".join(rows[1:]))
     assert changed.start(run, "") == 1
-    assert f"DataError: {data} changed since step 1" in tiny.forks.log.read_text()
+    assert f"DataError: {data} changed since {since}" in tiny.forks.log.read_text()
     allowed = tmp_path / "allowed"
     copytree(run, allowed)
     assert resume_run(allowed, command="test", changed_data=True) == 0
-    assert (
-        f"{data} changed since step 1: rows may be repeated or skipped"
-        in (allowed / "run.log").read_text()
-    )
+    assert f"{data} changed since {since}: {consequence}" in (allowed / "run.log").read_text()
     data.write_text("\n".join(rows))
     assert changed.start(run, "") == 0
     assert "was edited" not in (run / "run.log").read_text()
+
+
+@pytest.mark.fault("D17")
+def test_data_overwritten_in_place_end_the_run(rows_recipe, monkeypatch, tmp_path):
+    (recipe, data, rows), run = rows_recipe, tmp_path / "run"
+    os.utime(data, (0, 0))  # the clock of file systems is coarse
+    changed = "\n".join(reversed(rows))
+    monkeypatch.setitem(failpoints.ACTIONS, "overwrite", lambda _: data.write_text(changed))
+    failpoints.arm("step.update:1:overwrite")
+    try:
+        with pytest.raises(DataError, match=f"{data}: it changed while it was read"):
+            start_run(recipe, ["steps=6"], run, command="test")
+    finally:
+        failpoints.arm("")
+    assert CheckpointStore(run / "checkpoints").steps() == [1]
+    with pytest.raises(DataError, match=f"{data} changed since step 1"):
+        resume_run(run, command="test")
+    data.write_text("\n".join(rows))
+    assert resume_run(run, command="test") == 0
 
 
 @pytest.mark.fault("C11")

@@ -217,6 +217,48 @@ def test_a_broken_file_is_named_with_its_row(name, content, message, place):
     assert str(caught.value).startswith(f"{path}{message}")
 
 
+LAZILY_READ = [name for name in FORMS if name not in ("rows.json", "rows.jsonl.gz")]
+
+
+@pytest.mark.parametrize("change", ["overwritten", "cut"])
+@pytest.mark.parametrize("name", LAZILY_READ)
+@pytest.mark.fault("D17")
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(name, change, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(FORMS[name])
+    os.utime(path, (0, 0))  # the clock of file systems is coarse
+    table = open_table(path)
+    assert table.row(1).values == ROWS[1]
+    with path.open("r+b") as file:
+        if change == "cut":
+            file.truncate(len(FORMS[name]) // 3)
+        else:
+            file.write(FORMS[name].replace(b"8", b"9"))
+    with pytest.raises(DataError) as caught:
+        table.row(8)
+    assert str(caught.value).startswith(f"{path}: it changed while it was read. Begin again, or ")
+
+
+def test_a_file_that_is_replaced_while_it_is_read_stays_as_it_was(tmp_path):
+    for name, content in FORMS.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        table = open_table(path)
+        path.unlink()
+        path.write_bytes(b"another file")
+        assert [row.values for row in iter_rows(table)] == ROWS
+
+
+def test_a_csv_file_of_a_store_that_is_cut_is_refused(tmp_path):
+    address = f"memory://cut-{next(numbers)}/a.csv"
+    with fsspec.open(address, "wb") as file:
+        file.write(FORMS["rows.csv"])
+    table = open_table(address)
+    fsspec.open(address).fs.store[address.removeprefix("memory:/")].truncate(40)
+    with pytest.raises(DataError, match=r"a.csv: it changed while it was read"):
+        table.row(9)
+
+
 def test_a_line_without_end_is_not_read_into_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(jsonl, "MAX_ROW_BYTES", 1 << 20)
     path = tmp_path / "long.jsonl"

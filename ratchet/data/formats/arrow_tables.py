@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet
 
-from ratchet.data.files import convert_read_errors, open_binary
+from ratchet.data.files import FileVersion, convert_read_errors, open_binary
 from ratchet.data.jsonl import DataRow
 from ratchet.data.shuffle import WINDOW
 from ratchet.errors import DataError
@@ -55,7 +55,9 @@ class ArrowTable:
         self.path = path
         try:
             with convert_read_errors(path):
-                self.block_sizes: Sequence[int] = self._open(_open_source(path))
+                source = _open_source(path)
+                self._version = FileVersion(path, source)
+                self.block_sizes: Sequence[int] = self._open(source)
         except pa.ArrowException as error:
             raise DataError(
                 f"{path}: not a valid {self.format_name} file: {error}: write it again"
@@ -86,7 +88,10 @@ class ArrowTable:
         block_start = self.block_ends[block - 1] if block else 0
         try:
             with convert_read_errors(self.path):
+                # Reading mapped memory beyond the end of a file that was cut ends the process.
+                self._version.check()
                 (values,) = self._cached_block(block).slice(index - block_start, 1).to_pylist()
+                self._version.check()
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise DataError(
                 f"{self.where(index)}: can't be read: {error}: write the file again"
