@@ -144,6 +144,12 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "a model directory that lacks weights",
             "refused with their names, and never filled with random numbers",
         ),
+        "M15": (
+            "`model.path` holds other weights than the run started from, or is relative and read "
+            "elsewhere",
+            "`replay` and `explain` say so first, status 1; a run without a checkpoint is not "
+            "resumed",
+        ),
     },
     "Rollouts": {
         "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),

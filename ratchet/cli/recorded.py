@@ -53,11 +53,14 @@ def explain(
     top: Annotated[int, typer.Option(min=1, help="Number of groups and tokens to show.")] = 10,
     json: Json = False,
 ) -> None:
-    """Show which groups, tags and tokens of a recorded step moved the weights."""
+    """Show which groups, tags and tokens of a recorded step moved the weights. The exit status is 1
+    if the step computed again differs from the recorded one; the differences are printed first."""
     from ratchet.commands.replay.explain import explain_step
     from ratchet.runs.resolve import fetch_run_for_replay
 
-    explain_step(fetch_run_for_replay(run, [step]), step, role=role, top=top, as_json=json)
+    raise typer.Exit(
+        explain_step(fetch_run_for_replay(run, [step]), step, role=role, top=top, as_json=json)
+    )
 
 
 def report(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,17 @@ from ratchet.observe.summary import get_installed_versions
 from ratchet.observe.write_files import replace_text
 from ratchet.utils.safe_read import read_json
 
+log = logging.getLogger("ratchet.train")
+
 PACKAGE = Path(__file__).resolve().parents[1]  # Ratchet's sources
 
 
-def record_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> None:
+def record_provenance(
+    path: Path, *, after_step: int, data: Mapping[str, str], model: str | None = None
+) -> None:
     """Append the current versions of code and data to the file, unless they equal its last entry.
+
+    If the file can't be written, a warning is logged instead.
 
     Args:
         path: The file.
@@ -30,21 +37,26 @@ def record_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -
             except changes of the recipe. If the run went back to an earlier step, changes recorded
             after that step get this `after_step`, because they apply from here on.
         data: The fingerprint of each data file.
-
-    Raises:
-        OSError: The file can't be written.
+        model: The fingerprint of the weights in `model.path`, recorded if the run starts from them
+            (`after_step` is 0).
     """
     earlier_entries = read_provenance(path)
     entries = [entry for entry in earlier_entries if after_step or "changes" in entry]
     for index, entry in enumerate(entries):
         if "changes" in entry and entry["after_step"] > after_step:
             entries[index] = {**entry, "after_step": after_step}
-    current = {"code": get_code_version(), "data": dict(data)}
+    current: dict[str, Any] = {"code": get_code_version(), "data": dict(data)}
+    if model is not None and not after_step:
+        current["model"] = model
     latest = next((entry for entry in reversed(entries) if "code" in entry), None)
     if latest is None or any(latest.get(name) != value for name, value in current.items()):
         entries.append({"after_step": after_step, **current})
-    if entries != earlier_entries:
+    if entries == earlier_entries:
+        return
+    try:
         _write_entries(path, entries)
+    except OSError as error:
+        log.warning("%s can't be written, so the run's provenance is not recorded: %s", path, error)
 
 
 def record_changes(path: Path, *, after_step: int, changes: Sequence[Mapping[str, Any]]) -> None:
@@ -78,6 +90,11 @@ def read_first_data(path: Path) -> dict[str, str]:
         ),
         {},
     )
+
+
+def read_start_model(path: Path) -> str | None:
+    """Return the fingerprint of the weights that the run started from; None if none is recorded."""
+    return next((entry["model"] for entry in read_provenance(path) if "model" in entry), None)
 
 
 def _write_entries(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:

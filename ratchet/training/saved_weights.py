@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
-from ratchet.errors import CheckpointNotFound, ConfigError, RunDirectoryError, RunNotFound
+from ratchet.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    ModelError,
+    RunDirectoryError,
+    RunNotFound,
+)
 from ratchet.executors.freeze import freeze
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import DistributedConfig, LocalConfig, MegatronConfig
 from ratchet.learners.export import export_saved
 from ratchet.learners.fresh_schedule import copy_with_fresh_schedule
+from ratchet.models.lora.files import fingerprint_weights, sum_bits
+from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
+from ratchet.observe.provenance import read_start_model
 from ratchet.protocols import Learner
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.resolve import fetch_run_model
@@ -305,6 +316,83 @@ def localize_model(config: RunConfig, run: Path) -> RunConfig:
         return config
     model_options = {key: getattr(config.model, key) for key in ("backend", "train_encoders")}
     return config.model_copy(update={"model": ModelConfig(path=str(start), **model_options)})
+
+
+def fingerprint_start(config: RunConfig, model: PolicyModel) -> str | None:
+    """Return the fingerprint of the weights in `model.path`; None for a preset's random weights.
+
+    It reads the loaded weights once from memory, and no file.
+
+    Args:
+        config: The recipe.
+        model: The recipe's model, as it was loaded.
+    """
+    if config.model.path is None:
+        return None
+    return fingerprint_weights(
+        {name: sum_bits(weight) for name, weight in model.canonical_weights()}
+    )
+
+
+def describe_changed_start(
+    config: RunConfig, directory: RunDirectory, model: PolicyModel
+) -> str | None:
+    """Return a clause that says that the model's weights are not those that the run started from.
+
+    Return None if they are the same, or if `provenance.json` has no fingerprint of them.
+
+    Args:
+        config: The recipe, with the `model.path` that was read.
+        directory: The run directory.
+        model: The model, as it was loaded.
+    """
+    recorded = read_start_model(directory.provenance)
+    fingerprint = None if recorded is None else fingerprint_start(config, model)
+    if recorded is None or fingerprint is None or recorded == fingerprint:
+        return None
+    path = str(config.model.path)
+    is_relative = Path(path).is_dir() and not Path(path).is_absolute()
+    place = f", read from the working directory {Path.cwd()}," if is_relative else ""
+    return (
+        f"model.path={path}{place} holds other weights than the run started from (fingerprint "
+        f"{fingerprint[:12]}, recorded {recorded[:12]})"
+    )
+
+
+def check_start(config: RunConfig, directory: RunDirectory, model: PolicyModel) -> str | None:
+    """Return the fingerprint of the weights that a run without checkpoints starts from.
+
+    Raises:
+        ModelError: The run began before, from other weights.
+    """
+    change = describe_changed_start(config, directory, model)
+    if change is not None:
+        raise ModelError(
+            f"{change}, and has no checkpoint to continue from. Restore the weights, or start a "
+            "new run"
+        )
+    return fingerprint_start(config, model)
+
+
+@contextmanager
+def explain_relative_path(config: RunConfig, run: Path) -> Iterator[None]:
+    """Add to a ModelError that a relative `model.path` depends on the working directory.
+
+    Args:
+        config: The recipe of a run that was started before, perhaps in another directory.
+        run: The run's directory.
+    """
+    try:
+        yield
+    except ModelError as error:
+        path = localize_model(config, run).model.path
+        if path is None or is_address(path) or Path(path).is_absolute() or Path(path).exists():
+            raise
+        raise ModelError(
+            f"{error}\nIf model.path={path} is a directory, it is relative to the working "
+            "directory in which the run was started: repeat the command there, not in "
+            f"{Path.cwd()}"
+        ) from error
 
 
 def load_start_state(run: StageRun, directory: Path) -> None:

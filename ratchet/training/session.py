@@ -56,6 +56,7 @@ from ratchet.training.metering import log_stage, make_meter, warn_of_steps_witho
 from ratchet.training.profiling import StageProfiling, choose_profiled_stage
 from ratchet.training.run import PAUSED, Observer, StageRun
 from ratchet.training.saved_weights import (
+    check_start,
     export_models,
     keep_base,
     load_start_state,
@@ -127,6 +128,7 @@ class TrainingSession:
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
         self.started_at = time.monotonic()
+        self.start_model: str | None = None  # fingerprint of the weights that the run starts from
         self._profiled_stage = 0  # index of the stage that is profiled
         self._show_step: Observer | None = None  # shows a step in the progress bar
         self.measured = frozenset[str]()  # quantities that the latest stage's evaluator measures
@@ -210,6 +212,8 @@ class TrainingSession:
         policy = build_policy(config)
         exit_stack.push_async_callback(policy.close)
         check_stages(config, policy, first_stage=len(self.summaries))
+        if checkpoint is None:
+            self.start_model = check_start(config, self.directory, policy.model)
         policy = start_processes(config, executor, policy)
         self.judges = start_judges(config, executor)
         exit_stack.push_async_callback(close_judges, self.judges)
@@ -274,10 +278,9 @@ class TrainingSession:
     ) -> Learner:
         """Train one stage, and return the policy's learner."""
         stage = self.config.stages[index]
-        checkpoint_config = stage.checkpoint
-        self.store.keep = checkpoint_config.keep
-        self.store.keep_best = checkpoint_config.keep_best
-        self.store.keep_every = checkpoint_config.keep_every
+        self.store.keep = stage.checkpoint.keep
+        self.store.keep_best = stage.checkpoint.keep_best
+        self.store.keep_every = stage.checkpoint.keep_every
         start = sum(earlier.n_steps for earlier in self.config.stages[:index])
         position = (
             StagePosition(start)
@@ -286,7 +289,7 @@ class TrainingSession:
         )
         saver = CheckpointSaver(
             self.store,
-            checkpoint_config,
+            stage.checkpoint,
             self.summaries,
             self.command,
             saved_step=position.step,
@@ -310,7 +313,12 @@ class TrainingSession:
             keep_base(self.config, index, self.directory.path, policy, run)
             was_measured_before = bool(self.measured) and self.measured <= measured_before
             await self._measure_start(index, run, was_measured_before=was_measured_before)
-        self._note_provenance(run.first_step, saver.data)
+        record_provenance(
+            self.directory.provenance,
+            after_step=run.first_step,
+            data=saver.data,
+            model=self.start_model,
+        )
         progress_bar = show_progress(
             run.name,
             after_step=run.first_step,
@@ -402,16 +410,6 @@ class TrainingSession:
 
     def _verify_directory(self) -> None:
         self.directory.verify(self._plain_config)
-
-    def _note_provenance(self, after_step: int, data: Mapping[str, str]) -> None:
-        try:
-            record_provenance(self.directory.provenance, after_step=after_step, data=data)
-        except OSError as error:
-            log.warning(
-                "%s can't be written, so the run's provenance is not recorded: %s",
-                self.directory.provenance,
-                error,
-            )
 
     def _make_profiling(
         self, index: int, policy: Policy, remaining: range, progress: Progress

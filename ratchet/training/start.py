@@ -26,6 +26,7 @@ from ratchet.training.preflight import run_preflight
 from ratchet.training.saved_weights import (
     SavedWeights,
     copy_start,
+    explain_relative_path,
     find_saved,
     find_start,
 )
@@ -199,21 +200,22 @@ def resume_run(
                 f"{directory.config}: {unresolved_key}=auto, but a run stores the value that it "
                 f"used. Set {unresolved_key} to that value, or start a new run with this recipe"
             )
-        return _run(
-            directory,
-            lambda: TrainingSession(
-                config,
+        with explain_relative_path(config, directory.path):
+            return _run(
                 directory,
-                store,
-                command,
-                profile,
-                changed_data=changed_data,
-                changed_recipe=bool(notes),
-                lengths=lengths,
-                mirror=mirror,
-                notes=notes,
-            ),
-        )
+                lambda: TrainingSession(
+                    config,
+                    directory,
+                    store,
+                    command,
+                    profile,
+                    changed_data=changed_data,
+                    changed_recipe=bool(notes),
+                    lengths=lengths,
+                    mirror=mirror,
+                    notes=notes,
+                ),
+            )
 
 
 def _change_recipe(

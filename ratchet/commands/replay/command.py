@@ -52,6 +52,7 @@ class ReplayVerdict:
     differences: Sequence[Difference]
     # The first of the earlier replayed steps after which the weights differ; None if none differs.
     diverged_step: int | None
+    changed_start: str | None  # see `Replay.changed_start`
     changed_step: ReplayedStep | None = None  # the step computed with the changed recipe
 
     @property
@@ -89,18 +90,41 @@ async def compare_steps(
     rows = {row["step"]: row for row in read_jsonl(replay.directory.metrics)}
     for step in sorted(set(steps)):
         await replay.advance_to(step)
-        diverged_step, changed = replay.diverged_step, None
+        changed = None
         if changes:
             config = load_changed_config(replay, changes)
             with TemporaryFolder("replay") as directory:
                 changed = await replay.replay_changed(config, directory)
         replayed = await replay.replay_next()
-        recorded = {name: value for name, value in rows.get(step, {}).items() if name != "step"}
-        differences = list(find_differences(replay, replayed, recorded))
-        n_compared = sum(name in recorded for name in list_comparable_metrics(replayed))
-        yield ReplayVerdict(
-            replayed, replay.start_step, recorded, n_compared, differences, diverged_step, changed
-        )
+        yield compare_with_record(replay, replayed, rows.get(step, {}), changed)
+
+
+def compare_with_record(
+    replay: Replay,
+    replayed: ReplayedStep,
+    row: Mapping[str, float | None],
+    changed: ReplayedStep | None = None,
+) -> ReplayVerdict:
+    """Return the verdict on the step that was replayed last.
+
+    Args:
+        replay: The replay.
+        replayed: Its last step.
+        row: The step's row in `metrics.jsonl`; empty if there is none.
+        changed: The step computed with a changed recipe, if any.
+    """
+    recorded = {name: value for name, value in row.items() if name != "step"}
+    diverged_step = replay.diverged_step
+    return ReplayVerdict(
+        replayed,
+        replay.start_step,
+        recorded,
+        sum(name in recorded for name in list_comparable_metrics(replayed)),
+        list(find_differences(replay, replayed, recorded)),
+        None if diverged_step == replayed.step else diverged_step,
+        replay.changed_start,
+        changed,
+    )
 
 
 def list_comparable_metrics(replayed: ReplayedStep) -> list[str]:
@@ -187,6 +211,7 @@ def to_json(verdict: ReplayVerdict) -> dict[str, Any]:
         "from_step": verdict.start_step,
         "equal": verdict.is_equal,
         "weights_differ_since": verdict.diverged_step,
+        "changed_start": verdict.changed_start,
         "compared_metrics": verdict.n_compared,
         "differences": [vars(difference) for difference in verdict.differences],
         "fingerprints": dict(replayed.fingerprints),
@@ -201,6 +226,15 @@ def to_json(verdict: ReplayVerdict) -> dict[str, Any]:
 
 
 def print_verdict(verdict: ReplayVerdict, changes: Sequence[str], console: Console) -> None:
+    loss, norm = (verdict.replayed.metrics.get(f"policy/{name}") for name in ("loss", "grad_norm"))
+    lines = [*describe_comparison(verdict), f"  loss {loss!r}, gradient norm {norm!r}"]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if verdict.changed_step is not None:
+        console.print(_make_change_table(verdict, changes))
+
+
+def describe_comparison(verdict: ReplayVerdict) -> list[str]:
+    """Return the lines that say whether the step equals the recorded one, and what differs."""
     replayed = verdict.replayed
     origin = (
         f"the checkpoint of step {verdict.start_step}"
@@ -224,14 +258,11 @@ def print_verdict(verdict: ReplayVerdict, changes: Sequence[str], console: Conso
             f"  {verdict.n_compared} metrics, the columns of {tokens}, and the weights after the "
             f"step ({fingerprints})"
         )
+    elif verdict.changed_start is not None:
+        lines.append(f"  {verdict.changed_start}")
     elif verdict.diverged_step is not None:
         lines.append(f"  the weights differ since step {verdict.diverged_step}: replay that step")
-    lines += [f"  {difference}" for difference in verdict.differences]
-    loss, norm = (replayed.metrics.get(f"policy/{name}") for name in ("loss", "grad_norm"))
-    lines.append(f"  loss {loss!r}, gradient norm {norm!r}")
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    if verdict.changed_step is not None:
-        console.print(_make_change_table(verdict, changes))
+    return lines + [f"  {difference}" for difference in verdict.differences]
 
 
 def _make_change_table(verdict: ReplayVerdict, changes: Sequence[str]) -> Table:

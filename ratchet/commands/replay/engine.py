@@ -38,7 +38,12 @@ from ratchet.training.from_config import build_policy, resolve_resume_config
 from ratchet.training.loop import train
 from ratchet.training.roles import make_roles
 from ratchet.training.run import StageRun
-from ratchet.training.saved_weights import load_start_state, localize_model
+from ratchet.training.saved_weights import (
+    describe_changed_start,
+    explain_relative_path,
+    load_start_state,
+    localize_model,
+)
 from ratchet.training.stage import Policy
 from ratchet.training.stage_from_config import build_adapter, build_stage_spec
 from ratchet.types import Group, Medium, Placed
@@ -185,6 +190,9 @@ class Replay:
         self.start_step = 0
         # The first step since `start_step` whose weights differ from the recorded fingerprints.
         self.diverged_step: int | None = None
+        # Says that `model.path` holds other weights than the run started from; None if it does not,
+        # or if the replay started from a checkpoint.
+        self.changed_start: str | None = None
         # Index of the stage, and the last computed step; both are -1 before the replay starts.
         self.stage_index = self.last_step = -1
         self.run: StageRun | None = None
@@ -266,12 +274,16 @@ class Replay:
             if checkpoint is None
             else resolve_resume_config(self.config, self.stage_index, self.directory.path)
         )
-        self.policy = build_policy(self._without_generator(config))
+        with explain_relative_path(config, self.directory.path):
+            self.policy = build_policy(self._without_generator(config))
         state = None if checkpoint is None else AlgoState(**checkpoint.meta["state"])
         self.run = self._make_stage_run(self.config, self.policy, state)
         self.start_step = self.last_step = step
         self.diverged_step = None
+        self.changed_start = None
         if checkpoint is None:
+            model = self.policy.model
+            self.changed_start = describe_changed_start(config, self.directory, model)
             load_start_state(self.run, self.directory.path)
         else:
             for role, learner in self.run.roles.items():

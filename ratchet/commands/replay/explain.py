@@ -14,6 +14,12 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from ratchet.commands.replay.command import (
+    NOT_EQUAL,
+    compare_with_record,
+    describe_comparison,
+    to_json,
+)
 from ratchet.commands.replay.engine import Replay, ReplayedStep
 from ratchet.commands.replay.gradient_attribution import (
     GroupShare,
@@ -24,6 +30,7 @@ from ratchet.commands.replay.gradient_attribution import (
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError
 from ratchet.learners.local import LocalLearner
+from ratchet.observe.sinks import read_jsonl
 from ratchet.types import Group, Trajectory
 from ratchet.utils.terminal_text import make_console, shorten_text
 
@@ -32,6 +39,9 @@ LEGEND = (
     "of loss, of pull: share of the sum of absolute values. "
     "pull: above 0 if the step makes the token likelier."
 )
+NOT_RECORDED = "  What follows explains the step computed here, not the recorded one."
+# Keys of the comparison with the record that `--json` writes too.
+COMPARED = ("equal", "weights_differ_since", "changed_start", "differences")
 N_CONTEXT_TOKENS = 12  # number of tokens shown before each of the strongest tokens
 SHOWN_GROUPS = 3  # number of groups whose prompts and answers are printed
 SHOWN_CHARS = 300  # characters printed of a prompt or an answer
@@ -45,20 +55,30 @@ HEADINGS = {
 
 def explain_step(
     path: Path, step: int, *, role: str = "policy", top: int = 10, as_json: bool = False
-) -> None:
+) -> int:
     """Print which groups and tokens moved a role's weights in a step.
 
-    Raises the errors of `Replay`, and ConfigError for a role that did not train.
+    Return the exit status: 0 if the step is equal to the recorded one bit for bit, else 1; the
+    differences are printed first. Raises the errors of `Replay`, and ConfigError for a role that
+    did not train.
     """
     replay = Replay(path)
     replayed, influence = asyncio.run(measure_influence(replay, step, role=role, max_tokens=top))
     assert replay.policy is not None, "the step was replayed"
+    row = next((row for row in read_jsonl(replay.directory.metrics) if row["step"] == step), {})
+    verdict = compare_with_record(replay, replayed, row)
     explanation = make_explanation(replayed, influence, replay.policy.tokenizer, role=role, top=top)
     console = make_console()
     if as_json:
+        comparison = to_json(verdict)
+        explanation |= {name: comparison[name] for name in COMPARED}
         console.out(json.dumps(explanation), highlight=False)
     else:
+        if not verdict.is_equal:
+            lines = [*describe_comparison(verdict), NOT_RECORDED]
+            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         print_explanation(explanation, console, top)
+    return 0 if verdict.is_equal else NOT_EQUAL
 
 
 async def measure_influence(

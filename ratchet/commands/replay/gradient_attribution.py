@@ -76,6 +76,9 @@ class InfluenceRecorder(LearnerWrapper):
         super().__init__(inner)
         self.max_tokens, self.influence = max_tokens, Influence()
 
+    def fingerprint(self) -> str:
+        return self.inner.fingerprint()
+
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         if select_weighted_rows(mini, terms):
             self._add_contributions(mini, terms)

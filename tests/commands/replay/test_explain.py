@@ -130,6 +130,12 @@ def test_the_right_answer_is_pulled_up_and_the_wrong_one_down(run):
     assert sign == {0: {True}, 1: {False}}
 
 
+@pytest.mark.parametrize(("step", "role"), [(3, "policy"), (PPO, "critic"), (DPO, "policy")])
+def test_an_explained_step_is_bit_equal_to_the_recorded_one(run, step, role, capsys):
+    assert explain_step(run, step, role=role, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["differences"] == []
+
+
 def test_to_look_changes_nothing(run):
     replay, _, _ = found(run, GRPO)
     played = asyncio.run(replay.replay_next())
@@ -145,7 +151,7 @@ def test_a_role_that_does_not_train_is_refused(run):
 
 def test_the_command_says_it_in_tables_or_json(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    explain_step(run, GRPO, top=2)
+    assert explain_step(run, GRPO, top=2) == 0
     said = capsys.readouterr().out
     assert "Groups (2 of 6)" in said
     assert "Tokens" in said
