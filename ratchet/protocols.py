@@ -307,7 +307,7 @@ class Environment(ABC):
         """Return the number of training tasks of a pass over the data; None if it is endless."""
         return None
 
-    def drops_too_long(self, task: Task) -> bool:
+    def drops_too_long_rows(self, task: Task) -> bool:
         """Return True to leave the task out if its row is too long; False makes it an error."""
         return False
 

@@ -34,7 +34,7 @@ def describe(
     Args:
         config: The recipe. If a stage's length is still in passes over the data, lines that depend
             on the number of steps are left out.
-        lengths: The length of stages in words, by the stage's index (`Lengths.notes`).
+        lengths: Texts on the stages' lengths, by the stage's index (`ResolvedRecipe.notes`).
         threads: The value of `threads: auto` on this machine, in words. The caller measures it.
     """
     model = config.model

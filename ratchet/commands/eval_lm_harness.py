@@ -24,15 +24,15 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 LM_EVAL = EvalProgram("lm_eval", "'lm_eval[api]'", "--lm-eval")
 SAMPLES = "lm_eval.jsonl"  # the harness's samples, beside the results
 CONCURRENT_REQUESTS = 16
-# Options of the harness that `ratchet eval` sets, with what to use for them.
+# Options of the harness that `ratchet eval` sets, each with a sentence on what to do instead.
 SET_HERE = {
-    "model": "the target",
-    "model_args": "the target",
-    "tasks": "--lm-eval",
-    "limit": "--tasks",
-    "output_path": "--out",
-    "log_samples": "nothing: it is always set",
-    "batch_size": "nothing: requests are concurrent",
+    "model": "Set the target instead.",
+    "model_args": "Set the target instead.",
+    "tasks": "Set --lm-eval instead.",
+    "limit": "Set --tasks instead.",
+    "output_path": "Set --out instead.",
+    "log_samples": "It is always set.",
+    "batch_size": "Requests are concurrent.",
 }
 
 
@@ -41,18 +41,18 @@ class HarnessSettings:
     """Settings of an evaluation by lm-evaluation-harness.
 
     Attributes:
-        task: A task, group or tag of the harness, or the YAML file of a task; several are
+        task_names: A task, group or tag of the harness, or the YAML file of a task; several are
             separated by commas.
         options: Further options of the harness, as key=value.
         step: The step of the run's checkpoint; None: its trained model.
-        tasks: Maximum number of rows of each task; None: all.
+        max_rows: Maximum number of rows of each task; None: all.
         generator: Kind of the generator; None: the run's.
     """
 
-    task: str
+    task_names: str
     options: Sequence[str] = ()
     step: int | None = None
-    tasks: int | None = None
+    max_rows: int | None = None
     generator: str | None = None
 
 
@@ -61,16 +61,17 @@ def evaluate_by_harness(target: str, settings: HarnessSettings, *, out: Path | N
 
     Args:
         target: The run, checkpoint or model directory.
-        settings: The tasks, and the settings that replace theirs.
-        out: The directory for the results, with one for each of several tasks; None: new ones, as
-            for `ratchet eval`.
+        settings: The harness's tasks and the options of this evaluation (step, generator, row
+            limit).
+        out: Directory for the results; several tasks get one subdirectory each. None: a new
+            directory per task, chosen as by `ratchet eval`.
 
     Raises:
         ConfigError: The target is an endpoint, or the harness or a task's file is missing.
         RatchetError: The harness failed, or no row has a score.
     """
-    LM_EVAL.refuse_address(target, settings.task)
-    for name in settings.task.split(","):
+    LM_EVAL.refuse_address(target, settings.task_names)
+    for name in settings.task_names.split(","):
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise ConfigError(f"--lm-eval={name} is no file: correct the path")
     options = convert_options(settings.options)
@@ -85,7 +86,7 @@ def evaluate_by_harness(target: str, settings: HarnessSettings, *, out: Path | N
         serve_to_program(
             path,
             make_call,
-            name=f"{LM_EVAL.name} --tasks {settings.task}",
+            name=f"{LM_EVAL.name} --tasks {settings.task_names}",
             sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS),
             generator=settings.generator,
             step=settings.step,
@@ -116,7 +117,9 @@ def convert_options(options: Sequence[str]) -> list[str]:
                 f"'{option}' is no option of lm_eval: write it as key=value, such as num_fewshot=5"
             )
         if name in SET_HERE:
-            raise ConfigError(f"remove {option}, which --lm-eval sets: use {SET_HERE[name]}")
+            raise ConfigError(
+                f"remove {option}, which `ratchet eval` sets itself. {SET_HERE[name]}"
+            )
         words += [f"--{name}"] if value == "true" else [f"--{name}", value]
     return words
 
@@ -147,13 +150,13 @@ def make_command(
         "num_concurrent": CONCURRENT_REQUESTS,
         "max_length": served.max_context,
     }
-    limit = () if settings.tasks is None else ("--limit", str(settings.tasks))
+    limit = () if settings.max_rows is None else ("--limit", str(settings.max_rows))
     return [
         program,
         "run",
         *("--model", "local-completions"),
         *("--model_args", ",".join(f"{key}={value}" for key, value in arguments.items())),
-        *("--tasks", *settings.task.split(",")),
+        *("--tasks", *settings.task_names.split(",")),
         *("--output_path", str(output)),
         "--log_samples",
         *limit,

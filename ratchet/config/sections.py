@@ -200,7 +200,10 @@ class GeneratorSection(Section):
 
     @property
     def sampler(self) -> GeneratorSection:
-        """Return the section of the generator that samples, in this process or in workers."""
+        """Return the section of the generator that samples.
+
+        It is the section that kind=workers wraps, and otherwise this one.
+        """
         return self
 
     @property
@@ -276,7 +279,8 @@ class JudgeSection(Section):
     """The base section of the models of a recipe's `judges`."""
 
     name: str = Field(
-        pattern=r"^[A-Za-z_][\w-]*$", description="Name by which a reward's key judge names it."
+        pattern=r"^[A-Za-z_][\w-]*$",
+        description="Name of this model. A reward refers to it with its key `judge`.",
     )
     path: str = Field(
         min_length=1,
@@ -322,7 +326,10 @@ class JudgedSection(Section):
 
 
 def list_judged(value: object) -> Iterator[JudgedSection]:
-    """Yield the rewards below a value that a model of `judges` gives, also within other rewards."""
+    """Yield every reward nested in `value` that a model of `judges` gives.
+
+    This includes rewards inside other rewards.
+    """
     if isinstance(value, JudgedSection) and value.judge is not None:
         yield value
     if isinstance(value, Section):
@@ -334,10 +341,11 @@ def list_judged(value: object) -> Iterator[JudgedSection]:
             yield from list_judged(item)
 
 
-# Attributes of user sections that do not derive from the base section of their slot, by slot. These
-# values take precedence over the base's: the training data of such an algorithm or environment are
-# unknown, and such an advantage estimator has no exemptions. ("part", "worker_environment" and
-# "problems" are slots of environments too.)
+# Attributes of user sections that do not derive from the base section of their slot. A slot is a
+# place of the recipe for a section of any class, such as "algorithm"; "part", "worker_environment"
+# and "problems" are places for environments inside an environment. These values take precedence
+# over the base's: the training data of such an algorithm or environment are unknown, and all
+# properties are checked of such an advantage estimator (an exempt one lacks a property by design).
 USER_SECTION_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
     "algorithm": {"source": None},
     **{

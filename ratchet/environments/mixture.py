@@ -205,8 +205,8 @@ class Mixture(Environment):
 
     # --- answers from data
 
-    def drops_too_long(self, task: Task) -> bool:
-        return self._find_part(task).drops_too_long(task)
+    def drops_too_long_rows(self, task: Task) -> bool:
+        return self._find_part(task).drops_too_long_rows(task)
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self._find_part(task).demonstration(task)
@@ -235,8 +235,8 @@ def locate_task(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
 
     The first part takes the positions at which ceil(position x its share of the weights) grows. The
     other positions are renumbered and divided among the other parts in the same way. So after any
-    number of positions every part has its share to within one task per earlier part, and a position
-    is computed without counting from the start.
+    number of positions, the i-th part (from 1) is off its exact share by less than i tasks, and a
+    position is computed without counting from the start.
     """
     remaining_weight = sum(weights, Fraction(0))
     for part, weight in enumerate(weights):

@@ -50,13 +50,15 @@ def read_inspect_log(path: Path, model: str) -> EvalResults:
         samples: dict[str, list[Mapping[str, Any]]] = {}
         for sample in log.get("samples") or []:
             samples.setdefault(str(sample["id"]), []).append(sample)
-        prompts = []
+        prompt_results = []
         for name, attempts in samples.items():
             results = [_read_attempt(sample, scorer, model) for sample in attempts]
-            prompts.append(_make_prompt(name, log["eval"]["task"], attempts[0], results, is_greedy))
+            prompt_results.append(
+                _make_prompt_result(name, log["eval"]["task"], attempts[0], results, is_greedy)
+            )
         about = {
             "on": f"inspect:{log['eval']['task'].rpartition('/')[2]}",
-            "tasks": len(prompts),
+            "tasks": len(prompt_results),
             "samples": 0 if is_greedy else epochs,
             "temperature": config.get("temperature"),
             "max_new_tokens": config.get("max_tokens"),
@@ -69,7 +71,7 @@ def read_inspect_log(path: Path, model: str) -> EvalResults:
         raise DataError(
             f"{path} is no log of inspect-ai: {type(error).__name__}: {error}"
         ) from error
-    return EvalResults(tuple(prompts), about=about)
+    return EvalResults(tuple(prompt_results), about=about)
 
 
 def _find_scorer(log: Mapping[str, Any]) -> str | None:
@@ -78,7 +80,7 @@ def _find_scorer(log: Mapping[str, Any]) -> str | None:
     return next((name for names in scores for name in names), None)
 
 
-def _make_prompt(
+def _make_prompt_result(
     name: str,
     task: str,
     sample: Mapping[str, Any],

@@ -45,10 +45,10 @@ def read_lm_eval_log(samples: Path, results: Path) -> EvalResults:
         metric = _find_metric(rows, task)
         settings = config.get("generation_kwargs") or {}
         is_greedy = not settings.get("do_sample")
-        prompts = [_make_prompt(row, task, metric, is_greedy) for row in rows]
+        prompt_results = [_make_prompt_result(row, task, metric, is_greedy) for row in rows]
         about = {
             "on": f"lm_eval:{task}",
-            "tasks": len(prompts),
+            "tasks": len(prompt_results),
             "samples": 0 if is_greedy else 1,
             "temperature": settings.get("temperature"),
             "max_new_tokens": settings.get("max_gen_toks"),
@@ -63,7 +63,7 @@ def read_lm_eval_log(samples: Path, results: Path) -> EvalResults:
         raise DataError(
             f"{samples} is no log of lm-evaluation-harness: {type(error).__name__}: {error}"
         ) from error
-    return EvalResults(tuple(prompts), about=about)
+    return EvalResults(tuple(prompt_results), about=about)
 
 
 def _find_metric(rows: list[Mapping[str, Any]], task: str) -> str | None:
@@ -83,7 +83,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _make_prompt(
+def _make_prompt_result(
     row: Mapping[str, Any], task: str, metric: str | None, is_greedy: bool
 ) -> PromptResult:
     attempt = AttemptResult("scored", float(row[str(metric)]), text=_get_text(row))

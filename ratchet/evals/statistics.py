@@ -1,7 +1,7 @@
 """Estimate scores, their intervals and differences from a few attempts at each of many prompts.
 
-P = prompts, n = attempts at one prompt, K = the requested sizes k, A = distinct answers to a
-prompt, D = draws of a sampled consensus.
+P = prompts, n = attempts at one prompt, K = the requested values of k (pass@k, cons@k),
+A = distinct answers to a prompt, D = random draws of k attempts when cons@k is sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ N_RESAMPLES = 4000
 # A consensus that takes more multiplications (about 0.1 s) is sampled.
 MAX_EXACT_MULTIPLICATIONS = 50_000_000
 N_DRAWS = 2000  # samples of a consensus for each k
-MAX_EXACT_SUMS = 1 << 17  # with more distinct sums of signed differences, the test samples them
+# The sign-flip test (`compare_pairs`) enumerates up to this many distinct sums of randomly signed
+# differences; above it, it samples.
+MAX_EXACT_SUMS = 1 << 17
 N_SIGN_FLIPS = 20_000  # samples of the sign-flip test
 MAX_CHUNK_NUMBERS = 1 << 21  # maximum resampled numbers in memory at once
 
@@ -165,8 +167,8 @@ def bootstrap_interval(
     """Return the confidence interval of the mean over prompts by the percentile bootstrap.
 
     The bootstrap draws prompts with replacement. If all values are 0, or all are 1, all resamples
-    are equal. The interval of Clopper and Pearson is then used, which holds for any values in [0,
-    1]. Without values it is (nan, nan).
+    are equal. The Clopper-Pearson interval is then used. It stays valid if values that were not
+    observed could lie strictly between 0 and 1. Without values the interval is (nan, nan).
     """
     values_P = np.asarray(values_P, dtype=np.float64)
     if not len(values_P):
@@ -241,7 +243,7 @@ def _bootstrap_difference(difference_P: Floats, seed: int) -> tuple[float, float
     """Return the confidence interval of the mean difference.
 
     Differences of rewards in [0, 1] lie in [-1, 1]. They are mapped to [0, 1], so that
-    `bootstrap_interval` can use its exact bounds.
+    `bootstrap_interval` can use the Clopper-Pearson interval.
     """
     low, high = bootstrap_interval((difference_P + 1) / 2, seed=seed)
     return 2 * low - 1, 2 * high - 1

@@ -12,7 +12,11 @@ from ratchet.generators.vllm.arguments import check_arguments, explain_refusal, 
 
 
 class EngineConfig(GeneratorSection):
-    """The embedded engine, which generates in this process from the learner's own weights."""
+    """The embedded engine. By itself it generates in this process, from the learner's own weights.
+
+    Under generator.kind=workers, each worker process has an engine with its own copy of the
+    weights.
+    """
 
     builds: ClassVar[str] = "ratchet.generators.engine.engine:EmbeddedEngine"
     can_offload: ClassVar[bool] = False  # it holds no copy of the weights to offload

@@ -34,8 +34,9 @@ def record_provenance(
     Args:
         path: The file.
         after_step: The step that the run continues after. If it is 0, earlier entries are dropped,
-            except changes of the recipe. If the run went back to an earlier step, changes recorded
-            after that step get this `after_step`, because they apply from here on.
+            except changes of the recipe. If the run went back to `after_step`, recipe changes
+            recorded at later steps are re-dated to it: the recipe keeps them, so they now apply
+            from this step.
         data: The fingerprint of each data file.
         model: The fingerprint of the weights in `model.path`, recorded if the run starts from them
             (`after_step` is 0).
@@ -65,7 +66,8 @@ def record_changes(path: Path, *, after_step: int, changes: Sequence[Mapping[str
     Args:
         path: The file.
         after_step: The step after which they hold.
-        changes: The changed keys. Each has its `key`, its `path`, and its values `from` and `to`.
+        changes: The changed keys. Each has `key` (the dotted key), `path` (the same key as a list),
+            and the values `from` and `to`.
 
     Raises:
         OSError: The file can't be written.

@@ -97,7 +97,7 @@ class JsonlSink:
             set(range(1, keep_through + 1)) - {row["step"] for row in kept_rows}
         ):
             logger.warning(
-                "%s has no lines for %d of the %d steps before this one (%s), because it was "
+                "%s lacks %d of the %d steps up to the resumed checkpoint (%s), because it was "
                 "changed or could not be written. Training is not affected, but charts have gaps",
                 *(path, len(missing_steps), keep_through, _format_ranges(missing_steps)),
             )
@@ -240,7 +240,8 @@ class TensorBoardSink:
     def _encode_histogram(self, histogram: Histogram) -> Any:
         """Return a histogram as TensorBoard's proto.
 
-        TensorBoard's limits are the upper ends of bins, so an empty bin ends at the first edge.
+        TensorBoard stores only each bin's upper end. A bin of count 0 that ends at the first edge
+        is therefore put in front.
         """
         limits, counts = histogram.edges, [0.0, *map(float, histogram.counts)]
         extremes = {"min": histogram.lowest, "max": histogram.highest}

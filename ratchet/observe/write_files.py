@@ -125,7 +125,9 @@ class AppendFile:
         self._notice_changes()
         try:
             written = os.write(self._descriptor, content)
-            if written < len(content):  # the disk filled up on the way
+            # After a short write, writing the rest either completes it or raises the reason, such
+            # as a full disk.
+            if written < len(content):
                 os.write(self._descriptor, content[written:])
         except OSError:
             os.ftruncate(self._descriptor, self.size)

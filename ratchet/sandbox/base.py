@@ -36,7 +36,8 @@ class TooLarge(SandboxError):
 class Isolation(IntEnum):
     """A level of isolation between a program and the machine, weakest first.
 
-    All levels have resource limits, seccomp and a dropped uid.
+    All levels have resource limits and seccomp. If this process is root, programs get an unused uid
+    where possible; otherwise they run as this user.
     """
 
     # System calls are filtered: no network, processes or writing. A program can read this user's
@@ -178,7 +179,7 @@ class Session(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the session. Further calls do nothing."""
+        """End the session. Closing again does nothing."""
         ...
 
 
@@ -215,7 +216,7 @@ class Sandbox(Protocol):
     def close(self) -> None:
         """End all running programs and remove everything that they left.
 
-        Further calls do nothing.
+        Closing again does nothing.
         """
         ...
 

@@ -18,7 +18,7 @@ from ratchet.errors import ConfigError, ModelError
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import DistributedConfig
 from ratchet.learners.cross_tokenizer_teacher import AlignedTeacher
-from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.learners.lora_reference import LoRAReference
 from ratchet.learners.remote import RemoteLearner
 from ratchet.learners.teacher import Teacher
@@ -410,15 +410,15 @@ def check_routers(
         for key in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             if (value := getattr(section, key)) > 1:
                 raise ConfigError(
-                    f"learner.{key}={value} divides what the losses and measures of "
-                    "algorithm.router read. Set router.measure=false and no router coefficient, "
-                    f"or learner.{key}=1"
+                    f"learner.{key}={value} splits the router outputs over ranks, but "
+                    "algorithm.router's losses and metrics need them whole. Set "
+                    f"router.measure=false and no router coefficient, or learner.{key}=1"
                 )
         if section.recomputes_layers:
             raise ConfigError(
-                "learner.recompute=full keeps no gradient of what the losses and measures of "
-                "algorithm.router read. Set router.measure=false and no router coefficient, or "
-                "learner.recompute=attention"
+                "learner.recompute=full keeps no gradient of the router outputs, which "
+                "algorithm.router's losses need. Set router.measure=false and no router "
+                "coefficient, or learner.recompute=attention"
             )
 
 

@@ -16,7 +16,7 @@ from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.executors.freeze import get_peak_memory, prepare_process
 from ratchet.executors.signals import SecondSignal, handle_stop_signals, shield_programs
 from ratchet.executors.torchrun import TorchrunRank
-from ratchet.experience.sources.passes import Lengths
+from ratchet.experience.sources.passes import ResolvedRecipe
 from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.learners.compute.flop_counter import wrap_with_flop_counter
 from ratchet.learners.config import DistributedConfig
@@ -104,7 +104,7 @@ class TrainingSession:
         changed_data: bool = False,
         changed_recipe: bool = False,
         try_s: float | None = None,
-        lengths: Lengths | None = None,
+        lengths: ResolvedRecipe | None = None,
         mirror: Mirror | None = None,
         notes: Sequence[str] = (),
     ) -> None:

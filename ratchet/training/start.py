@@ -14,7 +14,7 @@ from ratchet.errors import RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
-from ratchet.experience.sources.passes import Lengths, resolve_lengths
+from ratchet.experience.sources.passes import ResolvedRecipe, resolve_lengths
 from ratchet.observe.provenance import record_changes
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.recipe_changes import check_changes, list_changes, load_changed_config
@@ -220,7 +220,7 @@ def resume_run(
 
 def _change_recipe(
     place: str | Path, directory: RunDirectory, store: CheckpointStore, overrides: Sequence[str]
-) -> tuple[Lengths, list[str]]:
+) -> tuple[ResolvedRecipe, list[str]]:
     """Return the recipe of a run with changed keys, and a note of each change.
 
     The changes are written into `provenance.json` first, and then into `config.yaml`.
@@ -230,11 +230,11 @@ def _change_recipe(
     """
     config = load_config(directory.config)
     if not overrides:
-        return Lengths(config), []
+        return ResolvedRecipe(config), []
     lengths = resolve_lengths(load_changed_config(directory.config, overrides, run=place))
     changes = list_changes(config, lengths.config)
     if not changes:
-        return Lengths(config), []
+        return ResolvedRecipe(config), []
     checkpoint = next(iter(store.list_complete()), None)
     step, finished = (
         (0, 0) if checkpoint is None else (checkpoint.step, len(checkpoint.meta["summaries"]))

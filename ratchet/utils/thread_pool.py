@@ -30,8 +30,9 @@ class ThreadPool:
     def run(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """Run the jobs and return their results in order.
 
-        PyTorch's threads for one operation are divided evenly among the running jobs. Each job must
-        enter PyTorch's per-thread modes itself (no_grad, inference_mode, autocast).
+        Each job gets 1/`size` of PyTorch's threads for one operation, also if there are fewer than
+        `size` jobs; only a single job gets all threads. Each job must enter PyTorch's per-thread
+        modes itself (no_grad, inference_mode, autocast).
 
         If jobs fail, raise the first failed job's exception after all jobs have ended.
         """
@@ -70,7 +71,7 @@ def _map(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Resul
 def _run_limited(threads: int, job: Callable[[], Result]) -> Result:
     import torch
 
-    torch.set_num_threads(threads)  # applies to the calling thread
+    torch.set_num_threads(threads)  # applies to the thread that runs this job
     return job()
 
 

@@ -60,8 +60,8 @@ class Connections:
         self.open: set[GuardedProtocol] = set()
         # Used as an ordered set: a dictionary keeps the order in which connections began to wait.
         self.waiting: dict[GuardedProtocol, None] = {}
-        self.has_room = asyncio.Event()
-        self.has_room.set()
+        self.can_accept = asyncio.Event()
+        self.can_accept.set()
 
     def mark_waiting(self, connection: GuardedProtocol) -> None:
         """Record that this connection now waits for its client."""
@@ -95,9 +95,9 @@ class Connections:
 
     def _update(self) -> None:
         if self.waiting or len(self.open) < self.limit:
-            self.has_room.set()
+            self.can_accept.set()
         else:
-            self.has_room.clear()
+            self.can_accept.clear()
 
 
 class StrictConnection(h11.Connection):

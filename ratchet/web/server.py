@@ -92,10 +92,10 @@ class Server:
             raise results[0]
 
     async def _accept(self) -> None:
-        """Accept connections until cancelled, each as soon as there is room for it."""
+        """Accept connections until cancelled, each as soon as the limit allows it."""
         loop = asyncio.get_running_loop()
         while True:
-            await self._connections.has_room.wait()
+            await self._connections.can_accept.wait()
             try:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError as error:
@@ -105,6 +105,7 @@ class Server:
                     await asyncio.sleep(RETRY_S)
                 continue
             self.n_accepted += 1
+            # At the limit, drop the longest-waiting connection for the new one.
             self._connections.make_room()
             with suppress(OSError):
                 await loop.connect_accepted_socket(self._make_protocol, connection)

@@ -50,7 +50,10 @@ class WeightSender:
         self.learner = learner
 
     def apply_to_weights(self, operation: Callable[[Iterator[Shard], int], T]) -> T:
-        """Return the result of an operation of a `WeightTransport` on (weights, rank)."""
+        """Call `operation` with the learner's weights and this rank (0), and return its result.
+
+        operation: a method of a `WeightTransport`.
+        """
         return operation(self.learner.weights(), 0)
 
 
@@ -85,7 +88,8 @@ class WeightReceiver:
         """Announce a push to the generator, which may refuse the names or shapes of its weights.
 
         blocks: announced weight blocks, by rank of the learner.
-        lasting: True if the received memory stays unchanged after the commit, until the next one.
+        lasting: True if the received memory also stays unchanged from this push's commit to the
+          next push's commit, so that the generator may adopt it instead of copying.
         adapter: the adapter that some or all blocks belong to.
         """
         self._blocks = blocks
@@ -96,7 +100,7 @@ class WeightReceiver:
             for rank_blocks in blocks
             for block in rank_blocks
         }
-        # "stable": the memory stays unchanged until the commit, so the generator needs no copy.
+        # "stable": the memory stays unchanged up to this push's commit, so staging needs no copy.
         manifest = {
             "version": version,
             "weights": weights,

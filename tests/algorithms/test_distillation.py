@@ -31,7 +31,7 @@ from ratchet.algorithms.scoring import fill_columns
 from ratchet.batch import Batch
 from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
-from ratchet.learners.compute.token_outputs import FullVocabulary, compute_outcome_logprobs
+from ratchet.learners.compute.token_outputs import FullVocabulary, compute_topk_and_rest_logprobs
 from ratchet.protocols import Outputs
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.synthetic import TinyRole
@@ -70,9 +70,9 @@ def with_rest(logprobs_K: Tensor) -> Tensor:
 
 def columns(all_V: Tensor, ids: list[int]) -> Tensor:
     """As learners make them: K tokens and, where K < V, a bucket."""
-    return compute_outcome_logprobs(FullVocabulary(), all_V[None], torch.tensor([ids]), len(all_V))[
-        0
-    ]
+    return compute_topk_and_rest_logprobs(
+        FullVocabulary(), all_V[None], torch.tensor([ids]), len(all_V)
+    )[0]
 
 
 def at_one_token(teacher: Tensor, student: Tensor, ids: list[int], **options) -> Tensor:

@@ -154,7 +154,7 @@ def test_lines_lost_before_a_resume_are_counted(train, tmp_path) -> None:
     metrics.write_text("".join(lines[:2]))
     assert resume_run(tmp_path / "run", command="resume") == 0
     assert (
-        "has no lines for 3 of the 4 steps before this one (2-4)"
+        "lacks 3 of the 4 steps up to the resumed checkpoint (2-4)"
         in (tmp_path / "run" / "run.log").read_text()
     )
 

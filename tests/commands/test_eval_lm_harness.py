@@ -18,7 +18,10 @@ from ratchet.commands.eval_program import ServedAddress
         (["run", "--lm-eval", "gsm8k", "--samples", "4"], "--samples has no effect beside"),
         (["run", "--lm-eval", "gsm8k", "--temperature", "0"], "remove --temperature"),
         (["run", "--lm-eval", "gsm8k", "--no-greedy"], "remove --greedy"),
-        (["run", "limit=5", "--lm-eval", "gsm8k"], "which --lm-eval sets: use --tasks"),
+        (
+            ["run", "limit=5", "--lm-eval", "gsm8k"],
+            "which `ratchet eval` sets itself. Set --tasks instead.",
+        ),
         (["run", "apply_chat_template", "--lm-eval", "gsm8k"], "write it as key=value"),
         (["http://127.0.0.1:9/v1", "--lm-eval", "gsm8k"], "is served already"),
     ],
@@ -33,7 +36,7 @@ def test_options_and_rows_reach_the_harness() -> None:
     options = convert_options(["num-fewshot=5", "apply_chat_template=true", "gen_kwargs=a=1"])
     command = make_command(
         "lm_eval",
-        HarnessSettings("gsm8k,my.yaml", tasks=3),
+        HarnessSettings("gsm8k,my.yaml", max_rows=3),
         options,
         ServedAddress("http://127.0.0.1:5/v1", "key", 512),
         Path("model"),

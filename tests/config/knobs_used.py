@@ -40,7 +40,7 @@ from ratchet.generators.vllm.generator import VLLMGenerator, choose_dtype, make_
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import MegatronConfig
 from ratchet.learners.distributed.checks import check_megatron
-from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.learners.distributed.worker import LearnerRank
 from ratchet.learners.remote import RemoteLearner
 from ratchet.models.load import init_policy
@@ -403,7 +403,7 @@ def pictures() -> None:
     shown = lines("shown.jsonl", {"images": [picture(1).value], "prompt": "What?", "answer": "1"})
     given = {"kind": "vlm", "train": shown, "test_share": 0.0}
     rows = build(resolve("environment", given))
-    rows.drops_too_long(next(rows.tasks("train", seed=0)))
+    rows.drops_too_long_rows(next(rows.tasks("train", seed=0)))
     assert resolve("environment", {**given, "answers": "choice"}).default_reward == {
         "kind": "multiple_choice"
     }
@@ -425,7 +425,7 @@ def environments_of_rows() -> None:
         "keep": [{"column": "prompt", "max_chars": 9, "none_of": ["1"]}],
     }
     rows = build(resolve("environment", given))
-    rows.drops_too_long(next(rows.tasks("train", seed=0)))
+    rows.drops_too_long_rows(next(rows.tasks("train", seed=0)))
     with pytest.raises(DataError, match="set overlap: drop"):
         build(resolve("environment", {**given, "test": pairs})).rows("train")
     with pytest.raises(DataError, match="can't be loaded"):

@@ -21,7 +21,7 @@ from ratchet.data.packing import pack
 from ratchet.learners.compute.microbatch_dispatch import distribute_microbatches
 from ratchet.learners.compute.microbatching import plan_microbatches, select_weighted_rows
 from ratchet.learners.config import LocalConfig, MegatronConfig
-from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.learners.local import LocalLearner
 from ratchet.models.load import init_policy
 from ratchet.models.model_source import ModelSource

@@ -13,7 +13,7 @@ from ratchet.learners.compute.microbatch_dispatch import distribute_microbatches
 from ratchet.learners.compute.microbatching import plan_microbatches
 from ratchet.learners.config import DTensorConfig, LocalConfig
 from ratchet.learners.distributed.fsdp_models import DTensorModels
-from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.learners.local import LocalLearner
 from ratchet.models.load import load_transformers_policy
 from ratchet.models.model_source import ModelSource

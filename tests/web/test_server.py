@@ -134,7 +134,7 @@ def test_requests_that_are_answered_keep_their_place() -> None:
                 await asyncio.sleep(0)
             late = asyncio.create_task(ask(server))  # waits in the kernel's queue
             await asyncio.sleep(0)
-            assert not server._connections.has_room.is_set()
+            assert not server._connections.can_accept.is_set()
             app.release.set()
             return await asyncio.gather(*held, late)
 
@@ -356,7 +356,7 @@ def test_the_oldest_goes_first() -> None:
     assert [stub.dropped for stub in stubs] == [False, False, True, False]
     connections.mark_answering(stubs[1])
     connections.mark_answering(stubs[3])
-    assert connections.has_room.is_set()
+    assert connections.can_accept.is_set()
 
 
 FEW = """

@@ -40,8 +40,9 @@ class Estimator(AlgorithmPart):
     Attributes:
         signal: The source of the advantages: "reward" (the attempt's reward), "parts" (each part of
             the reward by itself) or "teacher" (a teacher's log-probabilities).
-        exempt_under_kl: Properties that the estimator also lacks if a KL penalty is part of the
-            reward, each with the reason.
+        exempt_under_kl: Further properties, besides those in `exempt`, that do not hold if a KL
+            penalty is part of the reward, with reasons. equal_rewards: equal rewards in a group
+            give advantages of 0. lone_attempt: a group of one attempt gives 0 or an error.
     """
 
     signal: ClassVar[Literal["reward", "parts", "teacher"]] = "reward"
@@ -61,7 +62,9 @@ class Estimator(AlgorithmPart):
 if TYPE_CHECKING:
     AnyEstimator = Estimator
 else:
-    AnyEstimator = SerializeAsAny[Section]  # `resolve` adds what a user's section lacks
+    # At run time any Section is accepted, because a user's estimator section need not inherit
+    # Estimator; `config.resolve` adds the missing members.
+    AnyEstimator = SerializeAsAny[Section]
 
 
 class GroupRelative(Estimator):

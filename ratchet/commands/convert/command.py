@@ -27,7 +27,7 @@ from ratchet.commands.convert.formats import (
     detect_format,
 )
 from ratchet.commands.convert.merge_lora import merge_adapter
-from ratchet.commands.convert.verify import N_TOKENS, explain_missing_logits, sample_logits
+from ratchet.commands.convert.verify import N_TOKENS, compute_test_logits, explain_missing_logits
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import copy_companions, find_model
 from ratchet.models.lora.files import StoredAdapter, load_adapter
@@ -67,7 +67,7 @@ class StoredModel:
 
     @property
     def logits_format(self) -> str:
-        """Return the format whose implementation computes the logits (`sample_logits`).
+        """Return the format whose implementation computes the logits (`compute_test_logits`).
 
         With an adapter it is "hf", because Megatron's implementation reads the weight files itself
         and would miss the merged adapter.
@@ -339,7 +339,7 @@ def _compare_logits(
         say(f"logits not compared: {reason}")
         return
     source_logits, converted_logits = (
-        sample_logits(model.logits_format, model.directory, model.open(), model.config)
+        compute_test_logits(model.logits_format, model.directory, model.open(), model.config)
         for model in (stored, converted)
     )
     max_difference = float((converted_logits - source_logits).abs().max())

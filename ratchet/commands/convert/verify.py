@@ -55,10 +55,12 @@ def explain_missing_logits(
     return None
 
 
-def sample_logits(weight_format: str, directory: Path, weights: Weights, config: Config) -> Tensor:
-    """Return float32 logits (T, V) on the CPU; V is the size of the vocabulary.
+def compute_test_logits(
+    weight_format: str, directory: Path, weights: Weights, config: Config
+) -> Tensor:
+    """Return the float32 logits (T, V) of T = N_TOKENS fixed random tokens, on the CPU.
 
-    Models of one vocabulary get the same T = N_TOKENS tokens.
+    V is the size of the vocabulary. Models with equal V get the same tokens.
     """
     return LOGITS_FUNCTIONS[weight_format](
         DecoderConfig.from_hf(config), directory, weights, config

@@ -108,7 +108,7 @@ def format_conversion_report(result: ImportResult, *, with_inert: bool = True) -
         yield from ["", f"{inert}: {keys} (listed with --all)"]
     chosen = ", ".join(f"{key}={_shorten(value)}" for key, value in result.chosen.items())
     yield from _format_section(
-        "Not in the file, and set to a starting value",
+        "Not in the file, and chosen by the import",
         [(chosen, "check that they are what you want")] if chosen else [],
     )
     yield from _format_section("Could not be resolved", list(result.unresolved.items()))

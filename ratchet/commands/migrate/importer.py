@@ -38,7 +38,8 @@ from ratchet.errors import ConfigError
 
 PEERS: Mapping[str, Peer] = {peer.name: peer for peer in (TRL, VERL, NEMO_RL, ROLL)}
 UNKNOWN_NOTE = (
-    "is not in the table of {title}'s keys ({version}): docs/migrate.md lists the keys of recipes"
+    "it is not in the table of {title}'s keys ({version}): docs/migrate.md lists the keys of "
+    "recipes"
 )
 SECTION_ORDER = (
     "name",
@@ -377,7 +378,7 @@ def _drop_unused(
     if not item.covered_by and list(item.recipe_keys.values()) == [item.value]:
         return replace(item, recipe_keys={}, note="other keys set the same value", inert=True)
     if not item.covered_by:
-        reason = f"is not taken over: {', '.join(item.recipe_keys)} does not depend on it"
+        reason = f"it is not taken over: {', '.join(item.recipe_keys)} does not depend on it"
         return replace(item, recipe_keys={}, note="; ".join(filter(None, [item.note, reason])))
     if item.unused_note:
         return replace(item, covered_by="", note=item.unused_note, inert=True)
@@ -386,14 +387,14 @@ def _drop_unused(
         return replace(
             item,
             covered_by="",
-            note=f"only counts with {_get_main_key(item)}, which the file doesn't set",
+            note=f"it counts only with {_get_main_key(item)}, which the file doesn't set",
             inert=True,
         )
     if main.recipe_keys:
         return replace(
             item,
             covered_by="",
-            note=f"is not taken over: {main.peer_key}={main.value} was converted without it",
+            note=f"it is not taken over: {main.peer_key}={main.value} was converted without it",
         )
     return replace(item, covered_by="", note=f"{main.peer_key}: {main.note}", inert=main.inert)
 

@@ -23,11 +23,13 @@ MICRO_BATCHES = (
 BASE_CONFIG = (
     "the config file of the command is not read: import that file, and set these keys over it"
 )
+# The note on the weight decay of the optimizer.
+WEIGHT_DECAY = "only matrices decay here"
 KV_CACHE = "the size of vLLM's KV cache is set in GiB here (generator.kv_cache_gib), not as a share"
-OVERRIDDEN = "{key} overrides it"
+OVERRIDDEN = "{key} overrides this key"
 # A maximum number of steps from this size on means that the number of passes ends training.
 UNLIMITED_STEPS = 100_000
-NUMERICS = "has no switch here: the learner chooses its numerics"
+NUMERICS = "there is no switch here: the learner chooses its numerics"
 DATA_LOADER = "rows are a function of seed and position here: there is no data loader to configure"
 USER_REWARD = (
     "a reward function of yours takes (trajectory, task) here and returns a number or named "

@@ -253,12 +253,12 @@ def only_value(name: str, reason: str) -> Conversion:
 
 
 def number(value: Any, config: PeerConfig) -> int | float:
-    """Convert a number to itself."""
+    """Convert a number to itself: an int stays an int."""
     return numbers.number(value)
 
 
 def real(value: Any, config: PeerConfig) -> float:
-    """Convert a number to a float."""
+    """Convert a number to a float: an int becomes a float."""
     return numbers.real(value)
 
 
@@ -287,7 +287,7 @@ def at_least_0(value: Any, config: PeerConfig) -> int:
     return max(0, numbers.whole(value, least=-1))
 
 
-def covered(key: str, *keys: str, convert: Conversion | None = None) -> Iterator[KeyRow]:
+def rows_covered_by(key: str, *keys: str, convert: Conversion | None = None) -> Iterator[KeyRow]:
     """Yield rows of `keys` that the conversion of `key` covers.
 
     `convert` may return `Inert` for values without effect.
@@ -295,9 +295,9 @@ def covered(key: str, *keys: str, convert: Conversion | None = None) -> Iterator
     return (KeyRow(name, covered_by=key, convert=convert) for name in keys)
 
 
-def off_at(*values: Any) -> Conversion:
+def without_effect_if(*values: Any) -> Conversion:
     """Return a conversion for covered keys: these values have no effect."""
-    return lambda value, config: Inert("off there") if value in values else None
+    return lambda value, config: Inert("it is off there") if value in values else None
 
 
 def dropped(reason: str, *keys: str) -> Iterator[KeyRow]:
@@ -313,7 +313,7 @@ def switches(reason: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of switches without counterpart, which have no effect if they are off there."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
-        return Inert("off there") if is_off(value) else Dropped(reason)
+        return Inert("it is off there") if is_off(value) else Dropped(reason)
 
     return (KeyRow(key, note=reason, convert=convert) for key in keys)
 

@@ -1,8 +1,8 @@
 """The key rows that all of TRL's trainers share: those of TrainingArguments and ModelConfig.
 
 A row with the exact key takes precedence over a row with a pattern, so `eval_*` does not cover
-`eval_on_start`, which has a row of its own. Keys without a counterpart have `dropped` rows if their
-absence may change results, and `no_effect` rows if it can't.
+`eval_on_start`, which has a row of its own. Keys that are not converted have `dropped` rows, whose
+note names what to set instead or why there is nothing; `no_effect` rows need no action.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ratchet.commands.migrate import trl_values as to
 from ratchet.commands.migrate.table import (
     KeyRow,
     choose,
-    covered,
     dropped,
     flag,
     no_effect,
     number,
     real,
+    rows_covered_by,
     whole,
 )
 
@@ -46,7 +46,7 @@ TRAINING = (
         "optimizer.warmup_steps, optimizer.warmup_share",
         convert=to.warmup,
     ),
-    KeyRow("weight_decay", "optimizer.weight_decay", "on matrices only", number),
+    KeyRow("weight_decay", "optimizer.weight_decay", shared.WEIGHT_DECAY, number),
     KeyRow(
         "adam_beta1",
         "optimizer.betas",
@@ -96,7 +96,7 @@ TRAINING = (
     KeyRow("save_strategy", covered_by="save_steps", default="steps"),
     KeyRow("eval_strategy", covered_by="eval_steps", default="no"),
     KeyRow("use_peft", covered_by="lora_r"),
-    *covered("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
+    *rows_covered_by("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
     KeyRow("project", covered_by="report_to"),
     *dropped(
         shared.PRECISION, "dtype", "torch_dtype", "bf16", "fp16", "tf32", "cast_lm_head_to_fp32"
@@ -157,7 +157,14 @@ TRAINING = (
         "`ratchet train --resume RUN` continues a run",
         "resume_from_checkpoint",
         "overwrite_output_dir",
+    ),
+    *dropped(
+        "a checkpoint always has the complete training state, and the trained model is model/ in "
+        "the run's directory",
         "save_only_model",
+    ),
+    *dropped(
+        "set checkpoint.end_with=best: a stage then ends with the weights of its best checkpoint",
         "load_best_model_at_end",
     ),
     *dropped(
@@ -247,11 +254,12 @@ TRAINING = (
     ),
     *dropped("the metrics of a step always have the memory in use", "skip_memory_metrics"),
     *dropped(
-        "has no switch here: equal seeds give equal runs on a CPU, and need not on an accelerator",
+        "there is no switch here: runs with equal seeds are equal on a CPU, but may differ on an "
+        "accelerator",
         "full_determinism",
     ),
     *dropped(
-        "has no switch here: learner.micro_batch_tokens limits the memory of a step",
+        "there is no switch here: learner.micro_batch_tokens limits the memory of a step",
         "torch_empty_cache_steps",
     ),
 )

@@ -17,7 +17,6 @@ from ratchet.commands.migrate.table import (
     Peer,
     at_least_0,
     choose,
-    covered,
     dropped,
     flag,
     no_effect,
@@ -25,19 +24,22 @@ from ratchet.commands.migrate.table import (
     only_if,
     only_value,
     real,
+    rows_covered_by,
     whole,
 )
 from ratchet.commands.migrate.training_arguments import TRAINING
 
 BATCH_NOTE = (
-    "counts prompts here, and answers of one process there: multiply batch_size by the number of "
-    "processes; minibatches is the number of optimizer steps per batch"
+    "Ratchet's batch_size counts prompts; TRL's counts answers of one process. Multiply batch_size "
+    "by the number of processes. minibatches is the number of optimizer steps per batch"
 )
 GENERATION_BATCH_NOTE = (
-    "counts all processes there, but is converted as if there were one: divide it by the number "
-    "of processes and import again"
+    "TRL's value is over all processes, but the conversion assumes one process: divide "
+    "generation_batch_size by the number of processes and import again"
 )
-ROWS_NOTE = "counts rows of one process there: multiply batch_size by the number of processes"
+ROWS_NOTE = (
+    "TRL's batch size counts rows of one process: multiply batch_size by the number of processes"
+)
 
 
 # --- methods that sample attempts: GRPO, RLOO
@@ -68,7 +70,8 @@ ROLLOUT_ROWS = (
     KeyRow(
         "max_steps",
         "steps",
-        "counts batches here and optimizer steps there, minibatches x epochs of them per batch",
+        "it counts batches here and optimizer steps there; one batch has minibatches x epochs "
+        "optimizer steps",
         to.convert_max_steps,
     ),
     KeyRow("num_train_epochs", "passes", convert=to.convert_epochs, default=3.0),
@@ -81,8 +84,8 @@ ROLLOUT_ROWS = (
     KeyRow("scale_rewards", "algorithm.advantage.scale", convert=to.reward_scale, default="group"),
     KeyRow(
         "delta",
-        note="bounds the ratio for every sign of the advantage; algorithm.loss.dual_clip does so "
-        "only for negative advantages: set it if that is enough",
+        note="delta bounds the ratio for every sign of the advantage; algorithm.loss.dual_clip "
+        "does so only for negative advantages: set it if that is enough",
     ),
     KeyRow(
         "mask_truncated_completions",
@@ -130,7 +133,7 @@ ROLLOUT_ROWS = (
         covered_by="vllm_importance_sampling_correction",
         default=3.0,
     ),
-    *covered("vllm_importance_sampling_correction", "vllm_importance_sampling_*"),
+    *rows_covered_by("vllm_importance_sampling_correction", "vllm_importance_sampling_*"),
     KeyRow("vllm_mode", covered_by="use_vllm", default="colocate"),
     KeyRow("epsilon", covered_by="loss_type", default=0.2),
     KeyRow("sapo_temperature_pos", covered_by="loss_type", default=1.0),
@@ -140,9 +143,10 @@ ROLLOUT_ROWS = (
         "set a reward model with rewards: [{kind: reward_model, path: ...}]",
         "reward_model_name_or_path",
     ),
-    *covered("loss_type", "epsilon_high", "importance_sampling_level"),
+    *rows_covered_by("loss_type", "epsilon_high", "importance_sampling_level"),
     *dropped(
-        "has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, topr or kimi",
+        "VESPO has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, topr or "
+        "kimi",
         "vespo_*",
     ),
     *no_effect(shared.KV_CACHE, "vllm_gpu_memory_utilization"),
@@ -213,10 +217,9 @@ PREFERENCES = (
         "DPO's divergence is the reverse KL here",
         "f_divergence_type",
         "f_alpha_divergence_coef",
-        "ld_alpha",
-        "use_weighting",
         "discopop_tau",
     ),
+    *dropped("DPO's loss has no length or probability weighting here", "ld_alpha", "use_weighting"),
     *OFFLINE_ROWS,
 )
 
@@ -232,7 +235,7 @@ SUPERVISED = (
     KeyRow(
         "completion_only_loss",
         "algorithm.train",
-        "the last assistant message, or the whole text",
+        "last trains the last assistant message, text the whole text",
         choose({True: "last", False: "text"}),
     ),
     KeyRow("loss_type", convert=only_value("nll", "the loss is the negative log-likelihood")),
@@ -258,13 +261,15 @@ KTO = (
 )
 
 # Keys of GRPO that RLOO lacks or converts differently.
-NOT_IN_RLOO = ("loss_type", "num_generations", "beta", "epsilon", "epsilon_high", "scale_rewards")
+NOT_SHARED_WITH_RLOO = (
+    *("loss_type", "num_generations", "beta", "epsilon", "epsilon_high", "scale_rewards"),
+)
 RLOO = (
     KeyRow("num_generations", "algorithm.group_size", convert=whole, default=2),
     KeyRow(
         "beta",
         "algorithm.kl",
-        "is a penalty in the reward of each token here, of the whole answer there",
+        "the KL penalty is in the reward of each token here, of the whole answer there",
         to.kl_in_reward,
         default=0.05,
     ),
@@ -279,7 +284,7 @@ RLOO = (
     *(
         row
         for row in ROLLOUT_ROWS
-        if row.peer_key not in NOT_IN_RLOO and row.covered_by != "loss_type"
+        if row.peer_key not in NOT_SHARED_WITH_RLOO and row.covered_by != "loss_type"
     ),
 )
 

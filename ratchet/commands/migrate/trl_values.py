@@ -126,7 +126,7 @@ def convert_interval(strategy_key: str, recipe_key: str) -> Conversion:
             )
         steps = numbers.number(value)
         if steps < 1:
-            return Dropped("is a share of all steps there: set a number of steps")
+            return Dropped("it is a share of all steps there: set a number of steps")
         steps, steps_per_batch = numbers.whole(value), updates_per_batch(config)
         n_batches = max(1, round(steps / steps_per_batch))
         if n_batches * steps_per_batch == steps:
@@ -229,8 +229,8 @@ def loss(value: Any, config: PeerConfig) -> Any:
         return Values({"algorithm.kind": "cispo", "algorithm.loss.clip_high": high - 1}, note)
     if value not in ("grpo", "dapo", "bnpo", "dr_grpo"):
         return Dropped(
-            "has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, topr or kimi. "
-            "The recipe keeps grpo"
+            "it has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, topr or "
+            "kimi. The recipe keeps grpo"
         )
     level = config["importance_sampling_level"]
     if level not in (None, "token", "sequence"):
@@ -405,7 +405,7 @@ def preference(value: Any, config: PeerConfig) -> Any:
 
 def kept_checkpoints(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value)
-    return count if count > 0 else Inert("is not above 0 there: set checkpoint.keep")
+    return count if count > 0 else Inert("it is not above 0 there: set checkpoint.keep")
 
 
 def targets(value: Any, config: PeerConfig) -> Any:

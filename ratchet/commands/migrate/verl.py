@@ -14,7 +14,6 @@ from ratchet.commands.migrate.table import (
     Peer,
     at_least_0,
     choose,
-    covered,
     dropped,
     flag,
     no_effect,
@@ -22,12 +21,13 @@ from ratchet.commands.migrate.table import (
     only_if,
     positive,
     real,
+    rows_covered_by,
     whole,
 )
 from ratchet.commands.migrate.verl_values import ACTOR, ARR, CORRECTION, MODEL, ROLLOUT
 
 DUAL_CLIP_NOTE = "dual clip is on by default there (3), off here (null)"
-EVERY_NOTE = "-1 means never there; 0 means only at the end here"
+EVERY_NOTE = "the value -1 means never there, and 0 means only at the end here"
 
 # Keys of verl that concern the algorithm: most map to the recipe's `algorithm` section.
 ALGORITHM = (
@@ -51,7 +51,7 @@ ALGORITHM = (
         only_if(
             lambda config: config[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
             number,
-            "only acts on loss_mode vanilla",
+            "it acts only with loss_mode=vanilla there",
         ),
         default=3.0,
     ),
@@ -72,19 +72,21 @@ ALGORITHM = (
     KeyRow(
         "algorithm.gamma",
         "algorithm.advantage.gamma",
-        convert=only_if(to.uses_gae, real, "read by gae alone"),
+        convert=only_if(to.uses_gae, real, "only gae reads it there"),
         default=1.0,
     ),
     KeyRow(
         "algorithm.lam",
         "algorithm.advantage.lam",
-        convert=only_if(to.uses_gae, real, "read by gae alone"),
+        convert=only_if(to.uses_gae, real, "only gae reads it there"),
         default=1.0,
     ),
     KeyRow(
         "algorithm.norm_adv_by_std_in_grpo",
         "algorithm.advantage.scale",
-        convert=only_if(to.uses_grpo, choose({True: "std", False: "none"}), "read by grpo alone"),
+        convert=only_if(
+            to.uses_grpo, choose({True: "std", False: "none"}), "only grpo reads it there"
+        ),
     ),
     KeyRow("algorithm.use_kl_in_reward", "algorithm.kl", convert=to.kl_reward, default=False),
     KeyRow("algorithm.kl_ctrl.kl_coef", covered_by="algorithm.use_kl_in_reward", default=0.001),
@@ -107,12 +109,12 @@ ALGORITHM = (
     KeyRow(
         "algorithm.filter_groups.max_num_gen_batches",
         "rollouts.max_replaced",
-        "is the number of replaced groups per step over batch_size; beyond it groups are kept "
-        "here, and the run stops there",
+        "max_replaced is the number of replaced groups per step over batch_size; beyond it groups "
+        "are kept here, and the run stops there",
         only_if(
             lambda config: config.flag("algorithm.filter_groups.enable"),
             to.max_replaced,
-            "off there",
+            "it is off there",
         ),
     ),
     KeyRow(f"{CORRECTION}.rollout_is", "algorithm.correction.weight", convert=to.weight),
@@ -120,7 +122,7 @@ ALGORITHM = (
         f"{CORRECTION}.rollout_is_threshold", covered_by=f"{CORRECTION}.rollout_is", default=2.0
     ),
     KeyRow(f"{CORRECTION}.rollout_rs", "algorithm.correction.mask", convert=to.mask),
-    *covered(
+    *rows_covered_by(
         f"{CORRECTION}.rollout_rs",
         f"{CORRECTION}.rollout_rs_threshold",
         f"{CORRECTION}.rollout_rs_threshold_lower",
@@ -152,7 +154,9 @@ ALGORITHM = (
                 convert=to.overlong_penalty(section, length),
             ),
             KeyRow(f"{section}.log", note="the metrics contain the penalty", inert=True),
-            *covered(f"{section}.enable", f"{section}.len", f"{section}.penalty_factor", length),
+            *rows_covered_by(
+                f"{section}.enable", f"{section}.len", f"{section}.penalty_factor", length
+            ),
         )
     ),
     KeyRow(
@@ -191,7 +195,7 @@ def custom_reward_rows(prefix: str) -> Iterator[KeyRow]:
     """Yield the rows of a user's reward function, whose keys begin with `prefix`."""
     path = f"{prefix}.path"
     yield KeyRow(path, "rewards", convert=to.custom_reward(prefix))
-    yield from covered(path, f"{prefix}.name", f"{prefix}.reward_kwargs.*")
+    yield from rows_covered_by(path, f"{prefix}.name", f"{prefix}.reward_kwargs.*")
 
 
 # Keys of verl that concern the run: data, sampling, model, optimizer, generator and rewards.
@@ -209,7 +213,7 @@ RUN = (
     KeyRow(
         f"{MODEL}.custom_chat_template",
         "tokenizer.template",
-        "the path of a .jinja file here",
+        "tokenizer.template is the path of a .jinja file here",
         shared.template,
     ),
     KeyRow(
@@ -220,7 +224,7 @@ RUN = (
         ),
         default=True,
     ),
-    KeyRow(f"{MODEL}.lora_rank", "lora.rank", convert=positive("0 there: no adapter")),
+    KeyRow(f"{MODEL}.lora_rank", "lora.rank", convert=positive("it is 0 there: no adapter")),
     KeyRow(
         f"{MODEL}.lora_alpha",
         "lora.alpha",
@@ -247,7 +251,7 @@ RUN = (
     KeyRow(
         f"{ACTOR}.optim.weight_decay",
         "optimizer.weight_decay",
-        "on matrices only",
+        shared.WEIGHT_DECAY,
         number,
         default=0.01,
     ),
@@ -265,14 +269,14 @@ RUN = (
     KeyRow(
         "trainer.test_freq",
         "evaluation.every",
-        f"greedy accuracy on evaluation.tasks held-out tasks; {EVERY_NOTE}",
+        f"an evaluation measures greedy accuracy on held-out tasks; {EVERY_NOTE}",
         at_least_0,
         default=-1,
     ),
     KeyRow(
         f"{ROLLOUT}.val_kwargs.n",
         "evaluation.samples",
-        "sampled attempts beside the greedy one",
+        "these are sampled attempts beside the greedy one here",
         to.samples,
     ),
     KeyRow(
@@ -356,7 +360,7 @@ DROPPED_ROWS = (
         "algorithm.gdpo_reward_keys",
     ),
     KeyRow("model_engine", covered_by=f"{ACTOR}.strategy"),
-    *covered(f"{ROLLOUT}.name", f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.max_num_seqs"),
+    *rows_covered_by(f"{ROLLOUT}.name", f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.max_num_seqs"),
     KeyRow(f"{ACTOR}.use_dynamic_bsz", covered_by=f"{ACTOR}.ppo_max_token_len_per_gpu"),
     *no_effect(
         shared.MICRO_BATCHES,
@@ -374,7 +378,9 @@ DROPPED_ROWS = (
         f"{ACTOR}.entropy_*",
         f"{ACTOR}.use_fused_kernels",
     ),
-    *covered(f"{ACTOR}.strategy", f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.megatron.*"),
+    *rows_covered_by(
+        f"{ACTOR}.strategy", f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.megatron.*"
+    ),
     *dropped("the learner and its checkpoints have no such switch", f"{ACTOR}.*"),
     *dropped(
         "the reference is the model at the stage's start, sharded like the policy", f"{ARR}.ref.*"
@@ -418,7 +424,7 @@ DROPPED_ROWS = (
     ),
     KeyRow("trainer.project_name", covered_by="trainer.logger"),
     *dropped(
-        "is automatic here, or set in cluster",
+        "this is automatic here, or set in cluster",
         "trainer.*",
         "ray_init.*",
         "ray_kwargs.*",

@@ -60,7 +60,7 @@ def loss_mode(value: Any, config: PeerConfig) -> Any:
     kind = {"vanilla": "ppo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo"}.get(value)
     if kind is None:
         return Dropped(
-            "has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, reinforce, "
+            "it has no counterpart: algorithm.loss can be ppo, gspo, cispo, sapo, gmpo, reinforce, "
             "topr or kimi"
         )
     low, high = (_clip_ratio(f"{ACTOR}.clip_ratio_{side}", config) for side in ("low", "high"))
@@ -98,8 +98,8 @@ def aggregation(value: Any, config: PeerConfig) -> Any:
     if value == "seq-mean-token-sum":
         return Values(
             {"algorithm.weighting": "token_sum"},
-            "is the sum over tokens, divided by the number of answers, so that longer answers give "
-            "larger steps",
+            "the loss is the sum over tokens, divided by the number of answers, so that longer "
+            "answers give larger steps",
         )
     if value == "seq-mean-token-sum-norm":
         factor = f"{ACTOR}.loss_scale_factor"
@@ -115,7 +115,7 @@ def aggregation(value: Any, config: PeerConfig) -> Any:
 
 def kl_loss(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Inert("is off there, and algorithm.kl.coef is 0 here by default")
+        return Inert("the loss is off there, and algorithm.kl.coef is 0 here by default")
     coef, kind = (
         numbers.real(config[f"{ACTOR}.kl_loss_coef"], f"{ACTOR}.kl_loss_coef"),
         config[f"{ACTOR}.kl_loss_type"],
@@ -130,7 +130,7 @@ def kl_loss(value: Any, config: PeerConfig) -> Any:
         estimator = "k2" if kind in ("mse", "k2") else "k3"
         return Values(
             {"algorithm.kl.coef": coef, "algorithm.kl.estimator": estimator},
-            "has the gradient of KL(policy || reference), as there",
+            "the loss has the gradient of KL(policy || reference), as there",
         )
     if kind not in ("kl", "k1", "abs"):
         return Dropped(f"{ACTOR}.kl_loss_type={kind} is not known here: set algorithm.kl")
@@ -143,7 +143,7 @@ def kl_loss(value: Any, config: PeerConfig) -> Any:
 
 def kl_reward(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Inert("off there, and here by default")
+        return Inert("it is off there, and here by default")
     coef = numbers.real(config["algorithm.kl_ctrl.kl_coef"], "algorithm.kl_ctrl.kl_coef")
     kl_keys: dict[str, Any] = {"algorithm.kl.coef": coef, "algorithm.kl.place": "reward"}
     kind = config["algorithm.kl_ctrl.type"]
@@ -177,17 +177,17 @@ def updates_per_batch(config: PeerConfig) -> int:
 def warmup(value: Any, config: PeerConfig) -> Any:
     steps = numbers.whole(value)
     if steps <= 0:
-        return Inert("is not above 0 there, so lr_warmup_steps_ratio counts")
+        return Inert("it is not above 0 there, so lr_warmup_steps_ratio counts")
     return Values(
         {"optimizer.warmup_steps": steps * updates_per_batch(config)},
-        "counts batches there and optimizer steps here",
+        "the warm-up counts batches there and optimizer steps here",
     )
 
 
 def warmup_ratio(value: Any, config: PeerConfig) -> Any:
     key = f"{ACTOR}.optim.lr_warmup_steps"
     if config[key] is not None and config.whole(key, least=-1) > 0:
-        return Inert("lr_warmup_steps overrides it")
+        return Inert("lr_warmup_steps overrides this key")
     steps = (
         None
         if config["trainer.total_training_steps"] is None
@@ -339,7 +339,7 @@ def overlong_penalty(section: str, length: str) -> Conversion:
 
     def convert(value: Any, config: PeerConfig) -> Any:
         if not numbers.flag(value):
-            return Inert("off there")
+            return Inert("it is off there")
         longest = config.whole("data.max_response_length" if config[length] is None else length)
         factor = config[f"{section}.penalty_factor"]
         penalty = {
@@ -350,7 +350,7 @@ def overlong_penalty(section: str, length: str) -> Conversion:
         }
         return Values(
             {"algorithm.shaping": [penalty]},
-            "is never below -factor here (DAPO, eq. 13); there it falls further with the length",
+            "the penalty is at least -factor here (DAPO, eq. 13); there it falls with the length",
         )
 
     return convert
@@ -362,7 +362,7 @@ def weight(value: Any, config: PeerConfig) -> Any:
     If there are two bounds, verl sets weights outside of them to 0 (IcePop).
     """
     if value is False:
-        return Inert("off there")
+        return Inert("it is off there")
     if value not in ("token", "sequence"):
         return Dropped("only token and sequence are converted to algorithm.correction.weight")
     threshold = config[f"{CORRECTION}.rollout_is_threshold"]
@@ -404,7 +404,7 @@ def mask(value: Any, config: PeerConfig) -> Any:
     """
     names = list(dict.fromkeys(part.strip() for part in str(value).split(",") if part.strip()))
     if value is False or not names:
-        return Inert("off there")
+        return Inert("it is off there")
     level = MASKS.get(names[0], names[0] if names[0] in OLDER_MASKS else None)
     if len(names) > 1 or level is None:
         return Dropped(
@@ -450,7 +450,7 @@ def is_distributed(config: PeerConfig) -> bool:
 def reward_model(path: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if not numbers.flag(value):
-            return Inert("off there")
+            return Inert("it is off there")
         return Values({"rewards": [{"kind": "reward_model", "path": str(config[path])}]})
 
     return convert
@@ -496,4 +496,4 @@ def eval_temperature(value: Any, config: PeerConfig) -> Any:
         raise InvalidValue(
             f"is {temperature}, and not a temperature: set evaluation.temperature by hand"
         )
-    return temperature or Inert("is 0 there, like the greedy attempt, which is always made here")
+    return temperature or Inert("it is 0 there, like the greedy attempt, which is always made here")

@@ -140,10 +140,10 @@ class Rollouts:
         table = self._tables[step]
         if any(not 0 <= position < table.num_rows for position in positions):
             raise DataError(f"step {step} has {table.num_rows} rollouts in the record")
-        total_size = float(_compute_gradient_sizes(table).sum())
+        total_gradient_size = float(_compute_gradient_sizes(table).sum())
         rows = table.take(pa.array(positions, pa.int64())).to_pylist()
         return [
-            self._make_detail(position, row, total_size)
+            self._make_detail(position, row, total_gradient_size)
             for position, row in zip(positions, rows, strict=True)
         ]
 
@@ -215,11 +215,11 @@ class Rollouts:
     # --- one rollout
 
     @cached_property
-    def _decode_tokens(self) -> TokenTexts:
+    def _token_texts(self) -> TokenTexts:
         return TokenTexts(find_tokenizer(self.directory))
 
     def _make_detail(
-        self, position: int, row: Mapping[str, Any], total_size: float
+        self, position: int, row: Mapping[str, Any], total_gradient_size: float
     ) -> dict[str, Any]:
         """Return what the page shows of one rollout: facts, messages, and values of each token."""
         facts = {name: _drop_non_finite(row[name]) for name in SCALARS if name in row}
@@ -228,11 +228,12 @@ class Rollouts:
             for name, column in TOKEN_NUMBERS.items()
             if row[column] is not None
         }
-        shares = _compute_shares(row, total_size)
+        shares = _compute_shares(row, total_gradient_size)
         if shares is not None:
             numbers["share"] = shares
         rollout_logprobs, old_logprobs = row["rollout_logprobs"], row["old_logprobs"]
-        # A ratio exists only if the policy wrote tokens: the version of any other token is -1.
+        # Tokens that the policy did not write have version -1. Without a token of the policy there
+        # is no ratio.
         if old_logprobs is not None and max(row["versions"], default=-1) >= 0:
             numbers["ratio"] = _round(
                 [
@@ -256,8 +257,8 @@ class Rollouts:
             ],
             "tokens": {
                 "id": row["tokens"],
-                "text": self._decode_tokens(row["tokens"]),
-                "special": self._decode_tokens.find_special(row["tokens"]),
+                "text": self._token_texts(row["tokens"]),
+                "special": self._token_texts.find_special(row["tokens"]),
                 "owner": row["owner"],
                 "trained": row["trained"] or [False] * len(row["tokens"]),
                 "version": row["versions"],
@@ -394,13 +395,18 @@ def _compute_gradient_sizes(table: pa.Table) -> NDArray[np.float64]:
     return np.abs(weights * advantages) if len(advantages) == len(weights) else np.abs(weights)
 
 
-def _compute_shares(row: Mapping[str, Any], total_size: float) -> list[float | None] | None:
-    """Return each token's share of its step's `total_size` of gradients; None if unknown."""
+def _compute_shares(
+    row: Mapping[str, Any], total_gradient_size: float
+) -> list[float | None] | None:
+    """Return each token's gradient size as a share of the step's sum; None if it is unknown.
+
+    `_compute_gradient_sizes` defines the size.
+    """
     weights, advantages = row["weights"], row["advantages"]
-    if weights is None or not total_size:
+    if weights is None or not total_gradient_size:
         return None
     factors = [1.0] * len(weights) if advantages is None else advantages
-    return _round([abs(w * a) / total_size for w, a in zip(weights, factors, strict=True)])
+    return _round([abs(w * a) / total_gradient_size for w, a in zip(weights, factors, strict=True)])
 
 
 def _round(values: Sequence[float | None]) -> list[float | None]:

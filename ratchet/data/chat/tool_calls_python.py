@@ -2,9 +2,9 @@
 
 Calls are `[name(key="value"), other.name(n=1)]`, or `name.call(key="value")` for built-in tools.
 
-The module does not use `ast`. Arguments may be named as keywords of Python are (`from="EUR"`) and
-strings may hold line breaks; Python's parser refuses both. On other texts that a model may write,
-it prints warnings, runs out of memory or overflows the stack.
+The module does not use `ast`. An argument's name may be a reserved word of Python (`from="EUR"`)
+and strings may hold line breaks; Python's parser refuses both. On other texts that a model may
+write, Python's parser prints warnings, runs out of memory or overflows the stack.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
 
 
 class _CallParser:
-    """A recursive-descent parser. Its methods raise _MalformedCall for any other text."""
+    """A recursive-descent parser.
+
+    Its methods raise _MalformedCall if the text at the position is not what they read.
+    """
 
     def __init__(self, text: str) -> None:
         self.text, self.position, self.depth = text, 0, 0

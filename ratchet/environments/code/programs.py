@@ -1,4 +1,6 @@
-"""An environment of programs to write, judged by tests: generated functions or rows of a file.
+"""An environment of programming tasks judged by tests.
+
+Tasks are generated, or read from a file.
 
 A generated prompt and its solution: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x".
 """
@@ -23,9 +25,10 @@ from ratchet.types import Message, Split, Task
 class ProgramsConfig(EnvironmentConfig):
     """Programs judged by tests: generated small functions, or the rows of a file.
 
-    A file has rows with `prompt`, and `tests` ([{"stdin", "stdout"}]), HumanEval's `entry_point`
-    and `test`, or ROLL's `case_type` and `test_cases`. A `canonical_solution` becomes the
-    demonstration. The test split is the file `test`, or else a tenth of the prompts.
+    Each row has `prompt`, and its tests in one of three forms: `tests` ([{"stdin", "stdout"}]);
+    `entry_point` with `test` (HumanEval); or `case_type` with `test_cases` (ROLL). A
+    `canonical_solution` becomes the demonstration. The test split is the file `test`, or else a
+    tenth of the prompts.
     """
 
     builds: ClassVar[str] = "ratchet.environments.code.programs:programs"

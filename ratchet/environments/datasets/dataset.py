@@ -110,7 +110,7 @@ class Dataset(SingleTurn):
     def task_count(self) -> int:
         return len(self.rows("train"))
 
-    def drops_too_long(self, task: Task) -> bool:
+    def drops_too_long_rows(self, task: Task) -> bool:
         return self.config.too_long == "drop"
 
     def rows(self, split: Split) -> SplitRows | tuple[()]:

@@ -114,7 +114,8 @@ SHAPES: Mapping[str, Callable[[Any, Box, Rgb], None]] = {
 def _draw_number(pen: Any, digits: str, box: Box, colour: Rgb) -> None:
     """Draw digits in the middle of a box."""
     left, top, right, bottom = box
-    # Side in the image of one pixel of a digit's bitmap. Digits have a gap of one such pixel.
+    # Each bitmap pixel is drawn as a square of `dot` x `dot` image pixels. Adjacent digits are
+    # separated by one such square.
     dot = max(1, int(min((right - left + 1) / (4 * len(digits) - 1), (bottom - top + 1) / 5)))
     x0, y0 = (
         left + (right - left + 1 - dot * (4 * len(digits) - 1)) // 2,

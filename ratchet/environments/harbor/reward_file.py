@@ -29,7 +29,8 @@ def read_reward(
     """Return the reward, and the other numbers of reward.json as metrics.
 
     If the tests' source mentions only one of reward.json and reward.txt, the other file is ignored,
-    because a program of the agent that the tests ran may have written it.
+    because the tests may run a program that the agent wrote, and that program may have written the
+    other file.
 
     Args:
         outputs: Files of /logs/verifier, by path relative to the root.

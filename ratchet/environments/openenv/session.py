@@ -149,8 +149,8 @@ async def open_episode(
             await session.close()
             if asyncio.get_running_loop().time() > deadline:
                 raise OpenEnvError(
-                    f"{error}. Let the server hold as many sessions as attempts run at once "
-                    "(max_concurrent_envs)."
+                    f"{error}. Set the server's max_concurrent_envs to at least the number of "
+                    "attempts that run at once."
                 ) from error
             await asyncio.sleep(RETRY_S)
         except BaseException:

@@ -103,8 +103,8 @@ class WorkerEnvironment(Environment):
     def task_count(self) -> int | None:
         return self.local.task_count()
 
-    def drops_too_long(self, task: Task) -> bool:
-        return self.local.drops_too_long(task)
+    def drops_too_long_rows(self, task: Task) -> bool:
+        return self.local.drops_too_long_rows(task)
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self.local.demonstration(task)

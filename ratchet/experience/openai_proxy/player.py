@@ -76,7 +76,7 @@ class AgentPlayer:
                     timeout=self.timeout_s,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                timed_out = not agent_task.done()
+                was_running = not agent_task.done()
             finally:
                 await _stop(agent_task)
             result, error = None, ""
@@ -84,11 +84,11 @@ class AgentPlayer:
                 log.warning("an agent did not end after it was cancelled, and keeps running")
             elif not agent_task.cancelled():
                 result, error = agent_task.result()
-            elif not timed_out:
+            elif not was_running:
                 error = "the agent cancelled its own task"
             if session.ended.done():
                 outcome = session.ended.result()
-            elif timed_out:
+            elif was_running:
                 outcome = Failed("timeout", f"the agent took more than {self.timeout_s:g} s")
             else:
                 outcome = _get_outcome(session, f"{task.label}:\n{error}" if error else "")

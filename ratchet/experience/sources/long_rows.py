@@ -36,7 +36,7 @@ class LongRowFilter:
         Raises:
             DataError: The last MAX_DROPPED tasks were all too long.
         """
-        if not self._environment.drops_too_long(task):
+        if not self._environment.drops_too_long_rows(task):
             return True
         try:
             self.check(task)

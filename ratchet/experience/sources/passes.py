@@ -17,12 +17,13 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """A recipe whose stages all have a number of steps.
+class ResolvedRecipe:
+    """A recipe whose stages all have a number of steps, which replaces any `passes`.
 
     Attributes:
         config: The recipe.
-        notes: The length in words of each stage that had `passes`, by the stage's index.
+        notes: A text that describes the length of each stage that had `passes`, by the stage's
+            index.
         environments: The environments that were built to count tasks, by the stage's index, so that
             their data are not read twice.
     """
@@ -39,7 +40,7 @@ class Lengths:
         ]
 
 
-def resolve_lengths(config: RunConfig) -> Lengths:
+def resolve_lengths(config: RunConfig) -> ResolvedRecipe:
     """Replace the `passes` of each stage by the number of steps that they take.
 
     Raises:
@@ -61,23 +62,24 @@ def resolve_lengths(config: RunConfig) -> Lengths:
         )
         environments[index] = environment
     if not notes:
-        return Lengths(config)
+        return ResolvedRecipe(config)
     resolved = config.model_copy(update={"stages": tuple(stages)})
     if problems := list(length_conflicts(resolved)):
         raise ConfigError("\n".join(problems))
-    return Lengths(resolved, notes, environments)
+    return ResolvedRecipe(resolved, notes, environments)
 
 
 def describe_lengths(config: RunConfig) -> tuple[RunConfig, Mapping[int, str]]:
-    """Return the recipe with its numbers of steps, and the length of stages in words, by index.
+    """Return the recipe with its numbers of steps, and a text on each stage that had `passes`.
 
-    If the data can't be read on this machine, the recipe is unchanged, and the words say why.
+    The texts describe the stages' lengths, by the stage's index. If the data can't be read on this
+    machine, the recipe is unchanged, and the texts say why.
 
     Raises:
         ConfigError: See `resolve_lengths`.
     """
     try:
-        lengths = resolve_lengths(config)
+        resolved = resolve_lengths(config)
     except (DataError, MissingDependency) as error:
         reason = f"the number of steps depends on the data, which can't be read here: {error}"
         return config, {
@@ -85,7 +87,7 @@ def describe_lengths(config: RunConfig) -> tuple[RunConfig, Mapping[int, str]]:
             for index, stage in enumerate(config.stages)
             if stage.passes is not None
         }
-    return lengths.config, lengths.notes
+    return resolved.config, resolved.notes
 
 
 def _count_tasks(stage: StageConfig, environment: Environment) -> int:

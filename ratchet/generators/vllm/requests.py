@@ -86,7 +86,8 @@ class PartialCompletion:
 def _read_log_kept_mass(entry: Mapping[int, Any], token: int) -> float:
     """Return the log of the mass that the filters kept, from a token's two logprobs.
 
-    entry: the two logprobs, as `ratchet.generators.vllm.sampler` makes vLLM report them.
+    entry: the token's logprob before filters, under its own id, and its logprob after filters,
+      stored under another id (see `ratchet.generators.vllm.sampler`).
     """
     filtered = next(other.logprob for id, other in entry.items() if id != token)
     return min(entry[token].logprob - filtered, 0.0)  # rounding may give more than 0
@@ -101,6 +102,7 @@ def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
     sampling = request.sampling
     return params.SamplingParams(
         temperature=sampling.temperature,
+        # A continued completion gets a new stream, by the number of tokens that it already has.
         seed=derive_stream(sampling.seed, sampling.drawn) % 2**63,
         max_tokens=request.limit - len(request.prompt),
         stop_token_ids=list(sampling.stop_ids),
@@ -128,7 +130,8 @@ class LoRARequests(dict[str | None, Any]):
     def make_factory(self, path: str, name: str | None) -> Callable[..., Any]:
         """Return a factory of the `LoRARequest` of an adapter in a directory.
 
-        With `load_inplace=True`, the request replaces a loaded adapter of the same number.
+        If the factory is called with `load_inplace=True`, its request replaces the loaded adapter
+        of the same number.
         """
         number = 1 if name is None else next(self._numbers)
         return partial(

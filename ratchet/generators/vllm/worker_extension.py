@@ -162,8 +162,9 @@ class VLLMWorkerExtension(_VLLMWorker):
         Without this call, an engine whose driver was killed would keep running and hold the
         accelerator, since it ends only on the driver's request.
 
-        Files of shared memory that vLLM never unlinks are unlinked at once. Return the other
-        segments that this worker has mapped: vLLM unlinks them at an orderly end only.
+        Shared-memory files that vLLM never removes are removed now. Return the paths of those still
+        mapped. vLLM removes them only at an orderly exit, so after a kill the caller must remove
+        them.
         """
         _unlink_shared_memory()
         if socket.gethostname() == host and os.getpid() != driver:

@@ -35,8 +35,9 @@ class TokenOutputSpec:
     needs_top: True for the log-probabilities of the top_k likeliest tokens (top_k=0: of all tokens,
       in order).
     needs_ids: True for the ids of these likeliest tokens too.
-    shared_vocab: number of leading vocabulary entries over which the log-probabilities at ids or of
-      the likeliest tokens are renormalised; None: the whole vocabulary.
+    shared_vocab: size of the vocabulary that student and teacher share. The log-probabilities at
+      ids or of the likeliest tokens are renormalised over these first entries; None: over the whole
+      vocabulary.
     has_entropy_gradient: False if the entropy needs no gradient, which saves memory for the
       backward.
     """
@@ -76,7 +77,7 @@ class TokenOutputSpec:
         )
 
     @property
-    def is_logprobs_only(self) -> bool:
+    def only_logprobs_need_gradient(self) -> bool:
         """True if the targets' log-probabilities are the only output with a gradient.
 
         No other log-probabilities are computed then.
@@ -103,24 +104,24 @@ class Vocabulary(Protocol):
     """
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor: ...
-    def renormalise_first(self, all_nV: Tensor, size: int) -> Tensor:
+    def renormalise_first(self, logprobs_nV: Tensor, size: int) -> Tensor:
         """Return the log-probabilities of the first `size` tokens, renormalised over these."""
         ...
 
     def sum(self, x_nV: Tensor) -> Tensor: ...
-    def pick(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+    def pick(self, logprobs_nV: Tensor, ids_nK: Tensor) -> Tensor:
         """Return the log-probabilities of the ids, [n, K]."""
         ...
 
-    def compute_rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+    def compute_rest(self, logprobs_nV: Tensor, ids_nK: Tensor) -> Tensor:
         """Return the log of the total probability of all other tokens, [n]."""
         ...
 
-    def find_top(self, all_nV: Tensor, k: int) -> Tensor:
+    def find_top(self, logprobs_nV: Tensor, k: int) -> Tensor:
         """Return the ids of the k likeliest tokens in descending order, int64 [n, k]."""
         ...
 
-    def gather_all(self, all_nV: Tensor, size: int) -> Tensor:
+    def gather_all(self, logprobs_nV: Tensor, size: int) -> Tensor:
         """Return the log-probabilities of all `size` tokens, in order."""
         ...
 
@@ -131,23 +132,23 @@ class FullVocabulary:
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
         return logits_nV.log_softmax(-1)
 
-    def renormalise_first(self, all_nV: Tensor, size: int) -> Tensor:
-        return all_nV[:, :size].log_softmax(-1)
+    def renormalise_first(self, logprobs_nV: Tensor, size: int) -> Tensor:
+        return logprobs_nV[:, :size].log_softmax(-1)
 
     def sum(self, x_nV: Tensor) -> Tensor:
         return x_nV.sum(-1)
 
-    def pick(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
-        return all_nV.gather(1, ids_nK)
+    def pick(self, logprobs_nV: Tensor, ids_nK: Tensor) -> Tensor:
+        return logprobs_nV.gather(1, ids_nK)
 
-    def compute_rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
-        return all_nV.scatter(1, ids_nK, -torch.inf).logsumexp(-1)
+    def compute_rest(self, logprobs_nV: Tensor, ids_nK: Tensor) -> Tensor:
+        return logprobs_nV.scatter(1, ids_nK, -torch.inf).logsumexp(-1)
 
-    def find_top(self, all_nV: Tensor, k: int) -> Tensor:
-        return all_nV.topk(k, dim=-1).indices
+    def find_top(self, logprobs_nV: Tensor, k: int) -> Tensor:
+        return logprobs_nV.topk(k, dim=-1).indices
 
-    def gather_all(self, all_nV: Tensor, size: int) -> Tensor:
-        return all_nV
+    def gather_all(self, logprobs_nV: Tensor, size: int) -> Tensor:
+        return logprobs_nV
 
 
 FULL_VOCABULARY = FullVocabulary()
@@ -159,7 +160,8 @@ class Head:
 
     size: number of tokens in the vocabulary.
     chunk_rows: number of predictions whose logits exist at a time.
-    matrix: [V, d] in the dtype of losses, if `logits` only multiplies by it; else None.
+    matrix: the head's weight [V, d], if `logits` is just hidden @ matrix.T (no bias or soft cap)
+      and the weight has the dtype in which losses are computed; else None.
     """
 
     logits: Logits
@@ -180,7 +182,7 @@ def compute_token_columns(
     """Return the columns that `spec` lists, by name.
 
     "logprobs" and "entropy" are [T], "topk_ids" [T, K], "topk_logprobs" [T, K + 1] (or [T, V], see
-    `compute_outcome_logprobs`). They are computed at the tokens of the mask, under each row's
+    `compute_topk_and_rest_logprobs`). They are computed at the tokens of the mask, under each row's
     temperature, and are 0 elsewhere. A row that was sampled greedily (temperature 0) is scored
     under temperature 1, as the sampler does.
 
@@ -217,7 +219,7 @@ def _compute_predictions(
 ) -> dict[str, Tensor]:
     """Return the columns of the predictions, by name."""
     starts = range(0, max(1, len(hidden_nd)), head.chunk_rows)
-    if len(starts) > 1 and head.matrix is not None and spec.is_logprobs_only:
+    if len(starts) > 1 and head.matrix is not None and spec.only_logprobs_need_gradient:
         inputs = (
             hidden_nd.to(head.matrix.dtype),
             head.matrix,
@@ -262,40 +264,40 @@ def _compute_chunk(
     """Return the columns of a chunk of predictions, in the order of `spec.column_names`."""
     vocabulary = head.vocabulary
     size = head.size
-    all_nV = vocabulary.log_softmax(head.logits(hidden_nd) / temperature_n[:, None])
-    columns = [vocabulary.pick(all_nV, targets_n[:, None])[:, 0]]
+    logprobs_nV = vocabulary.log_softmax(head.logits(hidden_nd) / temperature_n[:, None])
+    columns = [vocabulary.pick(logprobs_nV, targets_n[:, None])[:, 0]]
     if spec.needs_entropy:
         with nullcontext() if spec.has_entropy_gradient else torch.no_grad():
-            columns.append(-vocabulary.sum(all_nV.exp() * all_nV))
+            columns.append(-vocabulary.sum(logprobs_nV.exp() * logprobs_nV))
     if not (spec.needs_logprobs_at_ids or spec.needs_top):
         return tuple(columns)
     if spec.shared_vocab is not None and spec.shared_vocab < size:
         size = spec.shared_vocab
-        all_nV = vocabulary.renormalise_first(all_nV, size)
+        logprobs_nV = vocabulary.renormalise_first(logprobs_nV, size)
     if spec.needs_logprobs_at_ids:
-        columns.append(compute_outcome_logprobs(vocabulary, all_nV, ids_nK, size))
+        columns.append(compute_topk_and_rest_logprobs(vocabulary, logprobs_nV, ids_nK, size))
     elif 0 < spec.top_k < size:
-        ids_nK = vocabulary.find_top(all_nV, spec.top_k)
-        columns.append(compute_outcome_logprobs(vocabulary, all_nV, ids_nK, size))
+        ids_nK = vocabulary.find_top(logprobs_nV, spec.top_k)
+        columns.append(compute_topk_and_rest_logprobs(vocabulary, logprobs_nV, ids_nK, size))
     else:
-        ids_nK = torch.arange(size, device=all_nV.device).expand(len(all_nV), size)
-        columns.append(vocabulary.gather_all(all_nV, size))
+        ids_nK = torch.arange(size, device=logprobs_nV.device).expand(len(logprobs_nV), size)
+        columns.append(vocabulary.gather_all(logprobs_nV, size))
     return (*columns, ids_nK) if spec.needs_ids else tuple(columns)
 
 
-def compute_outcome_logprobs(
-    vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int
+def compute_topk_and_rest_logprobs(
+    vocabulary: Vocabulary, logprobs_nV: Tensor, ids_nK: Tensor, size: int
 ) -> Tensor:
     """Return log p of K tokens and, in a last column, of any other token: [n, K + 1].
 
-    If the K tokens are the whole vocabulary, there is no last column. The probability of any other
-    token is a sum over these tokens. For a sharp distribution, 1 minus the probability of the K
-    tokens would be 0 in float32, and have no gradient.
+    If the K tokens are the whole vocabulary, there is no last column. The last column sums the
+    probabilities of all tokens outside the K. For a sharp distribution, 1 minus the probability of
+    the K tokens would be 0 in float32, and have no gradient.
     """
-    chosen_nK = vocabulary.pick(all_nV, ids_nK)
+    chosen_nK = vocabulary.pick(logprobs_nV, ids_nK)
     if ids_nK.shape[1] == size:
         return chosen_nK
-    return torch.cat([chosen_nK, vocabulary.compute_rest(all_nV, ids_nK)[:, None]], dim=-1)
+    return torch.cat([chosen_nK, vocabulary.compute_rest(logprobs_nV, ids_nK)[:, None]], dim=-1)
 
 
 def compute_state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ratchet.learners.config import DTensorConfig
 from ratchet.learners.distributed.fsdp import DTensorLearner, shard_model
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.learners.distributed.param_shards import collect_param_shards, fill_param_shards
-from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.learners.distributed.topology import build_topology
 from ratchet.models.load import load_transformers_policy
 from ratchet.models.model_source import ModelSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ratchet.learners.distributed.base import RankLearner
-from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import PolicyModel
 

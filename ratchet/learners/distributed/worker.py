@@ -18,7 +18,7 @@ from ratchet.batch import Batch
 from ratchet.config.resolve import build, import_object, resolve
 from ratchet.learners.distributed.base import RankLearner
 from ratchet.learners.distributed.model_providers import ModelProvider
-from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.models.model_source import ModelSource
 from ratchet.protocols import ExportedPart, Shard
 

@@ -9,7 +9,7 @@ import torch
 from ratchet.config.resolve import resolve
 from ratchet.errors import ModelError
 from ratchet.learners.config import MegatronConfig
-from ratchet.learners.distributed.stage_spec import RoleSpec
+from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.learners.distributed.topology import build_megatron_sizes, build_topology
 from ratchet.learners.megatron.learner import MegatronLearner
 from ratchet.models.megatron.build import destroy_process_groups, init_process_groups

@@ -81,12 +81,13 @@ class Rule:
             return
         row = 0
         effective_index = ShardIndex() if self.division is ParamDivision.WHOLE else shard_index
-        groups = (
+        # A share is a KV group (GROUPS), a rank's part (ROWS) or the whole (WHOLE).
+        n_shares = (
             dimensions.kv_heads if self.division is ParamDivision.GROUPS else effective_index.count
         )
-        for group in effective_index.range(groups):
+        for share in effective_index.range(n_shares):
             for name, shape, row_dimension in weights:
-                rows = ShardIndex(group, groups).range(dimensions.padded_size(row_dimension))
+                rows = ShardIndex(share, n_shares).range(dimensions.padded_size(row_dimension))
                 count = max(0, min(rows.stop, shape[0]) - rows.start)
                 if count:
                     yield WeightPiece(

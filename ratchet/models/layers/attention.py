@@ -262,7 +262,7 @@ def _plan_branch_call(
     bucket = _make_bucket([segment.length for segment in group], device)
     longest_past = max(segment.begin for segment in group)
     past_RP = np.stack([np.resize(past_indices(segment), longest_past) for segment in group])
-    starts_R = np.array([segment.start for segment in group])
+    starts_R = np.array([segment.distinct_start for segment in group])
     lengths_R = np.array([segment.length for segment in group])
     offsets_L = np.arange(bucket.longest)
     segment_RL = starts_R[:, None] + np.minimum(offsets_L, lengths_R[:, None] - 1)

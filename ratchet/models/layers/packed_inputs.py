@@ -21,8 +21,8 @@ from ratchet.models.layers.attention import PackedAttention, TreeAttention
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.prefix_tree import PrefixTree, compute_path_keys
 
-# The number of tokens after the first output token is rounded up to a multiple of this, because on
-# a CPU attention over 31 tokens takes longer than over 32.
+# The number of tokens after the first output token is rounded up to a multiple of this, because
+# attention over 31 tokens takes longer than over 32 on a CPU.
 STRIDE = 8
 # Sharing prefixes and skipping final states have a cost of their own. Each is done only if at most
 # this share of the tokens (or of the final states) is left to compute.
@@ -39,7 +39,9 @@ class PackedInputs:
     # int64, index of each of the T tokens among the computed final states; None: same order.
     state_index_T: Tensor | None = None
     routing: Routing | None = None
-    seed: int | None = None  # seed of adapter dropout, if it is sent with the inputs
+    # Seed of adapter dropout, which the Megatron learner sets for updates; None: the inputs carry
+    # none, and the adapters drop nothing unless `seed_dropout` sets their seed.
+    seed: int | None = None
     # int64, indices of the output tokens among the U tokens; None: all U final states are computed.
     output_index_n: Tensor | None = None
 
@@ -128,20 +130,20 @@ def pack_output_inputs(
     Args:
         output_mask_T: bool, True for output tokens; at least one must be True.
     """
-    kept_T, kept_S = _select_computed(lengths, output_mask_T)
-    kept_T = kept_T.to(tokens_T.device)
+    is_kept_T, kept_lengths = _select_computed(lengths, output_mask_T)
+    is_kept_T = is_kept_T.to(tokens_T.device)
     packed = pack_inputs(
-        tokens_T[kept_T], positions_T[kept_T], kept_S, shares_prefixes=shares_prefixes
+        tokens_T[is_kept_T], positions_T[is_kept_T], kept_lengths, shares_prefixes=shares_prefixes
     )
     # A token that is left out maps to the last kept token before it.
-    state_index_T = kept_T.cumsum(0) - 1
+    state_index_T = is_kept_T.cumsum(0) - 1
     if packed.state_index_T is not None:
         state_index_T = packed.state_index_T[state_index_T]
     output_mask_U = torch.zeros(len(packed.tokens_U), dtype=torch.bool, device=state_index_T.device)
     output_mask_U[state_index_T[output_mask_T]] = True
     output_index_n = output_mask_U.nonzero()[:, 0]
     if len(output_index_n) > MAX_REMAINING_SHARE * len(output_mask_U):
-        return packed if kept_T.all() else replace(packed, state_index_T=state_index_T)
+        return packed if is_kept_T.all() else replace(packed, state_index_T=state_index_T)
     return replace(
         packed,
         state_index_T=(output_mask_U.cumsum(0) - 1).clamp_(min=0)[state_index_T],

@@ -33,7 +33,7 @@ class PrefixSegment:
     row: int  # index of one of the sequences that contain the segment
     begin: int  # also the number of tokens before the segment
     end: int
-    start: int = 0  # index of its first token among the U distinct tokens
+    distinct_start: int = 0  # index of its first token among the U distinct tokens
 
     @property
     def length(self) -> int:
@@ -77,23 +77,23 @@ class PrefixTree:
         for segment in sorted(
             segment_by_key.values(), key=lambda segment: (segment.begin, segment.length)
         ):
-            placed = PrefixSegment(segment.row, segment.begin, segment.end, start=n_distinct)
+            placed = PrefixSegment(segment.row, segment.begin, segment.end, n_distinct)
             segments.append(placed)
             segment_by_key[segment.row, segment.begin] = placed
             n_distinct += segment.length
         distinct_index_T = np.empty(len(tokens_T), dtype=np.int64)
         for sequence_start, path in zip(starts_S.tolist(), paths, strict=True):
             for segment in path:
-                # The segments in `paths` have no `start`, but the placed ones have.
-                start = segment_by_key[segment.row, segment.begin].start
+                # The segments in `paths` have no `distinct_start`, but the placed ones have.
+                start = segment_by_key[segment.row, segment.begin].distinct_start
                 distinct_index_T[sequence_start + segment.begin : sequence_start + segment.end] = (
                     np.arange(start, start + segment.length)
                 )
         token_index_U = np.empty(n_distinct, dtype=np.int64)
         for segment in segments:
             first_token = int(starts_S[segment.row]) + segment.begin
-            token_index_U[segment.start : segment.start + segment.length] = np.arange(
-                first_token, first_token + segment.length
+            token_index_U[segment.distinct_start : segment.distinct_start + segment.length] = (
+                np.arange(first_token, first_token + segment.length)
             )
         return cls(tuple(segments), token_index_U, distinct_index_T, starts_S)
 

@@ -39,6 +39,7 @@ class CountdownReward(AnswerReward):
     def grade(self, text: str, task: Task) -> float:
         available, target = Counter(task.meta["numbers"]), task.meta["target"]
         try:
+            # A puzzle's expression has only whole numbers, + - * / and parentheses.
             value, numbers = evaluate(extract_expression(text), is_puzzle=True)
         except NotAnExpression:
             return 0.0

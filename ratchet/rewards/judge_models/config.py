@@ -12,7 +12,7 @@ from ratchet.config.sections import JudgeSection
 
 
 class LanguageModelJudgeConfig(JudgeSection):
-    """A language model that answers the questions of the rewards judge and pairwise_judge."""
+    """A language model that answers the questions of the rewards `judge` and `pairwise_judge`."""
 
     builds: ClassVar[str] = "ratchet.training.judges:start_language_model"
 
@@ -26,8 +26,8 @@ class LanguageModelJudgeConfig(JudgeSection):
     )
     generator: Annotated[AnyGenerator, Slot("generator")] = Field(
         default_factory=lambda: resolve("generator", {}),
-        description="Engine that writes the judge's replies: in the run's process, or workers: in "
-        "processes of its own, which the cluster places.",
+        description="Engine that writes the judge's replies, in the run's process. With "
+        "kind=workers it has its own processes, which the cluster places.",
     )
     device: Device | None = Field(
         None,

@@ -232,7 +232,7 @@ def test_an_empty_range_of_rewards_is_told() -> None:
     keys = {f"grpo.{SCALING}.enabled": True, f"grpo.{SCALING}.source_max": 0.0}
     result = from_keys("grpo", **keys)
     assert "algorithm.shaping" not in result.flat
-    assert "empty range" in item(result, f"grpo.{SCALING}.enabled").note
+    assert "range is empty" in item(result, f"grpo.{SCALING}.enabled").note
 
 
 @pytest.mark.parametrize("coef", [float("inf"), [1], 10**30, "x"])

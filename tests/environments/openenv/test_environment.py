@@ -135,7 +135,7 @@ def test_a_full_server_is_asked_again(server):
         await environment.close()
         await waiting
         environment.config = environment.config.model_copy(update={"timeout_s": 0.2})
-        with pytest.raises(OpenEnvError, match="as many sessions as attempts"):
+        with pytest.raises(OpenEnvError, match="max_concurrent_envs to at least"):
             await environment.reset(first)
         await other.close()
 

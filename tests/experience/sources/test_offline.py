@@ -249,7 +249,7 @@ def test_rows_longer_than_the_context_are_left_out_and_counted_where_the_data_as
             for i in itertools.count(start):  # every third is far too long
                 yield Task(f"t{i % 6}", said("8" * (99 if i % 3 == 1 else 1)), answer=i % 6)
 
-        def drops_too_long(self, task):
+        def drops_too_long_rows(self, task):
             return True
 
     source = pairs(Drops(), max_context=40)
@@ -270,7 +270,7 @@ def test_rows_longer_than_the_context_are_left_out_and_counted_where_the_data_as
 def test_data_of_long_rows_alone_are_an_error(monkeypatch):
     monkeypatch.setattr("ratchet.experience.sources.long_rows.MAX_DROPPED", 5)
     environment = Given()
-    environment.drops_too_long = lambda task: True
+    environment.drops_too_long_rows = lambda task: True
     with pytest.raises(DataError, match="the last 5 rows are too long; task t"):
         draw(pairs(environment, max_context=2), 1)
 

@@ -12,20 +12,22 @@ from ratchet.commands.migrate.table import (
     at_least_0,
     choose,
     choose_inert,
-    covered,
     dropped,
     flag,
     no_effect,
     number,
-    off_at,
     only_if,
     positive,
     real,
+    rows_covered_by,
     switches,
     whole,
+    without_effect_if,
 )
 
-EVALUATION_NOTE = "greedy accuracy on evaluation.tasks held-out tasks; 0: only before and after"
+EVALUATION_NOTE = (
+    "an evaluation measures greedy accuracy on held-out tasks; 0: only before and after"
+)
 
 BETAS = (f"{MEGATRON}.optimizer.adam_beta1", f"{MEGATRON}.optimizer.adam_beta2")
 
@@ -37,7 +39,7 @@ COMMON = (
     KeyRow(
         "policy.tokenizer.chat_template",
         "tokenizer.template",
-        "the path of a .jinja file here",
+        "tokenizer.template is the path of a .jinja file here",
         shared.template,
     ),
     KeyRow(
@@ -49,7 +51,7 @@ COMMON = (
     KeyRow(
         "policy.optimizer.kwargs.weight_decay",
         "optimizer.weight_decay",
-        "on matrices only",
+        shared.WEIGHT_DECAY,
         place.when_megatron(False, number),
     ),
     KeyRow("policy.optimizer.kwargs.betas", "optimizer.betas", convert=place.when_megatron(False)),
@@ -64,7 +66,7 @@ COMMON = (
     KeyRow(
         f"{MEGATRON}.optimizer.weight_decay",
         "optimizer.weight_decay",
-        "on matrices only",
+        shared.WEIGHT_DECAY,
         place.when_megatron(True, number),
     ),
     *(
@@ -178,8 +180,12 @@ COMMON = (
         for name in ("policy.max_total_sequence_length", "data.max_input_seq_length")
     ),
     *no_effect(shared.KV_CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
-    *covered(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size", convert=off_at(1)),
-    *covered(f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size", convert=off_at(1)),
+    *rows_covered_by(
+        f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size", convert=without_effect_if(1)
+    ),
+    *rows_covered_by(
+        f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size", convert=without_effect_if(1)
+    ),
     *(KeyRow(f"{section}.enabled", covered_by=f"{section}.dim") for section in to.ADAPTERS),
     KeyRow(f"{DTENSOR}.lora_cfg.match_all_linear", covered_by=f"{DTENSOR}.lora_cfg.target_modules"),
     *(
@@ -214,9 +220,9 @@ COMMON = (
         "data.train.split_validation_size",
     ),
     *switches(shared.DATA_LOADER, "data.*"),
-    *covered("logger.wandb_enabled", "logger.wandb.project"),
-    *covered("logger.mlflow_enabled", "logger.mlflow.experiment_name"),
-    *covered("logger.swanlab_enabled", "logger.swanlab.project"),
+    *rows_covered_by("logger.wandb_enabled", "logger.wandb.project"),
+    *rows_covered_by("logger.mlflow_enabled", "logger.mlflow.experiment_name"),
+    *rows_covered_by("logger.swanlab_enabled", "logger.swanlab.project"),
     *no_effect("metrics always go to metrics.jsonl and the terminal", "logger.*"),
     *no_effect("rewards have processes of their own", "env.*.num_workers"),
     *(

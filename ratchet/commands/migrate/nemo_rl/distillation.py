@@ -54,7 +54,7 @@ def _objective(value: Any, config: PeerConfig) -> Any:
 
 def _mix(value: Any, config: PeerConfig) -> Any:
     if config["loss_fn.kl_type"] != "mixed":
-        return Inert("only counts with kl_type=mixed there")
+        return Inert("it counts only with kl_type=mixed there")
     weight = numbers.number(value)
     if weight in (0, 1):
         return Inert("all weight is on one direction, which algorithm.objective has")

@@ -31,9 +31,9 @@ from ratchet.commands.migrate.table import (
     switches,
 )
 
-SPEED = "changes speed and memory there, not results"
+SPEED = "it changes speed and memory there, not results"
 POLICY_LEARNER = "it runs on the policy's learner here, with its settings"
-SWITCH = "is a switch of the peer's engine that learners lack"
+SWITCH = "this is a switch of the engine there, which learners lack"
 # Patterns below a section of Megatron or DTensor, of keys that change speed and memory alone.
 SPEED_KEYS = (
     *("*fusion*", "*offload*", "*cuda_graph*", "*overlap*", "*deepep*", "*hybridep*", "*gloo*"),
@@ -95,7 +95,7 @@ def _convert_if_backend(name: str) -> Conversion:
 
     def convert(value: Any, config: PeerConfig) -> Any:
         if config[f"{GENERATION}.backend"] == name:
-            return Dropped("is set by other keys of generator, or has no switch")
+            return Dropped("other keys of generator set this, or there is no switch")
         return Inert(f"the backend there is not {name}")
 
     return convert
@@ -105,7 +105,7 @@ def _drop_in(megatron: bool, reason: str) -> Conversion:
     """Return a conversion of keys without counterpart that only count with one learner."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
-        return Inert("off there") if is_off(value) else Dropped(reason)
+        return Inert("it is off there") if is_off(value) else Dropped(reason)
 
     return when_megatron(megatron, convert)
 
@@ -125,7 +125,7 @@ def context(value: Any, config: PeerConfig) -> Any:
 
 def _decay(value: Any, config: PeerConfig) -> Any:
     if value == config[f"{MEGATRON}.optimizer.weight_decay"]:
-        return Inert("is the weight decay, which stays the same")
+        return Inert("it is the weight decay, which stays the same")
     return Dropped("weight decay is constant here")
 
 
@@ -134,7 +134,7 @@ def _when_enabled(switch: str) -> Conversion:
 
     def convert(value: Any, config: PeerConfig) -> Any:
         if is_off(value) or config[switch] is not True:
-            return Inert("off there")
+            return Inert("it is off there")
         return Dropped(POLICY_LEARNER)
 
     return convert
@@ -172,26 +172,28 @@ ENGINE = (
     *(
         KeyRow(
             f"{MEGATRON}.optimizer.{name}",
-            note="is adam here",
-            convert=only_value(value, "as here"),
+            note="the optimizer is adam here",
+            convert=only_value(value, "it is adam, as here"),
         )
         for name, value in (("optimizer", "adam"),)
     ),
-    *no_effect("only counts with optimizer: sgd there", f"{MEGATRON}.optimizer.sgd_momentum"),
-    *no_effect("repeats policy.max_grad_norm, which counts", f"{MEGATRON}.optimizer.clip_grad"),
+    *no_effect("it counts only with optimizer: sgd there", f"{MEGATRON}.optimizer.sgd_momentum"),
+    *no_effect("it repeats policy.max_grad_norm, which counts", f"{MEGATRON}.optimizer.clip_grad"),
     KeyRow(f"{MEGATRON}.optimizer.min_lr", note=SWITCH, convert=when_megatron(True, _min_lr)),
     *(
         KeyRow(f"{MEGATRON}.scheduler.{name}", note=SWITCH, convert=when_megatron(True, _decay))
         for name in ("start_weight_decay", "end_weight_decay")
     ),
-    *no_effect("has no effect with constant weight decay", f"{MEGATRON}.scheduler.weight_decay_*"),
+    *no_effect(
+        "it has no effect with constant weight decay", f"{MEGATRON}.scheduler.weight_decay_*"
+    ),
     *no_effect("schedules end with the last step here", f"{MEGATRON}.scheduler.lr_decay_iters"),
     *no_effect("the warm-up rises from 0 here", f"{MEGATRON}.scheduler.lr_warmup_init"),
     *(
         KeyRow(
             f"{MEGATRON}.{name}",
-            note=f"counts for models with experts: {reason}",
-            convert=_drop_in(True, f"counts for models with experts: {reason}"),
+            note=f"it counts for models with experts: {reason}",
+            convert=_drop_in(True, f"it counts for models with experts: {reason}"),
         )
         for name, reason in (
             ("freeze_moe_router", "their router trains here"),
@@ -204,7 +206,9 @@ ENGINE = (
         inert=True,
     ),
     KeyRow(
-        f"{MEGATRON}.fp8_cfg.*", note="is learner.fp8 here", convert=when_megatron(True, _when_fp8)
+        f"{MEGATRON}.fp8_cfg.*",
+        note="learner.fp8 sets this here",
+        convert=when_megatron(True, _when_fp8),
     ),
     KeyRow("policy.draft.*", note="drafts do not train here", convert=_when_draft),
     KeyRow(f"{MEGATRON}.*", note=SWITCH, convert=_drop_in(True, SWITCH)),
@@ -237,6 +241,8 @@ GENERATOR = (
         note="evaluation draws from the whole distribution",
         convert=choose_inert(1.0, "evaluation draws from the whole distribution"),
     ),
-    *no_effect("only counts with quant_cfg there", f"{GENERATION}.real_quant_export_cpu_offload"),
-    *switches("is set by other keys of generator, or has no switch", f"{GENERATION}.*"),
+    *no_effect(
+        "it counts only with quant_cfg there", f"{GENERATION}.real_quant_export_cpu_offload"
+    ),
+    *switches("other keys of generator set this, or there is no switch", f"{GENERATION}.*"),
 )

@@ -18,10 +18,10 @@ from ratchet.commands.migrate.table import (
     KeyRow,
     PeerConfig,
     Values,
-    covered,
     dropped,
     no_effect,
     only_if,
+    rows_covered_by,
 )
 
 LEAVE_ONE_OUT = "use_leave_one_out_baseline"
@@ -98,9 +98,9 @@ def stop_metric(value: Any, config: PeerConfig) -> Any:
 def stop_at(value: Any, config: PeerConfig) -> Any:
     metric = config["grpo.stop_at_validation_metric"]
     if metric is None:
-        return Inert("only counts with stop_at_validation_metric there")
+        return Inert("it counts only with stop_at_validation_metric there")
     if isinstance(stop_metric(metric, config), Dropped):
-        return Dropped("its metric is left out")
+        return Dropped("the metric of early stopping is left out")
     if not config.whole("grpo.val_period", 10, least=0):
         return Dropped("nothing is evaluated between steps: set evaluation.every too")
     return numbers.real(value)
@@ -118,7 +118,7 @@ GRPO = (
         convert=only_if(
             lambda config: config[f"grpo.adv_estimator.{LEAVE_ONE_OUT}"] is None,
             _only_for_grpo(advantage),
-            "grpo.adv_estimator overrides it",
+            "grpo.adv_estimator overrides this key",
         ),
         default=True,
     ),
@@ -132,7 +132,7 @@ GRPO = (
         "grpo.adv_estimator.normalize_rewards", covered_by=f"grpo.adv_estimator.{LEAVE_ONE_OUT}"
     ),
     KeyRow("grpo.adv_estimator.name", "algorithm.kind", convert=estimator),
-    *covered("grpo.adv_estimator.name", "grpo.adv_estimator.*"),
+    *rows_covered_by("grpo.adv_estimator.name", "grpo.adv_estimator.*"),
     KeyRow("grpo.advantage_clip_low", "algorithm.advantage_clip", convert=advantage_clip),
     KeyRow("grpo.advantage_clip_high", "algorithm.advantage_clip", convert=advantage_clip),
     *dropped(
@@ -151,7 +151,7 @@ GRPO = (
         "_teachers.*",
     ),
     *no_effect(
-        "changes how the trainer computes, not its results",
+        "it changes how the trainer computes, not its results",
         "grpo.deduplicate_multimodal_data",
         "grpo.debug_payload_metrics",
         "grpo.calculate_advantages_on_gpu",

@@ -17,12 +17,12 @@ from ratchet.commands.migrate.table import (
     PeerConfig,
     Values,
     choose,
-    covered,
     dropped,
     flag,
     no_effect,
     number,
     only_if,
+    rows_covered_by,
     switches,
     whole,
 )
@@ -57,12 +57,13 @@ def kl(value: Any, config: PeerConfig) -> Any:
         return Values({"algorithm.kl.coef": 0.0})
     if config.flag("loss_fn.use_kl_in_reward"):
         return Values(
-            {"algorithm.kl.coef": coef, "algorithm.kl.place": "reward"}, "k1 of each token"
+            {"algorithm.kl.coef": coef, "algorithm.kl.place": "reward"},
+            "the penalty is k1 of each token",
         )
     kind = config["loss_fn.reference_policy_kl_type"]
     note = (
-        "the KL(policy || reference) as there, but without the clamps of the log-ratio (20) and of "
-        "the penalty (10)"
+        "it is KL(policy || reference) as there, but without the clamps of the log-ratio (20) and "
+        "of the penalty (10)"
     )
     return Values({"algorithm.kl.coef": coef, "algorithm.kl.estimator": kind}, note)
 
@@ -92,7 +93,9 @@ def correction(value: Any, config: PeerConfig) -> Any:
         )
     if level == "none" or high is None:
         lower_bound = {} if low is None or high is None else {"weight_low": low}
-        note = "" if high is not None else "has no upper bound, as there: set weight_high"
+        note = (
+            "" if high is not None else "the weight has no upper bound, as there: set weight_high"
+        )
         return Values(
             {"algorithm.correction": {"weight": weight, **lower_bound, "weight_high": high}}, note
         )
@@ -143,7 +146,7 @@ def shaping(section: str, part: str) -> Conversion:
 def _scale_rewards(section: str, config: PeerConfig) -> Values | Inert | Dropped:
     """Convert the map of rewards from [source_min, source_max] to [target_min, target_max]."""
     if not config.flag(f"{section}.enabled"):
-        return Inert("off there")
+        return Inert("it is off there")
     low, high, target_low, target_high = (
         numbers.real(0.0 if config[key] is None else config[key], key)
         for key in (
@@ -151,7 +154,7 @@ def _scale_rewards(section: str, config: PeerConfig) -> Values | Inert | Dropped
         )
     )
     if low >= high or target_low >= target_high:
-        return Dropped("has an empty range: set algorithm.shaping (clip and scale) by hand")
+        return Dropped("its range is empty: set algorithm.shaping (clip and scale) by hand")
     factor = (target_high - target_low) / (high - low)
     shift = target_low - factor * low
     steps: list[dict[str, Any]] = [{"kind": "clip", "low": low, "high": high}]
@@ -163,10 +166,11 @@ def _scale_rewards(section: str, config: PeerConfig) -> Values | Inert | Dropped
 def _penalise_length(section: str, config: PeerConfig) -> Values | Inert | Dropped:
     """Convert the penalty of long or truncated answers."""
     if not config.flag(f"{section}.enabled"):
-        return Inert("off there")
+        return Inert("it is off there")
     if config[f"{section}.stop_properly_penalty_coef"] is not None:
         return Dropped(
-            "scales the reward of a truncated answer: set algorithm.shaping with kind stop_properly"
+            "it scales the reward of a truncated answer: set algorithm.shaping with kind "
+            "stop_properly"
         )
     length = config.whole(f"{section}.max_response_length")
     penalty = {
@@ -177,7 +181,7 @@ def _penalise_length(section: str, config: PeerConfig) -> Values | Inert | Dropp
     }
     return Values(
         {"algorithm.shaping": [penalty]},
-        "is never below -factor here (DAPO, eq. 13); there it falls further with the length",
+        "the penalty is at least -factor here (DAPO, eq. 13); there it falls with the length",
     )
 
 
@@ -192,7 +196,7 @@ def _kl_part(value: Any, config: PeerConfig) -> Inert | None:
 def _kl_detail(value: Any, config: PeerConfig) -> Any:
     coef = config["loss_fn.reference_policy_kl_penalty"]
     if value is False or not numbers.real(coef):
-        return Inert("off there")
+        return Inert("it is off there")
     return Dropped(KL_NOTE)
 
 
@@ -207,7 +211,7 @@ LOSS = (
                 not (config.flag("loss_fn.disable_ppo_ratio") or config.flag("loss_fn.use_cispo"))
             ),
             number,
-            "only acts on the clipped ratio there",
+            "it acts only on the clipped ratio there",
         ),
     ),
     KeyRow(
@@ -228,13 +232,13 @@ LOSS = (
     ),
     *switches("with minibatches=1 and epochs=1 all ratios are 1", "loss_fn.force_on_policy_ratio"),
     KeyRow("loss_fn.positive_example_nll_weight", "algorithm.positive_nll_coef", convert=number),
-    *covered(
+    *rows_covered_by(
         "loss_fn.ratio_clip_min",
         "loss_fn.disable_ppo_ratio",
         "loss_fn.use_cispo",
         "loss_fn.sequence_level_importance_ratios",
     ),
-    *covered(
+    *rows_covered_by(
         "loss_fn.use_importance_sampling_correction",
         f"{TIS}_type",
         f"{TIS}_ratio",
@@ -265,7 +269,8 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
         KeyRow(
             f"{section}.dynamic_sampling_max_gen_batches",
             "rollouts.max_replaced",
-            "is the number of replaced groups per step over batch_size; beyond it groups are kept "
+            "max_replaced is the number of replaced groups per step over batch_size; beyond it "
+            "groups are kept "
             "here, and the run stops there",
             only_if(
                 lambda config: config.flag(f"{section}.use_dynamic_sampling"),
@@ -283,8 +288,8 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
             "algorithm.shaping",
             convert=shaping(section, "reward_shaping"),
         ),
-        *covered(f"{section}.reward_shaping.enabled", f"{section}.reward_shaping.*"),
-        *covered(f"{section}.reward_scaling.enabled", f"{section}.reward_scaling.*"),
+        *rows_covered_by(f"{section}.reward_shaping.enabled", f"{section}.reward_shaping.*"),
+        *rows_covered_by(f"{section}.reward_scaling.enabled", f"{section}.reward_scaling.*"),
         # The defaults of a range that the file leaves out.
         KeyRow(
             f"{section}.reward_scaling.source_max",
@@ -305,7 +310,7 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
                 f"async_{section} is off there",
             ),
         ),
-        *covered(f"{asynchronous}.max_trajectory_age_steps", f"{asynchronous}.enabled"),
+        *rows_covered_by(f"{asynchronous}.max_trajectory_age_steps", f"{asynchronous}.enabled"),
         *no_effect(
             "running requests get new weights with each weight sync; generator.keep_kv keeps their "
             "KV cache",
@@ -326,7 +331,7 @@ def reward_rows(section: str) -> tuple[KeyRow, ...]:
             f"{section}.batch_multiplier",
         ),
         *no_effect(
-            "changes how the trainer computes, not its results",
+            "it changes how the trainer computes, not its results",
             f"{section}.skip_reference_policy_logprobs_calculation",
         ),
     )

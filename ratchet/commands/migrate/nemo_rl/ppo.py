@@ -20,12 +20,12 @@ from ratchet.commands.migrate.table import (
     KeyRow,
     PeerConfig,
     Values,
-    covered,
     dropped,
     flag,
     no_effect,
     number,
     only_if,
+    rows_covered_by,
     switches,
     whole,
 )
@@ -171,7 +171,7 @@ ADVANTAGES = (
         convert=_with_critic(_lambdas),
         default=0.95,
     ),
-    *covered(
+    *rows_covered_by(
         f"{ESTIMATOR}.gae_lambda",
         f"{ESTIMATOR}.gae_lambda_policy",
         f"{ESTIMATOR}.gae_lambda_value",
@@ -198,13 +198,17 @@ CRITIC = (
         default=0,
         null=None,
     ),
-    KeyRow("value_loss_fn.scale", note="is 1 here", convert=_value_scale),
+    KeyRow("value_loss_fn.scale", note="the value loss has weight 1 here", convert=_value_scale),
     KeyRow(
         "ppo.policy_training_start_step",
         "algorithm.critic.warmup_steps",
         convert=_with_critic(lambda value, config: numbers.whole(value, least=0)),
     ),
-    KeyRow("value.model_name", note="is the policy's model here", convert=_critic_model),
+    KeyRow(
+        "value.model_name",
+        note="the critic starts from the policy's model here",
+        convert=_critic_model,
+    ),
     KeyRow(
         "value.optimizer.kwargs.lr",
         "algorithm.critic.lr",
@@ -250,7 +254,9 @@ CRITIC = (
 PPO = (
     *ADVANTAGES,
     KeyRow("ppo.ppo_epochs", "algorithm.epochs", convert=whole, default=4),
-    KeyRow("ppo.critic_ppo_epochs", note="is algorithm.epochs here", convert=_critic_epochs),
+    KeyRow(
+        "ppo.critic_ppo_epochs", note="algorithm.epochs is this number here", convert=_critic_epochs
+    ),
     *CRITIC,
     # After the keys of the critic, which raw_reward removes.
     KeyRow(f"{ESTIMATOR}.name", "algorithm.kind", convert=_estimator, default="gae"),

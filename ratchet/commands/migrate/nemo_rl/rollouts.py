@@ -7,9 +7,18 @@ from ratchet.commands.migrate.nemo_rl import placement as place
 from ratchet.commands.migrate.nemo_rl import values as to
 from ratchet.commands.migrate.nemo_rl.engine import GENERATOR
 from ratchet.commands.migrate.nemo_rl.placement import GENERATION
-from ratchet.commands.migrate.table import KeyRow, at_least_0, covered, off_at, real, whole
+from ratchet.commands.migrate.table import (
+    KeyRow,
+    at_least_0,
+    real,
+    rows_covered_by,
+    whole,
+    without_effect_if,
+)
 
-MINIBATCH_NOTE = "counts answers there; here minibatches is the number of optimizer steps per batch"
+MINIBATCH_NOTE = (
+    "it counts answers there; here minibatches is the number of optimizer steps per batch"
+)
 
 
 def rollout_rows(section: str, *, prompts: int, attempts: int) -> tuple[KeyRow, ...]:
@@ -55,14 +64,14 @@ def rollout_rows(section: str, *, prompts: int, attempts: int) -> tuple[KeyRow, 
         KeyRow("data.train.dataset_name", "environment", note=shared.COLUMNS, convert=to.rows),
         KeyRow("data.train.data_path", "environment", note=shared.COLUMNS, convert=to.rows),
         KeyRow("data.dataset_name", "environment", note=shared.COLUMNS, convert=to.rows),
-        *covered(
+        *rows_covered_by(
             f"{GENERATION}.backend",
             f"{GENERATION}.colocated.*",
             f"{GENERATION}.vllm_cfg.max_model_len",
         ),
-        *covered(
+        *rows_covered_by(
             f"{GENERATION}.backend",
             f"{GENERATION}.vllm_cfg.*_parallel_size",
-            convert=off_at(1),
+            convert=without_effect_if(1),
         ),
     )

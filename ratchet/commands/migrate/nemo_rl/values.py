@@ -14,10 +14,12 @@ from ratchet.commands.migrate.nemo_rl.placement import DTENSOR, MEGATRON, uses_m
 from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
 from ratchet.data.presets.datasets import BOXED_REQUEST, PRESETS
 
-WARMUP_NOTE = "counts passes over a batch there and optimizer steps here (x minibatches)"
+WARMUP_NOTE = (
+    "the warm-up counts passes over a batch there and optimizer steps here (x minibatches)"
+)
 # The note of rows that `like_policy` converts.
-SHARED_NOTE = "is the policy's here"
-ADAPTER_NOTE = "is a detail of the adapter that has no key here"
+SHARED_NOTE = "it has the policy's setting here"
+ADAPTER_NOTE = "this detail of the adapter has no key here"
 # The LoRA sections of the DTensor and the Megatron learner.
 ADAPTERS = (f"{DTENSOR}.lora_cfg", f"{MEGATRON}.peft")
 # The sections of the trainers that sample.
@@ -118,7 +120,8 @@ def warmup(value: Any, config: PeerConfig) -> Any:
         notes.append(f"the learning rate rises from 0 here, from {start:g} x lr there")
         if numbers.number(kwargs["LinearLR"].get("end_factor", 1.0), "end_factor") != 1:
             return Dropped(
-                "has an end_factor other than 1: set optimizer.lr, warmup_steps and schedule"
+                "the schedule has an end_factor other than 1: set optimizer.lr, warmup_steps and "
+                "schedule"
             )
     if "CosineAnnealingLR" in kwargs:
         values["optimizer.schedule"] = "cosine"
@@ -134,7 +137,8 @@ def warmup(value: Any, config: PeerConfig) -> Any:
         and numbers.number(kwargs["ConstantLR"].get("factor", 1 / 3), "factor") != 1
     ):
         return Dropped(
-            "has a ConstantLR with a factor other than 1: set optimizer.lr, warmup_steps, schedule"
+            "the schedule has a ConstantLR with a factor other than 1: set optimizer.lr, "
+            "warmup_steps and schedule"
         )
     if set(kwargs) == {"ConstantLR"}:
         return Inert("a constant learning rate is the default here")
@@ -200,7 +204,7 @@ def targets(section: str) -> Conversion:
 def adapter_detail(value: Any, config: PeerConfig) -> Any:
     """Return why a detail of the adapter is not converted. Its usual value has no effect."""
     is_usual = value in ("post", "xavier", "zero", True, False) or value == []
-    return Inert("is the usual form of an adapter") if is_usual else Dropped(ADAPTER_NOTE)
+    return Inert("it is the usual form of an adapter") if is_usual else Dropped(ADAPTER_NOTE)
 
 
 def rows(value: Any, config: PeerConfig) -> Any:
@@ -269,7 +273,7 @@ def convert_project(tracker: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         trackers = [name for name in shared.TRACKERS if config.flag(f"logger.{name}_enabled")]
         if not numbers.flag(value):
-            return Inert("off there")
+            return Inert("it is off there")
         project = {
             name: config[f"logger.{name}.project"] or config[f"logger.{name}.experiment_name"]
             for name in trackers

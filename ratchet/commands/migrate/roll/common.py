@@ -13,18 +13,20 @@ from ratchet.commands.migrate.table import (
     KeyRow,
     at_least_0,
     choose,
-    covered,
     dropped,
     flag,
     no_effect,
     number,
-    off_at,
     real,
+    rows_covered_by,
     switches,
     whole,
+    without_effect_if,
 )
 
-EPOCHS_NOTE = "max_steps is the length: set passes in place of steps for passes over the data"
+EPOCHS_NOTE = (
+    "max_steps sets the length of training; to train for epochs, set `passes` instead of `steps`"
+)
 # Keys of an engine that change speed and memory alone, below strategy_config.
 SPEED_KEYS = (
     *("*fusion*", "*overlap*", "*offload*", "*recompute*", "*dispatcher*", "*grouped*", "bf16"),
@@ -32,12 +34,14 @@ SPEED_KEYS = (
     *("pipeline_model_parallel_layout", "reshard_after_forward", "wrap_policy.*", "use_batched_*"),
     *("distrib_optim_*",),
 )
-EVALUATION_NOTE = "greedy accuracy on evaluation.tasks held-out tasks"
+EVALUATION_NOTE = (
+    "an evaluation measures greedy accuracy on held-out tasks; evaluation.tasks is their number"
+)
 
 
 def train_rows(role: str) -> tuple[KeyRow, ...]:
-    """Return the rows of a role's optimizer, model and training engine."""
-    return (*_optimizer(role), *_model_and_engine(role))
+    """Return the rows of a role's optimizer, model, training engine and data."""
+    return (*_optimizer(role), *_model_and_engine(role), *_data(role))
 
 
 def batch_rows(role: str, recipe_key: str, note: str, convert: Conversion) -> tuple[KeyRow, ...]:
@@ -65,7 +69,7 @@ def _optimizer(role: str) -> tuple[KeyRow, ...]:
             ),
             default="linear",
         ),
-        KeyRow(f"{args}.weight_decay", "optimizer.weight_decay", "on matrices only", number),
+        KeyRow(f"{args}.weight_decay", "optimizer.weight_decay", shared.WEIGHT_DECAY, number),
         KeyRow(
             f"{args}.adam_beta1",
             "optimizer.betas",
@@ -124,19 +128,21 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
         KeyRow(f"{model}.lora_alpha", "lora.alpha", convert=to.lora(role, real)),
         KeyRow(f"{model}.lora_dropout", "lora.dropout", convert=to.lora(role, number)),
         KeyRow(f"{role}.device_mapping", covered_by=f"{role}.strategy_args.strategy_name"),
-        *covered(
+        *rows_covered_by(
             f"{role}.strategy_args.strategy_name",
             f"{role}.strategy_args.strategy_config.*_size",
             f"{model}.ulysses_size",
-            convert=off_at(1),
+            convert=without_effect_if(1),
         ),
         *no_effect(
-            "changes speed and memory there, not results",
+            "it changes speed and memory there, not results",
             *(f"{role}.strategy_args.strategy_config.{name}" for name in SPEED_KEYS),
             *(f"{role}.{name}" for name in ("offload_nccl", "use_remove_padding")),
             f"{role}.sequence_length_round_*",
         ),
-        *switches("is a switch of the peer's engine that learners lack", f"{role}.strategy_args.*"),
+        *switches(
+            "this is a switch of the engine there, which learners lack", f"{role}.strategy_args.*"
+        ),
         *no_effect(
             shared.MICRO_BATCHES,
             f"{role}.infer_batch_size",
@@ -150,6 +156,11 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
         *no_effect("attention has one kernel here", f"{model}.attn_implementation"),
         *no_effect("attention has one kernel here", f"{model}.flash_attn"),
         *switches(shared.NUMERICS, f"{model}.*", f"{args}.*", f"{role}.*"),
+    )
+
+
+def _data(role: str) -> tuple[KeyRow, ...]:
+    return (
         *no_effect(
             "the model's own chat template is used, unless tokenizer.template is set",
             f"{role}.data_args.template",
@@ -161,10 +172,15 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
         ),
         KeyRow(
             f"{role}.data_args.interleave_probs",
-            note="one file, or files one after the other",
+            note="data are not interleaved here: files are read one after the other "
+            "(environment.kind=mixture mixes sources)",
             inert=True,
         ),
-        KeyRow(f"{role}.data_args.messages", note="is the column prompt", convert=to.messages),
+        KeyRow(
+            f"{role}.data_args.messages",
+            note="it names the prompt's column there; here the column is always `prompt`",
+            convert=to.messages,
+        ),
         *switches(shared.DATA_LOADER, f"{role}.data_args.*"),
     )
 
@@ -178,7 +194,7 @@ COMMON = (
         "student_*",
     ),
     *no_effect(
-        "is a value that other keys of the file refer to",
+        "other keys of the file refer to this value",
         "lora_rank",
         "lora_alpha",
         "lora_target",
@@ -244,6 +260,9 @@ COMMON = (
         "the reference is the model at the stage's start", "reference.*", "enable_reference"
     ),
     *no_effect("profile with `ratchet train --profile N`", "profiler_*", "length_profiler_dir"),
-    *no_effect("is read by the launcher there", "hydra.*", "defaults"),
-    *no_effect("records keep every step here", "rollout_mock.*"),
+    *no_effect("the launcher there reads it", "hydra.*", "defaults"),
+    *no_effect(
+        "a run's records keep the rollouts of every step, so nothing needs to be dumped or mocked",
+        "rollout_mock.*",
+    ),
 )

@@ -23,7 +23,7 @@ from ratchet.commands.migrate.table import (
     real,
 )
 
-BATCH_NOTE = "counts rows of all data-parallel ranks here, of one rank there"
+BATCH_NOTE = "the batch counts rows of all data-parallel ranks here, of one rank there"
 LENGTH_KEYS = ("sequence_length", "prompt_length", "response_length")
 
 
@@ -43,15 +43,15 @@ DPO = (
     KeyRow(
         "beta",
         "algorithm.beta",
-        "is used here; ROLL 0.3 does not pass it to its loss, which uses 0.1",
+        "it is used here; ROLL 0.3 does not pass it to its loss, which uses 0.1",
         real,
         default=0.1,
     ),
     KeyRow(
         "label_smoothing",
         "algorithm.label_smoothing",
-        "is used here; ROLL 0.3 does not pass it to its loss",
-        only_if(lambda config: not config.flag("ipo"), real, "ipo has none"),
+        "it is used here; ROLL 0.3 does not pass it to its loss",
+        only_if(lambda config: not config.flag("ipo"), real, "ipo does not read it"),
     ),
     KeyRow("chosen_key", "environment.columns", convert=to.column("chosen"), default="chosen"),
     KeyRow(

@@ -14,24 +14,24 @@ from ratchet.commands.migrate.table import (
     KeyRow,
     at_least_0,
     choose,
-    covered,
     dropped,
     flag,
     no_effect,
     number,
     only_if,
     real,
+    rows_covered_by,
     switches,
     whole,
 )
 
 MINIBATCH_NOTE = (
-    "counts answers of one data-parallel rank there; here minibatches is the number of optimizer "
-    "steps per batch"
+    "it counts answers of one data-parallel rank there; here minibatches is the number of "
+    "optimizer steps per batch"
 )
 GENERATING = "actor_infer.generating_args"
 CUT_NOTE = "the mass that the filter keeps enters algorithm.correction here, and nothing there"
-POSITIVE_NOTE = "adds the negative log-likelihood of answers with a reward above 0"
+POSITIVE_NOTE = "it adds the negative log-likelihood of answers with a reward above 0"
 
 RLVR = (
     KeyRow("adv_estimator", "algorithm.kind", convert=to.estimator, default="gae"),
@@ -56,8 +56,8 @@ RLVR = (
     KeyRow("use_pg_clip_range", "algorithm.loss", convert=to.clip),
     KeyRow("pg_clip_low", covered_by="pg_clip", default=0.2),
     KeyRow("pg_clip_high", covered_by="pg_clip", default=0.2),
-    *covered("pg_clip", "importance_sampling", "dual_clip_loss"),
-    *covered("adv_estimator", "norm_mean_type", "norm_std_type"),
+    *rows_covered_by("pg_clip", "importance_sampling", "dual_clip_loss"),
+    *rows_covered_by("adv_estimator", "norm_mean_type", "norm_std_type"),
     KeyRow("step_reward_gamma", covered_by="adv_estimator", default=0.95),
     KeyRow("gamma", covered_by="adv_estimator", default=1),
     KeyRow("lambd", covered_by="adv_estimator", default=0.95),
@@ -121,7 +121,7 @@ RLVR = (
     KeyRow(
         "max_len_mask",
         "algorithm.truncated",
-        "drop: truncated answers count in the statistics, but do not train",
+        "with drop, truncated answers count in the statistics, but do not train",
         choose({True: "drop", False: "keep"}),
     ),
     KeyRow("async_generation_ratio", "rollouts.max_staleness", convert=to.max_staleness),
@@ -174,12 +174,12 @@ RLVR = (
         "batch_adjust_mode",
     ),
     KeyRow("rewards.*.worker_cls", "rewards", convert=to.rewards),
-    *covered(
+    *rows_covered_by(
         "rewards.*.worker_cls",
         "rewards.*.tag_included",
         convert=lambda value, config: Inert("the tags of a reward that is left out"),
     ),
-    *covered(
+    *rows_covered_by(
         "rewards.*.worker_cls",
         "rewards.*.reward_type",
         convert=lambda value, config: Inert("only the worker of CrossThinkQA reads it"),
@@ -196,14 +196,14 @@ RLVR = (
     ),
     *switches("docs/rewards.md lists the keys of each reward", "rewards.*"),
     *no_effect(shared.KV_CACHE, "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
-    *covered(
+    *rows_covered_by(
         "actor_infer.strategy_args.strategy_name",
         "actor_infer.device_mapping",
         "actor_infer.strategy_args.strategy_config.max_model_len",
         "actor_infer.strategy_args.strategy_config.tensor_parallel_size",
     ),
     *no_effect(
-        "changes speed and memory there, not results",
+        "it changes speed and memory there, not results",
         "actor_infer.infer_batch_size",
         "actor_infer.model_args.*",
         "actor_infer.num_gpus_per_worker",
@@ -217,7 +217,7 @@ RLVR = (
         "actor_infer.data_args.template",
     ),
     *switches("only the keys of generator can be set for vLLM", "actor_infer.*"),
-    *no_effect("is a value that other keys of the file refer to", "reward_pretrain"),
+    *no_effect("other keys of the file refer to this value", "reward_pretrain"),
     *dropped(
         "set a reward model with rewards: [{kind: reward_model, path: ...}]",
         "reward_model.*",
@@ -262,7 +262,7 @@ RLVR = (
         "rl_loss_coef",
     ),
     *no_effect("the loss is ppo here too", "actor_train.pg_variant"),
-    *no_effect("is a value that other keys of the file refer to", "pg_variant"),
+    *no_effect("other keys of the file refer to this value", "pg_variant"),
     *train_rows("actor_train"),
     *COMMON,
 )

@@ -113,7 +113,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
     note = (
         f"the only baseline is the {mean} mean"
         if mean
-        else "no baseline, as in ROLL. For one, set algorithm.kind=grpo"
+        else "there is no baseline, as in ROLL. For one, set algorithm.kind=grpo"
     )
     return Values(keys, note)
 
@@ -121,7 +121,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
 def difficulty(value: Any, config: PeerConfig) -> Any:
     """Convert difficulty_mask and its thresholds to a range of the group's mean reward."""
     if not value:
-        return Inert("off there")
+        return Inert("it is off there")
     low, high = (
         numbers.real(config[f"difficulty_{side}_threshold"], f"difficulty_{side}_threshold")
         for side in ("low", "high")
@@ -166,7 +166,7 @@ def aggregation(value: Any, config: PeerConfig) -> Any:
     if value == "seq-mean-token-sum":
         return Values(
             {"algorithm.weighting": "token_sum"},
-            "is the sum over tokens, divided by the number of answers",
+            "the loss is the sum over tokens, divided by the number of answers",
         )
     if value == "seq-mean-token-sum-norm":
         return Values(
@@ -185,7 +185,7 @@ def aggregation(value: Any, config: PeerConfig) -> Any:
 
 def kl_loss(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Inert("off there, and here by default")
+        return Inert("it is off there, and here by default")
     coef = numbers.real(config["kl_loss_coef"], "kl_loss_coef")
     if not coef:
         return Inert("its coefficient is 0 there")
@@ -196,7 +196,7 @@ def kl_loss(value: Any, config: PeerConfig) -> Any:
 
 def kl_reward(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Inert("off there, and here by default")
+        return Inert("it is off there, and here by default")
     adaptive = (
         {} if config["target_kl"] is None else {"algorithm.kl.target": config.number("target_kl")}
     )
@@ -212,13 +212,13 @@ def kl_reward(value: Any, config: PeerConfig) -> Any:
 
 def max_staleness(value: Any, config: PeerConfig) -> Any:
     """Convert async_generation_ratio to the maximum staleness; 0 has no effect."""
-    return numbers.number(value) or Inert("is 0 there: rollouts are not asynchronous")
+    return numbers.number(value) or Inert("it is 0 there: rollouts are not asynchronous")
 
 
 def correction(value: Any, config: PeerConfig) -> Any:
     """Convert the importance weight between sampler and learner, with its level and bound."""
     if not numbers.flag(value):
-        return Inert("off there")
+        return Inert("it is off there")
     level, bound = (
         config[f"{CORRECTION}.is_weight.weight_type"],
         config[f"{CORRECTION}.is_weight.upper_bound"],
@@ -272,7 +272,9 @@ def filters(value: Any, config: PeerConfig) -> Any:
 def rewards(value: Any, config: PeerConfig) -> Any:
     """Convert the reward workers of all domains to one reward, or to rewards by a task's tag."""
     if str(value).rpartition(".")[2] not in REWARDS:
-        return Dropped(f"it and its rows are left out (environment.keep): {shared.USER_REWARD}")
+        return Dropped(
+            f"this reward and its rows are left out (environment.keep): {shared.USER_REWARD}"
+        )
     domains: dict[str, Any] = {}
     unknown: list[str] = []
     for key, path in config.values.items():
@@ -335,7 +337,7 @@ def lora(role: str, convert: Conversion | None = None) -> Conversion:
     return only_if(
         lambda config: config[f"{role}.model_args.lora_target"],
         convert,
-        "lora_target is not set there: no adapter",
+        "lora_target is not set there, so there is no adapter",
     )
 
 
@@ -379,7 +381,7 @@ def messages(value: Any, config: PeerConfig) -> Dropped:
 
 def domain_shares(value: Any, config: PeerConfig) -> Any:
     if numbers.real(value) == 1:
-        return Inert("is the only domain")
+        return Inert("it is the only domain")
     return Dropped("environment.kind=mixture has parts with weights: here all rows are one set")
 
 

@@ -1,4 +1,4 @@
-"""The specification of a training stage's roles, which the driver sends to a learner's ranks."""
+"""The specification of one role's learner, which the driver sends to the learner's ranks."""
 
 from __future__ import annotations
 
