@@ -7,6 +7,7 @@ time because PyTorch releases the interpreter lock inside its operations.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -88,3 +89,13 @@ def balance_by_size(sizes: Sequence[int], workers: int) -> list[list[int]]:
         loads[lightest] += sizes[index]
         indices_by_worker[lightest].append(index)
     return [sorted(indices) for indices in indices_by_worker]
+
+
+async def finish_in_thread(function: Callable[[], Result]) -> Result:
+    """Run a function in a thread. A cancelled caller waits for its end before it is cancelled."""
+    running = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

@@ -86,7 +86,7 @@ def test_mini_batches_replay_against_the_first_pass():
         ),
         (
             {"learner": {"kind": "dtensor", "context_parallel": 2}},
-            "learner.context_parallel=2 divides what .* Set router.measure=false",
+            "learner.context_parallel=2 splits .* Set router.measure=false",
         ),
     ],
 )

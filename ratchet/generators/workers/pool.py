@@ -24,6 +24,7 @@ from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.worker_queue import PendingRequest, WorkerQueue
 from ratchet.protocols import Generator, Shard
 from ratchet.types import Completion, Placed, Sampling
+from ratchet.utils.thread_pool import finish_in_thread
 from ratchet.worker_protocols import Workers
 
 log = logging.getLogger(__name__)
@@ -123,10 +124,10 @@ class GeneratorPool(Generator):
         lost_process = queue.lost_process
         queue.lost_process = None
         if lost_process is not None:
-            await asyncio.to_thread(lost_process.close)
+            await finish_in_thread(lost_process.close)
         while self.final_error is None:
             try:
-                process = await asyncio.to_thread(self._start_process, queue)
+                process = await finish_in_thread(lambda: self._start_process(queue))
                 if self._paused:
                     await process.call("pause")
             except WorkerError as error:
@@ -136,10 +137,7 @@ class GeneratorPool(Generator):
             return
 
     def _start_process(self, queue: WorkerQueue) -> Workers:
-        """Start a worker's process, and keep it even if the task that waits for it is cancelled.
-
-        Otherwise `close` would not find the process.
-        """
+        """Start a worker's process, where `close` finds it even if the recovery is cancelled."""
         assert self._start_worker is not None, "`start` was not called"
         queue.process = self._start_worker(queue.rank)
         return queue.process
@@ -462,6 +460,9 @@ class GeneratorPool(Generator):
                 task.cancel()
         for request in self._list_outstanding():
             request.future.cancel()
+        if self._recovery is not None and not self._recovery.done():
+            # A process that is being closed or started now must be known below.
+            await asyncio.wait([self._recovery])
         await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes))
 
 
