@@ -145,6 +145,8 @@ def test_what_sentinels_said_is_shown(show, report):
 def test_a_run_can_be_hidden(show, report):
     page = show(report)
     page.click("button.run >> text=two")
+    card(page, "rollout/reward").locator(".legend >> text=0.65").wait_for(state="detached")
+    card(page, "rollout/reward").locator(".legend >> text=0.6").wait_for()
     assert card(page, "rollout/reward").locator(".legend").inner_text() == "0.6"
 
 
