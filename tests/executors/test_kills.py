@@ -155,7 +155,7 @@ def test_the_drivers_death_leaves_nothing(how):
         assert len(pids) == 5
         assert all(alive(pid) for pid in pids)
         driver.send_signal(how)
-        driver.wait(timeout=20)
+        driver.wait(timeout=60)
         until(lambda: not any(alive(pid) for pid in pids))
         until(lambda: not folder.exists())
     mine = {
@@ -190,7 +190,7 @@ def test_a_killed_fork_server_leaves_no_folder(driver_too, tmp_path):
         workers, programs = pids[:2], pids[2:4]
         until(lambda: not any(alive(pid) for pid in (workers if driver_too else pids)))
         assert folder.is_dir()
-        driver.communicate(timeout=20)
+        driver.communicate(timeout=60)
     if driver_too:
         for program in programs:  # of those that are left nothing else knows
             os.kill(program, signal.SIGKILL)
