@@ -1,4 +1,4 @@
-"""What backends, environments, rewards and sources must provide: base classes and protocols.
+"""Define what backends, environments, rewards and sources must provide.
 
 They are small on purpose. Each has a fake and a conformance suite in `ratchet.testing`. Methods are
 async where an implementation may wait for another process.

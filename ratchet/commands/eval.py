@@ -26,7 +26,6 @@ from ratchet.commands.eval_setup import (
     add_metadata,
     build_eval_setup,
     require_judge,
-    start_eval_judges,
 )
 from ratchet.commands.model_target import Target, open_target, require_config
 from ratchet.config.loader import load_config
@@ -55,10 +54,10 @@ from ratchet.training.evaluators import (
     make_evaluator,
     make_stage_evaluator,
 )
-from ratchet.training.judges import Judges, close_judges
 from ratchet.training.roles import make_roles
 from ratchet.training.saved_weights import split_step
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
+from ratchet.training.workers.judges import close_judges
 from ratchet.utils.object_store import fetch_directory, is_address
 from ratchet.utils.safe_read import read_json
 from ratchet.utils.terminal_text import make_console
@@ -220,8 +219,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
     """
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
-    judges = start_eval_judges(config, evaluation)
-    setup, spec = build_eval_setup(config, evaluation, judges)
+    setup, spec = build_eval_setup(config, evaluation)
     spec = replace(spec, sampling=target.policy.with_stop_ids(spec.sampling))
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is None:
@@ -232,7 +230,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
         evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles)
     if evaluator is None:
         raise ConfigError(NO_TASKS)
-    result = asyncio.run(_run_and_close(target.policy, judges, evaluator.run()))
+    result = asyncio.run(_run_and_close(target.policy, setup, evaluator.run()))
     tasks = list_held_out_tasks(setup, spec)
     sampling = make_eval_sampling(spec)
     generator = type(target.policy.generator).__name__
@@ -254,7 +252,7 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
     settings = evaluation.endpoint
     if settings.model is None:
         raise ConfigError("--model is missing: give the endpoint's name for the model")
-    setup, spec, judges = _build_setup_without_model(url, evaluation)
+    setup, spec = _build_setup_without_model(url, evaluation)
     section = EndpointConfig(
         api_key_env=settings.api_key_env,
         concurrency=settings.concurrency,
@@ -267,20 +265,20 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
         spec.rollouts.max_turns,
         spec.rollouts.attempt_timeout_s,
     )
-    return _play_messages(player, url, settings.model, evaluation, setup, spec, judges)
+    return _play_messages(player, url, settings.model, evaluation, setup, spec)
 
 
 def _evaluate_oracle(evaluation: EvaluationSettings) -> EvalResults:
     """Return the results of the tasks' demonstrations, each played once."""
     evaluation = replace(evaluation, samples=0, greedy=True)
-    setup, spec, judges = _build_setup_without_model(ORACLE, evaluation)
+    setup, spec = _build_setup_without_model(ORACLE, evaluation)
     player = OraclePlayer(spec.rollouts.max_turns, spec.rollouts.attempt_timeout_s)
-    return _play_messages(player, ORACLE, ORACLE, evaluation, setup, spec, judges)
+    return _play_messages(player, ORACLE, ORACLE, evaluation, setup, spec)
 
 
 def _build_setup_without_model(
     target: str, evaluation: EvaluationSettings
-) -> tuple[EnvSetup, StageSpec, Judges]:
+) -> tuple[EnvSetup, StageSpec]:
     """Return the setup for an endpoint or the oracle, which have no recipe of their own."""
     if evaluation.generator is not None:
         raise ConfigError(
@@ -292,10 +290,9 @@ def _build_setup_without_model(
         raise ConfigError(
             f"{target} has no recipe that names tasks: add --on KIND, or --recipe RECIPE"
         )
-    judges = start_eval_judges(config, evaluation)
-    setup, spec = build_eval_setup(config, evaluation, judges)
+    setup, spec = build_eval_setup(config, evaluation)
     require_judge(setup)
-    return setup, spec, judges
+    return setup, spec
 
 
 def _play_messages(
@@ -305,7 +302,6 @@ def _play_messages(
     evaluation: EvaluationSettings,
     setup: EnvSetup,
     spec: StageSpec,
-    judges: Judges,
 ) -> EvalResults:
     """Return the results of a player on the setup's held-out tasks."""
     tasks = list_held_out_tasks(setup, spec)
@@ -326,26 +322,26 @@ def _play_messages(
         greedy=spec.evaluation.greedy,
         pass_threshold=spec.evaluation.pass_threshold,
     )
-    results = asyncio.run(_run_evaluator(evaluator, judges))
+    results = asyncio.run(_run_evaluator(evaluator, setup))
     report_failures(results)
     return add_metadata(results, target, model, evaluation, tasks, evaluator.sampling)
 
 
-async def _run_evaluator(evaluator: Evaluator, judges: Judges) -> EvalResults:
+async def _run_evaluator(evaluator: Evaluator, setup: EnvSetup) -> EvalResults:
     try:
         return await evaluator.run()
     finally:
         await evaluator.manager.close()
-        await close_judges(judges)
+        await close_judges(setup.judges)
 
 
 async def _run_and_close(
-    policy: Policy, judges: Judges, evaluation: Coroutine[Any, Any, Result]
+    policy: Policy, setup: EnvSetup, evaluation: Coroutine[Any, Any, Result]
 ) -> Result:
     try:
         return await evaluation
     finally:
-        await close_judges(judges)
+        await close_judges(setup.judges)
         await policy.close()
 
 

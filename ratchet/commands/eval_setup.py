@@ -17,13 +17,13 @@ from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.errors import ConfigError
 from ratchet.evals.results import EvalResults
 from ratchet.observe.summary import get_installed_versions
-from ratchet.training.judges import Judges, start_judges
 from ratchet.training.stage import EnvSetup, StageSpec
 from ratchet.training.stage_from_config import (
     build_env_setup,
     build_eval_env_setup,
     build_stage_spec,
 )
+from ratchet.training.workers.judges import start_judges
 from ratchet.types import Sampling, Task
 
 NO_TASKS = "the recipe sets evaluation.tasks=0, so there is nothing to evaluate on: add --tasks N"
@@ -85,16 +85,17 @@ class EvaluationSettings:
 
 
 def build_eval_setup(
-    config: RunConfig | None, evaluation: EvaluationSettings, judges: Judges
+    config: RunConfig | None, evaluation: EvaluationSettings
 ) -> tuple[EnvSetup, StageSpec]:
     """Return the environment setup and the stage spec for an evaluation.
 
     Settings that `evaluation` does not override are those of the recipe's last stage. Without a
-    recipe (`config` None) they are the library's defaults. `judges` are those of
-    `start_eval_judges`.
+    recipe (`config` None) they are the library's defaults. The recipe's judges start in this
+    process, unless `--on` names the tasks; the caller closes them (`EnvSetup.judges`).
 
     Raises ConfigError for settings that contradict each other.
     """
+    _check_settings(evaluation)
     if config is None:
         spec = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
     else:
@@ -112,13 +113,8 @@ def build_eval_setup(
             )
     else:
         assert config is not None, "either --on or a recipe names the tasks"
-        setup = build_env_setup(config.stages[-1], judges=judges)
+        setup = build_env_setup(config.stages[-1], judges=start_judges(config))
         setup = setup.evaluation or setup
-    if evaluation.on is None and evaluation.overrides:
-        raise ConfigError(
-            f"'{evaluation.overrides[0]}' is a key of the environment that --on names: add --on "
-            "KIND, or change the recipe"
-        )
     settings = {
         "tasks": evaluation.tasks or spec.evaluation.tasks,
         "samples": evaluation.samples,
@@ -129,6 +125,18 @@ def build_eval_setup(
         else evaluation.temperature,
         "max_new_tokens": evaluation.max_new_tokens or spec.evaluation.max_new_tokens,
     }
+    return setup, replace(
+        spec, evaluation=spec.evaluation.model_copy(update=settings), seed=evaluation.seed
+    )
+
+
+def _check_settings(evaluation: EvaluationSettings) -> None:
+    """Raise ConfigError for settings that contradict each other."""
+    if evaluation.on is None and evaluation.overrides:
+        raise ConfigError(
+            f"'{evaluation.overrides[0]}' is a key of the environment that --on names: add --on "
+            "KIND, or change the recipe"
+        )
     if evaluation.temperature == 0 and evaluation.samples:
         raise ConfigError(
             "--temperature 0 makes all sampled attempts equal: give --samples 0, or remove "
@@ -136,14 +144,6 @@ def build_eval_setup(
         )
     if not evaluation.greedy and not evaluation.samples:
         raise ConfigError("--no-greedy and --samples 0 leave no attempt: give --samples N")
-    return setup, replace(
-        spec, evaluation=spec.evaluation.model_copy(update=settings), seed=evaluation.seed
-    )
-
-
-def start_eval_judges(config: RunConfig | None, evaluation: EvaluationSettings) -> Judges:
-    """Return the recipe's judges, started in this process; none if `--on` names the tasks."""
-    return {} if config is None or evaluation.on is not None else start_judges(config)
 
 
 def require_judge(setup: EnvSetup) -> None:

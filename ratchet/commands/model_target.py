@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
@@ -19,7 +17,12 @@ from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
 from ratchet.data.tokenizer_config import TokenizerConfig
 from ratchet.errors import ConfigError, ModelError, RunDirectoryError, RunNotFound
-from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
+from ratchet.executors.freeze import (
+    freeze,
+    has_compiled_kernels,
+    resolve_device,
+    use_kernels,
+)
 from ratchet.models.load import load_policy
 from ratchet.models.lora.files import CONFIG as ADAPTER_CONFIG
 from ratchet.runs.checkpoints import CheckpointStore
@@ -78,7 +81,7 @@ def open_target(
         _refuse_adapter(path)
         config = None if recipe is None else freeze(load_config(recipe))
         template = None if config is None else get_chat_template(config)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = resolve_device("auto")
         use_kernels(device == "cpu" and has_compiled_kernels())
         model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
         if config is not None and isinstance(config.tokenizer, TokenizerConfig):

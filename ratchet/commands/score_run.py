@@ -21,11 +21,12 @@ from ratchet.experience.rollout.manager import add_turn_rewards, judge_attempts
 from ratchet.observe.records.groups import read_groups
 from ratchet.observe.records.reader import Record
 from ratchet.protocols import Reward
+from ratchet.rewards.judge_models.base import Judges
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.runs.resolve import fetch_run_record
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.judges import Judges, close_judges, start_judges
 from ratchet.training.stage_from_config import build_reward
+from ratchet.training.workers.judges import close_judges, start_judges
 from ratchet.types import Failed, Group, Outcome, Trajectory, Truncated
 from ratchet.utils.terminal_text import make_console
 from ratchet.utils.user_code import UserCodeFailed

@@ -25,9 +25,9 @@ from ratchet.errors import ConfigError, RatchetError
 from ratchet.evals.message_player import AttemptState
 from ratchet.executors.signals import STOP_SIGNALS
 from ratchet.protocols import Environment, Step
-from ratchet.training.judges import start_judges
 from ratchet.training.stage import EnvSetup
 from ratchet.training.stage_from_config import build_env_setup, build_eval_env_setup
+from ratchet.training.workers.judges import start_judges
 from ratchet.types import Message, Scored, Task, ToolCall
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 from ratchet.utils.websockets import import_websockets

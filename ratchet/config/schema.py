@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
-from ratchet.config.checkpoint import CheckpointConfig
 from ratchet.config.experience import (
     CurriculumConfig,
     ParityConfig,
@@ -19,9 +18,9 @@ from ratchet.config.experience import (
     SamplingConfig,
     Temperature,
 )
-from ratchet.config.logs import LoggingConfig, RecordConfig
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.media_limits import MediaConfig
+from ratchet.config.outputs import CheckpointConfig, LoggingConfig, RecordConfig
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.sections import (
     AlgorithmSection,

@@ -117,17 +117,22 @@ def get_peak_memory() -> int:
     )
 
 
+def resolve_device(device: str) -> str:
+    """Return the device; for "auto", CUDA's if torch finds one, else the CPU."""
+    import torch
+
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
     """Return the configuration with every "auto" that depends on the machine resolved.
 
     A resumed run thus sees the same values. If torchrun started several processes, they become the
     cluster. `reasons` receives a sentence for each value that was measured.
     """
-    import torch
-
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = resolve_device(config.device)
     threads = config.threads
     if threads == "auto":
         threads, reason = choose_threads(config.model) if device == "cpu" else find_thread_limit()

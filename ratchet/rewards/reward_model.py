@@ -13,7 +13,7 @@ from ratchet.config.sections import JudgedSection
 from ratchet.errors import DataError
 from ratchet.protocols import Reward
 from ratchet.rewards.judge_models.scorer import ScalarModel, Scorer, render_tokens
-from ratchet.rewards.llm.chat_client import find_judge
+from ratchet.rewards.llm.chat_client import find_judge, make_missing_judge_error
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
 
@@ -90,7 +90,9 @@ class RewardModel(Reward):
 
         A conversation that is too long, has no answer, or can't be scored gives Failed("reward").
         """
-        scorer = self._scorer or find_judge({}, str(self.config.judge))
+        scorer = self._scorer
+        if scorer is None:
+            raise make_missing_judge_error(self.config.judge)
         outcomes: list[Outcome] = []
         rows: list[tuple[int, list[int]]] = []
         for i, trajectory in enumerate(trajectories):

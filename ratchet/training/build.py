@@ -40,11 +40,11 @@ from ratchet.protocols import Learner, Source, WeightSync
 from ratchet.runs.stage_progress import StagePosition
 from ratchet.training.colocation import colocate
 from ratchet.training.evaluators import make_stage_evaluator
-from ratchet.training.generator_workers import make_recovering_weight_sync
 from ratchet.training.roles import check_routers, get_max_row_length, make_roles
 from ratchet.training.run import StageRun
 from ratchet.training.sources import SOURCES, make_manager
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
+from ratchet.training.workers.generators import make_recovering_weight_sync
 from ratchet.types import Group
 from ratchet.weight_sync.factory import SyncEndpoints
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.serialization import WriteFiles, defer_writes, load_state, save_state
-from ratchet.config.checkpoint import CheckpointConfig
+from ratchet.config.outputs import CheckpointConfig
 from ratchet.config.schema import StageConfig
 from ratchet.data.jsonl import fingerprint
 from ratchet.errors import CheckpointError, DataError, RunDirectoryError

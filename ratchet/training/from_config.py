@@ -29,10 +29,10 @@ from ratchet.models.load import find_model, init_policy, load_policy
 from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import DecoderPolicy, PolicyModel
-from ratchet.training.generator_workers import get_generator_resources, start_generators
-from ratchet.training.judges import get_judge_resources
 from ratchet.training.roles import check_media_readers, check_roles, check_routers
 from ratchet.training.stage import Policy
+from ratchet.training.workers.generators import get_generator_resources, start_generators
+from ratchet.training.workers.judges import get_judge_resources
 from ratchet.utils.object_store import is_address
 from ratchet.worker_protocols import Executor
 
@@ -51,7 +51,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
 
     The learner's ranks divide the model among them; generator workers generate. If the recipe has
     neither, the policy is returned unchanged. The resources of judges are planned too, and
-    `ratchet.training.judges.start_judges` starts these.
+    `ratchet.training.workers.judges.start_judges` starts these.
 
     Raises:
         ConfigError: The cluster has no room for all processes.

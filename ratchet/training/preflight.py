@@ -32,9 +32,9 @@ from ratchet.models.weights.hf_weights import read_json
 from ratchet.protocols import Environment, Reward
 from ratchet.training.evaluators import explain_no_answers
 from ratchet.training.from_config import build_renderer, load_policy_processor
-from ratchet.training.judges import check_judge_files, read_context
 from ratchet.training.saved_weights import find_saved
 from ratchet.training.stage_from_config import build_reward, choose_eval_rewards
+from ratchet.training.workers.judges import check_judge_files, read_context
 from ratchet.types import Failed, Message, Outcome, Split, Task, Trajectory
 from ratchet.utils.object_store import is_address
 from ratchet.utils.user_code import is_user_error, run_guarded

@@ -27,7 +27,7 @@ from ratchet.models.lora.decoder import Adapter, is_adapter_parameter
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import UNLIMITED, DecoderPolicy, PolicyModel
 from ratchet.models.scalar_head import ScalarHead
-from ratchet.models.weights.hf_weights import read_json
+from ratchet.models.weights.hf_weights import read_text_config
 from ratchet.protocols import Generator, Learner
 from ratchet.utils.user_parts import add_missing_members
 from ratchet.worker_protocols import Workers
@@ -284,8 +284,7 @@ def _read_shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
     """Return a role's vocabulary size and maximum row length, from its model's files alone."""
     if path is None:
         return model.vocab_size, model.max_positions
-    shape = read_json(find_model(path) / "config.json")
-    shape = shape.get("text_config") or shape
+    shape = read_text_config(find_model(path))
     return int(shape["vocab_size"]), int(shape.get("max_position_embeddings") or UNLIMITED)
 
 
@@ -305,13 +304,12 @@ def check_roles(
         if role.path is None:
             continue
         try:
-            shape = read_json(find_model(role.path) / "config.json")
+            shape = read_text_config(find_model(role.path))
             role_tokenizer = load_tokenizer(role.path)
         except ModelError as error:
             raise ConfigError(
                 f"{name}: {error}. If another run makes this model, finish that run first"
             ) from error
-        shape = shape.get("text_config") or shape
         context = shape.get("max_position_embeddings")
         size = shape.get("vocab_size", role_tokenizer.vocab_size)
         if not role.aligned:

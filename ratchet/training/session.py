@@ -32,6 +32,7 @@ from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.observe.tracing.perfetto import Trace, open_trace
 from ratchet.observe.trackers import TrackedRun, build_trackers, get_run_id
 from ratchet.protocols import Learner
+from ratchet.rewards.judge_models.base import Judges
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.live_status import serve_status
 from ratchet.runs.remote_sync import Mirror
@@ -50,7 +51,6 @@ from ratchet.training.from_config import (
     resolve_resume_config,
     start_processes,
 )
-from ratchet.training.judges import Judges, close_judges, make_judge_check, start_judges
 from ratchet.training.loop import train
 from ratchet.training.metering import log_stage, make_meter, warn_of_steps_without_signal
 from ratchet.training.profiling import StageProfiling, choose_profiled_stage
@@ -64,6 +64,7 @@ from ratchet.training.saved_weights import (
 )
 from ratchet.training.stage import Policy
 from ratchet.training.stage_from_config import build_run
+from ratchet.training.workers.judges import close_judges, make_judge_check, start_judges
 from ratchet.utils import failpoints
 from ratchet.utils.temp_dirs import sweep
 

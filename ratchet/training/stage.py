@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ratchet.learners.config import LocalConfig
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.policy import PolicyModel
 from ratchet.protocols import Environment, Generator, Reward
+from ratchet.rewards.judge_models.base import Judges
 from ratchet.types import Sampling
 from ratchet.utils.user_parts import add_missing_members
 from ratchet.worker_protocols import Workers
@@ -124,6 +125,7 @@ class EnvSetup:
             again, and nothing trains on it.
         canaries: An environment for the same check, whose tasks must not earn a reward.
         evaluation: The setup for evaluation; None evaluates on this environment's held-out tasks.
+        judges: The running models of the recipe's `judges`, which the rewards use.
     """
 
     environment: Environment
@@ -134,6 +136,7 @@ class EnvSetup:
     second_opinion: Reward | None = None
     canaries: Environment | None = None
     evaluation: EnvSetup | None = None
+    judges: Judges = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Users may pass plain classes: add the members of the base class that they lack.

@@ -15,6 +15,7 @@ from ratchet.environments.build import build_environment
 from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Environment, Reward
+from ratchet.rewards.judge_models.base import Judges
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.training.build import make_run
 from ratchet.training.from_config import (
@@ -23,7 +24,6 @@ from ratchet.training.from_config import (
     get_tokenizer_config,
     is_colocated,
 )
-from ratchet.training.judges import Judges
 from ratchet.training.run import StageRun
 from ratchet.training.stage import EnvSetup, Policy, StageSpec, WorkerRolloutSpec
 from ratchet.types import Sampling
@@ -58,6 +58,7 @@ def build_env_setup(
         evaluation=None
         if stage.evaluation.environment is None
         else _build_evaluation_setup(stage, stage.evaluation.environment, judges),
+        judges=judges or {},
     )
 
 
@@ -74,7 +75,7 @@ def _build_evaluation_setup(
     """Return the setup of `evaluation.environment`, whose section is `section`."""
     environment = build_environment(section)
     rewards = choose_eval_rewards(stage, environment)
-    return EnvSetup(environment, reward=build_reward(rewards, judges))
+    return EnvSetup(environment, reward=build_reward(rewards, judges), judges=judges or {})
 
 
 def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequence[Section]:

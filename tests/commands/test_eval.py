@@ -217,7 +217,7 @@ def test_a_benchmark_is_asked_whole_and_has_its_subjects(
     assert {prompt.greedy.answer for prompt in found.prompts if prompt.greedy} == {"A"}
     assert "By tag" in capsys.readouterr().out
     assert (
-        build_eval_setup(None, chosen, {})[1].evaluation.tasks == sys.maxsize
+        build_eval_setup(None, chosen)[1].evaluation.tasks == sys.maxsize
     )  # not the 512 of a recipe
 
 

@@ -48,9 +48,9 @@ from ratchet.models.model_source import ModelSource
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.observe.trackers import TrackedRun
 from ratchet.testing.builders import make_trajectory
-from ratchet.training.generator_workers import get_generator_resources, get_worker_factory
-from ratchet.training.judges import get_judge_resources, start_judges
 from ratchet.training.stage_from_config import build_reward
+from ratchet.training.workers.generators import get_generator_resources, get_worker_factory
+from ratchet.training.workers.judges import get_judge_resources, start_judges
 from ratchet.types import Message, Scored, Task, ToolCall
 from ratchet.weight_sync.endpoints import LocalRank
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync

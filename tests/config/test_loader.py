@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.config.base import Section
-from ratchet.config.checkpoint import CheckpointConfig
 from ratchet.config.diagnostics import REDACTED
 from ratchet.config.experience import SamplingConfig
 from ratchet.config.loader import dump_config, load_config
+from ratchet.config.outputs import CheckpointConfig
 from ratchet.config.schema import EvaluationConfig, RunConfig
 from ratchet.config.yaml_tree import read_text, write_text
 from ratchet.errors import ConfigError

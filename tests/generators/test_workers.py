@@ -25,7 +25,7 @@ from ratchet.generators.workers.batch_protocol import CompletionBatch
 from ratchet.generators.workers.pool import MAX_SAME_PROMPT, GeneratorPool
 from ratchet.protocols import Generator
 from ratchet.testing.conformance import check_generator
-from ratchet.training.generator_workers import RecoveringWeightSync, get_worker_factory
+from ratchet.training.workers.generators import RecoveringWeightSync, get_worker_factory
 from ratchet.types import Completion, Message, Sampling, StopReason, Task
 from ratchet.weight_sync.endpoints import LocalRank, WeightSender
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync

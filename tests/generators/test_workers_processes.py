@@ -18,7 +18,7 @@ from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
 from ratchet.testing.conformance import check_generator
-from ratchet.training.generator_workers import (
+from ratchet.training.workers.generators import (
     get_generator_resources,
     make_recovering_weight_sync,
     start_generators,
@@ -41,7 +41,7 @@ LINKS = [
 
 @pytest.fixture(scope="module")
 def executor():
-    preload = (*PRELOAD, "ratchet.training.generator_workers", "ratchet.generators.engine.engine")
+    preload = (*PRELOAD, "ratchet.training.workers.generators", "ratchet.generators.engine.engine")
     made = LocalExecutor(LocalClusterConfig(silence_s=5), threads=2, device="cpu", preload=preload)
     yield made
     made.close()

@@ -37,10 +37,10 @@ from ratchet.testing.fakes import FakeLearner
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.synthetic_update import Update, differentiate
 from ratchet.training.from_config import build_policy
-from ratchet.training.generator_workers import make_recovering_weight_sync
 from ratchet.training.loop import train
 from ratchet.training.metering import PeakRate, StageMeter
 from ratchet.training.stage_from_config import build_run
+from ratchet.training.workers.generators import make_recovering_weight_sync
 from ratchet.types import Failed, Scored
 from ratchet.weight_sync.factory import SyncEndpoints
 

@@ -15,9 +15,9 @@ from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.errors import ConfigError, WorkerError
 from ratchet.models.load import init_policy
 from ratchet.models.scalar_head import ScalarHead, save_head
-from ratchet.training.judges import get_judge_resources, make_judge_check
 from ratchet.training.preflight import run_preflight
 from ratchet.training.start import resume_run, start_run
+from ratchet.training.workers.judges import get_judge_resources, make_judge_check
 
 RECIPE = {
     "threads": 1,

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ratchet.config.checkpoint import CheckpointConfig
 from ratchet.config.loader import dump_plain
+from ratchet.config.outputs import CheckpointConfig
 from ratchet.config.schema import EvaluationConfig, RunConfig, StageConfig
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import RatchetError

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config.media_limits import MediaLimits
+from ratchet.data.formats.media_checks import check_duration, check_size, choose_evenly_spaced
 from ratchet.errors import DataError, MissingDependency
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ def decode_video_file(source: bytes, *, where: str, limits: MediaLimits) -> list
             n_frames += 1
     if not n_frames:
         raise DataError(f"{where}: the video has no frames: copy it again, or drop the row")
-    kept = {
-        round(index) for index in np.linspace(0, n_frames - 1, min(n_frames, limits.max_frames))
-    }
+    kept = set(choose_evenly_spaced(n_frames, limits.max_frames))
     with _decode(source, "video", where, limits) as frames:
         return [_convert_frame(frame) for index, frame in enumerate(frames) if index in kept]
 
@@ -100,15 +99,6 @@ def decode_sound(
     return np.concatenate(blocks), rate
 
 
-def check_duration(samples: int, rate: int, where: str, limits: MediaLimits) -> None:
-    """Raise DataError if so many samples at a rate in Hz last longer than the limit."""
-    if rate <= 0 or samples > limits.max_audio_s * rate:
-        raise DataError(
-            f"{where}: declares {samples} samples at {rate} Hz, at most {limits.max_audio_s:g} s "
-            "are allowed: cut it, or raise max_audio_s under media"
-        )
-
-
 def import_av() -> Any:
     """Import and return the package av. Raises MissingDependency without it."""
     try:
@@ -137,7 +127,7 @@ def _decode(source: bytes, kind: str, where: str, limits: MediaLimits) -> Iterat
                 raise ValueError("FFmpeg has no decoder for its codec")
             tracks[0].thread_type, context.thread_count = "NONE", 1
             if kind == "video":
-                _check_size(context.width, context.height, where, limits)
+                check_size(context.width, context.height, where, limits)
             yield _iter_frames(container, tracks[0], kind, where, limits)
     except (av.FFmpegError, ValueError, MemoryError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0][:200]
@@ -152,7 +142,7 @@ def _iter_frames(
 ) -> Iterator[Any]:
     for frame in container.decode(track):
         if kind == "video":
-            _check_size(frame.width, frame.height, where, limits)
+            check_size(frame.width, frame.height, where, limits)
         yield frame
 
 
@@ -185,19 +175,6 @@ def _read_ebml_size(source: bytes, start: int) -> tuple[int | None, int]:
     mask = (1 << 7 * n_bytes) - 1
     value = int.from_bytes(source[start : start + n_bytes]) & mask
     return (None if value == mask else value), start + n_bytes
-
-
-def _check_size(width: int, height: int, where: str, limits: MediaLimits) -> None:
-    if max(width, height) > limits.max_side:
-        raise DataError(
-            f"{where}: is {width} x {height} pixels, at most {limits.max_side} on a side are "
-            "allowed: make it smaller, or raise max_side under media"
-        )
-    if width * height > limits.max_pixels:
-        raise DataError(
-            f"{where}: declares {width} x {height} = {width * height} pixels, at most "
-            f"{limits.max_pixels} are allowed: make it smaller, or raise max_pixels under media"
-        )
 
 
 def _convert_frame(frame: Any) -> Image:

@@ -27,12 +27,8 @@ from numpy.typing import NDArray
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.files import convert_read_errors, open_binary
-from ratchet.data.formats.av_media import (
-    check_duration,
-    decode_sound,
-    decode_video_file,
-    is_container,
-)
+from ratchet.data.formats.av_media import decode_sound, decode_video_file, is_container
+from ratchet.data.formats.media_checks import check_duration, check_size, choose_evenly_spaced
 from ratchet.errors import DataError, MissingDependency
 from ratchet.types import MediaKind, Part
 from ratchet.utils.object_store import PACKAGE_BY_SCHEME
@@ -242,7 +238,7 @@ def decode_video(
     if not isinstance(source, bytes):
         if not source:
             raise DataError(f"{where}: the video has no frames: add frames, or drop the row")
-        frame_indices = _choose_evenly_spaced(len(source), limits.max_frames)
+        frame_indices = choose_evenly_spaced(len(source), limits.max_frames)
         return [
             decode_image(source[i], where=f"{where}, frame {i}", limits=limits)
             for i in frame_indices
@@ -252,7 +248,7 @@ def decode_video(
     frames = []
     with _open_image(source, where, limits) as image:
         # Pillow sets `n_frames` only for formats that may have several frames.
-        for i in _choose_evenly_spaced(getattr(image, "n_frames", 1), limits.max_frames):
+        for i in choose_evenly_spaced(getattr(image, "n_frames", 1), limits.max_frames):
             image.seek(i)
             frames.append(_convert_to_rgb(image.copy()))
     return frames
@@ -359,20 +355,7 @@ def _open_image(source: bytes, where: str, limits: MediaLimits) -> Iterator[Imag
         raise _make_damage_error(where, error) from error
     with image:
         width, height = image.size
-        if max(width, height) > limits.max_side:
-            limit_hint = (
-                f"at most {limits.max_side} on a side are allowed: make it smaller, or raise "
-                "max_side under media"
-            )
-            raise DataError(f"{where}: is {width} x {height} pixels, {limit_hint}")
-        if width * height > limits.max_pixels:
-            limit_hint = (
-                f"at most {limits.max_pixels} are allowed: make it smaller, or raise max_pixels "
-                "under media"
-            )
-            raise DataError(
-                f"{where}: declares {width} x {height} = {width * height} pixels, {limit_hint}"
-            )
+        check_size(width, height, where, limits)
         if image.mode in ("I", "F"):
             raise DataError(
                 f"{where}: has 32-bit pixels (mode {image.mode}) of unknown range: save it with 8 "
@@ -404,15 +387,6 @@ def _convert_to_rgb(image: Image) -> Image:
     image = image.convert("RGBA")
     return PIL.Image.alpha_composite(PIL.Image.new("RGBA", image.size, "white"), image).convert(
         "RGB"
-    )
-
-
-def _choose_evenly_spaced(count: int, max_count: int) -> list[int]:
-    """Return at most `max_count` evenly spaced indices below `count`, with the first and last."""
-    return (
-        list(range(count))
-        if count <= max_count
-        else np.linspace(0, count - 1, max_count).round().astype(int).tolist()
     )
 
 

@@ -38,7 +38,7 @@ class RolloutWorkers(Protocol):
 
 
 class RemoteRolloutManager:
-    """A `GroupPlayer` whose groups are played by `ratchet.training.rollout_workers.RolloutWorker`.
+    """A `GroupPlayer` whose groups are played by `ratchet.training.workers.rollouts.RolloutWorker`.
 
     Args:
         workers: The rollout workers.

@@ -103,6 +103,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_text_config(directory: Path) -> dict[str, Any]:
+    """Return a model's config.json; of a model that reads media, the part on its language model.
+
+    Raises ModelError like `read_json`.
+    """
+    config = read_json(directory / "config.json")
+    return config.get("text_config") or config
+
+
 def read_config(directory: Path) -> DecoderConfig:
     """Return the shape of a directory's model.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class JudgeModel:
     """A model of the run that judging rewards use (`Reward.use_judges`)."""
@@ -14,3 +16,7 @@ class JudgeModel:
     async def close(self) -> None:
         """End the processes of the model."""
         return
+
+
+# The models of a recipe's `judges` by name, as `Reward.use_judges` takes them.
+Judges = Mapping[str, JudgeModel]

@@ -14,7 +14,7 @@ from ratchet.config.sections import JudgeSection
 class LanguageModelJudgeConfig(JudgeSection):
     """A language model that answers the questions of the rewards `judge` and `pairwise_judge`."""
 
-    builds: ClassVar[str] = "ratchet.training.judges:start_language_model"
+    builds: ClassVar[str] = "ratchet.training.workers.judges:start_language_model"
 
     backend: Literal["auto", "ratchet", "transformers"] = Field(
         "auto",
@@ -66,7 +66,7 @@ class LanguageModelJudgeConfig(JudgeSection):
 class RewardModelJudgeConfig(JudgeSection):
     """A model with a scalar head that scores conversations in processes of its own."""
 
-    builds: ClassVar[str] = "ratchet.training.judges:start_reward_model"
+    builds: ClassVar[str] = "ratchet.training.workers.judges:start_reward_model"
 
     workers: int = Field(
         1, ge=1, le=1024, description="Number of processes, each with the whole model."

@@ -90,6 +90,10 @@ class Scorer(JudgeModel):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._model.score, rows)
 
+    async def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False)
+
 
 class WorkerScorer(JudgeModel):
     """A reward model in worker processes, each with the whole model (`ScorerRank`).

@@ -190,8 +190,9 @@ class ChatJudge:
     async def _fetch(self, question: str, body: Mapping[str, object]) -> str:
         config = self.config
         if self._endpoint is None:
-            judge = self._judge or find_judge({}, str(config.judge))
-            return await judge.reply(
+            if self._judge is None:
+                raise make_missing_judge_error(config.judge)
+            return await self._judge.reply(
                 question, temperature=config.temperature, max_tokens=config.max_tokens
             )
         answer = await self._endpoint.post(body)
@@ -209,11 +210,16 @@ class ChatJudge:
 def find_judge(judges: Mapping[str, Any], name: str) -> Any:
     """Return the model of the run with this name. Raises ConfigError if it is not running."""
     if name not in judges:
-        raise ConfigError(
-            f"judge={name} names a model of a recipe's judges, and it is not running here. Train "
-            "or evaluate with the recipe, or name a model elsewhere by url and model"
-        )
+        raise make_missing_judge_error(name)
     return judges[name]
+
+
+def make_missing_judge_error(name: str | None) -> ConfigError:
+    """Return the error of a reward that is asked before it has its judge."""
+    return ConfigError(
+        f"judge={name} names a model of a recipe's judges, and it is not running here. Train or "
+        "evaluate with the recipe, or name a model elsewhere by url and model"
+    )
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from ratchet.config.resolve import build, resolve
 from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing import answered, check_reward
-from ratchet.training.judges import JudgePlace, start_language_model
+from ratchet.training.workers.judges import JudgePlace, start_language_model
 from ratchet.types import Failed, Message, Scored, StopReason, Task
 
 TASK = Task("t/0", (Message("user", "37+48="),), answer="85")

@@ -30,8 +30,8 @@ GENERATOR = "generator"  # the role of the workers that generate
 
 # Import paths of the functions that make a worker, by the value of `generator.worker_runs`.
 WORKER_FACTORIES = {
-    "completions": "ratchet.training.generator_workers:make_rank",
-    "groups": "ratchet.training.rollout_workers:make_rank",
+    "completions": "ratchet.training.workers.generators:make_rank",
+    "groups": "ratchet.training.workers.rollouts:make_rank",
 }
 
 

@@ -6,38 +6,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.config.sections import JudgeSection
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.executors import env_vars
-from ratchet.executors.freeze import prepare_process
+from ratchet.executors.freeze import prepare_process, resolve_device
 from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import UNLIMITED
 from ratchet.models.scalar_head import require_head
-from ratchet.models.weights.hf_weights import read_json
+from ratchet.models.weights.hf_weights import read_text_config
 from ratchet.protocols import Generator
-from ratchet.rewards.judge_models.base import JudgeModel
+from ratchet.rewards.judge_models.base import Judges
 from ratchet.rewards.judge_models.config import LanguageModelJudgeConfig, RewardModelJudgeConfig
 from ratchet.rewards.judge_models.language_model import LanguageModelJudge
 from ratchet.rewards.judge_models.scorer import ScalarModel, Scorer, WorkerScorer
-from ratchet.training.generator_workers import WorkerPlacement, start_generators
+from ratchet.training.workers.generators import WorkerPlacement, start_generators
 from ratchet.utils.user_parts import add_missing_members
 from ratchet.worker_protocols import Executor
-
-# The models of a recipe's `judges` by name, as `Reward.use_judges` takes them.
-Judges = Mapping[str, JudgeModel]
 
 
 @dataclass(frozen=True)
 class JudgePlace:
-    """Where a judge starts.
+    """The place of a judge.
 
     Attributes:
         seed: The run's seed.
@@ -79,10 +74,7 @@ def start_judges(config: RunConfig, executor: Executor | None = None) -> Judges:
     Raises:
         ModelError: A judge has no usable model.
     """
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = JudgePlace(config.seed, device, executor)
+    place = JudgePlace(config.seed, resolve_device(config.device), executor)
     return {section.name: build(section, place) for section in config.judges}
 
 
@@ -153,14 +145,15 @@ def start_reward_model(section: RewardModelJudgeConfig, place: JudgePlace) -> Sc
     )
     directory = source.directory()
     renderer = Renderer(load_tokenizer(directory), section.template)
-    keys = {"directory": str(directory), "trust_remote_code": section.trust_remote_code}
+    trust = section.trust_remote_code
     if place.executor is None:
-        keys |= {"directory": directory, "device": place.device}
-        return Scorer(ScalarModel(**keys), renderer)
+        model = ScalarModel(directory, device=place.device, trust_remote_code=trust)
+        return Scorer(model, renderer)
     role = get_role(section.name)
     workers = [place.executor.group(role, rank) for rank in range(section.workers)]
+    keys = {"directory": str(directory), "trust_remote_code": trust}
     for worker in workers:
-        worker.build_now("ratchet.training.judges:make_scalar_model", keys)
+        worker.build_now("ratchet.training.workers.judges:make_scalar_model", keys)
     return WorkerScorer(workers, renderer, read_context(directory))
 
 
@@ -191,6 +184,4 @@ def check_judge_files(section: JudgeSection, directory: Path) -> None:
 
 def read_context(directory: Path) -> int:
     """Return the maximum number of tokens that a model reads, from its files alone."""
-    shape = read_json(directory / "config.json")
-    shape = shape.get("text_config") or shape
-    return int(shape.get("max_position_embeddings") or UNLIMITED)
+    return int(read_text_config(directory).get("max_position_embeddings") or UNLIMITED)

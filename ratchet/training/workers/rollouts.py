@@ -14,10 +14,10 @@ from ratchet.experience.rollout.columns import PackedGroups
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.protocols import Generator
-from ratchet.training.generator_workers import WorkerPlacement, make_generator
 from ratchet.training.sources import make_manager_with_player, make_player
 from ratchet.training.stage import EnvSetup, WorkerRolloutSpec
 from ratchet.training.stage_from_config import build_reward
+from ratchet.training.workers.generators import WorkerPlacement, make_generator
 from ratchet.types import Sampling, Task
 from ratchet.weight_sync.endpoints import WeightReceiver
 

@@ -1,16 +1,17 @@
-"""The section `checkpoint`: when checkpoints are written, and which are kept."""
+"""The sections of what a run writes: checkpoints, records of its steps, and logs."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
+from ratchet.config.resolve import Slot
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and which are kept."""
+    """Sets when checkpoints are written, and which are kept."""
 
     every: int = Field(
         default=50, ge=0, description="Steps between checkpoints; 0: only at the end of the stage."
@@ -63,3 +64,49 @@ class CheckpointConfig(Section):
                     f"{key} is not read with keep_best=0: set keep_best, or remove {key}"
                 )
         return self
+
+
+class RecordConfig(Section):
+    """The records of each step, in steps/ (docs/records.md)."""
+
+    every: int = Field(default=1, ge=0, description="Steps between recorded steps; 0: no records.")
+    groups: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of groups recorded in a step, drawn at random; null: all groups, which "
+        "`ratchet replay` needs.",
+    )
+    max_gib: float = Field(
+        default=8.0,
+        gt=0,
+        description="Maximum size of the records; above it the oldest files are deleted.",
+    )
+
+
+class LoggingConfig(Section):
+    """Sets what a run logs, and where it sends its metrics."""
+
+    tensorboard: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Write tensorboard/ beside metrics.jsonl; auto: if TensorBoard is installed "
+        "(extra `tensorboard`).",
+    )
+    sinks: Annotated[tuple[SerializeAsAny[Section], ...], Slot("sink", is_list=True)] = Field(
+        default=(), description="Experiment trackers that receive the metrics too."
+    )
+    progress: Literal["auto", "live", "plain", "off"] = Field(
+        default="auto",
+        description="Progress output; auto: live on a terminal, else plain lines.",
+    )
+    system: bool = Field(
+        default=True, description="Measure CPU, memory, disk and accelerator use in each step."
+    )
+    trace: bool = Field(
+        default=True,
+        description="Write trace.json, a timeline of each step for the Perfetto viewer.",
+    )
+    stall_s: float | None = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds after which a stalled phase is reported in the log; null: never.",
+    )
