@@ -71,7 +71,8 @@ MIB = 2**20
 # Longest waits, in seconds:
 ROOM_S = 120.0  # until other jobs of the cluster free resources
 REACH_S = 10.0  # until a cluster answers
-LOG_S = 5.0  # until a node returns the log of its dead actor
+# Until a node returns the log of its dead actor. A busy node needs seconds to start the reader.
+LOG_S = 20.0
 # Maximum length of the parent folder's path. A socket's path may have 103 bytes, and Ray needs 85.
 MAX_PARENT_BYTES = 18
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
