@@ -43,8 +43,8 @@ class CheckpointSaver:
         summaries: Results of the finished stages, saved with each checkpoint.
         command: The command line that began the run, saved with each checkpoint.
         saved_step: The step at which the stage starts, or from whose checkpoint it resumes.
-        data: The files that the stage's tasks come from. A saved position is valid only in the same
-            files, so their fingerprints are saved with it.
+        data: Fingerprints of the files that the stage's tasks come from, by path. They are saved,
+            because a saved position is valid only in the same files.
         recipe: The resolved recipe, saved so that later changes of it are reported.
         mirror: Uploads each checkpoint once it is complete.
     """
@@ -57,7 +57,7 @@ class CheckpointSaver:
         command: str,
         *,
         saved_step: int = 0,
-        data: Sequence[Path] = (),
+        data: Mapping[str, str] | None = None,
         recipe: Mapping[str, Any] | None = None,
         mirror: Mirror | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class CheckpointSaver:
         self.command = command
         self.recipe = dict(recipe or {})
         self.mirror = mirror
-        self.data = {str(path): fingerprint(path) for path in data}
+        self.data = dict(data or {})
         self.saved_step = saved_step
         self._tolerates_errors = config.on_error == "warn"
         self._background = BackgroundTask()
@@ -176,40 +176,11 @@ class CheckpointSaver:
                 raise
             log.warning("%s: training continues, and the next checkpoint replaces it", error)
 
-    def check_first_data(self, provenance: Path, *, changed_data: bool = False) -> None:
-        """Compare the data with those of an earlier start of the run, which left no checkpoint.
-
-        Args:
-            provenance: The run's `provenance.json`.
-            changed_data: Begin again even if data files have changed.
-
-        Raises:
-            DataError: Data files have changed since, and `changed_data` is False.
-        """
-        saved = read_first_data(provenance)
-        # Without a common file these are the data of a later stage that began at step 0 too.
-        changed_paths = self._list_changed_data(saved) if saved.keys() & self.data.keys() else []
-        if changed_paths and not changed_data:
-            raise DataError(
-                f"{', '.join(changed_paths)} changed since the run began, and it has no checkpoint "
-                "yet. Restore the files, or begin again on the changed ones with --changed-data"
-            )
-        if changed_paths:
-            log.warning(
-                "%s changed since the run began: it begins again on the changed data",
-                ", ".join(changed_paths),
-            )
-
-    def _list_changed_data(self, saved: Mapping[str, str]) -> list[str]:
-        """Return the data files whose saved fingerprint differs, or which are missing."""
-        return [path for path, value in saved.items() if self.data.get(path) != value]
-
     async def restore(
         self,
         run: StageRun,
         checkpoint: Checkpoint,
         *,
-        changed_data: bool = False,
         changed_recipe: bool = False,
     ) -> None:
         """Load a checkpoint into the parts of a run, which was built at the checkpoint's position.
@@ -217,26 +188,9 @@ class CheckpointSaver:
         Args:
             run: The run.
             checkpoint: The checkpoint.
-            changed_data: Restore even if data files have changed.
             changed_recipe: Do not warn about changes of the recipe, which were announced already.
-
-        Raises:
-            DataError: Data files have changed since, and `changed_data` is False.
         """
         meta = checkpoint.meta
-        changed_paths = self._list_changed_data(meta["data"])
-        if changed_paths and not changed_data:
-            raise DataError(
-                f"{', '.join(changed_paths)} changed since step {checkpoint.step}, so the "
-                "checkpoint's position in the data is invalid. Restore the files, allow the change "
-                "with --changed-data, or start a new run from this run's weights (--from)"
-            )
-        if changed_paths:
-            log.warning(
-                "%s changed since step %d: rows may be repeated or skipped",
-                ", ".join(changed_paths),
-                checkpoint.step,
-            )
         recipe_changes = list_config_differences(meta["recipe"], self.recipe)
         if recipe_changes and not changed_recipe:
             log.warning(
@@ -306,6 +260,51 @@ def get_last_logged_step(checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         return -1
     return checkpoint.step - (checkpoint.meta["progress"].get("unevaluated") is not None)
+
+
+def fingerprint_data(stage: StageConfig) -> dict[str, str]:
+    """Return the fingerprints of the files that a stage's tasks come from, by path."""
+    return {str(path): fingerprint(path) for path in stage.environment.list_data_files()}
+
+
+def check_changed_data(
+    data: Mapping[str, str],
+    checkpoint: Checkpoint | None,
+    provenance: Path,
+    *,
+    changed_data: bool = False,
+) -> None:
+    """Compare the data with those that the run used before.
+
+    Args:
+        data: Fingerprints of the data files of the first stage that remains, by path.
+        checkpoint: The checkpoint to resume from; None if there is none.
+        provenance: The run's `provenance.json`, which has the data of a run without checkpoints.
+        changed_data: Continue even if data files have changed.
+
+    Raises:
+        DataError: Data files have changed since, and `changed_data` is False.
+    """
+    if checkpoint is None:
+        saved = read_first_data(provenance)
+        if not saved.keys() & data.keys():
+            return  # a run that never began, or the data of a later stage that began at step 0 too
+        since = "the run began, and it has no checkpoint yet"
+        remedy = "Restore the files, or begin again on the changed ones with --changed-data"
+        consequence = "it begins again on the changed data"
+    else:
+        saved = checkpoint.meta["data"]
+        since = f"step {checkpoint.step}, so the checkpoint's position in the data is invalid"
+        remedy = (
+            "Restore the files, allow the change with --changed-data, or start a new run from this "
+            "run's weights (--from)"
+        )
+        consequence = "rows may be repeated or skipped"
+    changed_paths = ", ".join(path for path, value in saved.items() if data.get(path) != value)
+    if changed_paths and not changed_data:
+        raise DataError(f"{changed_paths} changed since {since}. {remedy}")
+    if changed_paths:
+        log.warning("%s changed since %s: %s", changed_paths, since.split(",")[0], consequence)
 
 
 def refuse_lost_checkpoints(
