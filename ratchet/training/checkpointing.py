@@ -13,10 +13,11 @@ from typing import Any
 from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.serialization import WriteFiles, defer_writes, load_state, save_state
 from ratchet.config.outputs import CheckpointConfig
-from ratchet.config.schema import StageConfig
+from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.jsonl import fingerprint
 from ratchet.errors import CheckpointError, DataError, RunDirectoryError
 from ratchet.evals.early_stopping import get_signed_metric
+from ratchet.models.weights.file_fingerprint import fingerprint_weight_files
 from ratchet.observe.provenance import read_first_data
 from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.summary import StageSummary
@@ -43,8 +44,8 @@ class CheckpointSaver:
         summaries: Results of the finished stages, saved with each checkpoint.
         command: The command line that began the run, saved with each checkpoint.
         saved_step: The step at which the stage starts, or from whose checkpoint it resumes.
-        data: Fingerprints of the files that the stage's tasks come from, by path. They are saved,
-            because a saved position is valid only in the same files.
+        inputs: Fingerprints of the stage's data files, judges and teachers, by path. They are
+            saved, because a run goes on as it began only with the same files.
         recipe: The resolved recipe, saved so that later changes of it are reported.
         mirror: Uploads each checkpoint once it is complete.
     """
@@ -57,7 +58,7 @@ class CheckpointSaver:
         command: str,
         *,
         saved_step: int = 0,
-        data: Mapping[str, str] | None = None,
+        inputs: Mapping[str, str] | None = None,
         recipe: Mapping[str, Any] | None = None,
         mirror: Mirror | None = None,
     ) -> None:
@@ -67,7 +68,7 @@ class CheckpointSaver:
         self.command = command
         self.recipe = dict(recipe or {})
         self.mirror = mirror
-        self.data = dict(data or {})
+        self.inputs = dict(inputs or {})
         self.saved_step = saved_step
         self._tolerates_errors = config.on_error == "warn"
         self._background = BackgroundTask()
@@ -108,7 +109,7 @@ class CheckpointSaver:
             "progress": asdict(run.progress),
             "state": asdict(run.state),
             "sentinels": {} if run.sentinels is None else run.sentinels.state(),
-            "data": self.data,
+            "data": self.inputs,
             "recipe": self.recipe,
             "score": self._score[1] if self._score[0] == steps_done else None,
         }
@@ -262,45 +263,53 @@ def get_last_logged_step(checkpoint: Checkpoint | None) -> int:
     return checkpoint.step - (checkpoint.meta["progress"].get("unevaluated") is not None)
 
 
-def fingerprint_data(stage: StageConfig) -> dict[str, str]:
-    """Return the fingerprints of the files that a stage's tasks come from, by path."""
-    return {str(path): fingerprint(path) for path in stage.environment.list_data_files()}
+def fingerprint_inputs(config: RunConfig, stage: StageConfig) -> dict[str, str]:
+    """Return the fingerprints of a stage's data files, judges and teachers, by path.
+
+    Models at the Hub are left out: `revision` pins these.
+    """
+    models = [*(judge.path for judge in config.judges), *stage.algorithm.teacher_paths]
+    return {
+        **{str(path): fingerprint(path) for path in stage.environment.list_data_files()},
+        **{path: fingerprint_weight_files(Path(path)) for path in models if Path(path).is_dir()},
+    }
 
 
-def check_changed_data(
-    data: Mapping[str, str],
+def check_changed_inputs(
+    inputs: Mapping[str, str],
     checkpoint: Checkpoint | None,
     provenance: Path,
     *,
     changed_data: bool = False,
 ) -> None:
-    """Compare the data with those that the run used before.
+    """Compare data files, judges and teachers with those that the run used before.
 
     Args:
-        data: Fingerprints of the data files of the first stage that remains, by path.
+        inputs: Fingerprints of the first stage that remains, from `fingerprint_inputs`.
         checkpoint: The checkpoint to resume from; None if there is none.
-        provenance: The run's `provenance.json`, which has the data of a run without checkpoints.
-        changed_data: Continue even if data files have changed.
+        provenance: The run's `provenance.json`, which has the inputs of a run without checkpoints.
+        changed_data: Continue even if inputs have changed.
 
     Raises:
-        DataError: Data files have changed since, and `changed_data` is False.
+        DataError: Inputs have changed since, and `changed_data` is False.
     """
     if checkpoint is None:
         saved = read_first_data(provenance)
-        if not saved.keys() & data.keys():
-            return  # a run that never began, or the data of a later stage that began at step 0 too
+        if not saved.keys() & inputs.keys():
+            # The run never began, or these are inputs of a later stage that began at step 0 too.
+            return
         since = "the run began, and it has no checkpoint yet"
         remedy = "Restore the files, or begin again on the changed ones with --changed-data"
         consequence = "it begins again on the changed data"
     else:
         saved = checkpoint.meta["data"]
-        since = f"step {checkpoint.step}, so the checkpoint's position in the data is invalid"
+        since = f"step {checkpoint.step}, so the run would not go on as it began"
         remedy = (
             "Restore the files, allow the change with --changed-data, or start a new run from this "
             "run's weights (--from)"
         )
-        consequence = "rows may be repeated or skipped"
-    changed_paths = ", ".join(path for path, value in saved.items() if data.get(path) != value)
+        consequence = "rows may be repeated or skipped, or judged in another way"
+    changed_paths = ", ".join(path for path, value in saved.items() if inputs.get(path) != value)
     if changed_paths and not changed_data:
         raise DataError(f"{changed_paths} changed since {since}. {remedy}")
     if changed_paths:

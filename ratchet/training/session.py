@@ -39,8 +39,8 @@ from ratchet.runs.stage_progress import Progress, SignalStopRequest, StagePositi
 from ratchet.training.build import RolesWrapper
 from ratchet.training.checkpointing import (
     CheckpointSaver,
-    check_changed_data,
-    fingerprint_data,
+    check_changed_inputs,
+    fingerprint_inputs,
     get_last_logged_step,
     refuse_lost_checkpoints,
 )
@@ -130,7 +130,7 @@ class TrainingSession:
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
         self.started_at = time.monotonic()
-        # By stage: the fingerprints of data files that were computed before the stage began.
+        # By stage: the fingerprints that were computed before the stage began.
         self.fingerprints: dict[int, dict[str, str]] = {}
         self.start_model: str | None = None  # fingerprint of the weights that the run starts from
         self._profiled_stage = 0  # index of the stage that is profiled
@@ -182,19 +182,19 @@ class TrainingSession:
             self.trace = exit_stack.enter_context(open_trace(trace_path))
             # All that may refuse the resumption comes before the records are cut, so that a refused
             # one loses nothing.
-            self._check_data(checkpoint)
+            self._check_inputs(checkpoint)
             policy = await self._start_policy(exit_stack, checkpoint)
             self._open_records(exit_stack, checkpoint)
             return await self._train_stages(policy, stop, checkpoint)
 
-    def _check_data(self, checkpoint: Checkpoint | None) -> None:
-        """Raise DataError if files that the next stage reads were changed since the run read them.
+    def _check_inputs(self, checkpoint: Checkpoint | None) -> None:
+        """Raise DataError if data, judges or teachers changed since the run used them.
 
         `changed_data` allows the change.
         """
         index = len(self.summaries)
-        self.fingerprints[index] = fingerprint_data(self.config.stages[index])
-        check_changed_data(
+        self.fingerprints[index] = fingerprint_inputs(self.config, self.config.stages[index])
+        check_changed_inputs(
             self.fingerprints[index],
             checkpoint,
             self.directory.provenance,
@@ -294,7 +294,7 @@ class TrainingSession:
             self.summaries,
             self.command,
             saved_step=position.step,
-            data=self.fingerprints.pop(index, None) or fingerprint_data(stage),
+            inputs=self.fingerprints.pop(index, None) or fingerprint_inputs(self.config, stage),
             recipe=self._plain_config,
             mirror=self.mirror,
         )
@@ -316,7 +316,7 @@ class TrainingSession:
         record_provenance(
             self.directory.provenance,
             after_step=run.first_step,
-            data=saver.data,
+            data=saver.inputs,
             model=self.start_model,
         )
         progress_bar = show_progress(
