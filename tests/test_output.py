@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from ratchet.cli.errors import explain_error
 
 RATCHET = [sys.executable, "-m", "ratchet.cli.main"]
@@ -51,3 +53,11 @@ def test_a_library_in_rust_gives_the_text_of_the_error_alone():
     )
     assert explanation is not None
     assert "nothing more can be written" in explanation[0]
+
+
+def test_a_name_that_is_no_utf8_is_no_bug():
+    with pytest.raises(UnicodeEncodeError) as error:
+        "run\udcff".encode()
+    message, status = explain_error(error.value) or ("", 0)
+    assert "a name is not valid UTF-8" in message
+    assert status == 2

@@ -119,7 +119,12 @@ def verify_checkpoint(path: Path, step: int, *, check_hashes: bool = True) -> Ch
 
     Raises CheckpointError, which names the first difference.
     """
-    if path.is_symlink() or not path.is_dir():
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a link, which another program may redirect: put the directory "
+            f"{os.readlink(path)} in its place"
+        )
+    if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
     try:
         body = read_body(path, _read_manifest(path), step)

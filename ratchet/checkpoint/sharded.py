@@ -21,6 +21,7 @@ from torch import Tensor
 from ratchet.errors import CheckpointError
 from ratchet.protocols import Shard
 from ratchet.utils import safe_read
+from ratchet.utils.atomic_files import grant_default_mode
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ def save_blocks(
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, directory / f"rank-{rank}.safetensors")
+        weights_path = directory / f"rank-{rank}.safetensors"
+        save_file(tensors, weights_path)
+        grant_default_mode(weights_path)
         # The file keeps the metadata under "numbers", as the files of older checkpoints do.
         (directory / f"rank-{rank}.json").write_text(
             json.dumps({"blocks": index, "numbers": dict(metadata)}), encoding="utf-8"

@@ -70,6 +70,12 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             "bug",
             WRONG_INPUT,
         )
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return (
+            f"a name is not valid UTF-8 ({_locate(error)}): rename the file or directory "
+            f"{shorten_text(str(error.object), 200)}",
+            WRONG_INPUT,
+        )
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which isn't imported here
         return (
             f"the accelerator has not enough memory ({_locate(error)}): "

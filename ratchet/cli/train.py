@@ -57,7 +57,10 @@ def train(
     ] = False,
     changed_data: Annotated[
         bool,
-        typer.Option("--changed-data", help="With --resume: continue even if data have changed."),
+        typer.Option(
+            "--changed-data",
+            help="With --resume: continue even if data, judges or teachers have changed.",
+        ),
     ] = False,
     profile: Profile = None,
     try_s: Annotated[

@@ -167,18 +167,20 @@ class CheckpointStore:
                 restart at step 0.
         """
         self._rejected = set()
+        reasons: list[str] = []
         for step, path in self._iter_newest_first():
             try:
                 return verify_checkpoint(path, step)
             except CheckpointError as rejection:
                 logger.warning("checkpoint rejected: %s", rejection)
                 self._rejected.add(path)
+                reasons.append(str(rejection))
         damaged = sorted(path.name for path in (*self._rejected, *self.root.glob("rejected-*")))
         if damaged:
             raise CheckpointError(
-                f"all checkpoints in {self.root} are damaged ({', '.join(damaged)}; the log has "
-                "each reason): "
-                "restore one from a backup, or start anew with another --run-dir"
+                f"all checkpoints in {self.root} are damaged ({', '.join(damaged)}). "
+                f"{f'The newest: {reasons[0]}. ' if reasons else ''}"
+                "Restore one from a backup, or start anew with another --run-dir"
             )
         return None
 

@@ -13,10 +13,11 @@ from typing import Any
 from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.serialization import WriteFiles, defer_writes, load_state, save_state
 from ratchet.config.outputs import CheckpointConfig
-from ratchet.config.schema import StageConfig
+from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.jsonl import fingerprint
 from ratchet.errors import CheckpointError, DataError, RunDirectoryError
 from ratchet.evals.early_stopping import get_signed_metric
+from ratchet.models.weights.file_fingerprint import fingerprint_weight_files
 from ratchet.observe.provenance import read_first_data
 from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.summary import StageSummary
@@ -43,8 +44,8 @@ class CheckpointSaver:
         summaries: Results of the finished stages, saved with each checkpoint.
         command: The command line that began the run, saved with each checkpoint.
         saved_step: The step at which the stage starts, or from whose checkpoint it resumes.
-        data: The files that the stage's tasks come from. A saved position is valid only in the same
-            files, so their fingerprints are saved with it.
+        inputs: Fingerprints of the stage's data files, judges and teachers, by path. They are
+            saved, because a run goes on as it began only with the same files.
         recipe: The resolved recipe, saved so that later changes of it are reported.
         mirror: Uploads each checkpoint once it is complete.
     """
@@ -57,7 +58,7 @@ class CheckpointSaver:
         command: str,
         *,
         saved_step: int = 0,
-        data: Sequence[Path] = (),
+        inputs: Mapping[str, str] | None = None,
         recipe: Mapping[str, Any] | None = None,
         mirror: Mirror | None = None,
     ) -> None:
@@ -67,7 +68,7 @@ class CheckpointSaver:
         self.command = command
         self.recipe = dict(recipe or {})
         self.mirror = mirror
-        self.data = {str(path): fingerprint(path) for path in data}
+        self.inputs = dict(inputs or {})
         self.saved_step = saved_step
         self._tolerates_errors = config.on_error == "warn"
         self._background = BackgroundTask()
@@ -108,7 +109,7 @@ class CheckpointSaver:
             "progress": asdict(run.progress),
             "state": asdict(run.state),
             "sentinels": {} if run.sentinels is None else run.sentinels.state(),
-            "data": self.data,
+            "data": self.inputs,
             "recipe": self.recipe,
             "score": self._score[1] if self._score[0] == steps_done else None,
         }
@@ -176,40 +177,11 @@ class CheckpointSaver:
                 raise
             log.warning("%s: training continues, and the next checkpoint replaces it", error)
 
-    def check_first_data(self, provenance: Path, *, changed_data: bool = False) -> None:
-        """Compare the data with those of an earlier start of the run, which left no checkpoint.
-
-        Args:
-            provenance: The run's `provenance.json`.
-            changed_data: Begin again even if data files have changed.
-
-        Raises:
-            DataError: Data files have changed since, and `changed_data` is False.
-        """
-        saved = read_first_data(provenance)
-        # Without a common file these are the data of a later stage that began at step 0 too.
-        changed_paths = self._list_changed_data(saved) if saved.keys() & self.data.keys() else []
-        if changed_paths and not changed_data:
-            raise DataError(
-                f"{', '.join(changed_paths)} changed since the run began, and it has no checkpoint "
-                "yet. Restore the files, or begin again on the changed ones with --changed-data"
-            )
-        if changed_paths:
-            log.warning(
-                "%s changed since the run began: it begins again on the changed data",
-                ", ".join(changed_paths),
-            )
-
-    def _list_changed_data(self, saved: Mapping[str, str]) -> list[str]:
-        """Return the data files whose saved fingerprint differs, or which are missing."""
-        return [path for path, value in saved.items() if self.data.get(path) != value]
-
     async def restore(
         self,
         run: StageRun,
         checkpoint: Checkpoint,
         *,
-        changed_data: bool = False,
         changed_recipe: bool = False,
     ) -> None:
         """Load a checkpoint into the parts of a run, which was built at the checkpoint's position.
@@ -217,26 +189,9 @@ class CheckpointSaver:
         Args:
             run: The run.
             checkpoint: The checkpoint.
-            changed_data: Restore even if data files have changed.
             changed_recipe: Do not warn about changes of the recipe, which were announced already.
-
-        Raises:
-            DataError: Data files have changed since, and `changed_data` is False.
         """
         meta = checkpoint.meta
-        changed_paths = self._list_changed_data(meta["data"])
-        if changed_paths and not changed_data:
-            raise DataError(
-                f"{', '.join(changed_paths)} changed since step {checkpoint.step}, so the "
-                "checkpoint's position in the data is invalid. Restore the files, allow the change "
-                "with --changed-data, or start a new run from this run's weights (--from)"
-            )
-        if changed_paths:
-            log.warning(
-                "%s changed since step %d: rows may be repeated or skipped",
-                ", ".join(changed_paths),
-                checkpoint.step,
-            )
         recipe_changes = list_config_differences(meta["recipe"], self.recipe)
         if recipe_changes and not changed_recipe:
             log.warning(
@@ -306,6 +261,59 @@ def get_last_logged_step(checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         return -1
     return checkpoint.step - (checkpoint.meta["progress"].get("unevaluated") is not None)
+
+
+def fingerprint_inputs(config: RunConfig, stage: StageConfig) -> dict[str, str]:
+    """Return the fingerprints of a stage's data files, judges and teachers, by path.
+
+    Models at the Hub are left out: `revision` pins these.
+    """
+    models = [*(judge.path for judge in config.judges), *stage.algorithm.teacher_paths]
+    return {
+        **{str(path): fingerprint(path) for path in stage.environment.list_data_files()},
+        **{path: fingerprint_weight_files(Path(path)) for path in models if Path(path).is_dir()},
+    }
+
+
+def check_changed_inputs(
+    inputs: Mapping[str, str],
+    checkpoint: Checkpoint | None,
+    provenance: Path,
+    *,
+    changed_data: bool = False,
+) -> None:
+    """Compare data files, judges and teachers with those that the run used before.
+
+    Args:
+        inputs: Fingerprints of the first stage that remains, from `fingerprint_inputs`.
+        checkpoint: The checkpoint to resume from; None if there is none.
+        provenance: The run's `provenance.json`, which has the inputs of a run without checkpoints.
+        changed_data: Continue even if inputs have changed.
+
+    Raises:
+        DataError: Inputs have changed since, and `changed_data` is False.
+    """
+    if checkpoint is None:
+        saved = read_first_data(provenance)
+        if not saved.keys() & inputs.keys():
+            # The run never began, or these are inputs of a later stage that began at step 0 too.
+            return
+        since = "the run began, and it has no checkpoint yet"
+        remedy = "Restore the files, or begin again on the changed ones with --changed-data"
+        consequence = "it begins again on the changed data"
+    else:
+        saved = checkpoint.meta["data"]
+        since = f"step {checkpoint.step}, so the run would not go on as it began"
+        remedy = (
+            "Restore the files, allow the change with --changed-data, or start a new run from this "
+            "run's weights (--from)"
+        )
+        consequence = "rows may be repeated or skipped, or judged in another way"
+    changed_paths = ", ".join(path for path, value in saved.items() if inputs.get(path) != value)
+    if changed_paths and not changed_data:
+        raise DataError(f"{changed_paths} changed since {since}. {remedy}")
+    if changed_paths:
+        log.warning("%s changed since %s: %s", changed_paths, since.split(",")[0], consequence)
 
 
 def refuse_lost_checkpoints(

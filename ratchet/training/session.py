@@ -14,23 +14,21 @@ from pathlib import Path
 from ratchet.config.loader import dump_plain
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.executors.freeze import get_peak_memory, prepare_process
-from ratchet.executors.signals import SecondSignal, handle_stop_signals, shield_programs
+from ratchet.executors.signals import SecondSignal, handle_stop_signals
 from ratchet.executors.torchrun import TorchrunRank
 from ratchet.experience.sources.passes import ResolvedRecipe
 from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.learners.compute.flop_counter import wrap_with_flop_counter
-from ratchet.learners.config import DistributedConfig
 from ratchet.observe.console import make_robust_console
 from ratchet.observe.log import log_to
 from ratchet.observe.progress import show_progress
 from ratchet.observe.provenance import record_provenance
 from ratchet.observe.records.writer import Recorder
 from ratchet.observe.sentinels import Sentinels
-from ratchet.observe.sinks import JsonlSink, Sink, Sinks, open_tensorboard
+from ratchet.observe.sinks import Sinks
 from ratchet.observe.stall_report import log_stalls
 from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.observe.tracing.perfetto import Trace, open_trace
-from ratchet.observe.trackers import TrackedRun, build_trackers, get_run_id
 from ratchet.protocols import Learner
 from ratchet.rewards.judge_models.base import Judges
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
@@ -41,6 +39,8 @@ from ratchet.runs.stage_progress import Progress, SignalStopRequest, StagePositi
 from ratchet.training.build import RolesWrapper
 from ratchet.training.checkpointing import (
     CheckpointSaver,
+    check_changed_inputs,
+    fingerprint_inputs,
     get_last_logged_step,
     refuse_lost_checkpoints,
 )
@@ -53,6 +53,7 @@ from ratchet.training.from_config import (
 )
 from ratchet.training.loop import train
 from ratchet.training.metering import log_stage, make_meter, warn_of_steps_without_signal
+from ratchet.training.open_records import open_recorder, open_sinks
 from ratchet.training.profiling import StageProfiling, choose_profiled_stage
 from ratchet.training.run import PAUSED, Observer, StageRun
 from ratchet.training.saved_weights import (
@@ -129,6 +130,8 @@ class TrainingSession:
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
         self.started_at = time.monotonic()
+        # By stage: the fingerprints that were computed before the stage began.
+        self.fingerprints: dict[int, dict[str, str]] = {}
         self.start_model: str | None = None  # fingerprint of the weights that the run starts from
         self._profiled_stage = 0  # index of the stage that is profiled
         self._show_step: Observer | None = None  # shows a step in the progress bar
@@ -173,30 +176,46 @@ class TrainingSession:
             self.command = checkpoint.meta["command"]  # the command that began the run
         else:
             refuse_lost_checkpoints(self.directory, self.store, self.config.stages[0])
+        async with AsyncExitStack() as exit_stack:
+            exit_stack.callback(self.ledger.close)
+            trace_path = self.directory.trace if self.config.logging.trace else None
+            self.trace = exit_stack.enter_context(open_trace(trace_path))
+            # All that may refuse the resumption comes before the records are cut, so that a refused
+            # one loses nothing.
+            self._check_inputs(checkpoint)
+            policy = await self._start_policy(exit_stack, checkpoint)
+            self._open_records(exit_stack, checkpoint)
+            return await self._train_stages(policy, stop, checkpoint)
+
+    def _check_inputs(self, checkpoint: Checkpoint | None) -> None:
+        """Raise DataError if data, judges or teachers changed since the run used them.
+
+        `changed_data` allows the change.
+        """
+        index = len(self.summaries)
+        self.fingerprints[index] = fingerprint_inputs(self.config, self.config.stages[index])
+        check_changed_inputs(
+            self.fingerprints[index],
+            checkpoint,
+            self.directory.provenance,
+            changed_data=self.changed_data,
+        )
+
+    def _open_records(self, exit_stack: AsyncExitStack, checkpoint: Checkpoint | None) -> None:
+        """Open the ledger, the sinks and the recorder, which drop what follows the checkpoint."""
+        if checkpoint is None:
             self.ledger.cut(0)
-        kept_step = 0 if checkpoint is None else checkpoint.step
-        self.sinks = self._open_sinks(get_last_logged_step(checkpoint))
-        is_background = self.config.device != "cpu" or any(
-            isinstance(stage.learner, DistributedConfig) for stage in self.config.stages
+        self.sinks = open_sinks(
+            self.config,
+            self._plain_config,
+            self.directory,
+            keep_through=get_last_logged_step(checkpoint),
         )
-        self.recorder = Recorder(
-            self.config.record,
-            self.directory.steps,
-            seed=self.config.seed,
-            keep_through=kept_step,
-            in_background=is_background,
+        exit_stack.callback(self.sinks.close)
+        self.recorder = open_recorder(
+            self.config, self.directory, keep_through=0 if checkpoint is None else checkpoint.step
         )
-        try:
-            async with AsyncExitStack() as exit_stack:
-                trace_path = self.directory.trace if self.config.logging.trace else None
-                self.trace = exit_stack.enter_context(open_trace(trace_path))
-                return await self._train_stages(
-                    await self._start_policy(exit_stack, checkpoint), stop, checkpoint
-                )
-        finally:
-            self.recorder.close()
-            self.sinks.close()
-            self.ledger.close()
+        exit_stack.callback(self.recorder.close)
 
     async def _start_policy(
         self, exit_stack: AsyncExitStack, checkpoint: Checkpoint | None
@@ -255,25 +274,6 @@ class TrainingSession:
         """The path or address of the run, as commands take it."""
         return self.directory.path if self.mirror is None else self.mirror.address
 
-    def _open_sinks(self, keep_through: int) -> Sinks:
-        """Open the metric sinks, which drop the steps after `keep_through`; -1 for a new run."""
-        sinks: list[Sink] = [JsonlSink(self.directory.metrics, keep_through=keep_through)]
-        setting, directory = self.config.logging.tensorboard, self.directory.tensorboard
-        if board := open_tensorboard(setting, directory, keep_through=keep_through):
-            sinks.append(board)
-        if self.config.logging.sinks:
-            path = self.directory.path
-            tracked = TrackedRun(
-                self.config.name,
-                get_run_id(path),
-                path,
-                self._plain_config,
-                is_resumed=keep_through >= 0,
-            )
-            with shield_programs():
-                sinks += build_trackers(self.config.logging.sinks, tracked)
-        return Sinks(sinks)
-
     async def _train_stage(
         self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
     ) -> Learner:
@@ -294,7 +294,7 @@ class TrainingSession:
             self.summaries,
             self.command,
             saved_step=position.step,
-            data=stage.environment.list_data_files(),
+            inputs=self.fingerprints.pop(index, None) or fingerprint_inputs(self.config, stage),
             recipe=self._plain_config,
             mirror=self.mirror,
         )
@@ -309,7 +309,6 @@ class TrainingSession:
         else:
             failpoints.point("stage.begin")
             if not index:
-                saver.check_first_data(self.directory.provenance, changed_data=self.changed_data)
                 load_start_state(run, self.directory.path)
             keep_base(self.config, index, self.directory.path, policy, run)
             was_measured_before = bool(self.measured) and self.measured <= measured_before
@@ -317,7 +316,7 @@ class TrainingSession:
         record_provenance(
             self.directory.provenance,
             after_step=run.first_step,
-            data=saver.data,
+            data=saver.inputs,
             model=self.start_model,
         )
         progress_bar = show_progress(
@@ -403,9 +402,7 @@ class TrainingSession:
 
     async def _restore(self, checkpoint: Checkpoint, run: StageRun, saver: CheckpointSaver) -> None:
         self.store.tidy()
-        await saver.restore(
-            run, checkpoint, changed_data=self.changed_data, changed_recipe=self.changed_recipe
-        )
+        await saver.restore(run, checkpoint, changed_recipe=self.changed_recipe)
         if self.changed_recipe:
             run.reopen()
 

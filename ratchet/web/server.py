@@ -15,6 +15,7 @@ import psutil
 import uvicorn
 from uvicorn.server import ServerState
 
+from ratchet.web.access_log import make_log_config
 from ratchet.web.connection import Connections, GuardedProtocol, ServerLimits
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ class Server:
     would spin at full speed when the process has no descriptor left.
 
     Args:
-        access_log: True to log one line for each request, in uvicorn's format.
+        access_log: True to log one line for each request, in uvicorn's format. Lines that nobody
+            reads are dropped.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Server:
         self._stop_event = asyncio.Event()
         self._connections = Connections(min(limits.connections, count_free_descriptors() // 2))
         logs: dict[str, Any] = (
-            {"log_level": "info"} if access_log else {"log_config": None, "access_log": False}
+            {"log_level": "info", "log_config": make_log_config()}
+            if access_log
+            else {"log_config": None, "access_log": False}
         )
         self._config = uvicorn.Config(
             app,

@@ -134,7 +134,9 @@ def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(
     changed = ChaosTest(recipe, tmp_path, tiny.forks)
     assert changed.start(run, f"step.update:{step}:kill") == -9
     data.write_text("\n".join(rows[1:]))
+    metrics = (run / "metrics.jsonl").read_bytes()
     assert changed.start(run, "") == 1
+    assert (run / "metrics.jsonl").read_bytes() == metrics
     assert f"DataError: {data} changed since {since}" in tiny.forks.log.read_text()
     allowed = tmp_path / "allowed"
     copytree(run, allowed)

@@ -112,4 +112,4 @@ def test_the_last_stages_teacher_is_refused_before_the_first_trains(
     last = {"name": "d", "algorithm": {"kind": "distill_on_policy", "teacher": path}, **given}
     with pytest.raises(ConfigError, match=message):
         start_run(recipe(first, last), [], tmp_path / "run", command="test")
-    assert not (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -400,7 +400,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "linked file": (link_file, "'run.json' is a link"),
     "linked folder": (link_folder, "'policy' is a link"),
-    "linked checkpoint": (link_step, "is not a directory"),
+    "linked checkpoint": (
+        link_step,
+        "is a link, which another program may redirect: put the directory",
+    ),
     "fifo": (fifo, "'run.json' is a link or a device"),
     "empty directory": (lambda step: (shutil.rmtree(step), step.mkdir()), "has no manifest.json"),
     "a file instead": (
@@ -489,7 +492,8 @@ def test_when_all_are_damaged_it_does_not_start_again_at_zero(root: Path) -> Non
         flip_bit(save(store, step) / WEIGHTS, 1)
     for reader in (store, CheckpointStore(root)):
         with pytest.raises(
-            CheckpointError, match=r"all checkpoints .* damaged \(step-00000001, step-00000002;"
+            CheckpointError,
+            match=r"damaged \(step-00000001, step-00000002\)\. The newest: .*step-00000002.*checksum",
         ):
             reader.latest()
     assert store.steps() == [1, 2]

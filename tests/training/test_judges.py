@@ -12,7 +12,7 @@ from ratchet.commands.score_run import score_run
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
-from ratchet.errors import ConfigError, WorkerError
+from ratchet.errors import ConfigError, DataError, WorkerError
 from ratchet.models.load import init_policy
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.training.preflight import run_preflight
@@ -68,6 +68,13 @@ def test_a_run_with_a_judge_in_its_process_is_resumed_to_the_same_bits(here):
     rewards = trained()
     assert len(set(rewards)) > 1
     start_run(written("parts"), ["steps=1"], "runs/parts", command="test")
+    weights = here / "judge" / "model.safetensors"
+    trained_judge, other_judge = weights.read_bytes(), bytearray(weights.read_bytes())
+    other_judge[len(other_judge) // 2 :] = bytes(len(other_judge) - len(other_judge) // 2)
+    weights.write_bytes(other_judge)
+    with pytest.raises(DataError, match="judge changed since step 1"):
+        resume_run("runs/parts", ["steps=3"], command="test")
+    weights.write_bytes(trained_judge)
     assert resume_run("runs/parts", ["steps=3"], command="test") == 0
     whole, parts = (
         (here / "runs" / name / "model" / "model.safetensors").read_bytes()

@@ -27,10 +27,14 @@ UNKNOWN = f"{HIDDEN}unknown"
 
 
 @contextmanager
-def convert_panics(text: str) -> Iterator[None]:
+def convert_panics(task: str, remedy: str) -> Iterator[None]:
     """Raise DataError if the tokenizers library panics, as its regexes do on some texts.
 
     The exception class of a panic can't be imported, and it is no subclass of Exception.
+
+    Args:
+        task: What the library does, such as "decode 3 tokens".
+        remedy: What the user can do about a panic.
     """
     try:
         yield
@@ -38,9 +42,7 @@ def convert_panics(text: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         reason = get_first_line(str(error))
-        raise DataError(
-            f"the tokenizer can't encode a text of {len(text):,} characters: {reason}: shorten it"
-        ) from error
+        raise DataError(f"the tokenizer can't {task}: {reason}: {remedy}") from error
 
 
 def compute_max_growth(section: Any) -> int:

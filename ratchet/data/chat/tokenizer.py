@@ -209,8 +209,12 @@ class Tokenizer:
         return specials
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD; unknown ids are left out."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD; unknown ids are left out.
+
+        Raises DataError if the tokenizer's decoder fails.
+        """
+        with convert_panics(f"decode {len(ids):,} tokens", "check the decoder in tokenizer.json"):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -276,7 +280,7 @@ class Tokenizer:
     @cached_property
     def _plain_copy(self) -> tuple[tokenizers.Tokenizer, int | None]:
         """The tokenizer of plain text, and the id of its unknown token."""
-        with convert_panics(GUARD):
+        with convert_panics(f"encode {len(GUARD)} characters", "check tokenizer.json"):
             return copy_for_text(self._backend)
 
     @property
@@ -318,7 +322,7 @@ class Tokenizer:
     def _encode_plain(self, text: str) -> tokenizers.Encoding:
         """Encode plain text. Raises DataError if the library can't encode it."""
         try:
-            with convert_panics(text):
+            with convert_panics(f"encode a text of {len(text):,} characters", "shorten it"):
                 if len(text) < BATCH_CALL_CHARS:
                     return self._plain_backend.encode(text, add_special_tokens=False)
                 return self._plain_backend.encode_batch([text], add_special_tokens=False)[0]

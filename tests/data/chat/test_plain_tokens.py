@@ -95,6 +95,9 @@ def test_a_panic_of_the_library_is_a_data_error(capfd):
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("(h+)+$"), "isolated")
     with pytest.raises(DataError, match=r"can't encode a text of 41 characters: .*retry-limit"):
         Tokenizer(backend).encode("h" * 40 + "i")
+    backend.decoder = decoders.Strip("h", 99, 99)  # more than there is
+    with pytest.raises(DataError, match=r"can't decode 1 tokens: .*check the decoder"):
+        Tokenizer(backend).decode(backend.encode("h").ids)
     assert "panicked" in capfd.readouterr().err  # the library's own words
 
 

@@ -139,9 +139,12 @@ def test_what_we_save_transformers_loads(
 def test_bfloat16_files(tmp_path):
     decoder = small()
     save_decoder(decoder, tmp_path, dtype=torch.bfloat16)
+    config = tmp_path / "config.json"
     on_disk = load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in on_disk.values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    # safetensors would keep other users from reading it.
+    assert (tmp_path / "model.safetensors").stat().st_mode == config.stat().st_mode
+    assert json.loads(config.read_text())["dtype"] == "bfloat16"
     wide = load_decoder(tmp_path)
     assert torch.equal(wide.embed_tokens.weight, decoder.embed_tokens.weight.bfloat16().float())
     assert load_decoder(tmp_path, dtype=torch.bfloat16).embed_tokens.weight.dtype == torch.bfloat16
