@@ -33,8 +33,8 @@ PRELOADED = """
     unicodedata uuid
 """
 MULTIARCH = (
-    "/lib/x86_64-linux-gnu",
-    "/usr/lib/x86_64-linux-gnu",
+    f"/lib/{syscalls.MACHINE}-linux-gnu",
+    f"/usr/lib/{syscalls.MACHINE}-linux-gnu",
     "/lib64",
     "/usr/lib64",
     "/lib",
@@ -149,7 +149,8 @@ def list_library_paths() -> tuple[str, ...]:
 def find_strongest_level(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
     """Return the strongest level up to `at_most` that is granted, and why others were refused."""
     if not seccomp.is_available():
-        return 0, [f"no system call filter for {syscalls.MACHINE}; Ratchet has one for x86_64"]
+        known = " and ".join(seccomp.NUMBERS_BY_MACHINE)
+        return 0, [f"no system call filter for {syscalls.MACHINE}; Ratchet has one for {known}"]
     refused: list[str] = []
     if reason := try_in_child(try_filter):
         return 0, [f"seccomp: {reason}"]
