@@ -7,6 +7,8 @@ INTERRUPTED = 130  # exit status of a command that Ctrl-C ended: 128 + SIGINT
 
 def main() -> None:
     """Run the command line. Ctrl-C ends it without a traceback, also while modules are imported."""
+    if sys.platform == "win32":
+        sys.exit("Ratchet runs on Linux and macOS. On Windows, install it in WSL: wsl --install")
     try:
         from ratchet.cli.main import main as run_command
 

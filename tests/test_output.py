@@ -61,3 +61,10 @@ def test_a_name_that_is_no_utf8_is_no_bug():
     message, status = explain_error(error.value) or ("", 0)
     assert "a name is not valid UTF-8" in message
     assert status == 2
+
+
+def test_windows_is_refused_with_the_way_to_linux():
+    code = "import sys; sys.platform = 'win32'; from ratchet.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "wsl --install" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import logging
 import mmap
 import resource
 import sys
@@ -21,8 +20,6 @@ from ratchet.executors.config import ClusterConfig, LocalClusterConfig
 from ratchet.executors.threads import choose_threads, find_thread_limit, measure_worker_count
 from ratchet.executors.torchrun import TorchrunRank
 from ratchet.kernels.build import load_library
-
-log = logging.getLogger(__name__)
 
 # Parameters of mallopt(3), and their values:
 # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX
@@ -66,12 +63,20 @@ def use_kernels(compiled: bool) -> None:
         ) from error
 
 
-def has_compiled_kernels() -> bool:
-    """Return True if compiled kernels can be built and loaded; the first call takes 2 s."""
+def has_compiled_kernels(reasons: list[str] | None = None) -> bool:
+    """Return True if compiled kernels can be built and loaded; the first call takes 2 s.
+
+    Args:
+        reasons: Receives a sentence that says why there are none, and what that costs.
+    """
     try:
         load_library()
     except OSError as error:
-        log.info("compiled kernels are not available, PyTorch's operations are used: %s", error)
+        if reasons is not None:
+            reasons.append(
+                f"kernels=auto became torch ({error}): a step of a small model takes about 1.5 "
+                "times as long. Install gcc"
+            )
         return False
     return True
 
@@ -130,7 +135,8 @@ def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
     """Return the configuration with every "auto" that depends on the machine resolved.
 
     A resumed run thus sees the same values. If torchrun started several processes, they become the
-    cluster. `reasons` receives a sentence for each value that was measured.
+    cluster. `reasons` receives a sentence for each value that was measured, or that the lack of a
+    compiler decided.
     """
     device = resolve_device(config.device)
     threads = config.threads
@@ -149,7 +155,7 @@ def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
     if kernels == "auto":
         kernels = (
             "compiled"
-            if device == "cpu" and config.can_use_compiled_kernels and has_compiled_kernels()
+            if device == "cpu" and config.can_use_compiled_kernels and has_compiled_kernels(reasons)
             else "torch"
         )
     cluster = config.cluster
