@@ -31,7 +31,7 @@ help: ## list the targets
 .venv: .venv/developer ## create the environment with everything that the checks need
 
 demo: .venv/user ## train the quickstart recipe and show what it reached
-	$(BIN)/ratchet train recipes/quickstart.yaml
+	$(BIN)/ratchet train quickstart
 
 test: .venv/developer ## lint and all tests but the slow ones
 	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory --keep-going lint fast-tests

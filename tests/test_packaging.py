@@ -28,7 +28,7 @@ MODULES = sorted(
     for item in pkgutil.walk_packages(ratchet.__path__, "ratchet.", onerror=lambda name: None)
 )
 SOURCES = sorted((ROOT / "ratchet").rglob("*.py"))
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted((ROOT / "ratchet" / "recipes").rglob("*.yaml"))
 HEAVY = ("torch", "transformers")
 LIGHT_PACKAGES = ("ratchet.config", "ratchet.environments", "ratchet.rewards")
 LIGHT_MODULES = ("ratchet.types", "ratchet.errors", "ratchet.protocols")

@@ -20,6 +20,7 @@ from ratchet.cli.errors import exit_with_error, is_reader_gone, prepare_streams,
 from ratchet.cli.evaluation import evaluate
 from ratchet.cli.new import new
 from ratchet.cli.push import push
+from ratchet.cli.recipes import recipes
 from ratchet.cli.recorded import explain, replay, report, status, ui
 from ratchet.cli.runs import Json, runs
 from ratchet.cli.train import Overrides, train
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 
 app.add_typer(data, name="data")
+app.add_typer(recipes, name="recipes")
 app.add_typer(runs, name="runs")
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -86,7 +88,8 @@ def check(
     target: Annotated[
         str,
         typer.Argument(
-            help="A recipe (YAML), or the import path of an algorithm, an environment or a reward"
+            help="A recipe (YAML, or a name of `ratchet recipes`), or the import path of an "
+            "algorithm, an environment or a reward"
         ),
     ],
     overrides: Overrides = None,
@@ -174,7 +177,9 @@ def schema() -> None:
 
 @app.command()
 def plan(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (YAML).")],
+    recipe: Annotated[
+        Path, typer.Argument(help="A recipe (YAML, or a name of `ratchet recipes`).")
+    ],
     overrides: Overrides = None,
     probe: Annotated[
         float | None,

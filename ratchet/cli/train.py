@@ -45,7 +45,8 @@ RunDir = Annotated[
 
 def train(
     recipe: Annotated[
-        Path | None, typer.Argument(help="A recipe (YAML). Not needed with --resume.")
+        Path | None,
+        typer.Argument(help="A recipe (YAML, or a name of `ratchet recipes`); none with --resume."),
     ] = None,
     overrides: Overrides = None,
     run_dir: RunDir = None,

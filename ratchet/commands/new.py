@@ -183,7 +183,7 @@ class RecipeRequest:
     """The options of a new recipe for a file and a model.
 
     Attributes:
-        like: An algorithm's kind, or the name of a recipe in recipes/.
+        like: An algorithm's kind, or the name of a recipe that comes with Ratchet.
         data: A file, pattern, directory or address.
         model: A Hugging Face directory, or a Hub id.
         reward: A kind of reward, `module:function`, or `file.py:function`; None: no reward.
