@@ -70,7 +70,7 @@ def test_every_extra_that_an_error_names_exists():
     assert extras <= EXTRAS.keys()
     documented = set()
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        documented |= set(re.findall(r"ratchet\[(\w+)\]", path.read_text()))
+        documented |= set(re.findall(r"ratchet-rl\[(\w+)\]", path.read_text()))
     assert documented <= EXTRAS.keys()
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import ratchet
 from ratchet.processes.frames import Parcel
 
 PROTOCOL = 2  # version: increase it with every change of the messages
@@ -20,13 +20,9 @@ PROTOCOL = 2  # version: increase it with every change of the messages
 
 def get_versions() -> dict[str, Any]:
     """Return the versions that must be equal in driver and worker."""
-    try:
-        ratchet_version = version("ratchet")
-    except PackageNotFoundError:  # run from a checkout
-        ratchet_version = "unknown"
     return {
         "protocol": PROTOCOL,
-        "ratchet": ratchet_version,
+        "ratchet": ratchet.__version__,
         "python": ".".join(map(str, sys.version_info[:2])),
     }
 
