@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import ratchet
+from ratchet.errors import DISTRIBUTION
 from ratchet.processes.frames import Parcel
 
 PROTOCOL = 2  # version: increase it with every change of the messages
@@ -20,9 +21,13 @@ PROTOCOL = 2  # version: increase it with every change of the messages
 
 def get_versions() -> dict[str, Any]:
     """Return the versions that must be equal in driver and worker."""
+    try:
+        ratchet_version = version(DISTRIBUTION)
+    except PackageNotFoundError:  # run from a checkout
+        ratchet_version = "unknown"
     return {
         "protocol": PROTOCOL,
-        "ratchet": ratchet.__version__,
+        "ratchet": ratchet_version,
         "python": ".".join(map(str, sys.version_info[:2])),
     }
 
