@@ -37,6 +37,17 @@ def test_a_recipe_trains_at_once(here: Path) -> None:
     assert start_run(Path("first-try.yaml"), [*SHORT, *QUIET], here / "run", command="train") == 0
 
 
+def test_a_project_is_a_valid_recipe_on_its_own_rows_and_reward(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, command = scaffold("project", "my")
+    assert command == "cd my && make test && ratchet train recipe.yaml"
+    assert len(files) == 6
+    monkeypatch.chdir("my")
+    checked = CliRunner().invoke(app, ["check", "recipe.yaml"])
+    assert "grpo: rewards: reward:judge gives a demonstration 1.0" in checked.output
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "path"),
     [("environment", "MyMaze", "my_maze:MyMaze"), ("reward", "brief", "brief:brief")],
