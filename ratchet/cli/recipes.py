@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +14,8 @@ from ratchet.errors import ConfigError
 from ratchet.recipes import list_recipes, read_summary, require_recipe
 
 recipes = typer.Typer()
+# A line of a YAML file that only recipes have.
+TRAINS = re.compile(r"^(algorithm|stages|extends):", re.MULTILINE)
 Name = Annotated[str, typer.Argument(help="Name of a recipe, as `ratchet recipes` lists it.")]
 
 
@@ -47,6 +51,25 @@ def copy(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(source.read_bytes())
     say(f"{target}\nnext: ratchet train {target}")
+
+
+def describe_choices() -> str:
+    """Return what `ratchet train` could train here: files, Ratchet's recipes, the next command."""
+    here = {path.name: path for path in list_recipes(Path()).values() if _is_recipe(path)}
+    shipped = textwrap.fill(", ".join(list_recipes()), 98)
+    lines = ["no recipe is named, and no run to continue (--resume RUN)", ""]
+    if here:
+        lines += ["recipes in this directory:", *describe_recipes(here), ""]
+    lines += ["recipes that come with Ratchet (`ratchet recipes` describes them):", shipped, ""]
+    return "\n".join([*lines, f"next: ratchet train {next(iter(here), 'quickstart')}"])
+
+
+def _is_recipe(path: Path) -> bool:
+    """True if a YAML file can be read and trains something, unlike those of other programs."""
+    try:
+        return TRAINS.search(path.read_text(encoding="utf-8", errors="replace")) is not None
+    except OSError:
+        return False
 
 
 def describe_recipes(paths: dict[str, Path]) -> list[str]:

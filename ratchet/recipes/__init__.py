@@ -15,7 +15,8 @@ SUFFIX = ".yaml"
 
 def list_recipes(directory: Path = RECIPES_DIR) -> dict[str, Path]:
     """Return the paths of the recipes in a directory by name; default: Ratchet's own."""
-    return {path.stem: path for path in sorted(directory.glob(f"*{SUFFIX}"))}
+    paths = sorted(directory.glob(f"*{SUFFIX}"))
+    return {path.stem: path for path in paths if path.is_file()}
 
 
 def find_recipe(recipe: str | Path, directory: Path = Path()) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_project_is_a_valid_recipe_on_its_own_rows_and_reward(
     monkeypatch.chdir("my")
     checked = CliRunner().invoke(app, ["check", "recipe.yaml"])
     assert "grpo: rewards: reward:judge gives a demonstration 1.0" in checked.output
+    sys.modules.pop("reward")  # so that no other test's module of this name is taken for it
 
 
 @pytest.mark.parametrize(

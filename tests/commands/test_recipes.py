@@ -49,6 +49,38 @@ def test_a_wrong_name_suggests_the_nearest(name):
         load_config(name)
 
 
+def test_train_without_a_recipe_says_what_is_there(here):
+    (here / "mine.yaml").write_text("# Mine.\nextends: quickstart\n")
+    (here / "compose.yaml").write_text("services: {}\n")
+    result = CliRunner().invoke(app, ["train"])
+    assert result.exit_code == 2
+    assert "recipes in this directory:\nmine.yaml  Mine.\n" in result.output
+    assert "asynchronous, cispo, code," in result.output
+    assert result.output.endswith("next: ratchet train mine.yaml\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train quicks", "quickstart"),
+        ("train mi", "mine.yaml"),
+        ("train quickstart optimizer.warmup_sh", "optimizer.warmup_share="),
+        ("train quickstart stages.grpo.optim", "stages.grpo.optimizer."),
+        ("train --resume ", "runs/first"),
+        ("report runs/f", "runs/first"),
+    ],
+)
+def test_the_shell_completes_recipes_runs_and_keys(here, monkeypatch, words, expected):
+    (here / "mine.yaml").touch()
+    (here / "runs/first").mkdir(parents=True)
+    (here / "runs/first/config.yaml").touch()
+    monkeypatch.setenv("_RATCHET_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"ratchet {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
+    result = CliRunner().invoke(app, [], prog_name="ratchet")
+    assert expected in result.output.splitlines()
+
+
 def test_the_list_has_a_line_for_each_recipe():
     lines = call().splitlines()
     names = [line.split()[0] for line in lines[: lines.index("")]]
