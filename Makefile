@@ -22,7 +22,7 @@ BENCH_ROUNDS ?= 5
 # `make test-changed`: a branch or a commit; empty: where the branch left main
 SINCE ?=
 
-.PHONY: help demo test test-changed test-slow test-lowest test-newest lint style types layers sizes names fast-tests slow-tests bench peers clean
+.PHONY: help demo test test-changed test-slow test-lowest test-newest lint style types layers sizes names fast-tests slow-tests wheel bench peers clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,7 +31,7 @@ help: ## list the targets
 .venv: .venv/developer ## create the environment with everything that the checks need
 
 demo: .venv/user ## train the quickstart recipe and show what it reached
-	$(BIN)/ratchet train recipes/quickstart.yaml
+	$(BIN)/ratchet train quickstart
 
 test: .venv/developer ## lint and all tests but the slow ones
 	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory --keep-going lint fast-tests
@@ -73,6 +73,9 @@ fast-tests: .venv/developer
 slow-tests: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium
 	$(PYTEST) -m slow
 	$(PYTEST) -m "hypothesis and not slow" --hypothesis-profile thorough
+
+wheel: .venv/bin/python ## build dist/, check it, and try the wheel in a new environment outside the checkout
+	$(BIN)/python .ci/wheel.py
 
 bench: .venv/developer ## time Ratchet and its peers in turn, where they are installed; prints the table of docs/performance.md
 	$(BIN)/python benchmarks/table.py --python $(PEERS_PYTHON) --rounds $(BENCH_ROUNDS)

@@ -112,7 +112,7 @@ def measure(
 def compare(name: str, probe_s: float, rounds: int) -> list[str]:
     """Return the table's rows of one case, one for each stage."""
     file, overrides = CASES[name]
-    recipe = ROOT / "recipes" / file
+    recipe = ROOT / "ratchet" / "recipes" / file
     values = defaultdict[tuple[str, str], list[float]](list)  # by (stage or "", name of the number)
     stages, steps = dict[str, Numbers](), list[int]()
     for _ in range(rounds):

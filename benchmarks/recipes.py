@@ -4,8 +4,8 @@
 
 Three kinds of header lines are read:
 - `#   seed N: A -> B %`: held-out accuracy before and after the last stage, of the command
-  `ratchet train recipes/X.yaml seed=N`.
-- `# needs: recipes/Y.yaml -> DIRECTORY`: the recipe reads the model that recipe Y trains. Y is
+  `ratchet train X seed=N`.
+- `# needs: Y -> DIRECTORY`: the recipe reads the model that recipe Y trains. Y is
   trained first, with its own seed, and DIRECTORY is replaced by the path of its model.
 - `#   python -m MODULE DIRECTORY`: the command writes a model that the recipe starts from. It is
   run, and DIRECTORY is replaced by the path of that model.
@@ -35,10 +35,10 @@ import yaml
 
 from ratchet.training.start import start_run
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parent.parent / "ratchet" / "recipes"
 MEASURED = re.compile(r"^#\s+seed (\d+): ([\d.]+) -> ([\d.]+) %", re.MULTILINE)
 MAKES = re.compile(r"^#\s+python -m ([\w.]+) (\S+)$", re.MULTILINE)
-NEEDS = re.compile(r"^# needs: recipes/([\w.+-]+)\.yaml -> (\S+)", re.MULTILINE)
+NEEDS = re.compile(r"^# needs: ([\w.+-]+) -> (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = list(dict.fromkeys(options.names)) or list_measured_recipes()
     missing = [name for name in names if not (RECIPES / f"{name}.yaml").is_file()]
     if missing:
-        parser.error(f"there is no recipes/{missing[0]}.yaml")
+        parser.error(f"there is no recipe {missing[0]}")
     if options.rotate is not None:
         names = rotate(names, options.rotate, today() if options.day is None else options.day)
     with tempfile.TemporaryDirectory() as work:

@@ -52,7 +52,7 @@ from ratchet.training.metering import make_meter
 from ratchet.training.stage_from_config import build_run
 from ratchet.types import Group
 
-QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).resolve().parent.parent / "ratchet" / "recipes" / "quickstart.yaml"
 OVERRIDES = ["evaluation.tasks=0", "evaluation.every=0", "checkpoint.every=0"]
 ATTEMPTS, TOKENS = 1024, 16  # of the large record: attempts of a step, tokens of an attempt
 

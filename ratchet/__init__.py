@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ratchet.types import Task as Task
     from ratchet.types import Trajectory as Trajectory
 
-__version__ = "0.1.0"
+    __version__: str
 
 _NAMES_BY_MODULE = {
     "ratchet.algorithms.config.named_policy_gradients": ("GRPOConfig",),
@@ -71,7 +71,21 @@ _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() fo
 __all__ = ["__version__", *_MODULE_BY_NAME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
+def _read_version() -> str:
+    """Return the version of the installed distribution; "unknown" for sources alone."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from ratchet.errors import DISTRIBUTION
+
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "unknown"
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _read_version()
     if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'ratchet' has no attribute '{name}'")
     return getattr(import_module(_MODULE_BY_NAME[name]), name)

@@ -29,7 +29,7 @@ A message says what is wrong, where, and the smallest fix. `assert` is kept for 
 
 from __future__ import annotations
 
-DISTRIBUTION = "ratchet"  # the name that pip knows
+DISTRIBUTION = "ratchet-rl"  # the name that pip knows
 
 
 def suggest_install(extra: str = "") -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-QUICKSTART = (REPOSITORY / "recipes" / "quickstart.yaml").read_text(encoding="utf-8")
+QUICKSTART = (REPOSITORY / "ratchet" / "recipes" / "quickstart.yaml").read_text(encoding="utf-8")
 PIPE, ZERO, FOLDER = object(), object(), object()  # in place of a file's content
 
 

@@ -37,7 +37,7 @@ from ratchet.utils.safe_read import is_deeper
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).resolve().parent
-RECIPES = sorted((TESTS.parent / "recipes").glob("*.yaml"))
+RECIPES = sorted((TESTS.parent / "ratchet" / "recipes").glob("*.yaml"))
 TEMPLATES = [
     path.read_text(encoding="utf-8")
     for path in sorted((TESTS / "data" / "templates").glob("*.jinja"))

@@ -207,6 +207,9 @@ def test_a_recipe_that_makes_objects(line, canary, tmp_path):
     "override", ["seed=__import__('os').system('touch {canary}')", "seed=!!python/name:os.system"]
 )
 def test_an_override_that_is_an_expression(override, canary, tmp_path):
-    shutil.copy(Path(__file__).parent.parent / "recipes" / "quickstart.yaml", tmp_path / "r.yaml")
+    shutil.copy(
+        Path(__file__).parent.parent / "ratchet" / "recipes" / "quickstart.yaml",
+        tmp_path / "r.yaml",
+    )
     with pytest.raises(ConfigError):
         load_config(tmp_path / "r.yaml", [override.format(canary=canary)])

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "docs" / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sbatch"))
 MANIFESTS = sorted(LAUNCH.glob("*.yaml"))
-RECIPE = ROOT / "recipes" / "quickstart.yaml"
+RECIPE = ROOT / "ratchet" / "recipes" / "quickstart.yaml"
 
 # Each logs how it was called; srun runs what it is given, here.
 STAND_INS = {
@@ -168,7 +168,7 @@ def test_manifests_run_what_ratchet_takes(manifest):
     assert resume == ["train", "--resume", "/runs/quickstart"]
     recipe, option, run, *overrides = fresh[1:]
     assert (option, run) == ("--run-dir", resume[2])
-    config = load_config(ROOT / Path(recipe).relative_to("/ratchet"), overrides)
+    config = load_config(recipe, overrides)
     accelerators = sum(
         int(pod["resources"]["limits"].get("nvidia.com/gpu", 0)) * count
         for pod, count in containers(manifest)

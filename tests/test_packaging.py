@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import ratchet
+from ratchet.errors import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -28,7 +30,7 @@ MODULES = sorted(
     for item in pkgutil.walk_packages(ratchet.__path__, "ratchet.", onerror=lambda name: None)
 )
 SOURCES = sorted((ROOT / "ratchet").rglob("*.py"))
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted((ROOT / "ratchet" / "recipes").rglob("*.yaml"))
 HEAVY = ("torch", "transformers")
 LIGHT_PACKAGES = ("ratchet.config", "ratchet.environments", "ratchet.rewards")
 LIGHT_MODULES = ("ratchet.types", "ratchet.errors", "ratchet.protocols")
@@ -296,8 +298,27 @@ def test_there_is_a_quickstart() -> None:
     assert "quickstart.yaml" in {path.name for path in RECIPES}
 
 
-def test_version_is_pyprojects() -> None:
-    assert ratchet.__version__ == PYPROJECT["project"]["version"]
+def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", {DISTRIBUTION: "1.2"}.__getitem__)
+    assert ratchet.__version__ == "1.2"
+    monkeypatch.undo()
+    monkeypatch.setattr("ratchet.errors.DISTRIBUTION", "not-installed")
+    assert ratchet.__version__ == "unknown"
+
+
+# Another project owns the name `ratchet` in the package index: pip would install that one.
+OTHER_NAME = re.compile(r"(?<![\w.-])ratchet\[\w|pip install (?:-\S+ )*['\"]?ratchet(?![\w-])")
+
+
+def test_the_distribution_has_one_name(require: Callable[[str, str], None]) -> None:
+    assert PYPROJECT["project"]["name"] == DISTRIBUTION
+    assert OTHER_NAME.search("pip install -U 'ratchet[lora]'")
+    assert not OTHER_NAME.search(
+        f"pip install -U '{DISTRIBUTION}[lora]'; pip install {DISTRIBUTION}"
+    )
+    require("git", "lists the tracked files")
+    require(str(ROOT / ".git"), "lists the tracked files")
+    assert [name for name, text in tracked_text() if OTHER_NAME.search(text)] == []
 
 
 def test_dependencies_are_constrained() -> None:
@@ -311,7 +332,7 @@ def test_dependencies_are_constrained() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
     wanted = [*PYPROJECT["project"]["dependencies"]]
     for line in extras["dev"]:
-        own = re.fullmatch(r"ratchet\[([\w,]+)\]", line)
+        own = re.fullmatch(r"ratchet-rl\[([\w,]+)\]", line)
         names = own[1].split(",") if own else []
         wanted += [each for name in names for each in extras[name]] if own else [line]
     assert {re.split(r"[\[<>=~! ]", line)[0].lower() for line in wanted} <= constrained

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.commands import doctor
 from ratchet.commands.doctor import PURPOSES
 from ratchet.generators.vllm.generator import VERSION
 
@@ -70,7 +71,7 @@ def test_every_extra_that_an_error_names_exists():
     assert extras <= EXTRAS.keys()
     documented = set()
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        documented |= set(re.findall(r"ratchet\[(\w+)\]", path.read_text()))
+        documented |= set(re.findall(r"ratchet-rl\[(\w+)\]", path.read_text()))
     assert documented <= EXTRAS.keys()
 
 
@@ -79,6 +80,22 @@ def test_doctor_lists_a_package_of_each_extra(extra: str):
     assert names(EXTRAS[extra]) & {
         normalise(package) for package, (of, _) in PURPOSES.items() if of == extra
     }
+
+
+def test_doctor_prints_one_command_for_each_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch):
+    def find_version(package: str) -> str:
+        if package in ("s3fs", "wandb", "swanlab"):
+            raise doctor.PackageNotFoundError
+        return "1"
+
+    monkeypatch.setattr(doctor, "version", find_version)
+    monkeypatch.setattr(doctor, "load_library", lambda: None)
+    assert doctor.list_fixes() == [
+        "# missing: s3fs (S3; gcsfs and adlfs for Google's and Azure's stores)",
+        "pip install 'ratchet-rl[stores]'",
+        "# missing: wandb (metrics in Weights & Biases), swanlab (metrics in SwanLab)",
+        "pip install 'ratchet-rl[trackers]'",
+    ]
 
 
 def test_doctor_knows_which_packages_belong_to_the_base():

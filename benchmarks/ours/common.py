@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+QUICKSTART = ROOT / "ratchet" / "recipes" / "quickstart.yaml"
 # So that the checkout need not be installed.
 sys.path[:0] = [str(ROOT / "benchmarks" / "peers"), str(ROOT / "benchmarks"), str(ROOT)]
 

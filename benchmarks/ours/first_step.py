@@ -1,4 +1,4 @@
-"""Measure the seconds until `ratchet train recipes/quickstart.yaml` has made its first step.
+"""Measure the seconds until `ratchet train quickstart` has made its first step.
 
 The end is when the step's line is in metrics.jsonl. With --evaluated, the recipe's evaluation before
 the first step is included; the peer's script has none. Of the other arguments, only --threads is

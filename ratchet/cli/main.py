@@ -15,11 +15,13 @@ import typer
 from typer.core import TyperGroup
 
 import ratchet
+from ratchet.cli.completion import complete_recipe, complete_run
 from ratchet.cli.data import data
 from ratchet.cli.errors import exit_with_error, is_reader_gone, prepare_streams, say
 from ratchet.cli.evaluation import evaluate
 from ratchet.cli.new import new
 from ratchet.cli.push import push
+from ratchet.cli.recipes import recipes
 from ratchet.cli.recorded import explain, replay, report, status, ui
 from ratchet.cli.runs import Json, runs
 from ratchet.cli.train import Overrides, train
@@ -48,6 +50,7 @@ app = typer.Typer(
 )
 
 app.add_typer(data, name="data")
+app.add_typer(recipes, name="recipes")
 app.add_typer(runs, name="runs")
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -55,7 +58,8 @@ Target = Annotated[
     str,
     typer.Argument(
         help="A run directory or a Hugging Face model directory, or the address of one "
-        "(s3://bucket/run)."
+        "(s3://bucket/run).",
+        autocompletion=complete_run,
     ),
 ]
 
@@ -86,7 +90,9 @@ def check(
     target: Annotated[
         str,
         typer.Argument(
-            help="A recipe (YAML), or the import path of an algorithm, an environment or a reward"
+            help="A recipe (YAML, or a name of `ratchet recipes`), or the import path of an "
+            "algorithm, an environment or a reward",
+            autocompletion=complete_recipe,
         ),
     ],
     overrides: Overrides = None,
@@ -174,7 +180,13 @@ def schema() -> None:
 
 @app.command()
 def plan(
-    recipe: Annotated[Path, typer.Argument(help="A recipe (YAML).")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            help="A recipe (YAML, or a name of `ratchet recipes`).",
+            autocompletion=complete_recipe,
+        ),
+    ],
     overrides: Overrides = None,
     probe: Annotated[
         float | None,
@@ -445,11 +457,18 @@ app.command()(status)
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Print the command that mends each thing, and no more.")
+    ] = False,
+) -> None:
     """Show what is installed, what is missing and how to get it, and what this machine offers."""
-    from ratchet.commands.doctor import report
+    from ratchet.commands.doctor import list_fixes, report
 
-    raise typer.Exit(report())
+    if fix:
+        say("\n".join(list_fixes()) or "nothing is missing")
+    else:
+        raise typer.Exit(report())
 
 
 def main() -> None:

@@ -12,15 +12,14 @@ from ratchet.errors import ConfigError
 
 def new(
     kind: Annotated[
-        Literal["recipe", "environment", "reward", "harbor-task"],
+        Literal["project", "recipe", "environment", "reward", "harbor-task"],
         typer.Argument(help="What to create."),
     ],
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Name of the new recipe, environment, reward or task, and of its file. "
-            "With --like, "
-            "the default is the value of --like."
+            help="Name of the new project, recipe, environment, reward or task, and of its file "
+            "or directory. With --like, the default is the value of --like."
         ),
     ] = None,
     like: Annotated[
@@ -48,7 +47,8 @@ def new(
         typer.Option(metavar="DIR", help="With --like, for distillation: the teacher's model."),
     ] = None,
 ) -> None:
-    """Create a recipe, an environment, a reward or a task of your own, as small files that run.
+    """Create a project, a recipe, an environment, a reward or a task of your own, as small files
+    that run.
 
     --like, --data and --model together write a recipe for your own file and model.
     """

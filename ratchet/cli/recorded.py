@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ratchet.cli.completion import complete_run
 from ratchet.cli.errors import say
 from ratchet.cli.runs import Json
 
@@ -17,7 +18,12 @@ Steps = Annotated[
     list[int],
     typer.Option("--step", min=1, help="A recorded step; may be given several times."),
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an address.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run directory, or an address.", autocompletion=complete_run
+    ),
+]
 
 
 def replay(
@@ -67,7 +73,9 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...", help="Run directories or addresses; several are compared."
+            metavar="RUN...",
+            help="Run directories or addresses; several are compared.",
+            autocompletion=complete_run,
         ),
     ],
     out: Annotated[
@@ -104,7 +112,12 @@ def ui(
 
 
 def status(
-    run: Annotated[str, typer.Argument(help="The directory of a run that is training.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="The directory of a run that is training.", autocompletion=complete_run
+        ),
+    ],
 ) -> None:
     """Show which component of a training run waits for which other component, and since when."""
     from ratchet.runs.live_status import query_status

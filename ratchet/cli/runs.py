@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ratchet.cli.completion import complete_run
 from ratchet.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -29,7 +30,10 @@ def list_runs(
 
 @runs.command("compare")
 def compare_runs(
-    paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more runs.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN RUN...", help="Two or more runs.", autocompletion=complete_run),
+    ],
     json: Json = False,
 ) -> None:
     """Show how the recipes of runs differ, the first step with different metrics, and the last

@@ -9,16 +9,24 @@ from typing import Annotated
 
 import typer
 
+from ratchet.cli.completion import complete_key, complete_recipe, complete_run
+from ratchet.cli.errors import WRONG_INPUT
+from ratchet.cli.recipes import describe_choices
 from ratchet.errors import ConfigError
+from ratchet.utils.terminal_text import escape_controls
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Overrides of any key: algorithm.group_size=16")
+    list[str] | None,
+    typer.Argument(
+        help="Overrides of any key: algorithm.group_size=16", autocompletion=complete_key
+    ),
 ]
 Resume = Annotated[
     str | None,
     typer.Option(
         help="Continue the run in this directory or at this address. Overrides given with it "
-        "change the run's recipe."
+        "change the run's recipe.",
+        autocompletion=complete_run,
     ),
 ]
 StartFrom = Annotated[
@@ -26,6 +34,7 @@ StartFrom = Annotated[
     typer.Option(
         "--from",
         metavar="RUN[@STEP]",
+        autocompletion=complete_run,
         help="Start from the weights of this run: of its end, or of the checkpoint of STEP.",
     ),
 ]
@@ -45,7 +54,11 @@ RunDir = Annotated[
 
 def train(
     recipe: Annotated[
-        Path | None, typer.Argument(help="A recipe (YAML). Not needed with --resume.")
+        Path | None,
+        typer.Argument(
+            help="A recipe (YAML, or a name of `ratchet recipes`); none with --resume.",
+            autocompletion=complete_recipe,
+        ),
     ] = None,
     overrides: Overrides = None,
     run_dir: RunDir = None,
@@ -84,7 +97,10 @@ def train(
     # With --resume the first argument is not a recipe but a key to change.
     if resume is not None and recipe is not None and "=" in str(recipe):
         changes, recipe = [str(recipe), *changes], None
-    if (recipe is None) == (resume is None):
+    if recipe is None and resume is None:
+        typer.echo(escape_controls(describe_choices()), err=True)
+        raise typer.Exit(WRONG_INPUT)
+    if recipe is not None and resume is not None:
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY, but not both")
     new_run_options = {
         "--run-dir": run_dir,

@@ -7,6 +7,7 @@ accelerators.
 from __future__ import annotations
 
 import platform
+import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -102,6 +103,38 @@ def report() -> int:
         console.print(_describe_accelerators())
         console.print(_describe_kernels())
     return int(missing_core)
+
+
+def list_fixes() -> list[str]:
+    """Return the lines of a shell script: a comment for each thing that is missing, and the command
+    that mends it."""
+    missing: dict[str, list[str]] = {}
+    for package, (extra, purpose) in PURPOSES.items():
+        try:
+            get_installed_version(package)
+        except PackageNotFoundError:
+            missing.setdefault(extra, []).append(f"{package} ({purpose})")
+    lines = []
+    for extra, packages in sorted(missing.items()):
+        lines += [f"# missing: {', '.join(packages)}", suggest_install(extra)]
+    try:
+        load_library()
+    except OSError as error:
+        lines += [f"# no compiled kernels, so a CPU is slower: {error}", _suggest_compiler()]
+    return lines
+
+
+def _suggest_compiler() -> str:
+    """Return the command that installs a C compiler with this machine's package manager."""
+    managers = {
+        "apt-get": "sudo apt-get install gcc libc6-dev",
+        "dnf": "sudo dnf install gcc",
+        "apk": "sudo apk add gcc musl-dev",
+        "pacman": "sudo pacman -S gcc",
+        "xcode-select": "xcode-select --install",
+    }
+    commands = (command for name, command in managers.items() if shutil.which(name))
+    return next(commands, "# install gcc with this machine's package manager")
 
 
 def _describe_accelerators() -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
+from ratchet.commands.new_project import make_project_files
 from ratchet.errors import ConfigError
 
 RECIPE = """\
@@ -183,7 +184,7 @@ class RecipeRequest:
     """The options of a new recipe for a file and a model.
 
     Attributes:
-        like: An algorithm's kind, or the name of a recipe in recipes/.
+        like: An algorithm's kind, or the name of a recipe that comes with Ratchet.
         data: A file, pattern, directory or address.
         model: A Hugging Face directory, or a Hub id.
         reward: A kind of reward, `module:function`, or `file.py:function`; None: no reward.
@@ -253,6 +254,13 @@ def _make_harbor_task(name: str) -> tuple[Mapping[str, str], str]:
     return files, f"ratchet eval oracle --on harbor test={name} 'waive=[image]'"
 
 
+def _make_project(name: str) -> tuple[Mapping[str, str], str]:
+    """Return the files of a project as text by file name, and the next command."""
+    _check_recipe_name(name)
+    files = {f"{name}/{file}": text for file, text in make_project_files(name).items()}
+    return files, f"cd {name} && make test && ratchet train recipe.yaml"
+
+
 def _fill(text: str, **names: str) -> str:
     """Return the template text with its $name placeholders replaced."""
     return Template(text).substitute(names)
@@ -260,6 +268,7 @@ def _fill(text: str, **names: str) -> str:
 
 # Each function returns the texts of its files by file name, and the command to run next.
 KINDS: Mapping[str, Callable[[str], tuple[Mapping[str, str], str]]] = {
+    "project": _make_project,
     "recipe": _make_recipe,
     "environment": _make_environment,
     "reward": _make_reward,

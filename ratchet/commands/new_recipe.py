@@ -17,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import ratchet
 from ratchet.commands.new import RecipeRequest
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import build, import_object, resolve
@@ -30,6 +29,7 @@ from ratchet.environments.datasets.dataset import Dataset
 from ratchet.environments.datasets.usual_columns import list_candidates
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.sources.offline import TextRenderer
+from ratchet.recipes import list_recipes
 from ratchet.runs.run_dir import MODEL
 from ratchet.training.saved_weights import find_saved
 from ratchet.types import Message, Task
@@ -139,22 +139,17 @@ def _find_algorithm(request: RecipeRequest) -> tuple[dict[str, Any], dict[str, A
 
 
 def _read_shipped_recipe(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the `algorithm` and `lora` sections of the last stage of a recipe in recipes/."""
-    folder = Path(ratchet.__file__).parents[1] / "recipes"
-    path = folder / f"{name}.yaml"
-    if not re.fullmatch(r"[\w-]+", name) or not path.is_file():
-        known_names = [
-            *KINDS["algorithm"],
-            *ALGORITHM_ALIASES,
-            *(p.stem for p in folder.glob("*.yaml")),
-        ]
+    """Return the `algorithm` and `lora` sections of the last stage of a recipe of Ratchet."""
+    recipes = list_recipes()
+    if name not in recipes:
+        known_names = [*KINDS["algorithm"], *ALGORITHM_ALIASES, *recipes]
         close_names = get_close_matches(name, known_names, n=1)
         hint = f"did you mean {close_names[0]}? " if close_names else ""
         raise ConfigError(
             f"--like {name} is no algorithm and no shipped recipe: {hint}algorithms are "
             f"{', '.join(KINDS['algorithm'])}"
         )
-    recipe = read_file(path, Budget())[0].plain()
+    recipe = read_file(recipes[name], Budget())[0].plain()
     stage = {**recipe, **(recipe.get("stages") or [{}])[-1]}
     return dict(stage["algorithm"]), stage.get("lora")
 

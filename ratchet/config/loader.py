@@ -1,10 +1,11 @@
 """Load a recipe file as a `RunConfig`, and dump it.
 
 A stage's key at the top level is the default of all stages. A recipe without `stages` has one
-stage. `extends: other.yaml` (relative to the file) starts from another recipe, without its `name`.
-Overrides (`a.b.c=value`, with the value in YAML) are applied last. They address a stage by name or
-position, as in `stages.grpo.steps`. Data, models and modules that are not in the current directory
-are looked up in the directory of the file (`ratchet.config.recipe_dir`).
+stage. `extends: other.yaml` (relative to the file), or `extends: quickstart` (a recipe that comes
+with Ratchet), starts from another recipe, without its `name`. Overrides (`a.b.c=value`, with the
+value in YAML) are applied last. They address a stage by name or position, as in
+`stages.grpo.steps`. Data, models and modules that are not in the current directory are looked up
+in the directory of the file (`ratchet.config.recipe_dir`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ratchet.config.yaml_tree import (
     write_text,
 )
 from ratchet.errors import ConfigError
+from ratchet.recipes import find_recipe
 from ratchet.utils.terminal_text import shorten_text
 
 EXTENDS = "extends"
@@ -57,7 +59,7 @@ def load_config(
     """Return the resolved and checked configuration of a recipe.
 
     Args:
-        path: The recipe.
+        path: The recipe's path, or its name (`ratchet.recipes.find_recipe`).
         overrides: Keys to set, as key=value.
         model_path: The model to start from, in place of the recipe's preset or path.
         model_option: The option of the command line that gave `model_path`, such as "--from".
@@ -68,7 +70,8 @@ def load_config(
     """
     problems: list[RecipeProblem] = []
     budget = Budget()
-    root = _read_with_bases(Path(path), problems, budget)
+    path = find_recipe(path)
+    root = _read_with_bases(path, problems, budget)
     if overrides:
         override_tree = _parse_overrides(overrides, problems, budget)
         root = apply_layer(root, override_tree, problems)
@@ -85,7 +88,7 @@ def load_config(
     if model_path is not None:
         root.value["model"] = _with_model_path(root.get("model"), model_path)
     if "name" not in root.value:
-        stem = re.sub(r"[^\w.+-]+", "-", Path(path).stem).lstrip("_.+-") or "run"
+        stem = re.sub(r"[^\w.+-]+", "-", path.stem).lstrip("_.+-") or "run"
         root.value["name"] = Node(stem, root.origin.below("name"))
     return _validate(expand(add_import_dirs(root), problems), problems)
 
@@ -180,7 +183,7 @@ def _read_with_bases(path: Path, problems: list[RecipeProblem], budget: Budget) 
             raise ConfigError(
                 f"{extends.origin}: extends must be the path of one recipe, relative to this file"
             )
-        path = path.parent / extends.value
+        path = find_recipe(extends.value, path.parent)
     merged = layers.pop()
     while layers:
         layer = layers.pop()

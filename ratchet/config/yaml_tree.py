@@ -20,6 +20,7 @@ import yaml
 
 from ratchet.config.diagnostics import RecipeProblem
 from ratchet.errors import ConfigError
+from ratchet.recipes import suggest_recipe
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import shorten_text
 
@@ -394,12 +395,12 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Reci
 def _suggest_file(path: Path) -> str:
     """Return a hint, beginning with ": ", for the message that a recipe is missing.
 
-    The hint says that the directory is missing too, or suggests a similar name; "" if neither
-    applies.
+    The hint suggests a similar name here or among Ratchet's recipes, or says that the directory is
+    missing too; "" if none applies.
     """
     directory = path.parent
     if not directory.is_dir():
-        return f": there is no directory {directory}"
+        return suggest_recipe(path.stem) or f": there is no directory {directory}"
     try:
         recipes = sorted(
             p.name for p in islice(directory.iterdir(), 1000) if p.suffix in (".yaml", ".yml")
@@ -408,7 +409,7 @@ def _suggest_file(path: Path) -> str:
         return ""
     file_name = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
     near = difflib.get_close_matches(file_name, recipes, n=1)
-    return f": did you mean {directory / near[0]}?" if near else ""
+    return f": did you mean {directory / near[0]}?" if near else suggest_recipe(path.stem)
 
 
 def write_flow(value: Any) -> str:

@@ -13,6 +13,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ratchet.errors import DISTRIBUTION
 from ratchet.processes.frames import Parcel
 
 PROTOCOL = 2  # version: increase it with every change of the messages
@@ -21,7 +22,7 @@ PROTOCOL = 2  # version: increase it with every change of the messages
 def get_versions() -> dict[str, Any]:
     """Return the versions that must be equal in driver and worker."""
     try:
-        ratchet_version = version("ratchet")
+        ratchet_version = version(DISTRIBUTION)
     except PackageNotFoundError:  # run from a checkout
         ratchet_version = "unknown"
     return {

@@ -77,7 +77,7 @@ def require_head(directory: Path) -> None:
     """Raise ModelError if a model's directory has no scalar head. No weights are read."""
     if _find_head(directory) is None:
         raise ModelError(
-            f"{directory} has no scalar head: train one with recipes/reward_model.yaml"
+            f"{directory} has no scalar head: train one with `ratchet train reward_model`"
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from ratchet.errors import DISTRIBUTION
 from ratchet.observe.progress import format_duration
 from ratchet.observe.write_files import replace_text
 
@@ -30,8 +31,11 @@ def get_installed_versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             return None
 
-    return {name: find_version(name) for name in ("ratchet", "torch", "transformers")} | {
-        "python": platform.python_version()
+    return {
+        "ratchet": find_version(DISTRIBUTION),
+        "torch": find_version("torch"),
+        "transformers": find_version("transformers"),
+        "python": platform.python_version(),
     }
 
 

@@ -216,7 +216,7 @@ def _write_processor(directory: Path, sizes: TinyVLM) -> None:
         )
 
 
-# The model of recipes/shapes.yaml.
+# The model of ratchet/recipes/shapes.yaml.
 SHAPES = TinyVLM(
     alphabet=string.ascii_letters + string.digits + " ?.,\n", vision_hidden=64, std=0.12
 )

@@ -18,7 +18,7 @@ from ratchet.config.yaml_tree import Budget, read_file
 from ratchet.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted((ROOT / "ratchet" / "recipes").rglob("*.yaml"))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_a_recipe_trains_at_once(here: Path) -> None:
     assert shown.exit_code == 0
     assert "stage 2 of 2: grpo" in shown.output
     assert start_run(Path("first-try.yaml"), [*SHORT, *QUIET], here / "run", command="train") == 0
+
+
+def test_a_project_is_a_valid_recipe_on_its_own_rows_and_reward(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, command = scaffold("project", "my")
+    assert command == "cd my && make test && ratchet train recipe.yaml"
+    assert len(files) == 6
+    monkeypatch.chdir("my")
+    checked = CliRunner().invoke(app, ["check", "recipe.yaml"])
+    assert "grpo: rewards: reward:judge gives a demonstration 1.0" in checked.output
+    sys.modules.pop("reward")  # so that no other test's module of this name is taken for it
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_megatron_is_not_installed(refusal, monkeypatch):
     status, said = refusal(MEGATRON, starts=True)
     assert status == 1
     assert (
-        "learner.kind=megatron needs the package 'megatron-core': pip install 'ratchet[megatron]'"
+        "learner.kind=megatron needs the package 'megatron-core': pip install 'ratchet-rl[megatron]'"
         in said
     )
 

@@ -282,7 +282,7 @@ def test_what_is_absent_or_unknown_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(
         MissingDependency,
-        match=r"reading s3:// needs the package 's3fs': pip install 'ratchet\[stores\]'",
+        match=r"reading s3:// needs the package 's3fs': pip install 'ratchet-rl\[stores\]'",
     ):
         open_binary("s3://bucket/a.jsonl")
 

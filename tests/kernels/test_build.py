@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from ratchet.commands.doctor import report
+from ratchet.commands.doctor import list_fixes, report
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
 from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
@@ -91,6 +91,10 @@ def test_doctor_says_which_it_will_be(monkeypatch, capsys):
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     report()
     assert "no C compiler is on the PATH; install gcc" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(build.shutil, "which", lambda name: name if name == "dnf" else None)
+    fixes = list_fixes()
+    assert fixes[-2].startswith("# no compiled kernels")
+    assert fixes[-1] == "sudo dnf install gcc"
 
 
 @pytest.mark.needs("cc")

@@ -233,7 +233,7 @@ def test_without_tensorboard_auto_says_so_and_true_names_the_extra(
     monkeypatch.setattr("ratchet.observe.sinks.find_spec", lambda name: None)
     with caplog.at_level("INFO"):
         assert open_tensorboard("auto", tmp_path) is None
-    assert "ratchet[tensorboard]" in caplog.text
+    assert "ratchet-rl[tensorboard]" in caplog.text
     with pytest.raises(MissingDependency, match=r"ratchet\[tensorboard\]"):
         open_tensorboard(True, tmp_path)
 

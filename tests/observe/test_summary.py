@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+import ratchet
 from ratchet.observe.summary import RunSummary, StageSummary, get_installed_versions
 
 SFT = StageSummary(
@@ -116,7 +117,8 @@ def test_versions_without_importing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(get_installed_versions()), "False"]
     assert get_installed_versions() == {
-        **{name: version(name) for name in ("ratchet", "torch", "transformers")},
+        "ratchet": None if ratchet.__version__ == "unknown" else ratchet.__version__,
+        **{name: version(name) for name in ("torch", "transformers")},
         "python": platform.python_version(),
     }
 

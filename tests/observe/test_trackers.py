@@ -481,7 +481,7 @@ def test_a_package_that_is_missing_says_how_to_get_it(
 ) -> None:
     for name in ("wandb", "mlflow", "swanlab", "trackio", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"not installed: pip install 'ratchet\[trackers\]'"):
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'ratchet-rl\[trackers\]'"):
         build_trackers([section], tracked(tmp_path))
 
 

@@ -18,7 +18,7 @@ from ratchet.training.stage_from_config import build_run
 from ratchet.types import Group
 from ratchet.worker_protocols import Executor
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).resolve().parents[2] / "ratchet" / "recipes" / "quickstart.yaml"
 STEPS, GROUPS = 5, 16
 FLOOR = 0.05
 SMALLER = {

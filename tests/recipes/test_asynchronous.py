@@ -13,7 +13,10 @@ from ratchet.training.start import start_run
 def test_stale_attempts_with_a_correction_teach_what_fresh_ones_do(seed, repository, tmp_path):
     run = tmp_path / "run"
     overrides = [f"seed={seed}", "logging.progress=off"]
-    assert start_run(repository / "recipes/asynchronous.yaml", overrides, run, command="test") == 0
+    assert (
+        start_run(repository / "ratchet/recipes/asynchronous.yaml", overrides, run, command="test")
+        == 0
+    )
     _, grpo = json.loads((run / "summary.json").read_text())["stages"]
     assert grpo["accuracy_after"] >= 0.93  # synchronously 0.955 to 0.979, with the processor
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -30,7 +30,9 @@ ELSEWHERE = {
     "shapes",
 }  # real data: test_gsm8k.py, test_real_data.py; pictures: test_shapes.py
 RECIPES = sorted(
-    path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem not in ELSEWHERE
+    path.stem
+    for path in (ROOT / "ratchet" / "recipes").glob("*.yaml")
+    if path.stem not in ELSEWHERE
 )
 SMALL = ["hidden_size=32", "n_layers=1", "n_heads=2", "n_kv_heads=2", "intermediate_size=32"]
 
@@ -88,7 +90,7 @@ def cut_down(stage: StageConfig) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_from_its_file_to_a_saved_model(name, benchmark, teacher, tmp_path):
-    path = ROOT / "recipes" / f"{name}.yaml"
+    path = ROOT / "ratchet" / "recipes" / f"{name}.yaml"
     needed = benchmark.read_header(path).needs
     teachers = benchmark.replace_directories(path, dict.fromkeys(needed, str(teacher)))
     config = load_config(path, teachers)
@@ -114,12 +116,12 @@ def test_a_recipe_runs_from_its_file_to_a_saved_model(name, benchmark, teacher, 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_what_a_reader_takes_in_at_a_glance(name, benchmark):
     """Its own name, one thread, and where it states a result, one that learning has raised."""
-    path = ROOT / "recipes" / f"{name}.yaml"
+    path = ROOT / "ratchet" / "recipes" / f"{name}.yaml"
     config, header = load_config(path), benchmark.read_header(path)
     assert config.name == name
     assert len(path.read_text().splitlines()) <= 45
     for before, after in header.measured.values():
         assert 0 <= before < after <= 100
     for directory, needed in header.needs.items():
-        assert (ROOT / "recipes" / f"{needed}.yaml").is_file()
+        assert (ROOT / "ratchet" / "recipes" / f"{needed}.yaml").is_file()
         assert len(benchmark.replace_directories(path, {directory: "elsewhere"})) == 1

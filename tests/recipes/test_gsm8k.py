@@ -44,7 +44,10 @@ def test_two_steps_on_the_real_data(repository, shared_data, model, tmp_path):
         "checkpoint.every=1",
     ]
     run = tmp_path / "run"
-    assert start_run(repository / "recipes/grpo_gsm8k.yaml", overrides, run, command="test") == 0
+    assert (
+        start_run(repository / "ratchet/recipes/grpo_gsm8k.yaml", overrides, run, command="test")
+        == 0
+    )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert 0 < rows[-1]["rollout/generated_tokens"] <= 3 * 4 * 12
@@ -54,6 +57,6 @@ def test_two_steps_on_the_real_data(repository, shared_data, model, tmp_path):
 
 
 def test_it_validates_as_it_stands(repository):
-    config = load_config(repository / "recipes/grpo_gsm8k.yaml")
+    config = load_config(repository / "ratchet/recipes/grpo_gsm8k.yaml")
     assert config.model.path == "Qwen/Qwen3-0.6B"
     assert config.stages[0].algorithm.n_attempts == 16

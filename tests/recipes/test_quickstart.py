@@ -13,7 +13,10 @@ from ratchet.training.start import start_run
 def test_the_quickstart_learns_what_the_readme_says(seed, repository, tmp_path):
     run = tmp_path / "run"
     overrides = [f"seed={seed}", "threads=1", "logging.progress=off"]
-    assert start_run(repository / "recipes/quickstart.yaml", overrides, run, command="test") == 0
+    assert (
+        start_run(repository / "ratchet/recipes/quickstart.yaml", overrides, run, command="test")
+        == 0
+    )
     sft, grpo = json.loads((run / "summary.json").read_text())["stages"]
     assert sft["accuracy_before"] < 0.02
     assert grpo["accuracy_after"] >= 0.92

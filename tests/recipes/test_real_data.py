@@ -17,7 +17,7 @@ SMALL = ["hidden_size=32", "n_layers=1", "n_heads=2", "n_kv_heads=2", "intermedi
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_on_the_published_file(name, repository, shared_data, tmp_path):
-    recipe, train = repository / "recipes" / f"{name}.yaml", shared_data(RECIPES[name])
+    recipe, train = repository / "ratchet" / "recipes" / f"{name}.yaml", shared_data(RECIPES[name])
     files = [f"environment.train={train}", f"tokenizer.texts=[{train}]"]
     files += [f"environment.test={shared_data('gsm8k/test.jsonl')}"] if name == "sft_gsm8k" else []
     stages = [f"stages.{stage.name}" for stage in load_config(recipe, files).stages]
@@ -48,7 +48,7 @@ def test_a_recipe_trains_on_the_published_file(name, repository, shared_data, tm
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_validates_as_it_stands(name, repository):
-    path = repository / "recipes" / f"{name}.yaml"
+    path = repository / "ratchet" / "recipes" / f"{name}.yaml"
     config = load_config(path)
     assert config.name == name
     assert len(path.read_text().splitlines()) <= 45

@@ -32,7 +32,7 @@ def benchmark() -> ModuleType:
 
 
 RECIPE = """# A recipe.
-# needs: recipes/other.yaml -> runs/other/model
+# needs: other -> runs/other/model
 #   python -m some.module runs/start
 # Reached:
 #   seed 0: 35.0 -> 81.2 %

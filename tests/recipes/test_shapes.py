@@ -1,4 +1,4 @@
-"""What recipes/shapes.yaml states: pictures are learned from examples, better from reward alone,
+"""What ratchet/recipes/shapes.yaml states: pictures are learned from examples, better from reward alone,
 and none of it blindly."""
 
 import json
@@ -31,7 +31,9 @@ def test_pictures_are_looked_at_and_reward_teaches_more_than_examples_did(
 ):
     model, run = write_tiny_vlm(tmp_path / "model", SHAPES), tmp_path / "run"
     overrides = [f"seed={seed}", f"model.path={model}", "logging.progress=off"]
-    assert start_run(repository / "recipes/shapes.yaml", overrides, run, command="test") == 0
+    assert (
+        start_run(repository / "ratchet/recipes/shapes.yaml", overrides, run, command="test") == 0
+    )
     sft, grpo = json.loads((run / "summary.json").read_text())["stages"]
     blind = accuracy(run, tmp_path / "blind", "shuffled=true")
     assert accuracy(run, tmp_path / "seeing") == pytest.approx(grpo["accuracy_after"])

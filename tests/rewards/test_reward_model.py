@@ -142,7 +142,7 @@ def test_a_model_without_a_head_is_refused_at_once(tmp_path):
 
 
 def test_a_model_that_was_trained_to_prefer_becomes_the_reward_of_grpo(tmp_path, repository):
-    """recipes/reward_model.yaml, cut short, then a few steps of GRPO that nothing but its score
+    """ratchet/recipes/reward_model.yaml, cut short, then a few steps of GRPO that nothing but its score
     judges."""
     small = [
         f"model.overrides.{key}={value}" for key, value in SHAPE.items() if key != "max_positions"
@@ -155,7 +155,7 @@ def test_a_model_that_was_trained_to_prefer_becomes_the_reward_of_grpo(tmp_path,
     ]
     quick = ["stages.reward_model.batch_size=32", "environment.digits=2"]
     scorer = tmp_path / "scorer"
-    recipe = repository / "recipes" / "reward_model.yaml"
+    recipe = repository / "ratchet" / "recipes" / "reward_model.yaml"
     assert start_run(recipe, [*small, *quiet, *quick], scorer, command="test") == 0
     rm = {"kind": "reward_model", "path": str(scorer / "model")}
     reward = build(resolve("rewards", rm))

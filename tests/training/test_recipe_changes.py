@@ -214,8 +214,6 @@ def test_the_command_takes_keys_in_place_of_a_recipe(tmp_path: Path) -> None:
     assert changes_of(Path(place))[0]["changes"][0]["key"] == "stages.sft.steps"
     _, error = invoke("--resume", place, str(recipe))
     assert "give a recipe, or --resume" in str(error)
-    _, error = invoke()
-    assert "give a recipe, or --resume" in str(error)
 
 
 def test_a_stage_that_patience_ended_goes_on_with_more_of_it(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["train"], 2, "give a recipe, or --resume"),
+        (["train"], 2, "next: ratchet train quickstart"),
         (["train", "absent.yaml"], 2, "absent.yaml"),
         (["train", "{recipe}", "stages.rl.algorithm.loss.clip_hihg=0.3"], 2, "clip_high"),
         (["train", "{recipe}", "--run-dir", "{run}"], 1, "holds a run. Continue it with --resume"),

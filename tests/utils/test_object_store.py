@@ -143,7 +143,7 @@ def test_a_missing_package_and_an_unknown_store_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(
         MissingDependency,
-        match=r"reading s3:// needs the package 's3fs': pip install 'ratchet\[stores\]'",
+        match=r"reading s3:// needs the package 's3fs': pip install 'ratchet-rl\[stores\]'",
     ):
         Store("s3://bucket/run")
     with pytest.raises(DataError, match="nothing reads nowhere://"):

@@ -240,7 +240,7 @@ def test_the_command_says_what_it_found(run, copy, capsys):
 @pytest.mark.parametrize("name", ["quickstart", "ppo", "dpo"])
 def test_random_steps_of_the_quickstart_are_bit_equal(name, repository, tmp_path):
     """20 of the supervised stage and of the one after it, both shorter than in the recipes."""
-    recipe = repository / "recipes" / f"{name}.yaml"
+    recipe = repository / "ratchet" / "recipes" / f"{name}.yaml"
     last = "grpo" if name == "quickstart" else name
     shorter = ["stages.sft.steps=24", f"stages.{last}.steps=30", f"stages.{last}.batch_size=32"]
     shorter += [

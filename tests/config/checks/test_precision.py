@@ -16,13 +16,13 @@ algorithm: {kind: grpo}
 """
 WITHOUT_PACKAGES = {
     "optimizer={kind: adamw8bit}": "bitsandbytes, which is not installed: pip install "
-    "'ratchet[quantised]', or set "
+    "'ratchet-rl[quantised]', or set "
     "optimizer.kind=adamw",
-    "lora={base: nf4}": "bitsandbytes, which is not installed: pip install 'ratchet[quantised]', "
+    "lora={base: nf4}": "bitsandbytes, which is not installed: pip install 'ratchet-rl[quantised]', "
     "set lora.base=float8, or remove",
     "generator={kind: workers, worker: {kind: engine, quantise: nf4}}": "bitsandbytes, which is not "
     "installed: pip install "
-    "'ratchet[quantised]', or set generator.quantise=float8",
+    "'ratchet-rl[quantised]', or set generator.quantise=float8",
 }
 WRONG = {
     "lora={base: float8} learner={kind: dtensor}": "lora.base=float8 quantises whole matrices, and "

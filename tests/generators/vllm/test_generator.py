@@ -66,7 +66,7 @@ def test_another_release_of_vllm_is_warned_of(caplog):
     for version in ("0.33.0", "0.3", "0.320.0", "dev"):
         warn_of_version(version)
     assert [record.args[0] for record in caplog.records] == ["0.33.0", "0.3", "0.320.0", "dev"]
-    assert "pip install 'ratchet[vllm]'" in caplog.text
+    assert "pip install 'ratchet-rl[vllm]'" in caplog.text
 
 
 # --- the section

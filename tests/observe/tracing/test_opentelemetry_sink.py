@@ -183,7 +183,7 @@ def test_a_dead_collector_does_not_hold_a_run(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"pip install 'ratchet\[opentelemetry\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'ratchet-rl\[opentelemetry\]'"):
         OpenTelemetrySink(OpenTelemetryConfig(), RUN)
 
 

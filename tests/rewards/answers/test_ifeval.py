@@ -442,6 +442,7 @@ def test_a_task_without_usable_instructions_fails_and_is_named(fields, message):
 def test_the_package_that_tells_languages_is_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(ifeval, "find_spec", lambda name: None)
     with pytest.raises(
-        MissingDependency, match=r"needs the package 'langdetect': pip install 'ratchet\[rewards\]'"
+        MissingDependency,
+        match=r"needs the package 'langdetect': pip install 'ratchet-rl\[rewards\]'",
     ):
         ifeval.IFEval(IFEvalConfig())

@@ -88,7 +88,7 @@ def test_without_algebra_spellings_and_numbers_still_count():
 def test_where_the_package_is_missing_auto_says_so_and_required_refuses(monkeypatch, caplog):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert rewards(Math(MathConfig()), PLAIN_RIGHT[:2] + ALGEBRA_RIGHT[:1]) == [1.0, 1.0, 0.0]
-    assert "pip install 'ratchet[rewards]'" in caplog.text
+    assert "pip install 'ratchet-rl[rewards]'" in caplog.text
     with pytest.raises(MissingDependency, match="needs the package 'math-verify'"):
         Math(MathConfig(symbolic="required"))
 
