@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 import ratchet
 from ratchet.cli.completion import complete_recipe, complete_run
+from ratchet.cli.convert import convert
 from ratchet.cli.data import data
 from ratchet.cli.errors import exit_with_error, is_reader_gone, prepare_streams, say
 from ratchet.cli.evaluation import evaluate
@@ -370,55 +371,7 @@ def score(
     )
 
 
-@app.command()
-def convert(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC", help="A model directory in any format, a run directory, or a Hub id."
-        ),
-    ],
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="DST",
-            help="A new directory, which appears once it is complete; or an address "
-            "(s3://bucket/model).",
-        ),
-    ],
-    to: Annotated[
-        str,
-        typer.Option(
-            help="hf (safetensors), megatron (dist_checkpointing) or dcp "
-            "(torch.distributed.checkpoint)"
-        ),
-    ] = "hf",
-    config: Annotated[
-        str | None,
-        typer.Option(
-            help="A Hugging Face directory with config.json and tokenizer, if SRC has none."
-        ),
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option(help="Compare every weight by checksum, and the logits of a sample.")
-    ] = True,
-    merge_lora: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADAPTER",
-            help="Merge this adapter (a directory in peft's format) into the weights of SRC.",
-        ),
-    ] = None,
-) -> None:
-    """Convert a model between Hugging Face, Megatron and torch's distributed checkpoints, and merge
-    an adapter into it on request. An interrupted conversion continues with the same command."""
-    from ratchet.commands.convert.run import convert_paths_or_addresses
-
-    convert_paths_or_addresses(
-        source, target, to=to, config=config, verify=verify, say=say, adapter=merge_lora
-    )
-
-
+app.command()(convert)
 app.command()(push)
 app.command()(replay)
 app.command()(explain)

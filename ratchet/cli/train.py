@@ -15,6 +15,13 @@ from ratchet.cli.recipes import describe_choices
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_controls
 
+Recipe = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A recipe (YAML, or a name of `ratchet recipes`); none with --resume.",
+        autocompletion=complete_recipe,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -53,13 +60,7 @@ RunDir = Annotated[
 
 
 def train(
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A recipe (YAML, or a name of `ratchet recipes`); none with --resume.",
-            autocompletion=complete_recipe,
-        ),
-    ] = None,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     run_dir: RunDir = None,
     resume: Resume = None,
