@@ -23,7 +23,7 @@ from ratchet.cli.evaluation import evaluate
 from ratchet.cli.new import new
 from ratchet.cli.push import push
 from ratchet.cli.recipes import recipes
-from ratchet.cli.recorded import explain, replay, report, status, ui
+from ratchet.cli.recorded import explain, replay, report, status, ui, watch
 from ratchet.cli.runs import Json, runs
 from ratchet.cli.train import Overrides, train
 from ratchet.errors import ConfigError, DataError
@@ -406,6 +406,7 @@ def import_config(
 
 app.command()(report)
 app.command()(ui)
+app.command()(watch)
 app.command()(status)
 
 

@@ -1,4 +1,4 @@
-"""The commands that show existing runs: replay, explain, report, ui and status.
+"""The commands that show existing runs: replay, explain, report, ui, watch and status.
 
 Heavy modules are imported inside the commands, as in `ratchet.cli.main`.
 """
@@ -109,6 +109,21 @@ def ui(
     from ratchet.runs.resolve import fetch_run_record
 
     serve_forever(fetch_run_record(directory), port, say=say)
+
+
+def watch(
+    run: Run,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame.")] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two frames.")
+    ] = 2.0,
+) -> None:
+    """Show a run in the terminal while it trains: curves, attempts, alarms, what it waits for, and
+    the remaining time."""
+    from ratchet.commands.report.watch import watch_run
+    from ratchet.runs.resolve import fetch_run_record
+
+    watch_run(fetch_run_record(run), once=once, every_s=every)
 
 
 def status(
