@@ -35,7 +35,10 @@ def make_environment(**changes: str) -> dict[str, str]:
     The processes that it starts have it too.
     """
     path = os.pathsep.join([str(STARTUP), str(TESTS), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **changes}
+    # At the end PyTorch stops the threads of backward passes, and sometimes aborts: they need the
+    # interpreter then. Without time for it, it leaves them.
+    exit_time = {"TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT": "0"}
+    return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **exit_time, **changes}
 
 
 @cache

@@ -144,7 +144,7 @@ def _make_functions() -> dict[str, Callable[..., Any]]:
         "get_rng_state_all": lambda: [rng_state] * count_visible_devices(),
         "current_stream": Stream,
         "default_stream": Stream,
-        "current_device": backend.pretend_current_device,
+        "current_device": lambda: get_index(None),
         "set_device": lambda device: backend.pretend_set_device(get_index(device)),
         "synchronize": lambda device=None: record("sync", "synchronize"),
         "mem_get_info": lambda device=None: (DEVICE_BYTES - get_memory(device), DEVICE_BYTES),
