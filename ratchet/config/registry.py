@@ -192,7 +192,6 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         # weights to other processes of the host.
         "shared": "ratchet.weight_sync.config:SharedWeightSyncConfig",
         "shared_memory": "ratchet.weight_sync.config:SharedMemoryWeightSyncConfig",
-        "cuda_ipc": "ratchet.weight_sync.config:CudaIpcWeightSyncConfig",
         "collective": "ratchet.weight_sync.config:CollectiveWeightSyncConfig",
         "files": "ratchet.weight_sync.config:FilesWeightSyncConfig",
         "delta": "ratchet.weight_sync.config:DeltaWeightSyncConfig",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ratchet.errors import ConfigError
 from ratchet.executors.placement import Accelerator, ClusterNode
@@ -45,7 +47,14 @@ def find_accelerators() -> tuple[Accelerator, ...]:
 
     count = torch.cuda.device_count()
     topology = parse_topology(_read_topology()) if count else {}
-    return tuple(topology.get(index, Accelerator(index)) for index in range(count))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(count)] if visible is None else visible.split(",")[:count]
+    accelerators = []
+    for index, name in enumerate(map(str.strip, names)):
+        # The topology counts all accelerators of the machine. The place of a UUID is unknown.
+        place = topology.get(int(name)) if name.isdecimal() else None
+        accelerators.append(replace(place or Accelerator(index), index=index, cuda_name=name))
+    return tuple(accelerators)
 
 
 def _read_topology() -> str:

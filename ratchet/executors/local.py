@@ -84,14 +84,11 @@ class LocalExecutor:
                 bundle.threads,
                 device,
             )
-            visible_devices = (
-                {"CUDA_VISIBLE_DEVICES": bundle.visible_devices} if self.device != "cpu" else {}
-            )
             places.append(place)
             process = server.start(
                 f"{role}-{rank_number}",
                 f"{WORKER_MODULE}:main",
-                [{"OMP_NUM_THREADS": str(bundle.threads), **visible_devices}],
+                [bundle.environment],
             )
             name = WorkerName(role, rank_number, len(bundles), socket.gethostname())
             members.append(LocalWorkerHandle(name, self.config.silence_s, process))

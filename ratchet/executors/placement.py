@@ -22,6 +22,8 @@ class Accelerator:
     index: int  # on its node
     numa: int | None = None  # NUMA node of the nearest memory; None: unknown
     island: int | None = None  # group fully connected by fast links (NVLink); None: unknown
+    # Its entry in this process's CUDA_VISIBLE_DEVICES, a number or a UUID; None: the index.
+    cuda_name: str | None = None
 
     @property
     def neighbourhood(self) -> tuple[int, int, int]:
@@ -53,6 +55,7 @@ class ResourceRequest:
     # Role that shares its accelerators and cores with this one, in turns; None: no sharing.
     colocated_with: str | None = None
     strategy: Strategy | None = None  # None: the cluster's
+    accelerator: int | None = None  # index of the one that the role's only rank needs; None: any
 
     def __str__(self) -> str:
         resources = [f"{self.gpus} accelerator{'s' * (self.gpus != 1)}"] if self.gpus else []
@@ -78,7 +81,17 @@ class ResourceBundle:
     @property
     def visible_devices(self) -> str:
         """Return the value of CUDA_VISIBLE_DEVICES."""
-        return ",".join(str(accelerator.index) for accelerator in self.accelerators)
+        return ",".join(
+            accelerator.cuda_name or str(accelerator.index) for accelerator in self.accelerators
+        )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of the rank's process, which sees no other accelerator.
+
+        Libraries choose CUDA where they find it, so a rank without accelerators must find none.
+        """
+        return {"OMP_NUM_THREADS": str(self.threads), "CUDA_VISIBLE_DEVICES": self.visible_devices}
 
 
 class ResourceManager:
@@ -307,7 +320,8 @@ class _FreeResources:
         self.cpus = self.node.cpus
 
     def fits(self, request: ResourceRequest) -> bool:
-        return len(self.accelerators) >= request.gpus and self.cpus + 1e-9 >= request.cpus
+        has_accelerators = len(self._list_eligible(request)) >= request.gpus
+        return has_accelerators and self.cpus + 1e-9 >= request.cpus
 
     def count_fitting_ranks(self, request: ResourceRequest) -> int:
         """Return the number of further ranks of a role that fit."""
@@ -316,7 +330,7 @@ class _FreeResources:
         return min(limits, default=int(self.node.cpus) + 1 - self.n_ranks_without_cores)
 
     def assign_rank(self, request: ResourceRequest) -> ResourceBundle:
-        accelerators = self._pick_accelerators(request.gpus)
+        accelerators = self._pick_accelerators(request)
         self.accelerators = [
             accelerator for accelerator in self.accelerators if accelerator not in accelerators
         ]
@@ -325,19 +339,24 @@ class _FreeResources:
         self.rank_count_by_role[request.role] += 1
         return ResourceBundle(self.node.name, accelerators, request.cpus)
 
-    def _pick_accelerators(self, count: int) -> tuple[Accelerator, ...]:
+    def _list_eligible(self, request: ResourceRequest) -> list[Accelerator]:
+        """Return the free accelerators that a rank may get."""
+        return [a for a in self.accelerators if request.accelerator in (None, a.index)]
+
+    def _pick_accelerators(self, request: ResourceRequest) -> tuple[Accelerator, ...]:
         """Return free accelerators of the smallest NUMA node, else island, that has enough.
 
         If no island has enough, take the accelerators from several, in order.
         """
+        eligible, count = self._list_eligible(request), request.gpus
         for group_key in (lambda a: (a.island, a.numa), lambda a: a.island):
             groups: dict[object, list[Accelerator]] = {}
-            for accelerator in self.accelerators:
+            for accelerator in eligible:
                 groups.setdefault(group_key(accelerator), []).append(accelerator)
             large_groups = [group for group in groups.values() if len(group) >= count]
             if large_groups:
                 return tuple(min(large_groups, key=len)[:count])
-        return tuple(self.accelerators[:count])
+        return tuple(eligible[:count])
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

@@ -142,9 +142,7 @@ class RayExecutor:
                 )
             )
             name = WorkerName(role, rank_number, len(bundles), host)
-            members.append(
-                RayWorkerHandle(name, bundle, self.config.silence_s, _make_environment(bundle))
-            )
+            members.append(RayWorkerHandle(name, bundle, self.config.silence_s, bundle.environment))
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
         return group
@@ -314,13 +312,6 @@ def _create_temporary_folder() -> TemporaryFolder | None:
         if len(os.fsencode(parent)) <= MAX_PARENT_BYTES and os.access(parent, os.W_OK):
             return TemporaryFolder("ray", parent)
     return None
-
-
-def _make_environment(bundle: ResourceBundle) -> dict[str, str]:
-    visible_devices = (
-        {"CUDA_VISIBLE_DEVICES": bundle.visible_devices} if bundle.accelerators else {}
-    )
-    return {"OMP_NUM_THREADS": str(bundle.threads), **visible_devices}
 
 
 def _make_node(entry: Mapping[str, Any]) -> ClusterNode:

@@ -18,7 +18,7 @@ from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import Processor, load_processor
 from ratchet.data.tokenizer_config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.errors import ConfigError
-from ratchet.executors.config import ClusterConfig
+from ratchet.executors.config import ClusterConfig, LocalClusterConfig
 from ratchet.executors.freeze import use_kernels
 from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.workers.config import GeneratorWorkersConfig
@@ -64,7 +64,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     # generator.
     driver_trains = not trainer_resources and not on_cpu and config.cluster.kind_name == "local"
     learner_resources = trainer_resources or (
-        [ResourceRequest(DRIVER, 1, gpus=1)] if driver_trains else []
+        [_get_driver_resources(config)] if driver_trains else []
     )
     colocated_role = (
         learner_resources[0].role
@@ -148,6 +148,22 @@ def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[Resour
     ]
 
 
+def _get_driver_resources(config: RunConfig) -> ResourceRequest:
+    """Return the resources of this process, which trains on the accelerator of `device`.
+
+    Raises:
+        ConfigError: `cluster.devices` leaves that accelerator out.
+    """
+    index = torch.device(config.device).index or 0
+    devices = config.cluster.devices if isinstance(config.cluster, LocalClusterConfig) else None
+    if devices is not None and index not in devices:
+        raise ConfigError(
+            f"device={config.device} is accelerator {index}, and cluster.devices={list(devices)} "
+            f"leaves it out. Set device=cuda:{devices[0]}"
+        )
+    return ResourceRequest(DRIVER, 1, gpus=1, accelerator=index)
+
+
 def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
     """Return the source from which worker processes load the model."""
     source = config.model
@@ -208,17 +224,20 @@ def build_policy(config: RunConfig) -> Policy:
     # Only frozen recipes from before the kernels existed still say "auto".
     use_kernels(config.kernels == "compiled")
     source, device = config.model, torch.device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device={config.device}, but torch finds no CUDA accelerator here. Set device=cpu"
-        )
+    model_device = "cpu" if _computes_elsewhere(config) else device
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"device={config.device}, but torch finds no CUDA accelerator here. Set device=cpu"
+            )
+        torch.cuda.set_device(device)
     tokenizer = build(config.tokenizer, source.path)
     if source.path is not None:
         _check_tokenizer(config, tokenizer)
         model = load_policy(
             source.path,
             backend=source.backend,
-            device=device,
+            device=model_device,
             trust_remote_code=source.trust_remote_code,
             revision=source.revision,
             train_encoders=source.train_encoders,
@@ -228,7 +247,7 @@ def build_policy(config: RunConfig) -> Policy:
             "the configuration refuses a model without path and preset"
         )
         shape = get_preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
-        model = init_policy(shape, seed=config.seed, device=device)
+        model = init_policy(shape, seed=config.seed, device=model_device)
     return Policy.create(
         model,
         tokenizer,
@@ -237,6 +256,16 @@ def build_policy(config: RunConfig) -> Policy:
         processor=load_policy_processor(config) if model.reads_media else None,
         generator=config.stages[0].generator,
     )
+
+
+def _computes_elsewhere(config: RunConfig) -> bool:
+    """True if only other processes compute with the policy's model.
+
+    This process then keeps the model in main memory: rank 0 needs the accelerator.
+    """
+    learner, generator = config.stages[0].learner, config.stages[0].generator
+    is_remote = isinstance(generator, GeneratorWorkersConfig) or generator.copies_weights
+    return learner.is_distributed and is_remote
 
 
 def load_policy_processor(config: RunConfig) -> Processor | None:

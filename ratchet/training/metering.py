@@ -173,26 +173,26 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRa
     product (under 0.2 s). On a CPU the measurement is repeated during the stage, because other
     programs may have slowed it down.
     """
-    parameter = next(policy.model.parameters())
+    device = torch.device(config.device)
     learners = 1 if policy.ranks is None else policy.ranks.size
     section = config.stages[index].generator
     # Generators of other kinds share the learner's accelerator.
     generators = section.workers if isinstance(section, GeneratorWorkersConfig) else 0
     devices = max(learners, generators) if config.colocated else learners + generators
-    if parameter.device.type != "cuda":
+    if device.type != "cuda":
         gemm = Gemm(MATRIX_SIDE, MATRIX_SIDE, MATRIX_SIDE)
-        timer = GemmTimer(gemm, device=parameter.device, dtype=torch.float32, round_s=ROUND_S)
+        timer = GemmTimer(gemm, device=device, dtype=torch.float32, round_s=ROUND_S)
         return PeakRate(
             devices * timer.measure(),
             is_measured=True,
             remeasure=lambda: devices * timer.measure(rounds=1),
         )
-    device_name = torch.cuda.get_device_name(parameter.device).upper().replace(" ", "")
+    device_name = torch.cuda.get_device_name(device).upper().replace(" ", "")
     datasheets = [kind for kind in DATASHEET_BY_KIND if kind.partition("-")[0] in device_name]
     if datasheets:
         return PeakRate(devices * DATASHEET_BY_KIND[datasheets[-1]].flop_s)
     rate = measure_gemm_rate(
-        Gemm.square("cuda"), device=parameter.device, dtype=torch.bfloat16, round_s=ROUND_S
+        Gemm.square("cuda"), device=device, dtype=torch.bfloat16, round_s=ROUND_S
     )
     return PeakRate(devices * rate, is_measured=True)
 

@@ -95,7 +95,7 @@ def _describe_stage(
 ) -> ProfiledStage:
     """Return the facts about model and machine that the profiler needs."""
     model = policy.model
-    parameter = next(model.parameters())
+    device = torch.device(config.device)
     # Prefer matrices other than embeddings and heads: lookups multiply nothing, and heads run on
     # few rows.
     matrices = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]
@@ -107,9 +107,9 @@ def _describe_stage(
 
     return ProfiledStage(
         stage=stage,
-        device=parameter.device,
+        device=device,
         # The dtype of the learner's autocast.
-        dtype=torch.bfloat16 if parameter.device.type == "cuda" else parameter.dtype,
+        dtype=torch.bfloat16 if device.type == "cuda" else next(model.parameters()).dtype,
         threads=int(config.threads),
         vocab_size=model.vocab_size,
         largest_layer=(widest[1], widest[0]),

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
 
 
 class ThreadPool:
@@ -89,6 +90,25 @@ def balance_by_size(sizes: Sequence[int], workers: int) -> list[list[int]]:
         loads[lightest] += sizes[index]
         indices_by_worker[lightest].append(index)
     return [sorted(indices) for indices in indices_by_worker]
+
+
+def keep_current_device(work: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return `work` for another thread, with this thread's current CUDA device.
+
+    Each thread has a current device of its own, at first 0: there `device="cuda"` would mean the
+    first accelerator, not the one that this thread computes on.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return work
+    device = torch.cuda.current_device()
+
+    def run(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:
+        with torch.cuda.device(device):
+            return work(*arguments, **keywords)
+
+    return run
 
 
 async def finish_in_thread(function: Callable[[], Result]) -> Result:

@@ -58,18 +58,6 @@ class SharedMemoryWeightSyncConfig(PushSection):
     kind: Literal["shared_memory"] = "shared_memory"
 
 
-class CudaIpcWeightSyncConfig(PushSection):
-    """A weight sync through the memory of an accelerator that learner and generator share."""
-
-    builds: ClassVar[str] = "ratchet.weight_sync.factory:cuda_ipc"
-
-    kind: Literal["cuda_ipc"] = "cuda_ipc"
-
-    @property
-    def reads_accelerator(self) -> bool:
-        return True
-
-
 class CollectiveWeightSyncConfig(PushSection):
     """A weight sync by broadcasts from each rank to all receivers, over the network."""
 

@@ -17,7 +17,7 @@ import torch
 from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Generator, Learner, Shard
-from ratchet.utils.thread_pool import ThreadPool
+from ratchet.utils.thread_pool import ThreadPool, keep_current_device
 from ratchet.weight_sync.checksums import has_checksum, prepare_checksum_check
 from ratchet.weight_sync.delta import ReceivedWeights
 from ratchet.weight_sync.transport import WeightTransport
@@ -40,7 +40,7 @@ class LocalRank:
         bound_method = getattr(self.component, method)
         if inspect.iscoroutinefunction(bound_method):
             return [await bound_method(*arguments)]
-        return [await asyncio.to_thread(bound_method, *arguments)]
+        return [await asyncio.to_thread(keep_current_device(bound_method), *arguments)]
 
 
 class WeightSender:
@@ -140,7 +140,8 @@ class WeightReceiver:
 
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
         """Run the work in this receiver's thread, so that generation in the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, keep_current_device(work))
 
     def _verify_and_apply(
         self,

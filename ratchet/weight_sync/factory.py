@@ -19,7 +19,6 @@ from ratchet.utils.user_parts import add_missing_members
 from ratchet.weight_sync.config import (
     AutoWeightSyncConfig,
     CollectiveWeightSyncConfig,
-    CudaIpcWeightSyncConfig,
     DeltaWeightSyncConfig,
     FilesWeightSyncConfig,
     PushSection,
@@ -32,7 +31,6 @@ from ratchet.worker_protocols import Ranks
 if TYPE_CHECKING:
     from ratchet.models.lora.decoder import Adapter
     from ratchet.weight_sync.collective import CollectiveWeightSync
-    from ratchet.weight_sync.cuda_ipc import CudaIpcWeightSync
     from ratchet.weight_sync.files import FilesWeightSync
     from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
@@ -126,17 +124,6 @@ def shared_memory(
         endpoints.sender_ranks,
         endpoints.receiver_ranks,
         run=endpoints.run,
-        **_get_transport_options(config, endpoints),
-    )
-
-
-def cuda_ipc(config: CudaIpcWeightSyncConfig, endpoints: SyncEndpoints) -> CudaIpcWeightSync:
-    """Create the weight sync that uses CUDA IPC."""
-    from ratchet.weight_sync.cuda_ipc import CudaIpcWeightSync
-
-    return CudaIpcWeightSync(
-        endpoints.sender_ranks,
-        endpoints.receiver_ranks,
         **_get_transport_options(config, endpoints),
     )
 

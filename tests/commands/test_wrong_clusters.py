@@ -147,6 +147,7 @@ def refusal(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(
             sys, "argv", ["ratchet", "train", str(recipe), *overrides.split(), *run]
         )
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         if not starts:
             monkeypatch.setattr("ratchet.executors.local.ForkServer", None)
         with pytest.raises(SystemExit) as caught:

@@ -3,7 +3,7 @@
 import pytest
 
 from ratchet.errors import ConfigError
-from ratchet.executors.devices import find_node, parse_topology
+from ratchet.executors.devices import find_accelerators, find_node, parse_topology
 from ratchet.executors.placement import (
     Accelerator,
     ClusterNode,
@@ -50,6 +50,9 @@ ROOM = [
      {"learner": [(n, str(i)) for n in "ab" for i in range(4)], "generator": [("a", "0,1,2,3"), ("b", "0,1,2,3")]}),
     # devices that are not in a row
     ([node("a", (1, 3, 6))], [ResourceRequest("learner", 2, gpus=1)], "pack", {"learner": [("a", "1"), ("a", "3")]}),
+    # the accelerator that a role needs, whichever is the nearest
+    ([A4], [ResourceRequest("driver", 1, gpus=1, accelerator=2), ResourceRequest("generator", 2, gpus=1)], "pack",
+     {"driver": [("a", "2")], "generator": [("a", "0"), ("a", "1")]}),
     # no accelerators
     ([node("a")], [ResourceRequest("learner", 2), ResourceRequest("reward", 1)], "pack", {"learner": [("a", "")] * 2, "reward": [("a", "")]}),
 ]  # fmt: skip
@@ -160,6 +163,24 @@ def test_neighbours_are_taken_together():
         ("a", "3"),
     ]
     assert parse_topology("") == {}
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("2,3", [Accelerator(0, 0, 0, "2"), Accelerator(1, 1, 1, "3")]),
+        ("3, 1,0", [Accelerator(0, 1, 1, "3"), Accelerator(1, 1, 1, "1")]),
+        ("GPU-8b2e,0", [Accelerator(0, None, None, "GPU-8b2e"), Accelerator(1, 0, 0, "0")]),
+    ],
+)
+def test_accelerators_are_named_as_the_environment_names_them(visible, expected, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("ratchet.executors.devices._read_topology", lambda: PAIRS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    accelerators = find_accelerators()
+    assert list(accelerators) == expected
+    bundles = laid([ClusterNode("a", 8, accelerators)], ResourceRequest("learner", 2, gpus=1))
+    assert {name for _, name in bundles["learner"]} == {a.cuda_name for a in accelerators}
 
 
 def test_a_scheduler_that_decides_itself():

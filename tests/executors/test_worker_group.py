@@ -50,7 +50,9 @@ def test_places(start):
     assert (first.role, first.rank, first.world_size, first.local_rank) == ("learner", 0, 2, 0)
     assert (second.rank, second.local_rank, second.device, second.threads) == (1, 1, "cpu", 1)
     assert first.rendezvous == second.rendezvous
-    assert start(1).call_now("environ", "OMP_NUM_THREADS") == ["2"]
+    alone = start(1)
+    assert alone.call_now("environ", "OMP_NUM_THREADS") == ["2"]
+    assert alone.call_now("environ", "CUDA_VISIBLE_DEVICES") == [""], "a rank on the CPU sees none"
 
 
 def test_arrays_and_tensors_arrive_whole_and_writable(start):

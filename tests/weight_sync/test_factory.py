@@ -13,7 +13,6 @@ from ratchet.config.resolve import resolve
 from ratchet.errors import ConfigError
 from ratchet.testing.fakes import FakeLearner
 from ratchet.weight_sync.collective import CollectiveWeightSync
-from ratchet.weight_sync.cuda_ipc import CudaIpcWeightSync
 from ratchet.weight_sync.endpoints import LocalRank
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 from ratchet.weight_sync.files import FilesWeightSync
@@ -41,7 +40,6 @@ RANKS, ALONE = LocalRank(None), FakeLearner(2)
             {"learner": RANKS, "generator": Kept()},
             SharedMemoryWeightSync,
         ),
-        ({"kind": "cuda_ipc"}, {"learner": RANKS, "generator": Kept()}, CudaIpcWeightSync),
         ({"kind": "collective"}, {"learner": RANKS, "generator": Kept()}, CollectiveWeightSync),
         ({"kind": "files"}, {"learner": RANKS, "generator": Kept()}, FilesWeightSync),
         ({"kind": "delta"}, {"learner": RANKS, "generator": Kept()}, FilesWeightSync),

@@ -42,6 +42,10 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+# Share of the accelerator's memory that must be free when vLLM starts. Its default is 92 %, and the
+# learner's weights are there already. The share decides nothing else, because the size of the KV
+# cache is given (`request_memory` and `determine_available_memory` of vLLM 0.32).
+MIN_FREE_SHARE = 0.05
 VERSION = "0.32"  # the supported release of vLLM; its engine core changes with each release
 # Maximum number of tokens in a step on a CPU, unless a prompt is longer; vLLM's own default.
 CPU_STEP_TOKENS = 4096
@@ -361,6 +365,7 @@ def make_engine_arguments(
         "data_parallel_size": config.data_parallel,
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": True,
+        **({} if on_cpu else {"gpu_memory_utilization": MIN_FREE_SHARE}),
         "enable_sleep_mode": not on_cpu,
         "logprobs_mode": "processed_logprobs",  # after temperature and filters
         "worker_extension_cls": WORKER_EXTENSION,

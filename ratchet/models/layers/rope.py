@@ -23,7 +23,9 @@ class RotaryTable(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.exact, self.scale = inverse_frequencies(config.rope, config.head_dim)
-        self.register_buffer("frequencies", self.exact, persistent=False)
+        # The table is computed on the CPU, also if the model is built on another device.
+        frequencies = self.exact.to(torch.get_default_device())
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
         """Move the frequencies with the model, but never cast them.

@@ -19,6 +19,7 @@ from ratchet.training.start import start_run
 
 RECIPE = {
     "name": "explained",
+    "device": "cpu",
     "threads": 1,
     "logging": {"progress": "off", "tensorboard": False},
     "model": {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1}},

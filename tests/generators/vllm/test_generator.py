@@ -177,6 +177,8 @@ def test_the_section_says_what_vllm_is_told(tmp_path):
         2,
     )
     assert told["logprobs_mode"] == "processed_logprobs"
+    on_gpu = make_engine_arguments(config, tmp_path, dtype, 160, on_cpu=False)
+    assert on_gpu["gpu_memory_utilization"] < 0.1, "the learner's weights are there already"
     assert choose_dtype(VLLMConfig(), on_cpu=True) is torch.float32
     assert choose_dtype(VLLMConfig(), on_cpu=False) is torch.bfloat16
 

@@ -83,6 +83,7 @@ def test_a_cast_of_the_model_leaves_the_angles_alone():
 def test_frequencies_survive_the_meta_device():
     with torch.device("meta"):
         made = table()
+    assert made.frequencies.is_meta
     assert torch.equal(made.to_empty(device="cpu").frequencies, table().frequencies)
 
 

@@ -1,0 +1,111 @@
+"""Generators on the accelerator draw the CPU's tokens, with every sampling option."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from generators.engine.test_engine import mixed_samplings, prompts_of
+
+from ratchet.config.lora import LoRAConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.data.chat.builtin_tokenizers import character_tokenizer
+from ratchet.generators.config import EngineConfig
+from ratchet.generators.engine.engine import EmbeddedEngine
+from ratchet.models.load import init_policy, load_transformers_policy
+from ratchet.models.lora.decoder import Adapter
+from ratchet.types import Sampling
+
+DEVICES = ("cpu", "cuda:1")
+TOKENIZER = character_tokenizer("0123456789+-=")
+SHAPE = DecoderConfig(TOKENIZER.vocab_size, 64, 2, 4, 2, 32, 96, max_positions=160, init_std=0.2)
+EXPERTS = replace(
+    SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=48
+)
+COUNT = 12
+PROMPTS = [[token % SHAPE.vocab_size for token in prompt] for prompt in prompts_of(COUNT)]
+SAMPLINGS = {
+    "filters and temperatures": mixed_samplings(COUNT, longest=24),
+    "stop ids": [
+        Sampling(max_new_tokens=24, seed=i, stop_ids=tuple(range(i % 3, 9))) for i in range(COUNT)
+    ],
+    "stop strings": [Sampling(max_new_tokens=24, seed=i, stop=("1", "23")) for i in range(COUNT)],
+    "equal prompts": [Sampling(max_new_tokens=24, seed=i) for i in range(COUNT)],
+}
+
+
+def generate(device, samplings, *, shape=SHAPE, prompts=PROMPTS, **keys):
+    policy = init_policy(shape, seed=0, device=device)
+    engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01, **keys), policy, TOKENIZER)
+    return engine.generate_all(prompts, samplings)
+
+
+def assert_same(completions, expected):
+    assert len(completions) == len(expected)
+    for completion, reference in zip(completions, expected, strict=True):
+        assert completion.tokens.tolist() == reference.tokens.tolist()
+        assert completion.stop is reference.stop
+        for name in ("logprobs", "log_kept_mass"):
+            np.testing.assert_allclose(
+                getattr(completion, name), getattr(reference, name), rtol=0, atol=1e-5
+            )
+        if reference.routes is not None:
+            assert completion.routes.tolist() == reference.routes.tolist()
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_the_engine_draws_the_cpus_tokens(name):
+    prompts = [PROMPTS[0]] * COUNT if name == "equal prompts" else PROMPTS
+    # Fewer slots than requests: some wait, and fill the slots of those that have ended.
+    results = [
+        generate(device, SAMPLINGS[name], prompts=prompts, max_running=5) for device in DEVICES
+    ]
+    assert_same(results[1], results[0])
+
+
+def test_the_engine_records_the_routes_of_experts():
+    samplings = [Sampling(max_new_tokens=9, seed=i, routes=i % 2 == 0) for i in range(COUNT)]
+    results = [generate(device, samplings, shape=EXPERTS) for device in DEVICES]
+    assert results[1][0].routes is not None
+    assert_same(results[1], results[0])
+
+
+def test_the_engine_goes_on_with_new_weights():
+    """With keys computed anew, an abort, and an adapter that is trained."""
+
+    async def run(device):
+        policy = init_policy(SHAPE, seed=0, device=device)
+        policy.attach(Adapter(LoRAConfig(rank=2, alpha=4.0), seed=1))
+        engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01, keep_kv=False), policy, TOKENIZER)
+        running = asyncio.gather(
+            *(engine.generate(prompt, Sampling(max_new_tokens=24, seed=3)) for prompt in PROMPTS)
+        )
+        for _ in range(4):
+            await asyncio.sleep(0)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(0.9)
+        await engine.commit(1)
+        return await running
+
+    expected, completions = (asyncio.run(run(device)) for device in DEVICES)
+    assert_same(completions, expected)
+    assert any(set(completion.versions.tolist()) == {0, 1} for completion in completions)
+
+
+def test_a_model_of_transformers_draws_the_cpus_tokens(tmp_path):
+    from ratchet.generators.config import HFConfig
+    from ratchet.generators.hf import HFGenerator
+
+    init_policy(SHAPE, seed=0).save(tmp_path)
+    samplings = mixed_samplings(COUNT, longest=8)
+
+    async def run(device):
+        policy = load_transformers_policy(tmp_path, device=device)
+        generator = HFGenerator(HFConfig(), policy, TOKENIZER)
+        pairs = zip(PROMPTS, samplings, strict=True)
+        return await asyncio.gather(*(generator.generate(*pair) for pair in pairs))
+
+    expected, completions = (asyncio.run(run(device)) for device in DEVICES)
+    assert_same(completions, expected)

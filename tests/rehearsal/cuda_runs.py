@@ -1,0 +1,90 @@
+"""Whole runs with `device=cuda`: workers and ranks on devices of their own, resuming, evaluation.
+
+That every recipe trains on the accelerator is shown by tests/recipes/test_every_recipe.py in the
+rehearsal's session.
+"""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from ratchet.commands.eval import evaluate_target
+from ratchet.commands.eval_setup import EvaluationSettings
+from ratchet.training.start import resume_run, start_run
+
+RECIPE = {
+    "name": "rehearsed",
+    "device": "cuda",
+    "threads": 1,
+    "logging": {"progress": "off", "tensorboard": False},
+    "model": {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 2}},
+    "tokenizer": {"kind": "characters", "alphabet": "0123456789="},
+    "environment": {"kind": "sorting", "digits": 2},
+    "rewards": [{"kind": "recipes.test_every_recipe:judge"}],
+    "sampling": {"max_new_tokens": 3},
+    "evaluation": {"tasks": 8, "every": 0},
+    "batch_size": 8,
+    "optimizer": {"lr": 1e-3, "ema_decay": 0.9},
+    "checkpoint": {"every": 2},
+    "stages": [
+        {"name": "sft", "algorithm": {"kind": "sft"}, "steps": 2},
+        {"name": "grpo", "algorithm": {"kind": "grpo", "group_size": 4}, "steps": 4},
+    ],
+}
+WORKERS = "generator={kind: workers, workers: 1, worker: {kind: engine}}"
+NO_AVERAGE = "optimizer.ema_decay=null"
+PARITY = "parity={every: 1, threshold: 0.1}"
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """`train(*overrides)`: the directory of a new run that has ended well."""
+    directory = tmp_path_factory.mktemp("runs")
+    recipe = directory / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+
+    def train(*overrides):
+        run = directory / str(len(list(directory.iterdir())))
+        assert start_run(recipe, list(overrides), run, command="test") == 0
+        return run
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def alone(train):
+    """The run of one process on one device."""
+    return train(PARITY, NO_AVERAGE)
+
+
+def read_gradient_norms(run):
+    """Return the norms of all updates of the policy."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["policy/grad_norm"] for row in rows if "policy/grad_norm" in row]
+
+
+def test_a_resumed_run_has_the_same_bits_and_is_evaluated(train, tmp_path):
+    whole, stopped = train(), train("stages.grpo.steps=2")
+    assert resume_run(stopped, ["stages.grpo.steps=4"], command="test") == 0
+    weights = [load_file(run / "model" / "model.safetensors") for run in (whole, stopped)]
+    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
+    evaluate_target(str(whole), EvaluationSettings(tasks=8, samples=2), out=tmp_path / "eval")
+    assert any((tmp_path / "eval").iterdir())
+
+
+SETUPS = {
+    "a generator worker on the other accelerator": [WORKERS],
+    "weights by broadcast": [WORKERS, "weight_sync.kind=collective"],
+    "two ranks": ["learner={kind: dtensor, dp_shard: 2}"],
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_processes_on_devices_of_their_own_train_as_one_does(name, train, alone):
+    norms = read_gradient_norms(train(PARITY, NO_AVERAGE, *SETUPS[name]))
+    assert len(norms) == 6
+    assert min(norms) > 0
+    assert norms == pytest.approx(read_gradient_norms(alone), rel=0.05)  # bfloat16
