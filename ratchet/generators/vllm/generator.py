@@ -68,6 +68,7 @@ class VLLMGenerator(AsyncEngine):
     """
 
     core: VLLMCore
+    records_masks = False
     shares_weights = False
     can_offload = True
 
