@@ -1,6 +1,7 @@
 """Define the packed form of a list of groups, in which all tokens lie end to end without padding.
 
-T = all tokens, S = sequences (trajectories), G = groups. Groups are contiguous and in order.
+T = all tokens, S = sequences (trajectories), G = groups, M = masks of B bytes. Groups are
+contiguous and in order.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ Level = Literal["token", "sequence", "group"]
 # The token column of expert choices, int16 [T, layers with experts, experts of a token]. It exists
 # if the sampler recorded them.
 ROUTES = "routes"
+# The token column of rows of `Batch.masks_MB`, int32 [T], -1 where every token was allowed. It
+# exists if a grammar constrained a token.
+ALLOWED = "allowed"
 # Token columns, bool [T], True at all tokens of a turn with a malformed tool call, or with
 # malformed thinking. They exist if there is such a turn.
 MALFORMED_CALLS, MALFORMED_THINKING = "malformed_calls", "malformed_thinking"
@@ -79,6 +83,8 @@ class Batch:
     sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
     weights: Mapping[str, LossWeights] = field(default_factory=dict)  # by term name
     metrics: Mapping[str, float] = field(default_factory=dict)  # see `with_metrics`
+    # uint8, the distinct masks of `AllowedTokens`; None: no grammar constrained a token
+    masks_MB: Tensor | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -175,7 +181,7 @@ class Batch:
         changes: dict[str, object] = {}
         for column in fields(self):
             value = getattr(self, column.name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and column.name != "masks_MB":
                 changes[column.name] = value[token_indices if column.name.endswith("_T") else rows]
         changes["media_S"] = tuple(self.media_S[i] for i in rows.tolist()) if self.media_S else ()
         changes["group_S"] = group_S
@@ -186,7 +192,17 @@ class Batch:
             k: w._replace(values=w.values[indices_by_level[w.level]])
             for k, w in self.weights.items()
         }
-        return replace(self, **changes)  # pyright: ignore[reportArgumentType]
+        selected = replace(self, **changes)  # pyright: ignore[reportArgumentType]
+        return selected if selected.masks_MB is None else selected._without_unused_masks()
+
+    def _without_unused_masks(self) -> Batch:
+        assert self.masks_MB is not None
+        used, index_T = torch.unique(self.need(ALLOWED), return_inverse=True)
+        n_unconstrained = int((used < 0).sum())  # 0 or 1: the smallest value is -1
+        return replace(
+            self.fill_tokens(**{ALLOWED: (index_T - n_unconstrained).to(torch.int32)}),
+            masks_MB=self.masks_MB[used[n_unconstrained:].long()],
+        )
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
         """Return the batch on `device`, floats cast to `dtype` (the learner's loss dtype)."""

@@ -202,6 +202,8 @@ class Generator(ABC):
             `lasting` is set in the manifest of `prepare`: the memory then stays unchanged after
             the commit, until the next commit.
         records_routes: True if completions can record the experts that computed each token.
+        records_masks: True if completions under a grammar record the tokens that it allowed, which
+            the learner needs (`Completion.allowed`).
         can_offload: True if `offload` frees the accelerator for others (colocation).
         computed_tokens: Number of tokens computed so far; 0 if they are not counted.
         final_error: The error with which every further request fails; None while requests are
@@ -214,6 +216,7 @@ class Generator(ABC):
     shares_weights: bool = False
     adopted: bool = False
     records_routes: bool = False
+    records_masks: bool = False
     can_offload: bool = False
     computed_tokens: int = 0
     final_error: Exception | None = None

@@ -6,13 +6,14 @@ only here, except where code has its own reason for a narrower one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
 
 from ratchet.errors import SamplingError
+from ratchet.structured_output import StructuredOutput
 
 # Logits are float32, whose neighbours near 32 lie 4e-6 apart. Below 1e-5, dividing by the
 # temperature turns that rounding into half a nat, so no recorded logprob means anything. (Where
@@ -56,6 +57,9 @@ class Sampling:
     drawn: int = 0
     # Name of an adapter that the generator serves; None: the policy's own, "base": no adapter.
     adapter: str | None = None
+    # Grammar that the completion must follow, also given as a mapping ({"regex": "[ab]+"}).
+    # The filters act on the tokens that the grammar allows.
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         if not self._is_plain():
@@ -88,6 +92,7 @@ class Sampling:
             and (not stop or _are_valid_stop_strings(stop))
             and type(self.routes) is bool
             and (self.adapter is None or type(self.adapter) is str)
+            and (self.structured is None or type(self.structured) is StructuredOutput)
         )
 
     def seeded(self, seed: int) -> Sampling:
@@ -269,6 +274,17 @@ def _check_adapter(name: str, value: Any) -> str | None:
     return value
 
 
+def _check_structured(name: str, value: Any) -> StructuredOutput | None:
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    try:
+        if not isinstance(value, Mapping):
+            raise ValueError("is not a mapping")
+        return StructuredOutput.from_mapping(value)
+    except ValueError as error:
+        raise _make_error(name, value, str(error), "None (no grammar)") from None
+
+
 _check_token_id = _make_integer_check(0, LARGEST_COUNT, "[] (none)")
 _check_count = _make_integer_check(0, LARGEST_COUNT, "0 or more")
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -283,4 +299,5 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "routes": _check_routes,
     "drawn": _check_count,
     "adapter": _check_adapter,
+    "structured": _check_structured,
 }

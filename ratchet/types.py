@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ratchet.allowed_tokens import AllowedTokens
+
 ChatRole = Literal["system", "user", "assistant", "tool"]  # those of chat templates and data
 # "inline": text that the environment writes into the assistant's open turn, which then goes on.
 Role = Literal[ChatRole, "inline"]
@@ -197,6 +199,8 @@ class Completion:
         routes: If `Sampling.routes` is set, the experts that computed each token in each layer with
             experts; -1 for the last token, which has not been computed yet. Else None.
         extras: Further values from the generator, by name.
+        allowed: The tokens that `Sampling.structured` allowed at each position. Log-probabilities
+            are those of the distribution over them.
     """
 
     tokens: NDArray[np.int64]
@@ -207,6 +211,7 @@ class Completion:
     # [tokens of prompt and completion, layers with experts, experts of a token]
     routes: NDArray[np.int16] | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    allowed: AllowedTokens | None = None
 
 
 class Owner(IntEnum):
@@ -340,6 +345,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the whole attempt
     media: tuple[Placed, ...] = ()  # by start
     extras: Mapping[str, Any] = field(default_factory=dict)
+    allowed: AllowedTokens | None = None  # see `Completion`; None: no grammar
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -445,6 +451,7 @@ class Trajectory:
             self.metrics,
             self.media,
             self.extras,
+            self.allowed,
         )
 
 

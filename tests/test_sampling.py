@@ -27,6 +27,7 @@ from ratchet.sampling import (
     MAX_STOP_STRINGS,
     check_setting,
 )
+from ratchet.structured_output import MAX_TEXT_CHARS
 from ratchet.types import Sampling
 
 NO_NUMBERS = [math.nan, math.inf, -math.inf, -1, 10**400, 10**5000, True, "1", None, [1], 1j]
@@ -68,6 +69,19 @@ WRONG = {
     ],
     "routes": [1, 0, None, "yes"],
     "adapter": [1, b"one", ["one"]],
+    "structured": [
+        "[ab]",
+        {},
+        {"json": {}, "regex": "a"},
+        {"json": "{"},
+        {"json": [1]},
+        {"json": {"enum": [1j]}},
+        {"choice": []},
+        {"choice": [1]},
+        {"regex": ""},
+        {"regex": "a" * (MAX_TEXT_CHARS + 1)},
+        {"grammar": 1},
+    ],
 }
 RIGHT = {
     "temperature": [
@@ -90,6 +104,7 @@ RIGHT = {
     "stop_ids": [(), [0], [LARGEST_COUNT], (np.int64(3), 4)],
     "routes": [True, False],
     "adapter": [None, "one"],
+    "structured": [None],  # mappings: tests/generators/test_grammar_masks.py
 }
 REFUSED = [
     pytest.param(name, value, id=f"{name} {i}")

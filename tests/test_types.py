@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from ratchet.structured_output import StructuredOutput
 from ratchet.testing.builders import make_trajectory
 from ratchet.types import Message, Sampling, Scored, Trajectory, Turn, is_finite_number
 
@@ -32,6 +33,7 @@ def test_a_sampling_with_another_seed_keeps_everything_else():
         routes=True,
         drawn=2,
         adapter="a",
+        structured=StructuredOutput("regex", "a"),
     )
     assert own.seeded(5) == replace(own, seed=5)
 
@@ -55,6 +57,7 @@ def test_a_judged_trajectory_keeps_everything_else():
         metrics={"turns": 1.0},
         media=("some",),
         extras={"k": 1},
+        allowed="masks",
     )
     judged = own.with_outcome(Scored(1.0))
     assert judged.outcome == Scored(1.0)

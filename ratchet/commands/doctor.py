@@ -47,6 +47,7 @@ PURPOSES = {
     "gem-llm": ("gem", "environments of gem"),
     "verifiers": ("verifiers", "environments of verifiers"),
     "websockets": ("openenv", "environments on OpenEnv's servers"),
+    "llguidance": ("structured", "structured output: JSON schemas, regular expressions, grammars"),
     "peft": ("lora", "adapter files, and adapters on models that transformers runs"),
     "vllm": ("vllm", "generation by vLLM, in processes of its own"),
     "megatron-core": ("megatron", "learner.kind=megatron"),

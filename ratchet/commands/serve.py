@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ratchet.allowed_tokens import AllowedTokens
 from ratchet.commands.model_target import open_target
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.packing import pack
@@ -37,6 +38,14 @@ from ratchet.training.stage import Policy
 from ratchet.types import Group, Owner, Sampling, Task, Trajectory
 from ratchet.web.guard import LOOPBACK
 from ratchet.web.server import Server
+
+NO_LOGPROB = -9999.0  # OpenAI's value for a token that can't be drawn
+
+
+class OneAnswerSession(AgentSession):
+    """A session of a single answer, which no learner scores."""
+
+    trains = False
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,17 @@ class ServedModel:
         session = self._open_session(request, sampling)
         return await session.complete(tokens, _strip_distribution(request))
 
-    async def score(self, tokens: Sequence[int], *, temperature: float, n_top: int) -> TokenScores:
+    async def score(
+        self,
+        tokens: Sequence[int],
+        *,
+        temperature: float,
+        n_top: int,
+        allowed: AllowedTokens | None = None,
+    ) -> TokenScores:
         """Return the log-probabilities of a text's tokens, and of the likeliest tokens there.
+
+        allowed: the tokens that a grammar allowed at each token of the text.
 
         Raises:
             ApiError: The text is longer than the model's context.
@@ -99,7 +117,12 @@ class ServedModel:
                 code="invalid_value",
             )
         return await asyncio.to_thread(
-            score_tokens, self.policy.model, tokens, temperature=temperature or 1.0, n_top=n_top
+            score_tokens,
+            self.policy.model,
+            tokens,
+            temperature=temperature or 1.0,
+            n_top=n_top,
+            allowed=allowed,
         )
 
     def record(self, answer: AgentAnswer) -> None:
@@ -113,7 +136,7 @@ class ServedModel:
             if (value := getattr(request, name)) is not None
         }
         seed = secrets.randbits(32) if request.seed is None else request.seed
-        return AgentSession(
+        return OneAnswerSession(
             self.policy.generator,
             self.policy.renderer,
             apply_sampling(sampling, seed=seed, **parameters),
@@ -131,12 +154,17 @@ def _strip_distribution(request: R, **changes: Any) -> R:
 
 
 def score_tokens(
-    model: PolicyModel, tokens: Sequence[int], *, temperature: float, n_top: int
+    model: PolicyModel,
+    tokens: Sequence[int],
+    *,
+    temperature: float,
+    n_top: int,
+    allowed: AllowedTokens | None = None,
 ) -> TokenScores:
     """Return the log-probabilities of a text's T tokens, and of the `n_top` likeliest at each.
 
     The arrays have the shapes (T,) and (T, n_top). They are computed in float32 by the code that
-    a learner scores with.
+    a learner scores with. A token that a grammar does not allow has NO_LOGPROB.
     """
     token_array = np.asarray(tokens, dtype=np.int64)
     count = len(token_array)
@@ -149,6 +177,7 @@ def score_tokens(
         rollout_logprobs=np.zeros(count, np.float32),
         versions=np.full(count, -1, np.int32),
         temperature=temperature,
+        allowed=allowed,
     )
     batch = pack([Group("scored", Task("scored", ()), (trajectory,))])
     device = next(model.parameters()).device.type
@@ -168,7 +197,9 @@ def score_tokens(
         )
     # The last column is the probability of all other tokens together.
     return TokenScores(
-        columns["logprobs"], columns["topk_ids"], columns["topk_logprobs"][:, :n_top]
+        columns["logprobs"],
+        columns["topk_ids"],
+        columns["topk_logprobs"][:, :n_top].clip(min=NO_LOGPROB),
     )
 
 

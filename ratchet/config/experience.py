@@ -52,11 +52,20 @@ class SamplingConfig(Section):
         description="Maximum number of tokens in one completion, including its end token.",
     )
     stop: tuple[str, ...] = Field(default=(), description="Strings that end a completion.")
+    structured: dict[str, Any] | None = Field(
+        default=None,
+        description="Grammar that every completion follows, in training and evaluation, with the "
+        "extra `structured`: {json: SCHEMA}, {regex: TEXT}, {choice: [TEXT, ...]} or {grammar: "
+        "LARK}. null: no grammar.",
+    )
 
     @field_validator("*", mode="after")
     @classmethod
     def _check_values(cls, value: Any, info: ValidationInfo) -> Any:
-        return check_sampling_value(info.field_name or "", value)
+        name = info.field_name or ""
+        checked = check_sampling_value(name, value)
+        # The mapping is kept, as resolved recipes are written with it.
+        return value if name == "structured" else checked
 
 
 class ReplayConfig(Section):

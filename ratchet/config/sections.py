@@ -190,12 +190,14 @@ class GeneratorSection(Section):
             built with then provides only the first weights.
         reports_kept_mass: True if the generator reports the probability mass that top-p, top-k and
             min-p keep.
+        records_masks: True if the generator records the tokens that a grammar allows.
         least_temperature: The lowest positive temperature that the generator accepts.
     """
 
     can_offload: ClassVar[bool] = True
     copies_weights: ClassVar[bool] = False
     reports_kept_mass: ClassVar[bool] = True
+    records_masks: ClassVar[bool] = True
     least_temperature: ClassVar[float] = 0.0
 
     @property

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ratchet.batch import MALFORMED_CALLS, MALFORMED_THINKING, ROUTES, Batch
+from ratchet.allowed_tokens import AllowedTokens
+from ratchet.batch import ALLOWED, MALFORMED_CALLS, MALFORMED_THINKING, ROUTES, Batch
 from ratchet.errors import DataError
 from ratchet.types import Group, Trajectory
 
@@ -53,6 +54,7 @@ def pack(groups: Sequence[Group]) -> Batch:
         token_column(lambda t: t.trainable, np.bool_),
         torch.from_numpy(lengths),
     )
+    allowed = AllowedTokens.concatenate([(t.allowed, len(t)) for t in trajectories])
     return Batch(
         tokens_T=token_column(lambda t: t.tokens, np.int64),
         positions_T=torch.from_numpy(np.arange(turn_columns.n_tokens) - np.repeat(starts, lengths)),
@@ -81,8 +83,11 @@ def pack(groups: Sequence[Group]) -> Batch:
         group_ids=tuple(group.id for group, _ in kept_groups),
         tags=tags,
         media_S=tuple(t.media for t in trajectories) if any(t.media for t in trajectories) else (),
-        token_columns=_make_route_column(trajectories) | turn_columns.make_malformed_turns(),
+        token_columns=_make_route_column(trajectories)
+        | turn_columns.make_malformed_turns()
+        | ({} if allowed is None else {ALLOWED: torch.from_numpy(allowed.index)}),
         sequence_columns=_make_reward_part_columns(trajectories),
+        masks_MB=None if allowed is None else torch.from_numpy(allowed.masks.copy()),
     )
 
 

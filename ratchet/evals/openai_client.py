@@ -84,6 +84,8 @@ class EndpointPlayer(MessagePlayer):
             for key, default in defaults.items()
             if getattr(sampling, key) != default
         }
+        if (structured := sampling.structured) is not None:
+            body["structured_outputs"] = {structured.kind: structured.value}  # vLLM's field
         if stop_strings:
             body["stop"] = list(stop_strings)
         if state.tools is not None:

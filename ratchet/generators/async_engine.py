@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ModelError
 from ratchet.generators.engine.stop_strings import TextDecoder
+from ratchet.generators.grammar_masks import GrammarCompiler
 from ratchet.generators.request import EngineCore, RequestValidator
 from ratchet.generators.weight_update import WeightStaging
 from ratchet.models.layers.quantized import QuantizedMatrix
@@ -36,7 +38,7 @@ class AsyncEngine(Generator):
     Args:
         core: runs the requests.
         weights, parameters, quantised: see `WeightStaging`.
-        tokenizer: needed only for requests with stop strings.
+        tokenizer: needed only for requests with stop strings or a grammar.
         max_context: maximum number of tokens of prompt and completion together.
         keep_kv: True to keep the KV cache of running requests when weights are committed.
         records_routes: True if the core can record the experts that computed each token.
@@ -45,6 +47,7 @@ class AsyncEngine(Generator):
         reads_media: True if the model reads media.
     """
 
+    records_masks = True
     shares_weights = True  # the learner's optimizer changes the same tensors that the core reads
 
     def __init__(
@@ -66,8 +69,18 @@ class AsyncEngine(Generator):
         self.core, self.keep_kv, self.policy = core, keep_kv, policy
         self.tokenizer = tokenizer
         self.records_routes = records_routes
+        grammars = None
+        if self.records_masks and isinstance(tokenizer, Tokenizer):
+            grammars = GrammarCompiler(tokenizer, vocab_size)
         self.validator = RequestValidator(
-            vocab_size, max_context, tokenizer, records_routes, adapters, reads_media
+            vocab_size,
+            max_context,
+            tokenizer,
+            records_routes,
+            adapters,
+            reads_media,
+            grammars,
+            passes_grammars=not self.records_masks,
         )
         self._staging = WeightStaging(weights, parameters, quantised)
         self._paused = False

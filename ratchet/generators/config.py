@@ -119,6 +119,7 @@ class VLLMConfig(GeneratorSection):
     # vLLM replaces lower positive temperatures by this one.
     least_temperature: ClassVar[float] = 0.01
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
+    records_masks: ClassVar[bool] = False
 
     kind: Literal["vllm"] = "vllm"
     engine: Literal["async", "sync"] = Field(

@@ -26,6 +26,7 @@ from ratchet.generators.config import HFConfig
 from ratchet.generators.engine.sampler import SamplingSettings, draw_tokens, draw_uniforms
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.faults import explain_nonfinite, make_request_error
+from ratchet.generators.grammar_masks import BatchMasks
 from ratchet.generators.request import GenerationRequest
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy, PolicyModel
@@ -117,7 +118,8 @@ class _Row:
     def add(self, token: int, logprob: float, log_kept: float) -> StopReason | RequestFailed | None:
         """Append a token. Return the reason if the completion has ended, else None.
 
-        If the tokenizer can't decode the text, the request's error is returned.
+        If the tokenizer can't decode the text, or the grammar can't be followed, the request's
+        error is returned.
         """
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -131,7 +133,14 @@ class _Row:
             return StopReason.STOP_TOKEN
         if matched:
             return StopReason.STOP_STRING
-        return request.reason_at_limit if len(self.tokens) == request.limit else None
+        if len(self.tokens) == request.limit:
+            return request.reason_at_limit
+        if request.grammar is not None:
+            try:
+                request.grammar.feed(token)
+            except RequestFailed as error:
+                return error
+        return None
 
     def deliver(self, stop: StopReason) -> None:
         new_tokens = np.array(self.tokens[len(self.request.prompt) :], dtype=np.int64)
@@ -227,9 +236,15 @@ class PaddedBatches:
         settings, logits_NV = settings_and_logits
         device = logits_NV.device
         index_N = torch.tensor([len(row.logprobs) for row in self.rows], device=device)
+        masks = BatchMasks.compute([row.request.grammar for row in self.rows], self.vocab_size)
+        if masks is not None:
+            masks.apply(logits_NV)
         sampled = draw_tokens(logits_NV, draw_uniforms(settings.streams_N, index_N), settings)
         finite_N = sampled.logprobs_N.isfinite()
-        errors = {} if finite_N.all() else self._explain_errors(finite_N)
+        errors: dict[GenerationRequest, Exception] = {
+            self.rows[i].request: error for i, error in (masks.errors if masks else {}).items()
+        }
+        errors |= {} if finite_N.all() else self._explain_errors(finite_N)
         log_kept_N = torch.zeros_like(sampled.logprobs_N)
         if settings.filters is not None and sampled.log_kept_F is not None:
             log_kept_N[settings.filters.rows_F] = sampled.log_kept_F.to(log_kept_N.dtype)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ratchet.errors import ConfigError, DataError
 from ratchet.generators.engine.stop_strings import StopStrings, TextDecoder
+from ratchet.generators.grammar_masks import GrammarCompiler, GrammarMatcher
 from ratchet.types import Completion, Placed, Sampling, StopReason
 
 PromptKey = tuple[bytes, tuple[tuple[int, str], ...]]
@@ -34,6 +35,7 @@ class GenerationRequest:
         prompt: int64, at least one token.
         limit: maximum length of the sequence, prompt included; longer than the prompt.
         stop_strings: the detector of stop strings, if the sampling has any.
+        grammar: the matcher of the sampling's grammar, if this process restricts the tokens.
         media: media of the prompt, in order.
     """
 
@@ -44,6 +46,7 @@ class GenerationRequest:
     fail: Callable[[BaseException], None]
     stop_strings: StopStrings | None = None
     media: tuple[Placed, ...] = ()
+    grammar: GrammarMatcher | None = None
     # Equal for equal prompts that the same adapter serves.
     key: tuple[str | None, PromptKey] = field(init=False)
     # (number of new tokens so far, version of the weights that draw the next ones)
@@ -71,7 +74,13 @@ class GenerationRequest:
             np.zeros(len(tokens), dtype=np.float32) if log_kept_mass is None else log_kept_mass
         )
         return Completion(
-            tokens, logprobs, log_kept, self._expand_versions(len(tokens)), stop, routes
+            tokens,
+            logprobs,
+            log_kept,
+            self._expand_versions(len(tokens)),
+            stop,
+            routes,
+            allowed=self.grammar and self.grammar.make_allowed(len(tokens)),
         )
 
     def without_tokens(self, stop: StopReason) -> Completion:
@@ -94,6 +103,8 @@ class RequestValidator:
         records_routes: True if `Sampling.routes` is supported.
         adapters: returns the names that `Sampling.adapter` may have.
         reads_media: True if the model reads media.
+        grammars: compiles `Sampling.structured`; None: no request may have it.
+        passes_grammars: True if the core itself follows grammars, which are then only checked.
     """
 
     vocab_size: int
@@ -102,6 +113,8 @@ class RequestValidator:
     records_routes: bool = False
     adapters: Callable[[], Sequence[str]] = list
     reads_media: bool = False
+    grammars: GrammarCompiler | None = None
+    passes_grammars: bool = False
 
     def admit(
         self,
@@ -117,6 +130,7 @@ class RequestValidator:
             DataError: The prompt is empty or too long, has unknown tokens or misplaced media, or
                 has no token besides the `sampling.drawn` ones, which belong to the completion.
             ConfigError: This generator can't apply the sampling settings or read the media.
+            MissingDependency: The package for `sampling.structured` is missing.
         """
         prompt = _to_token_array(tokens)
         if len(prompt) > self.max_context:
@@ -163,8 +177,27 @@ class RequestValidator:
         if stop_strings is not None:
             for token in prompt[len(prompt) - sampling.drawn :].tolist():
                 stop_strings.feed(token)
+        grammar = self._start_grammar(sampling, prompt)
         limit = min(len(prompt) + sampling.max_new_tokens, self.max_context)
-        return GenerationRequest(prompt, sampling, limit, deliver, fail, stop_strings, tuple(media))
+        return GenerationRequest(
+            prompt, sampling, limit, deliver, fail, stop_strings, tuple(media), grammar
+        )
+
+    def _start_grammar(
+        self, sampling: Sampling, prompt: NDArray[np.int64]
+    ) -> GrammarMatcher | None:
+        if sampling.structured is None:
+            return None
+        if self.passes_grammars:
+            sampling.structured.compile()
+            return None
+        if self.grammars is None:
+            raise ConfigError(
+                "sampling.structured needs the model's tokenizer, and the generator has none. Give "
+                "it a tokenizer of ratchet.data.chat.tokenizer."
+            )
+        drawn = prompt[len(prompt) - sampling.drawn :].tolist()
+        return self.grammars.start(sampling.structured, sampling.stop_ids, drawn)
 
     def _check_media(self, prompt: NDArray[np.int64], media: Sequence[Placed]) -> None:
         if media and not self.reads_media:

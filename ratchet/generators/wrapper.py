@@ -21,6 +21,7 @@ class GeneratorWrapper(Generator):
         self.precision = inner.precision
         self.shares_weights = inner.shares_weights
         self.records_routes = inner.records_routes
+        self.records_masks = inner.records_masks
         self.can_offload = inner.can_offload
 
     @property

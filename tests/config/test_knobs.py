@@ -379,6 +379,7 @@ GRPO_KNOBS = [
     ("sampling__min_p", 0.0, 0.9, "first tokens", {}),
     ("sampling__max_new_tokens", 4, 8, "first tokens", {}),
     ("sampling__stop", [], ["1", "2", "3"], "first tokens", {}),
+    ("sampling__structured", None, {"regex": "[0-9]"}, "first tokens", {}),
     ("generator__max_context", None, 6, "first tokens", {}),
     ("examples", 1, None, "tokens", {}),
     ("batch_size", 3, 6, "tokens", {}),

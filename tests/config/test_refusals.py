@@ -234,6 +234,12 @@ CLASHES = [
         "needs a rollout correction in algorithm grpo: set sampling.top_k=0, or algorithm.correction",
     ),
     ({"sampling": "{min_p: 0.1}"}, "set sampling.min_p=0"),
+    ({"sampling": "{structured: {regex: '(a'}}"}, "the regular expression can't be followed"),
+    ({"sampling": "{structured: {re: a}}"}, "has the keys re, not exactly one of json"),
+    (
+        {"sampling": "{structured: {regex: a}}", "generator": "{kind: vllm}"},
+        "generator vllm does not return the tokens that the grammar allows",
+    ),
     (
         {
             "optimizer": "{warmup_steps: 30}",

@@ -161,6 +161,9 @@ ROLLOUT_ROWS = (
         "the only sampling parameters are temperature, top_p, top_k and min_p",
         "repetition_penalty",
         "generation_kwargs",
+    ),
+    *dropped(
+        "set sampling.structured={regex: TEXT} and generator.kind=engine",
         "vllm_structured_outputs_regex",
     ),
     *dropped(

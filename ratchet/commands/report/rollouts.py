@@ -57,6 +57,8 @@ HIDDEN_COLUMNS = (
     "routes",
     "routes_shape",
     "log_kept_mass",
+    "allowed",
+    "allowed_masks",
     "extras",
     "trainable",
     "task_seed",

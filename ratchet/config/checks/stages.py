@@ -25,6 +25,8 @@ from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.config.schema import RunConfig, StageConfig, get_default_rewards
 from ratchet.config.sections import EnvironmentConfig
+from ratchet.errors import RatchetError
+from ratchet.structured_output import StructuredOutput
 
 
 def conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -240,6 +242,24 @@ def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[C
             )
 
 
+def _check_structured(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that sampling.structured can be followed, and that its masks reach the learner."""
+    if stage.sampling.structured is None:
+        return
+    try:
+        StructuredOutput.from_mapping(stage.sampling.structured).compile()
+    except RatchetError as error:
+        yield clash(f"sampling.structured: {error}", "sampling.structured")
+    if stage.source == "rollouts" and not stage.generator.records_masks:
+        yield clash(
+            f"sampling.structured is set, but generator {stage.generator.sampler.kind_name} does "
+            "not return the tokens that the grammar allows, which training needs: set "
+            "generator.kind=engine",
+            "sampling.structured",
+            "generator.kind",
+        )
+
+
 def _check_model_fits_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that the generator can run the preset. A model directory is checked when it is read."""
     shape = PRESETS.get(config.model.preset or "")
@@ -402,6 +422,7 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _check_minibatches,
     _check_sampling,
     _check_sampling_filters,
+    _check_structured,
     _check_model_fits_generator,
     _check_context,
     _check_evaluation,

@@ -243,6 +243,10 @@ class Tokenizer:
         """The largest number of characters of one token in the vocabulary."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
+    def to_json(self) -> str:
+        """Return the content of tokenizer.json."""
+        return self._backend.to_str()
+
     def has_same_tokens(self, other: Tokenizer) -> bool:
         """True if both turn every text into the same ids. Their templates may differ."""
         return self._backend.to_str() == other._backend.to_str()

@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ratchet.allowed_tokens import AllowedTokens
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
 from ratchet.generators.wrapper import GeneratorWrapper
 from ratchet.protocols import Generator
@@ -149,4 +150,7 @@ def join_completions(first: Completion | None, continuation: Completion) -> Comp
         stop=continuation.stop,
         routes=routes,
         extras=continuation.extras,
+        allowed=AllowedTokens.concatenate(
+            [(part.allowed, len(part.tokens)) for part in (first, continuation)]
+        ),
     )

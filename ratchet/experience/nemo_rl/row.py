@@ -162,7 +162,7 @@ def _truncate(trajectory: Trajectory, length: int) -> Trajectory:
     """
     columns = ("tokens", "owner", "trainable", "rollout_logprobs", "versions")
     cut_columns = {name: getattr(trajectory, name)[:length] for name in columns}
-    return replace(trajectory, log_kept_mass=None, routes=None, **cut_columns)
+    return replace(trajectory, log_kept_mass=None, routes=None, allowed=None, **cut_columns)
 
 
 def _list_new_entries(

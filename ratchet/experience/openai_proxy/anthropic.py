@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ratchet.experience.openai_proxy.answers import (
     ChatReply,
@@ -31,10 +31,13 @@ from ratchet.experience.openai_proxy.schema import (
     ChatRequest,
     ChatTool,
     EchoedModel,
+    NamedTool,
+    ToolChoice,
     join_text_parts,
     make_chat_tool,
     write_thinking,
 )
+from ratchet.experience.openai_proxy.structured import FlatJsonSchemaFormat, nest_format
 from ratchet.experience.openai_proxy.wire import ApiError, SamplingFields, Stop, WireModel
 
 PATH = "/v1/messages"
@@ -171,7 +174,7 @@ class _Tool(EchoedModel):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
-    strict: Literal[False] | None = None  # sampling is never constrained
+    strict: bool | None = None
     defer_loading: Literal[False] | None = None
     input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
     # These change no token.
@@ -179,12 +182,24 @@ class _Tool(EchoedModel):
     eager_input_streaming: bool | None = None
 
     def to_chat(self) -> ChatTool:
-        return make_chat_tool(self.name, self.description, self.input_schema)
+        return make_chat_tool(self.name, self.description, self.input_schema, strict=self.strict)
 
 
 class _ToolChoice(WireModel):
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
     disable_parallel_tool_use: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("give a name with type 'tool', and with no other type")
+        return self
+
+    def to_chat(self) -> ToolChoice:
+        if self.type == "tool" and self.name is not None:
+            return NamedTool.from_name(self.name)
+        return "required" if self.type == "any" else cast(ToolChoice, self.type)
 
 
 class _NoThinking(WireModel):
@@ -193,7 +208,7 @@ class _NoThinking(WireModel):
 
 class _OutputConfig(WireModel):
     effort: None = None
-    format: None = None
+    format: FlatJsonSchemaFormat | None = None
 
 
 class _ContextManagement(WireModel):
@@ -214,7 +229,7 @@ class CountTokensRequest(SamplingFields):
     # These would change tokens in ways that are not supported, so only their defaults pass.
     thinking: _NoThinking | None = None
     output_config: _OutputConfig | None = None
-    output_format: None = None
+    output_format: FlatJsonSchemaFormat | None = None  # the name before `output_config.format`
     context_management: _ContextManagement | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     container: None = None
@@ -242,13 +257,15 @@ class CountTokensRequest(SamplingFields):
                 param="messages",
                 code="invalid_value",
             )
+        output_config = self.output_config or _OutputConfig()
         system = [ChatMessage(role="system", content=self.system)] if self.system else []
         tools = None if self.tools is None else [tool.to_chat() for tool in self.tools]
         return ChatRequest.from_fields(
             self,
             messages=[*system, *(chat for message in self.messages for chat in message.to_chat())],
             tools=tools,
-            tool_choice=None if self.tool_choice is None else self.tool_choice.type,
+            tool_choice=None if self.tool_choice is None else self.tool_choice.to_chat(),
+            response_format=nest_format(self.output_format or output_config.format),
             stop=[*(self.stop or ()), *(self.stop_sequences or ())] or None,
             stream=self.stream,
         )

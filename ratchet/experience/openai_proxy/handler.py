@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ratchet.allowed_tokens import AllowedTokens
 from ratchet.data.chat.renderer import Renderer
 from ratchet.experience.openai_proxy.answers import TokenScores
 from ratchet.experience.openai_proxy.response_store import ResponseStore
@@ -33,6 +34,11 @@ class RequestHandler(Protocol):
         self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0
     ) -> AgentAnswer: ...
     async def score(
-        self, tokens: Sequence[int], *, temperature: float, n_top: int
+        self,
+        tokens: Sequence[int],
+        *,
+        temperature: float,
+        n_top: int,
+        allowed: AllowedTokens | None = None,
     ) -> TokenScores: ...
     def record(self, answer: AgentAnswer) -> None: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol
 
+from ratchet.allowed_tokens import AllowedTokens
 from ratchet.experience.openai_proxy import answers
 from ratchet.experience.openai_proxy.answers import ChatReply, TokenNames, TokenScores
 from ratchet.experience.openai_proxy.handler import RequestHandler
@@ -96,8 +97,14 @@ async def score_completion(handler: RequestHandler, answer: AgentAnswer, n_top: 
     recorded_scores = TokenScores.from_completion(answer.completion)
     if not n_top or not len(answer.completion.tokens):
         return recorded_scores
+    allowed = AllowedTokens.concatenate(
+        [(None, len(answer.prompt)), (answer.completion.allowed, len(answer.completion.tokens))]
+    )
     scores = await handler.score(
-        answer.tokens.tolist(), temperature=answer.sampling.temperature, n_top=n_top
+        answer.tokens.tolist(),
+        temperature=answer.sampling.temperature,
+        n_top=n_top,
+        allowed=allowed,
     )
     last_scores = scores.take_last(len(answer.completion.tokens))
     return last_scores.with_logprobs(answer.completion.logprobs)

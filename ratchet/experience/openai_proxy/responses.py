@@ -25,11 +25,12 @@ from ratchet.experience.openai_proxy.schema import (
     ChatTool,
     EchoedModel,
     Metadata,
-    TextFormat,
+    NamedTool,
     join_text_parts,
     make_chat_tool,
     write_thinking,
 )
+from ratchet.experience.openai_proxy.structured import FlatFormat, nest_format
 from ratchet.experience.openai_proxy.wire import SamplingFields, WireModel
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
@@ -105,15 +106,20 @@ class _FunctionTool(EchoedModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None  # sampling is never constrained
+    strict: bool | None = None
     defer_loading: Literal[False] | None = None
 
     def to_chat(self) -> ChatTool:
-        return make_chat_tool(self.name, self.description, self.parameters)
+        return make_chat_tool(self.name, self.description, self.parameters, strict=self.strict)
+
+
+class _NamedTool(WireModel):
+    type: Literal["function"]
+    name: str
 
 
 class _TextConfig(WireModel):
-    format: TextFormat | None = None
+    format: FlatFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -130,7 +136,7 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[list[_FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     include: list[str] | None = None
@@ -223,12 +229,16 @@ class ResponsesRequest(SamplingFields):
         system = (
             [ChatMessage(role="system", content=self.instructions)] if self.instructions else []
         )
+        choice = self.tool_choice
         limits = [limit for limit in (self.max_tokens, self.max_output_tokens) if limit is not None]
         return ChatRequest.from_fields(
             self,
             messages=[*system, *conversation],
             tools=None if self.tools is None else [tool.to_chat() for tool in self.tools],
-            tool_choice=self.tool_choice,
+            tool_choice=NamedTool.from_name(choice.name)
+            if isinstance(choice, _NamedTool)
+            else choice,
+            response_format=nest_format(None if self.text is None else self.text.format),
             max_completion_tokens=min(limits, default=None),
             logprobs=LOGPROBS in (self.include or ()) or self.top_logprobs is not None or None,
             top_logprobs=self.top_logprobs,

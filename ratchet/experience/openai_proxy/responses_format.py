@@ -181,11 +181,23 @@ class ResponsesFormat:
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "store": request.stores,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": request.tool_choice or "auto",
+            "text": {"format": _write_format(request)},
+            "tool_choice": _write_tool_choice(request),
             "truncation": "disabled",
             "usage": None,
         }
+
+
+def _write_format(request: ResponsesRequest) -> dict[str, Any]:
+    text_format = None if request.text is None else request.text.format
+    if text_format is None:
+        return {"type": "text"}
+    return _drop_constants(text_format.model_dump(by_alias=True, exclude_none=True))
+
+
+def _write_tool_choice(request: ResponsesRequest) -> Any:
+    choice = request.tool_choice or "auto"
+    return choice if isinstance(choice, str) else choice.model_dump()
 
 
 def _drop_constants(fields: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from ratchet.experience.openai_proxy.structured import ResponseFormat, read_format
 from ratchet.experience.openai_proxy.wire import (
     JsonValueBudget,
     SamplingFields,
@@ -155,7 +156,7 @@ class _FunctionSchema(WireModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None  # sampling is never constrained
+    strict: bool | None = None
 
 
 class ChatTool(WireModel):
@@ -166,10 +167,16 @@ class ChatTool(WireModel):
 
 
 def make_chat_tool(
-    name: str, description: str | None, parameters: dict[str, Any] | None
+    name: str,
+    description: str | None,
+    parameters: dict[str, Any] | None,
+    *,
+    strict: bool | None = None,
 ) -> ChatTool:
     """Return a tool of another API as one of chat completions."""
-    schema = _FunctionSchema(name=name, description=description, parameters=parameters)
+    schema = _FunctionSchema(
+        name=name, description=description, parameters=parameters, strict=strict
+    )
     return ChatTool(type="function", function=schema)
 
 
@@ -177,10 +184,22 @@ class _StreamOptions(WireModel):
     include_usage: bool = False
 
 
-class TextFormat(WireModel):
-    """The only format of answers: text."""
+class _FunctionName(WireModel):
+    name: str
 
-    type: Literal["text"]
+
+class NamedTool(WireModel):
+    """The choice of a tool that must be called."""
+
+    type: Literal["function"]
+    function: _FunctionName
+
+    @classmethod
+    def from_name(cls, name: str) -> NamedTool:
+        return cls(type="function", function=_FunctionName(name=name))
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 def _check_entry_count(metadata: Any) -> Any:
@@ -205,7 +224,7 @@ class ChatRequest(SamplingFields):
         list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     ]
     tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: Literal[True] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -216,7 +235,7 @@ class ChatRequest(SamplingFields):
     skip_special_tokens: Literal[True] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     # These are accepted without effect, because they change no token.
     user: str | None = None
     metadata: Metadata | None = None
@@ -251,7 +270,29 @@ class ChatRequest(SamplingFields):
         """The tools as chat templates read them; None if none may be called."""
         if not self.tools or self.tool_choice == "none":
             return None
-        return tuple(tool.model_dump(exclude_none=True) for tool in self.tools)
+        return tuple(
+            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+            for tool in self.tools
+        )
+
+    @property
+    def strict_tools(self) -> list[str]:
+        """The names of the tools whose calls follow their schemas."""
+        return [tool.function.name for tool in self.tools or () if tool.function.strict]
+
+    @property
+    def forced_call(self) -> tuple[str | None, bool]:
+        """The name of the tool that must be called, if it is named; True if one must be called."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return choice.function.name, True
+        return None, choice == "required"
+
+    def list_grammars(self) -> dict[str, Mapping[str, Any]]:
+        grammars = super().list_grammars()
+        if (grammar := read_format(self.response_format)) is not None:
+            grammars["response_format"] = grammar
+        return grammars
 
     @property
     def max_new_tokens(self) -> int | None:

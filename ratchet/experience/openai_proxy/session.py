@@ -38,6 +38,7 @@ from ratchet.experience.openai_proxy.strands import (
     digest,
     extend_key,
 )
+from ratchet.experience.openai_proxy.structured import choose_structured
 from ratchet.experience.openai_proxy.wire import (
     DISTRIBUTION_FIELDS,
     ApiError,
@@ -84,9 +85,12 @@ class AgentSession:
         ended: Completes when the session can give no more answers, with the attempt's outcome or
             the generator's error.
         responses: The responses that later requests may continue from.
+        trains: True if the learner scores the answers.
         exhausted_budget: The reason why a request was refused for lack of turns or context; "" if
             none was.
     """
+
+    trains = True
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class AgentSession:
         max_turns: int,
     ) -> None:
         self.generator = generator
+        self._can_mask = generator.records_masks or not self.trains
         self.renderer = renderer
         self.sampling = sampling
         self.max_context = max_context
@@ -197,7 +202,7 @@ class AgentSession:
             cut=is_run_limit and not completion.stop.finished,
         )
 
-    async def score(self, tokens: Sequence[int], *, temperature: float, n_top: int) -> TokenScores:
+    async def score(self, tokens: Sequence[int], **_: Any) -> TokenScores:
         """Raise ApiError: a session knows only the log-probabilities of sampled tokens."""
         raise ApiError(400, ONLY_SAMPLED, param="logprobs", code="unsupported_value")
 
@@ -316,6 +321,7 @@ class AgentSession:
             self.sampling,
             seed=self._derive_seed(key, request.seed),
             max_new_tokens=limit,
+            structured=choose_structured(request, self.sampling, self.renderer, self._can_mask),
             stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
             stop_ids=tuple(
                 dict.fromkeys((*self.sampling.stop_ids, *(request.stop_token_ids or ())))

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,7 @@ from ratchet.experience.openai_proxy.schema import (
     ChatTool,
 )
 from ratchet.experience.openai_proxy.strands import AgentAnswer
+from ratchet.experience.openai_proxy.structured import ResponseFormat, read_format
 from ratchet.experience.openai_proxy.wire import (
     MAX_TOKEN_VALUES,
     ApiError,
@@ -89,12 +90,19 @@ class CompletionRequest(SamplingFields):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
     stream: Literal[False] | None = None
     user: str | None = None
 
     @property
     def max_new_tokens(self) -> int:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def list_grammars(self) -> dict[str, Mapping[str, Any]]:
+        grammars = super().list_grammars()
+        if (grammar := read_format(self.response_format)) is not None:
+            grammars["response_format"] = grammar
+        return grammars
 
     def list_texts(self) -> list[str]:
         """Return the prompts that are text."""

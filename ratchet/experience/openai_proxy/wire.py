@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import from_json
 
 from ratchet.errors import SamplingError
+from ratchet.structured_output import KINDS
 from ratchet.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -92,12 +93,7 @@ TOKEN_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 REFUSAL_REASONS = {
     "n": "; send one request for each answer",
-    "tool_choice": "; sampling can't be forced to make a call",
     "parallel_tool_calls": "; sampling can't be limited to a single call",
-    "response_format": "; sampling is never constrained",
-    "text": "; sampling is never constrained",
-    "output_config": "; sampling is never constrained",
-    "output_format": "; sampling is never constrained",
     "thinking": "; the chat template decides (tokenizer.chat_template_kwargs of the recipe)",
     "reasoning": "; the chat template decides (tokenizer.chat_template_kwargs of the recipe)",
     "context_management": "; send the conversation as it should be read",
@@ -259,6 +255,31 @@ class WireRequest(BaseModel):
             ignored.count(name, value)
 
 
+class StructuredOutputs(WireModel):
+    """vLLM's grammar of an answer: exactly one of its first five fields."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    # These would change tokens in ways that are not supported, so only their defaults pass.
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the grammar as `StructuredOutput.from_mapping` reads it."""
+        schema = {"type": "object"} if self.json_object and self.json_ is None else self.json_
+        return {
+            "json": schema,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+        }
+
+
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
@@ -277,6 +298,12 @@ class SamplingFields(WireRequest):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     seed: int | None = None
     n: Literal[1] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # Names of older releases of vLLM for `structured_outputs`.
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -292,6 +319,19 @@ class SamplingFields(WireRequest):
     def max_new_tokens(self) -> int | None:
         """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_tokens
+
+    def list_grammars(self) -> dict[str, Mapping[str, Any]]:
+        """Return the grammars that the request sets for its answer, by the name of the field.
+
+        Each is a mapping that `StructuredOutput.from_mapping` reads.
+        """
+        grammars: dict[str, Mapping[str, Any]] = {}
+        if self.structured_outputs is not None:
+            grammars["structured_outputs"] = self.structured_outputs.to_mapping()
+        for kind in KINDS:
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                grammars[f"guided_{kind}"] = {kind: value}
+        return grammars
 
 
 # Sampling fields that a request may not change during training: they must equal the recipe's.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ratchet.allowed_tokens import AllowedTokens
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.protocols import Environment
 from ratchet.types import (
@@ -77,8 +78,9 @@ class TokenRecord:
         versions.fill(-1)
         log_kept_mass = np.zeros(self.length, np.float32)
         routes = self._collect_routes()
+        pieces = self.pieces
         start = 0
-        for piece_owner, tokens, completion in self.pieces:
+        for piece_owner, tokens, completion in pieces:
             end = start + len(tokens)
             all_tokens[start:end] = tokens
             # numpy assigns an int in half the time of an enum member.
@@ -97,6 +99,9 @@ class TokenRecord:
             versions=versions,
             log_kept_mass=log_kept_mass,
             routes=routes,
+            allowed=AllowedTokens.concatenate(
+                [(completion and completion.allowed, len(part)) for _, part, completion in pieces]
+            ),
             **fields,
         )
 

@@ -25,6 +25,7 @@ from ratchet.generators.engine.sampler import (
     make_chunks,
     make_setting_row,
 )
+from ratchet.generators.grammar_masks import GrammarMatcher
 from ratchet.generators.request import GenerationRequest
 from ratchet.models.layers.expert_routing import UNKNOWN
 
@@ -50,6 +51,7 @@ class ActiveSlots:
     adapters: list[str | None] | None  # the adapter of each request; None: no request has one
     records_routes: bool  # True if a request records routes
     watched_slots: list[int]  # slots of requests with stop strings
+    grammars: list[GrammarMatcher | None] | None  # by request; None: no request has a grammar
 
     @property
     def token_index_N(self) -> Tensor:
@@ -218,6 +220,7 @@ class RequestSlots:
         stops_NS = self.stop_ids[first_slot:end]
         has_stops = bool((stops_NS != NO_STOP).any())
         adapters = [request.sampling.adapter for request in requests]
+        grammars = [request.grammar for request in requests]
         settings = self.settings[first_slot:end]
         return ActiveSlots(
             first_slot=first_slot,
@@ -235,6 +238,7 @@ class RequestSlots:
                 for slot, request in enumerate(requests, first_slot)
                 if request.stop_strings is not None
             ],
+            grammars=None if grammars.count(None) == len(grammars) else grammars,
         )
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.generators.engine.layout import round_up_to
+from ratchet.generators.grammar_masks import BatchMasks
 from ratchet.models.decoder import Decoder
 from ratchet.types import Sampling
 
@@ -177,7 +178,9 @@ class SampledTokens:
     """The sampled tokens of N rows, with their logprobs."""
 
     tokens_N: Tensor  # int64
-    logprobs_N: Tensor  # float32, at the sampling temperature (greedy: 1), before filters
+    # float32, at the sampling temperature (greedy: 1), before filters, among the tokens that a
+    # grammar allows
+    logprobs_N: Tensor
     log_kept_F: Tensor | None  # log of the probability mass that the filters keep
 
 
@@ -264,13 +267,18 @@ class Sampler:
         self.row_multiple = row_multiple
 
     def __call__(
-        self, hidden_Nd: Tensor, chunks: Sequence[LogitsChunk], token_index_N: Tensor
+        self,
+        hidden_Nd: Tensor,
+        chunks: Sequence[LogitsChunk],
+        token_index_N: Tensor,
+        masks: BatchMasks | None = None,
     ) -> list[SampledTokens]:
         """Return the sampled tokens of each chunk.
 
         Args:
             hidden_Nd: may end with padding rows.
             token_index_N: index of the new token in each completion, int64.
+            masks: the tokens that grammars allow; None: no row has a grammar.
         """
         # The learner computes logits in this dtype too.
         weight_Vd = self.decoder.head_weight
@@ -284,5 +292,7 @@ class Sampler:
             padded_end = round_up_to(rows.stop, self.row_multiple)
             padded_hidden = hidden_Nd[rows.start : padded_end].to(dtype)
             logits_NV = F.linear(padded_hidden, weight_Vd)[: rows.stop - rows.start]
+            if masks is not None:
+                masks.apply(logits_NV, rows.start)
             draws.append(draw_tokens(logits_NV, uniforms_N[rows], chunk.settings))
         return draws

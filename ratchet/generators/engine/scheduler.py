@@ -25,6 +25,7 @@ from ratchet.generators.engine.model_runner import ModelRunner
 from ratchet.generators.engine.running_requests import ActiveSlots
 from ratchet.generators.engine.sampler import Sampler
 from ratchet.generators.faults import explain_nonfinite, find_first_nonfinite, make_request_error
+from ratchet.generators.grammar_masks import BatchMasks
 from ratchet.generators.request import GenerationRequest, PromptKey
 from ratchet.models.decoder import Decoder
 from ratchet.types import StopReason
@@ -186,10 +187,39 @@ class Scheduler:
 
     def _append_tokens(self, active: ActiveSlots, hidden_Nd: Tensor) -> None:
         """Draw the next token of each active slot, and retire the requests that have ended."""
-        draws = self.sampler(hidden_Nd, active.chunks, active.token_index_N)
-        self._retire(self._find_ended(active, self.slots.record(active, draws)))
+        masks = None
+        if active.grammars is not None:
+            masks = BatchMasks.compute(active.grammars, self.slots.vocab_size)
+        draws = self.sampler(hidden_Nd, active.chunks, active.token_index_N, masks)
+        tokens_N = self.slots.record(active, draws)
+        end_reasons = self._find_ended(active, tokens_N)
+        if masks is not None:
+            end_reasons |= self._feed_grammars(active, tokens_N, masks, end_reasons)
+        self._retire(end_reasons)
 
-    def _find_ended(self, active: ActiveSlots, tokens_N: Tensor) -> EndReasons:
+    def _feed_grammars(
+        self, active: ActiveSlots, tokens_N: Tensor, masks: BatchMasks, end_reasons: EndReasons
+    ) -> dict[int, RequestFailed]:
+        """Feed the drawn tokens to the grammars of requests that go on.
+
+        Returns the errors of grammars that can't be followed, by slot.
+        """
+        first = active.first_slot
+        errors = {first + row: error for row, error in masks.errors.items()}
+        tokens_R = tokens_N[torch.from_numpy(masks.rows).to(tokens_N.device)].tolist()
+        for row, token in zip(masks.rows.tolist(), tokens_R, strict=True):
+            grammar = self.running[first + row].grammar
+            if grammar is None or first + row in end_reasons or first + row in errors:
+                continue
+            try:
+                grammar.feed(token)
+            except RequestFailed as error:
+                errors[first + row] = error
+        return errors
+
+    def _find_ended(
+        self, active: ActiveSlots, tokens_N: Tensor
+    ) -> dict[int, StopReason | RequestFailed]:
         """Return the slots that have ended, with the reason.
 
         Later reasons overwrite earlier ones: a stop id overrides a stop string, which overrides a

@@ -72,6 +72,7 @@ class VLLMGenerator(AsyncEngine):
     """
 
     core: VLLMCore
+    records_masks = False
     shares_weights = False
     can_offload = True
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ratchet.allowed_tokens import AllowedTokens
 from ratchet.generators.request import PromptKey
 from ratchet.types import Completion, Medium, Placed, Sampling, StopReason
 
@@ -92,6 +93,7 @@ class CompletionBatch:
     stops: Sequence[str]
     routes: Sequence[NDArray[np.int16] | None]
     extras: Sequence[Mapping[str, Any]]
+    allowed: Sequence[AllowedTokens | None]
     errors: Mapping[int, Exception]  # by request number
 
     @classmethod
@@ -113,6 +115,7 @@ class CompletionBatch:
             [str(completion.stop) for completion in completion_list],
             [completion.routes for completion in completion_list],
             [completion.extras for completion in completion_list],
+            [completion.allowed for completion in completion_list],
             errors,
         )
 
@@ -133,9 +136,16 @@ class CompletionBatch:
                     StopReason(stop),
                     routes,
                     extras,
+                    allowed,
                 ),
             )
-            for number, span, stop, routes, extras in zip(
-                self.numbers, slices, self.stops, self.routes, self.extras, strict=True
+            for number, span, stop, routes, extras, allowed in zip(
+                self.numbers,
+                slices,
+                self.stops,
+                self.routes,
+                self.extras,
+                self.allowed,
+                strict=True,
             )
         ]

@@ -79,6 +79,10 @@ class GeneratorWorkersConfig(GeneratorSection):
         return self.worker.reports_kept_mass
 
     @property
+    def records_masks(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.worker.records_masks
+
+    @property
     def least_temperature(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.worker.least_temperature
 

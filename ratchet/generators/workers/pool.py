@@ -68,7 +68,7 @@ class GeneratorPool(Generator):
         self.catch_up: Callable[[PoolReceivers], Awaitable[None]] | None = None
         self.on_restart: Callable[[], object] = lambda: None
         self.final_error: Exception | None = None  # the error that ended the pool
-        self.records_routes = False
+        self.records_routes = self.records_masks = False
         # Machines of the workers; a replacement starts on the same machine.
         self.hosts: set[str] = set()
         self._start_worker: Callable[[int], Workers] | None = None
@@ -94,8 +94,9 @@ class GeneratorPool(Generator):
             ):
                 queue.process = process
                 queue.is_current = True
-        self.records_routes = all(
-            process.call_now("records_routes")[0] for process in self._processes
+        self.records_routes, self.records_masks = (
+            all(process.call_now(name)[0] for process in self._processes)
+            for name in ("records_routes", "records_masks")
         )
         self.hosts = {str(process.call_now("host")[0]) for process in self._processes}
 

@@ -53,6 +53,10 @@ class GeneratorRank:
         """Return True if the generator can record the experts that each token was routed to."""
         return self.generator.records_routes
 
+    def records_masks(self) -> bool:
+        """Return True if completions record the tokens that a grammar allowed."""
+        return self.generator.records_masks
+
     # --- requests
 
     async def exchange(

@@ -3,7 +3,8 @@
 The columns are computed in float32 and in chunks, so that the logits [T, V] never exist as a whole.
 
 T = tokens of a micro-batch, S = its sequences, n = predicted tokens (only these need logits),
-d = hidden size, V = vocabulary, K = tokens for which a prediction's log-probabilities are returned.
+d = hidden size, V = vocabulary, K = tokens for which a prediction's log-probabilities are returned,
+M = masks of B bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ratchet.batch import Batch
+from ratchet.allowed_tokens import unpack_masks
+from ratchet.batch import ALLOWED, Batch
 from ratchet.learners.compute.chunked_logprobs import compute_target_logprobs
 
 Logits = Callable[[Tensor], Tensor]  # [n, d] -> [n, V], float32 or better
 # Columns that a scalar head computes.
 SCALAR_COLUMNS = frozenset({"values", "scores", "token_scores"})
+# The logit of tokens that a grammar does not allow: a finite number with probability 0, as
+# 0 * -inf in entropies and divergences would be NaN.
+DISALLOWED = -1e30
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,10 @@ class Vocabulary(Protocol):
     If they are divided, V is this rank's part of the vocabulary.
     """
 
+    def take_columns(self, x_nV: Tensor) -> Tensor:
+        """Return this rank's columns of a matrix over the whole vocabulary."""
+        ...
+
     def log_softmax(self, logits_nV: Tensor) -> Tensor: ...
     def renormalise_first(self, logprobs_nV: Tensor, size: int) -> Tensor:
         """Return the log-probabilities of the first `size` tokens, renormalised over these."""
@@ -128,6 +137,9 @@ class Vocabulary(Protocol):
 
 class FullVocabulary:
     """A vocabulary whose log-probabilities are all on this rank."""
+
+    def take_columns(self, x_nV: Tensor) -> Tensor:
+        return x_nV
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
         return logits_nV.log_softmax(-1)
@@ -184,7 +196,8 @@ def compute_token_columns(
     "logprobs" and "entropy" are [T], "topk_ids" [T, K], "topk_logprobs" [T, K + 1] (or [T, V], see
     `compute_topk_and_rest_logprobs`). They are computed at the tokens of the mask, under each row's
     temperature, and are 0 elsewhere. A row that was sampled greedily (temperature 0) is scored
-    under temperature 1, as the sampler does.
+    under temperature 1, as the sampler does. A token that was drawn under a grammar is scored among
+    the tokens that the grammar allowed.
 
     state_index_T: row of each token's state in `hidden_Td`; None: the order of tokens.
     """
@@ -199,9 +212,11 @@ def compute_token_columns(
     ids_nK = (
         batch.need("teacher_ids")[index_n] if spec.needs_logprobs_at_ids else targets_n[:, None]
     )
+    has_masks = batch.masks_MB is not None and len(batch.masks_MB) > 0
+    allowed_n = batch.need(ALLOWED)[index_n] if has_masks else None
     columns: dict[str, Tensor] = {}
     for name, values_n in _compute_predictions(
-        head, hidden_nd, targets_n, ids_nK, temperature_n, spec
+        head, hidden_nd, targets_n, ids_nK, temperature_n, spec, allowed_n, batch.masks_MB
     ).items():
         columns[name] = values_n.new_zeros(batch.n_tokens, *values_n.shape[1:]).index_put(
             (index_n,), values_n
@@ -216,10 +231,17 @@ def _compute_predictions(
     ids_nK: Tensor,
     temperature_n: Tensor,
     spec: TokenOutputSpec,
+    allowed_n: Tensor | None,
+    masks_MB: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Return the columns of the predictions, by name."""
+    """Return the columns of the predictions, by name.
+
+    allowed_n: row of `masks_MB` for each prediction, -1 for none; None: no prediction has a mask.
+    """
     starts = range(0, max(1, len(hidden_nd)), head.chunk_rows)
-    if len(starts) > 1 and head.matrix is not None and spec.only_logprobs_need_gradient:
+    can_use_matrix = head.matrix is not None and allowed_n is None
+    if len(starts) > 1 and can_use_matrix and spec.only_logprobs_need_gradient:
+        assert head.matrix is not None
         inputs = (
             hidden_nd.to(head.matrix.dtype),
             head.matrix,
@@ -242,6 +264,8 @@ def _compute_predictions(
             ids_nK[rows],
             temperature_n[rows],
             spec,
+            None if allowed_n is None else allowed_n[rows],
+            masks_MB,
         )
         if len(starts) > 1 and torch.is_grad_enabled():
             # The backward recomputes the logits of each chunk.
@@ -260,11 +284,18 @@ def _compute_chunk(
     ids_nK: Tensor,
     temperature_n: Tensor,
     spec: TokenOutputSpec,
+    allowed_n: Tensor | None,
+    masks_MB: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Return the columns of a chunk of predictions, in the order of `spec.column_names`."""
     vocabulary = head.vocabulary
     size = head.size
-    logprobs_nV = vocabulary.log_softmax(head.logits(hidden_nd) / temperature_n[:, None])
+    logits_nV = head.logits(hidden_nd) / temperature_n[:, None]
+    if allowed_n is not None and masks_MB is not None:
+        allowed_nV = unpack_masks(masks_MB[allowed_n.clamp(min=0)], size)
+        allowed_nV |= (allowed_n < 0)[:, None]
+        logits_nV = logits_nV.masked_fill(~vocabulary.take_columns(allowed_nV), DISALLOWED)
+    logprobs_nV = vocabulary.log_softmax(logits_nV)
     columns = [vocabulary.pick(logprobs_nV, targets_n[:, None])[:, 0]]
     if spec.needs_entropy:
         with nullcontext() if spec.has_entropy_gradient else torch.no_grad():

@@ -93,6 +93,9 @@ class VocabParallelLogits:
         rows = ShardIndex(rank, self.group.size()).range(self.size)
         return range(min(rows.start, size), min(rows.stop, size))
 
+    def take_columns(self, x_nV: Tensor) -> Tensor:
+        return x_nV[:, self.rows.start : self.rows.stop]
+
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
         # Each rank subtracts the normaliser from its own part of the vocabulary, so the gradients
         # of the normaliser must be summed over the ranks.

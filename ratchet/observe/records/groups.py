@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ratchet.allowed_tokens import AllowedTokens
 from ratchet.observe.records.media import find_source, restore_value
 from ratchet.types import (
     Cancelled,
@@ -38,6 +39,8 @@ DTYPES: Mapping[str, type] = {
     "versions": np.int32,
     "log_kept_mass": np.float32,
     "routes": np.int16,
+    "allowed": np.int32,
+    "allowed_masks": np.uint8,
 }
 
 
@@ -98,6 +101,11 @@ def _split_token_lists(column: pa.ChunkedArray, dtype: type) -> list[NDArray[Any
 def _build_trajectory(fields: Mapping[str, Any], columns: dict[str, Any]) -> Trajectory:
     if columns["routes"] is not None:
         columns["routes"] = columns["routes"].reshape(fields["routes_shape"])
+    masks = columns.pop("allowed_masks")
+    if masks is not None:
+        index = columns["allowed"]
+        # Each mask is the mask of some token.
+        columns["allowed"] = AllowedTokens(index, masks.reshape(int(index.max()) + 1, -1))
     return Trajectory(
         **columns,
         attempt=fields["attempt"],

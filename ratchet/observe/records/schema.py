@@ -43,7 +43,7 @@ MESSAGE = pa.struct([
 ])  # fmt: skip
 
 # Columns that files of version 1 may lack, and the value of each row in such files.
-DEFAULT_BY_ADDED_COLUMN = {"uses": 0, "media": []}
+DEFAULT_BY_ADDED_COLUMN = {"uses": 0, "media": [], "allowed": None, "allowed_masks": None}
 
 # Columns with one number or string for each trajectory.
 SCALARS = {
@@ -87,7 +87,8 @@ DETAILS = {
     "extras": pa.string(),
 }
 # Lists with a value for each token, from sampling. `routes` is a flattened array of the shape
-# `routes_shape` (tokens, layers, experts).
+# `routes_shape` (tokens, layers, experts), `allowed_masks` the masks of `AllowedTokens`, of which
+# `allowed` is the index.
 SAMPLED = {
     "tokens": pa.list_(pa.int32()),
     "owner": pa.list_(pa.int8()),
@@ -97,6 +98,8 @@ SAMPLED = {
     "log_kept_mass": pa.list_(pa.float32()),
     "routes": pa.list_(pa.int16()),
     "routes_shape": pa.list_(pa.int32()),
+    "allowed": pa.list_(pa.int32()),
+    "allowed_masks": pa.list_(pa.uint8()),
 }
 # Lists with a value for each token, from the learner: the batch's columns of the same names, null
 # if the algorithm has no such column.

@@ -333,17 +333,17 @@ def _build_sampled_columns(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[
         for name, column_N in columns_N.items()
     }
     has_kept_mass, has_routes = bool(batch.log_kept_mass_T.any()), ROUTES in batch.token_columns
-    log_kept_mass = [t.log_kept_mass if has_kept_mass else None for t in trajectories]
-    sampled_columns["log_kept_mass"] = _build_nullable_lists(
-        log_kept_mass, SAMPLED["log_kept_mass"]
-    )
     routes = [t.routes if has_routes else None for t in trajectories]
-    sampled_columns["routes"] = _build_nullable_lists(
-        [None if route is None else route.reshape(-1) for route in routes], SAMPLED["routes"]
-    )
-    shapes = [None if route is None else np.asarray(route.shape, np.int32) for route in routes]
+    allowed = [t.allowed for t in trajectories]
+    nullable: dict[str, list[NDArray[Any] | None]] = {
+        "log_kept_mass": [t.log_kept_mass if has_kept_mass else None for t in trajectories],
+        "routes": [route if route is None else route.reshape(-1) for route in routes],
+        "routes_shape": [r if r is None else np.asarray(r.shape, np.int32) for r in routes],
+        "allowed": [tokens if tokens is None else tokens.index for tokens in allowed],
+        "allowed_masks": [t if t is None else t.masks.reshape(-1) for t in allowed],
+    }
     return sampled_columns | {
-        "routes_shape": _build_nullable_lists(shapes, SAMPLED["routes_shape"])
+        name: _build_nullable_lists(column, SAMPLED[name]) for name, column in nullable.items()
     }
 
 

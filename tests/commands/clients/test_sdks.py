@@ -55,8 +55,7 @@ def test_every_api_of_an_attempt_records_the_same_tokens(
         np.testing.assert_array_equal(row.tokens, rows[0].tokens)
         np.testing.assert_array_equal(row.owner, rows[0].owner)
     assert report["refusals"] == [
-        "tool_choice.type: Input should be 'auto' or 'none'; sampling can't be forced to make a "
-        "call",
+        "tool_choice: the request offers no tools to call",
         "there is no response 'resp_x': it was made with another key or with store=false, or it "
         "has been dropped, as only the latest are kept. Send all items as input",
     ]

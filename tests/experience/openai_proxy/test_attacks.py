@@ -127,15 +127,27 @@ WRONG = {
         {**BODY, "n": 2},
         "n: Input should be 1; send one request for each answer",
     ),
-    "a forced call": (
+    "a forced call without tools": (
         {**BODY, "tool_choice": "required"},
-        "tool_choice: Input should be 'auto' or 'none'; sampling can't be forced",
+        "tool_choice: the request offers no tools to call",
     ),
     "alternatives": (
         {**BODY, "top_logprobs": 3},
         "only the sampled tokens' own logprobs are recorded while a run trains",
     ),
-    "a format": ({**BODY, "response_format": {"type": "json_object"}}, "response_format.type: "),
+    "a format": ({**BODY, "response_format": {"type": "xml"}}, "response_format."),
+    "a format whose masks would be lost": (
+        {**BODY, "response_format": {"type": "json_object"}},
+        "response_format: the run's generator does not report the tokens that a grammar allows",
+    ),
+    "two grammars": (
+        {**BODY, "guided_regex": "a", "guided_choice": ["b"]},
+        "guided_regex: can't be followed together with guided_choice",
+    ),
+    "an invalid grammar": (
+        {**BODY, "structured_outputs": {"regex": "(a"}},
+        "structured_outputs: the regular expression can't be followed",
+    ),
     "an empty stop": (
         {**BODY, "stop": [""]},
         "stop='' is not text, or is empty, which would end every completion",

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from ratchet.allowed_tokens import AllowedTokens
 from ratchet.config.schema import RecordConfig
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
@@ -72,6 +73,9 @@ def some_groups() -> list[Group]:
         media=(Placed(0, Medium("xxh3:1", "image", 1, {}, b"x")),),
         log_kept_mass=np.asarray([0, 0, -0.5, 0, 0], np.float32),
         routes=np.arange(20, dtype=np.int16).reshape(5, 2, 2),
+        allowed=AllowedTokens(
+            np.asarray([-1, -1, 1, 0, 1], np.int32), np.asarray([[1, 2], [3, 255]], np.uint8)
+        ),
     )
     ends = (
         Scored(0.3, {"a": 0.1, "b": 0.2}),
@@ -138,6 +142,8 @@ def assert_same_batch(a, b):
         k: v.nan_to_num(-9).tolist() for k, v in b.sequence_columns.items()
     }
     assert torch.equal(a.need("routes"), b.need("routes"))
+    assert torch.equal(a.need("allowed"), b.need("allowed"))
+    assert torch.equal(a.masks_MB, b.masks_MB)
 
 
 def test_groups_come_back_as_they_were():
