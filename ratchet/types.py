@@ -34,6 +34,8 @@ Split = Literal["train", "test"]
 TrainedTokens = Literal["all", "last", "text"]
 # The key of a task's `meta` that holds its file and row, for error messages.
 READ_FROM = "read from"
+# The key of `Task.meta` for variables of the chat template that the task sets.
+TEMPLATE_VARIABLES = "template variables"
 
 
 MediaKind = Literal["image", "audio", "video"]

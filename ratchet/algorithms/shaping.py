@@ -6,7 +6,7 @@ They change the rewards of all scored rows, including rows with use="baseline". 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -69,6 +69,29 @@ def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0
     return _replace_rewards(
         batch, batch.rewards_S - coef * (count_answer_tokens(batch) - free).clamp(min=0)
     )
+
+
+def effort_length(
+    batch: Batch,
+    state: AlgoState,
+    *,
+    max_length: int,
+    bonus: float = 1.0,
+    penalty: float = 1.0,
+    tags: Sequence[str] = (),
+) -> Batch:
+    """Set the reward r to r + r max(x, 0) + penalty min(x, 0), x = min(1, bonus (1 - |y| / L)).
+
+    L is max_length. Rows whose task has none of `tags` keep r; without tags, all rows change.
+    Source: NeMo RL 7ea279a, `effort_levels` (low_weight is bonus, low_penalty penalty, low_ub L).
+    """
+    x_S = (bonus * (1 - count_answer_tokens(batch) / max_length)).clamp(max=1)
+    shaped_S = batch.rewards_S * (1 + x_S.clamp(min=0)) + penalty * x_S.clamp(max=0)
+    if tags:
+        chosen = [i for i, tag in enumerate(batch.tags) if tag in tags]
+        applies_S = torch.isin(batch.tag_S, batch.tag_S.new_tensor(chosen))
+        shaped_S = torch.where(applies_S, shaped_S, batch.rewards_S)
+    return _replace_rewards(batch, shaped_S)
 
 
 def scale_rewards(batch: Batch, state: AlgoState, *, factor: float, shift: float = 0.0) -> Batch:

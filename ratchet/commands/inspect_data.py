@@ -25,6 +25,7 @@ from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.presets.lookup import PUBLISHED
 from ratchet.environments.build import build_environment
@@ -208,7 +209,8 @@ def _render_task(data: DataSetup, task: Task) -> list[TokenSequence]:
     """Return the token sequences of a task; for rollouts, its prompt alone."""
     data_kind = data.data_kind or _detect_data_kind(data.environment, task)
     if data_kind not in PARTS_BY_DATA_KIND:
-        tokens = data.renderer.prompt(task.messages, data.environment.tools(task) or None)
+        renderer = get_task_renderer(data.renderer, task)
+        tokens = renderer.prompt(task.messages, data.environment.tools(task) or None)
         return [TokenSequence(task, "prompt", tokens, [False] * len(tokens))]
     trajectories = render_task(data.environment, task, data.renderer, data_kind, turns=data.turns)
     return [

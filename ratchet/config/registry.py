@@ -114,6 +114,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "overlong_penalty": "ratchet.algorithms.config.shaping:OverlongPenalty",
         "stop_properly": "ratchet.algorithms.config.shaping:StopProperly",
         "length_penalty": "ratchet.algorithms.config.shaping:LengthPenalty",
+        "effort_length": "ratchet.algorithms.config.shaping:EffortLength",
         "scale": "ratchet.algorithms.config.shaping:ScaleRewards",
         "clip": "ratchet.algorithms.config.shaping:ClipRewards",
         "normalise": "ratchet.algorithms.config.shaping:NormaliseRewards",

@@ -75,6 +75,14 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
             Field(1.0, gt=0, description="Share of the prompts, relative to the other parts."),
         ),
         "tag": (str, Field("", description="Tag of this part's tasks; default: its kind.")),
+        "chat_template_kwargs": (
+            dict[str, Any],
+            Field(
+                {},
+                description="Variables of the chat template for this part's tasks: "
+                "{reasoning_effort: low}.",
+            ),
+        ),
     },
 }
 

@@ -21,7 +21,15 @@ from ratchet.protocols import (
     Environment,
     Step,
 )
-from ratchet.types import Comparison, Group, LabelledAnswer, Message, Split, Task
+from ratchet.types import (
+    TEMPLATE_VARIABLES,
+    Comparison,
+    Group,
+    LabelledAnswer,
+    Message,
+    Split,
+    Task,
+)
 
 
 class MixtureConfig(EnvironmentConfig):
@@ -92,6 +100,9 @@ class Mixture(Environment):
         self.config = config
         self._parts = parts
         sections: tuple[Any, ...] = config.parts
+        self._template_variables = {
+            get_part_tag(section): section.chat_template_kwargs for section in sections
+        }
         self._weights = [Fraction(str(section.weight)) for section in sections]
         self._copies: dict[str, Environment] = {}  # copies of parts that play attempts, by tag
         self._current_part: Environment | None = None
@@ -149,7 +160,10 @@ class Mixture(Environment):
                 return
 
     def _add_tag(self, tag: str, task: Task) -> Task:
-        return replace(task, id=f"{tag}:{task.id}", tag=tag)
+        meta = dict(task.meta)
+        if variables := self._template_variables[tag]:
+            meta[TEMPLATE_VARIABLES] = {**meta.get(TEMPLATE_VARIABLES, {}), **variables}
+        return replace(task, id=f"{tag}:{task.id}", tag=tag, meta=meta)
 
     def _find_part(self, task: Task) -> Environment:
         if task.tag not in self._parts:

@@ -14,7 +14,7 @@ from ratchet.errors import DataError
 from ratchet.evals.message_player import AttemptFailed, AttemptState, MessagePlayer, Reply
 from ratchet.experience.seeds import derive_seed
 from ratchet.rewards.llm.http_client import Endpoint, EndpointError
-from ratchet.types import Message, Sampling, ToolCall
+from ratchet.types import TEMPLATE_VARIABLES, Message, Sampling, ToolCall
 
 # HTTP statuses of a wrong key, address or model: every further request would fail too.
 FATAL_STATUSES = (401, 403, 404, 405)
@@ -88,6 +88,8 @@ class EndpointPlayer(MessagePlayer):
             body["structured_outputs"] = {structured.kind: structured.value}  # vLLM's field
         if stop_strings:
             body["stop"] = list(stop_strings)
+        if variables := state.task.meta.get(TEMPLATE_VARIABLES):
+            body["chat_template_kwargs"] = dict(variables)
         if state.tools is not None:
             body["tools"] = [dict(tool) for tool in state.tools]
         return {key: value for key, value in {**body, **self.body}.items() if value is not None}

@@ -8,7 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.sections import GeneratorSection
-from ratchet.generators.vllm.arguments import check_arguments, explain_refusal, is_speculative
+from ratchet.generators.vllm.arguments import (
+    check_arguments,
+    explain_refusal,
+    is_speculative,
+    returns_routes,
+)
 
 
 class EngineConfig(GeneratorSection):
@@ -224,6 +229,12 @@ class VLLMConfig(GeneratorSection):
             raise ValueError(
                 "lora_others: vLLM must know the largest rank of an adapter: set lora_rank too"
             )
+        if self.returns_routes and (self.engine == "sync" or self.pipeline_parallel > 1):
+            key = "engine=async" if self.engine == "sync" else "pipeline_parallel=1"
+            raise ValueError(
+                f"arguments.enable_return_routed_experts needs {key}: set it, or remove the "
+                "argument"
+            )
         if self.lora_rank and self.data_parallel > 1:
             raise ValueError(
                 "lora_rank: vLLM loads an adapter into only one copy of the model: set "
@@ -245,7 +256,12 @@ class VLLMConfig(GeneratorSection):
 
     @property
     def reports_kept_mass(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return not is_speculative(self.arguments)
+        return not (is_speculative(self.arguments) or self.returns_routes)
+
+    @property
+    def returns_routes(self) -> bool:
+        """True if vLLM returns the experts that computed each token, by its V2 model runner."""
+        return returns_routes(self.arguments)
 
     @property
     def accelerators(self) -> int:
@@ -259,6 +275,7 @@ class VLLMConfig(GeneratorSection):
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner computes on the same cores
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
+            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.returns_routes else {}),
         }
 
     def check_arguments(self) -> None:
@@ -273,6 +290,12 @@ class VLLMConfig(GeneratorSection):
             return (
                 f"quantise={self.quantise}: vLLM multiplies in 8 bits only on accelerators: remove "
                 "quantise"
+            )
+        if on_cpu and self.returns_routes:
+            return (
+                "arguments.enable_return_routed_experts: vLLM records experts by its V2 model "
+                "runner, which needs Triton, and its builds for CPUs have none: set "
+                "generator.kind=engine, which records them too, or remove the argument"
             )
         if n_heads % ranks or (n_kv_heads % ranks and ranks % n_kv_heads):
             return (

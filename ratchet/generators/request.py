@@ -149,8 +149,8 @@ class RequestValidator:
         self._check_media(prompt, media)
         if sampling.routes and not self.records_routes:
             raise ConfigError(
-                "sampling.routes is set, but this generator records no routes. Only the engine "
-                "does, with a mixture of experts"
+                "sampling.routes is set, but this generator records no routes. The engine does "
+                "with a mixture of experts, and vLLM with arguments.enable_return_routed_experts"
             )
         if sampling.adapter is not None and sampling.adapter not in (names := self.adapters()):
             served_text = (

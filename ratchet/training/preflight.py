@@ -20,6 +20,7 @@ from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.config.sections import JudgeSection
 from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.environments.build import build_environment
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
@@ -251,7 +252,7 @@ class _StageCheck:
         """Reset a copy of the environment to the task, and judge the task's demonstration."""
         messages = asyncio.run(_reset(copy.copy(environment), task))
         if self.renderer is not None:
-            tokens = self.renderer.prompt(list(messages))
+            tokens = get_task_renderer(self.renderer, task).prompt(list(messages))
             self.report.opened.append(f"{self.stage.name}: a prompt has {len(tokens):,} tokens")
         if rewards:
             self._judge(environment, task, rewards, "rewards")

@@ -401,7 +401,8 @@ def check_routers(
     if algorithm.replays_routes and not generator.records_routes:
         raise ConfigError(
             "algorithm.router.replay=true needs the experts of each sampled token, which "
-            f"{type(generator).__name__} does not record. Set generator.kind=engine, or "
+            f"{type(generator).__name__} does not record. Set generator.kind=engine, or for vLLM "
+            "generator.arguments={enable_return_routed_experts: true}, or "
             "algorithm.router.replay=false"
         )
     if reads_routers and isinstance(section, DistributedConfig):

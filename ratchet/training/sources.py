@@ -12,6 +12,7 @@ from typing import Any
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.experience import RolloutsConfig
 from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.errors import MissingDependency, RowTooLong
 from ratchet.experience.openai_proxy.agents import Agent
 from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
@@ -102,7 +103,7 @@ def _make_rollouts(
 
     def check_prompt(task: Task) -> None:
         tools = setup.environment.tools(task) or None
-        length = len(policy.renderer.prompt(task.messages, tools))
+        length = len(get_task_renderer(policy.renderer, task).prompt(task.messages, tools))
         if length >= max_context:
             raise RowTooLong(
                 f"{task.where}: the prompt has {length} tokens, but the model holds {max_context}: "

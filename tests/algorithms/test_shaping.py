@@ -63,6 +63,8 @@ PLAIN: list[tuple[str, dict[str, float | None]]] = [
     ("stop_properly", {"coef": 0.0}),
     ("length_penalty", {"coef": 0.1, "free": 0}),
     ("length_penalty", {"coef": 0.3, "free": 2}),
+    ("effort_length", {"max_length": 3, "bonus": 2.0, "penalty": 0.5}),
+    ("effort_length", {"max_length": 2, "bonus": 0.5, "penalty": 2.0}),
     ("clip_rewards", {"low": -0.5, "high": 0.5}),
     ("clip_rewards", {"low": None, "high": 0.5}),
     ("clip_rewards", {"low": 0.2, "high": None}),
@@ -75,6 +77,14 @@ PLAIN: list[tuple[str, dict[str, float | None]]] = [
 def test_equals_the_oracle(name: str, options: dict[str, float | None], rows: list[Row]):
     batch = getattr(shaping, name)(filled(rows), AlgoState(), **options)
     equal(batch, rows, getattr(oracle, name)(rows, **options))
+
+
+def test_only_tasks_of_the_named_levels_of_effort_pay_by_length():
+    batch = replace(
+        filled(attempts(1.0, 1.0, length=4)), tags=("low", "high"), tag_S=torch.tensor([0, 1])
+    )
+    shaped = shaping.effort_length(batch, AlgoState(), max_length=8, tags=("low", "absent"))
+    assert rewards(shaped) == [1.5, 1.0]
 
 
 def test_overlong_answers_pay_by_the_token_and_then_in_full():

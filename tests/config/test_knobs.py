@@ -179,7 +179,7 @@ def reads(tmp_path_factory):
 
 def elsewhere(key: str) -> bool:
     """An algorithm's keys have a test of their own; what others are made of are environments and
-    rewards, and the parts of a mixture have two keys more. What runs on Ray or under torchrun is in
+    rewards, and the parts of a mixture have three keys more. What runs on Ray or under torchrun is in
     tests/executors."""
     if key.startswith(("cluster[ray]", "cluster[torchrun]")):
         return True

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import ratchet
+from rewards.spoken_judge import write_judge
 
 PLAY = Path(__file__).parent / "vllm_play.py"
 SAMPLING_PLAY = Path(__file__).parent / "vllm_sampling_play.py"
@@ -35,6 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
         "fails_to_start async",
         "trains_as_the_engine_does",
         "takes_turns",
+        "routes",
     ],
 )
 def test_play(play):
@@ -78,6 +80,52 @@ def test_check_refuses_what_vllm_does_not_know(tmp_path):
     done = ratchet("check", recipe)
     assert done.returncode == 2
     assert "did you mean 'kv_cache_dtype'" in done.stderr
+
+
+JUDGED = {
+    "threads": 1,
+    "device": "cpu",
+    "model": {"preset": "tiny"},
+    "tokenizer": {"kind": "characters"},
+    "algorithm": {"kind": "grpo", "group_size": 4},
+    "environment": {
+        "kind": "mixture",
+        "parts": [{"kind": "arithmetic", "tag": name} for name in ("here", "apart")],
+    },
+    "rewards": [
+        {
+            "kind": "by_tag",
+            "domains": {
+                name: [{"kind": "judge", "judge": name, "prompt": "{response}"}]
+                for name in ("here", "apart")
+            },
+        }
+    ],
+    "sampling": {"max_new_tokens": 60},
+    "steps": 1,
+    "batch_size": 2,
+    "evaluation": {"tasks": 0},
+}
+
+
+def test_judges_of_a_run_answer_in_its_process_and_in_a_worker(tmp_path):
+    vllm = {"kind": "vllm", "kv_cache_gib": 0.05, "enforce_eager": True, "max_running": 8}
+    generators = {"here": vllm, "apart": {"kind": "workers", "workers": 1, "worker": vllm}}
+    # The judge always replies "Score: 7". vLLM on a CPU needs heads of this size.
+    judge = write_judge(tmp_path / "judge", head_dim=32)
+    judges = [
+        {"name": name, "path": str(judge), "generator": generator}
+        for name, generator in generators.items()
+    ]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({**JUDGED, "judges": judges}))
+    run = tmp_path / "run"
+    trained = ratchet("train", recipe, f"run_dir={run}")
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in generators:
+        # An answer that was cut off earns 0 without a question.
+        assert 0 < last[f"rollout/reward/by_tag/{name}/judge"] <= (7 - 1) / (10 - 1) + 1e-6
 
 
 def test_no_process_outlives_a_killed_driver():

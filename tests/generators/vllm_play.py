@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -697,6 +698,36 @@ async def fails_to_start(engine):
             raise AssertionError("it started")
     assert not children(), children()
     assert set(Path("/dev/shm").glob("ratchet-vllm-*")) <= before
+
+
+async def routes():
+    """vLLM's own reason why its builds for CPUs return no routes of experts."""
+    shape = DecoderConfig(
+        67,
+        64,
+        2,
+        4,
+        2,
+        32,
+        96,
+        family="qwen3_moe",
+        n_experts=4,
+        experts_per_token=2,
+        expert_intermediate_size=64,
+    )
+    model = DecoderPolicy(Decoder(shape).init_weights(0))
+    arguments = {"enable_return_routed_experts": True}
+    with pytest.raises(ModelError, match="needs Triton"):
+        async with started(model, "async", arguments=arguments):
+            pass
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(Path(folder))
+        engine_args = import_module("vllm.engine.arg_utils").EngineArgs(model=folder, **arguments)
+        with (
+            env_vars.set_env_defaults({"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+            pytest.raises(ValueError, match="requires Triton"),
+        ):
+            engine_args.create_engine_config()
 
 
 async def is_killed():

@@ -53,6 +53,18 @@ def length_penalty(rows: list[Row], *, coef: float, free: int) -> Rewards:
     ]
 
 
+def effort_length(rows: list[Row], *, max_length: int, bonus: float, penalty: float) -> Rewards:
+    """NeMo RL's formula for a level of reasoning effort."""
+
+    def changed(row: Row) -> float | None:
+        if row.reward is None:
+            return row.reward
+        x = min(1.0, bonus * (1.0 - written(rows, row) / max_length))
+        return row.reward + row.reward * max(x, 0.0) + penalty * min(x, 0.0)
+
+    return [changed(row) for row in rows]
+
+
 def clip_rewards(rows: list[Row], *, low: float | None, high: float | None) -> Rewards:
     def clipped(reward: float) -> float:
         reward = reward if low is None else max(low, reward)

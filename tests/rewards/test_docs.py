@@ -42,7 +42,7 @@ def test_the_table_lists_every_kind_with_every_key(repository):
 def test_the_examples_are_valid(repository):
     text = (repository / "docs" / "rewards.md").read_text(encoding="utf-8")
     examples = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 7
     for example in examples:
         for section in yaml.safe_load(example)["rewards"]:
             resolve("rewards", section)

@@ -85,6 +85,30 @@ class LengthPenalty(ShapingPart):
     free: int = Field(default=0, ge=0, description="Tokens of an answer without a penalty.")
 
 
+class EffortLength(ShapingPart):
+    """A bonus on right answers that are short, and a penalty on long ones, by level of effort."""
+
+    function: ClassVar[str] = f"{SHAPING}:effort_length"
+    exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": LENGTH_MATTERS}
+
+    kind: Literal["effort_length"] = "effort_length"
+    tags: tuple[str, ...] = Field(
+        default=(), description="Tags of the tasks that it applies to; empty: all tasks."
+    )
+    max_length: int = Field(
+        ge=1, description="Length of an answer, in tokens, up to which there is a bonus."
+    )
+    bonus: float = Field(
+        default=1.0,
+        gt=0,
+        description="Share of the reward that an answer without tokens gets in addition, up to 1; "
+        "it falls linearly to 0 at max_length.",
+    )
+    penalty: float = Field(
+        default=1.0, ge=0, description="Factor of the penalty, which grows by the same slope."
+    )
+
+
 class ScaleRewards(ShapingPart):
     """A factor on all rewards, and a constant added to them."""
 

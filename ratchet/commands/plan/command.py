@@ -19,6 +19,7 @@ from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build
 from ratchet.config.schema import RecordConfig, RunConfig, StageConfig
 from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.errors import ConfigError, ModelError
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.generators.engine.sampler import CHUNK_ELEMENTS
@@ -251,7 +252,10 @@ def measure_lengths(
     tokenizer = build(config.tokenizer, config.model.path)
     renderer = build_renderer(config, tokenizer, None)
     tasks = [task for _, task in TaskStream(env_setup.environment, seed=config.seed).take(N_TASKS)]
-    prompt_lengths = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
+    prompt_lengths = [
+        len(get_task_renderer(renderer, task).prompt(task.messages)) if task.messages else 0
+        for task in tasks
+    ]
     if algorithm.source == "rollouts":
         max_length = max(prompt_lengths) + stage.sampling.max_new_tokens
     else:
@@ -266,6 +270,7 @@ def _measure_longest_row(
 ) -> int:
     """Return the tokens of a task's longest row, for an algorithm that does not generate."""
     environment = env_setup.environment
+    renderer = get_task_renderer(renderer, task)
     if algorithm.source == "pairs" and environment.has_pairs:
         pair = environment.comparison(task)
         answers = [pair.chosen, pair.rejected]

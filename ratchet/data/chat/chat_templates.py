@@ -7,6 +7,7 @@ blocks, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop c
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -243,6 +244,14 @@ class ChatTemplate:
         self.source = source
         self._template = _compile(source)
         self._variables = {"strftime_now": now.strftime, **variables}
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """Return the template with further variables, which replace those of the same name."""
+        changed = copy.copy(self)
+        for name in ("_writes_role", "_tool_dialect"):  # cached for the old variables
+            vars(changed).pop(name, None)
+        changed._variables = {**self._variables, **variables}
+        return changed
 
     def render(
         self,

@@ -151,6 +151,11 @@ class DatasetConfig(EnvironmentConfig):
         description="System message before prompts that are text; empty: the column system, or no "
         "system message.",
     )
+    chat_template_columns: dict[str, str] = Field(
+        {},
+        description="Variables of the chat template that a row sets, each with its column: "
+        "{reasoning_effort: effort}. A null sets nothing.",
+    )
     answer_after: str | None = Field(
         None,
         description="Marker before the answer in its column (####); null: the preset's, or none.",

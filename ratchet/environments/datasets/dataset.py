@@ -33,7 +33,15 @@ from ratchet.environments.datasets.preferences import GOOD_STEP
 from ratchet.environments.datasets.usual_columns import explain_ambiguous, summarize_columns
 from ratchet.environments.single_turn import SingleTurn
 from ratchet.errors import DataError
-from ratchet.types import READ_FROM, Comparison, LabelledAnswer, Message, Split, Task
+from ratchet.types import (
+    READ_FROM,
+    TEMPLATE_VARIABLES,
+    Comparison,
+    LabelledAnswer,
+    Message,
+    Split,
+    Task,
+)
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +195,8 @@ class Dataset(SingleTurn):
 
     def _read_contents(self, task: Task) -> RowContents:
         """Return the contents of a task's row, from the values in the task's `meta`."""
-        values = {name: value for name, value in task.meta.items() if name != READ_FROM}
+        reserved = (READ_FROM, TEMPLATE_VARIABLES)
+        values = {name: value for name, value in task.meta.items() if name not in reserved}
         return self.reader.read_again(DataRow(0, values), task.where)
 
     async def reset(self, task: Task) -> Sequence[Message]:
@@ -211,8 +220,26 @@ class Dataset(SingleTurn):
             answer=contents.answer,
             environment=self.name,
             tag=self._find_tag(contents),
-            meta={**self._make_meta(contents), **difficulty, READ_FROM: contents.where},
+            meta={
+                **self._make_meta(contents),
+                **difficulty,
+                **self._make_template_variables(contents),
+                READ_FROM: contents.where,
+            },
         )
+
+    def _make_template_variables(self, contents: RowContents) -> Mapping[str, Any]:
+        """Return the entry of `meta` for the variables of the chat template that the row sets."""
+        variables = {}
+        for name, column in self.config.chat_template_columns.items():
+            if column not in contents.values:
+                raise DataError(
+                    f"{contents.where}: chat_template_columns names the column '{column}', and "
+                    f"the row has {summarize_columns(contents.columns)}"
+                )
+            if contents.values[column] is not None:
+                variables[name] = contents.values[column]
+        return {TEMPLATE_VARIABLES: _keep_json_values(variables)} if variables else {}
 
     def _make_meta(self, contents: RowContents) -> Mapping[str, Any]:
         """Return the row's values without its media, which the task's messages already hold."""

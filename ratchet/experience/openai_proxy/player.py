@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.experience.openai_proxy.agents import Agent, run_agent
 from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.experience.openai_proxy.session import AgentSession
@@ -63,7 +64,7 @@ class AgentPlayer:
         """
         session = AgentSession(
             self.generator,
-            self.renderer,
+            get_task_renderer(self.renderer, task),
             sampling,
             max_context=self.max_context,
             max_turns=self.max_turns,

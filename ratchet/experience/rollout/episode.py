@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from ratchet.data.chat.inline_text import merge_inline
 from ratchet.data.chat.renderer import Renderer
+from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import DataError
 from ratchet.experience.rollout.environment_answers import (
@@ -90,10 +91,11 @@ class EpisodePlayer:
         outcome: Outcome | None
         limit = limit_time(self.timeout_s)
         try:
+            player = replace(self, renderer=get_task_renderer(self.renderer, task))
             async with limit:
-                outcome = await self._play_turns(state, memo or PromptMemo())
+                outcome = await player._play_turns(state, memo or PromptMemo())
                 if isinstance(outcome, Truncated):
-                    await self._reward_cut_attempt(state)
+                    await player._reward_cut_attempt(state)
         except TimeoutError:
             # If the limit has not expired, the generator raised this error.
             if not limit.expired():

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ratchet.data.chat.renderer import Renderer, Tools
+from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.errors import ConfigError, DataError, RowTooLong
 from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.experience.sources.tasks import TaskStream
@@ -53,8 +54,9 @@ class TextRenderer:
                 text_row = self._plain_text(answer[-1].text)
             return self._finish(task, text_row, reward)
         with _prefix_errors_with_task(task):
-            tokens, trainable = self.renderer.supervised(messages, tools, train=train)
-            media = self.renderer.media(tokens, messages)
+            renderer = get_task_renderer(self.renderer, task)
+            tokens, trainable = renderer.supervised(messages, tools, train=train)
+            media = renderer.media(tokens, messages)
         return self._finish(
             task, Trajectory.supervised(tokens, trainable, messages=messages, media=media), reward
         )
@@ -85,8 +87,9 @@ class TextRenderer:
         Each step is tokenized separately and becomes a turn, with its label as the turn's reward.
         """
         with _prefix_errors_with_task(task):
-            tokens = list(self.renderer.prompt(task.messages))
-            media = self.renderer.media(tokens, task.messages)
+            renderer = get_task_renderer(self.renderer, task)
+            tokens = list(renderer.prompt(task.messages))
+            media = renderer.media(tokens, task.messages)
         prompt_length = len(tokens)
         turns: list[Turn] = []
         for text, label in steps:

@@ -12,7 +12,7 @@ from typing import Any
 from ratchet.errors import DataError
 from ratchet.experience.seeds import derive_seed
 from ratchet.protocols import Environment
-from ratchet.types import Group, Message, Task
+from ratchet.types import TEMPLATE_VARIABLES, Group, Message, Task
 
 # After this many tasks in a row without a new prompt, the pool is taken to be complete.
 MAX_REPEATS = 10_000
@@ -96,10 +96,11 @@ class TaskStream:
 
     def _collect_distinct(self, seed: int, count: int) -> list[Task]:
         """Return the first `count` tasks with distinct prompts, or all if there are fewer."""
-        pool: dict[tuple[Message, ...] | str, Task] = {}
+        pool: dict[tuple[tuple[Message, ...] | str, str], Task] = {}
         repeats = 0  # in a row
         for task in self.environment.tasks("train", seed=seed):
-            key = task.messages or task.id  # plain text has no prompt
+            # Plain text has no prompt. Equal prompts at two levels of effort are two tasks.
+            key = (task.messages or task.id, str(task.meta.get(TEMPLATE_VARIABLES)))
             repeats = repeats + 1 if key in pool else 0
             pool.setdefault(key, task)
             if len(pool) == count or repeats > MAX_REPEATS:

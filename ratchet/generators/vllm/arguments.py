@@ -22,6 +22,7 @@ from ratchet.utils.terminal_text import shorten_text
 
 CHECK_TIMEOUT_S = 300.0
 SPECULATIVE_CONFIG = "speculative_config"
+ROUTED_EXPERTS = "enable_return_routed_experts"
 # The arguments that make vLLM draft tokens: a mapping of all settings, and short forms of three.
 SPECULATION = (SPECULATIVE_CONFIG, "spec_method", "spec_model", "spec_tokens")
 
@@ -137,10 +138,8 @@ REASONS: Mapping[str, str] = {
         ),
         _PROCESSES,
     ),
-    **dict.fromkeys(
-        ("aux_output_config", "enable_return_routed_experts"),
-        "Ratchet reads no routes of experts from vLLM: set generator.kind=engine to record them",
-    ),
+    "aux_output_config": "its one output that Ratchet reads has an argument of its own, "
+    "enable_return_routed_experts",
 }
 
 
@@ -164,6 +163,11 @@ def explain_refusal(arguments: Mapping[str, Any]) -> str | None:
             "didn't draw. Remove it."
         )
     return None
+
+
+def returns_routes(arguments: Mapping[str, Any]) -> bool:
+    """True if vLLM returns the experts that computed each token."""
+    return bool(arguments.get(ROUTED_EXPERTS))
 
 
 def is_speculative(arguments: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import itertools
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from multiprocessing.process import BaseProcess
@@ -36,7 +36,14 @@ UNPUSHED_LABEL = "default"  # vLLM's label of weights that were not pushed
 
 
 class VLLMCore(EngineCore, Protocol):
-    """The engine core that `VLLMGenerator` drives: generation, weight pushes and placement."""
+    """The engine core that `VLLMGenerator` drives: generation, weight pushes and placement.
+
+    Attributes:
+        sparse_layers: The layers with experts, whose routes completions have if a request asks for
+            them.
+    """
+
+    sparse_layers: Sequence[int]
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker and return all results."""
@@ -109,6 +116,8 @@ class InProcessCore:
 
     on_files_read: called when vLLM has read the model's files.
     """
+
+    sparse_layers: Sequence[int] = ()
 
     def __init__(self, arguments: dict[str, Any], on_files_read: Callable[[], None]) -> None:
         with _restore_torch_state():
@@ -251,6 +260,7 @@ class MultiprocessCore:
     """
 
     busy = False
+    sparse_layers: Sequence[int] = ()
 
     def __init__(self, arguments: dict[str, Any], on_files_read: Callable[[], None]) -> None:
         earlier_children = set(multiprocessing.active_children())
@@ -294,7 +304,7 @@ class MultiprocessCore:
 
     async def _complete(self, name: str, request: GenerationRequest) -> Completion:
         await self._await_preparation()
-        partial_completion = PartialCompletion(request)
+        partial_completion = PartialCompletion(request, self.sparse_layers)
         has_aborted = False
         parameters = make_sampling_params(request, streams=request.stop_strings is not None)
         prompt = make_vllm_prompt(request, self.version)

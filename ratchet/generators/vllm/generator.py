@@ -32,7 +32,7 @@ from ratchet.generators.vllm.media import check_installed, make_media_arguments
 from ratchet.generators.vllm.weights import WeightFileWriter
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import load_adapter
-from ratchet.models.policy import PolicyModel
+from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.protocols import Shard
@@ -117,6 +117,8 @@ class VLLMGenerator(AsyncEngine):
         except BaseException:
             self._folder.close()
             raise
+        if config.returns_routes and isinstance(model, DecoderPolicy):
+            core.sparse_layers = model.shape.sparse_layers
         vocab_size = model.vocab_size
         self._shapes = shapes
         super().__init__(
@@ -127,6 +129,7 @@ class VLLMGenerator(AsyncEngine):
             vocab_size=vocab_size,
             max_context=max_context,
             keep_kv=config.keep_kv,
+            records_routes=bool(core.sparse_layers),
             adapters=lambda: [BASE, *self._added_adapters],
             reads_media=model.reads_media,
         )
@@ -173,8 +176,9 @@ class VLLMGenerator(AsyncEngine):
         fix = "set sampling.top_p=1, top_k=0 and min_p=0"
         if not self.config.reports_kept_mass:
             raise ConfigError(
-                "vLLM's speculative decoding doesn't report the probability mass that sampling "
-                f"filters keep, which training needs: {fix}, or remove it from generator.arguments"
+                "vLLM with speculative decoding or returned routes of experts doesn't report the "
+                f"probability mass that sampling filters keep, which training needs: {fix}, or "
+                "remove that from generator.arguments"
             )
         if not await self.core.reports_kept_mass():
             raise ConfigError(

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ratchet.errors import RequestFailed, TrainingError
 from ratchet.generators.engine.sampler import derive_stream
 from ratchet.generators.faults import find_first_nonfinite
 from ratchet.generators.request import GenerationRequest
 from ratchet.generators.vllm.media import collapse_placeholders, make_media_prompt
+from ratchet.models.layers.expert_routing import UNKNOWN
 from ratchet.types import Completion, StopReason
 
 
 class PartialCompletion:
-    """The partial completion of one request, extended by vLLM's outputs."""
+    """The partial completion of one request, extended by vLLM's outputs.
 
-    def __init__(self, request: GenerationRequest) -> None:
+    Args:
+        request: The request.
+        sparse_layers: The layers whose experts the completion has as routes.
+    """
+
+    def __init__(self, request: GenerationRequest, sparse_layers: Sequence[int] = ()) -> None:
         self.request = request
+        self.sparse_layers = list(sparse_layers)
+        # Experts of all layers, for every token but the last: [tokens - 1, layers, K].
+        self.experts: NDArray[np.unsignedinteger] | None = None
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.log_kept_mass: list[float] = []
@@ -44,6 +54,8 @@ class PartialCompletion:
             if self.request.stop_strings is not None and self.request.stop_strings.feed(token):
                 self.stop = StopReason.STOP_STRING
                 break
+        if self.request.sampling.routes and piece.finish_reason is not None:
+            self.experts = piece.routed_experts
         # vLLM versions that check the limit before the stop tokens report "length" for a stop
         # token at the limit.
         has_ended = piece.finish_reason in ("stop", "length")
@@ -73,6 +85,7 @@ class PartialCompletion:
             if self.request.sampling.has_filters
             else None,
             self.stop,
+            self._collect_routes() if self.request.sampling.routes else None,
         )
         if (index := find_first_nonfinite(logprobs)) is not None:
             raise RequestFailed(
@@ -81,6 +94,27 @@ class PartialCompletion:
                 "like this, go back to the last checkpoint."
             )
         return completion
+
+    def _collect_routes(self) -> NDArray[np.int16] | None:
+        """Return the experts of prompt and completion, [tokens, sparse layers, K].
+
+        The last token has none (`UNKNOWN`). Return None for a request that was aborted before its
+        first token. Raises RequestFailed if vLLM returned the experts of too few tokens.
+        """
+        length = len(self.request.prompt) + len(self.tokens)
+        if self.experts is None and not self.tokens:
+            return None
+        n_known = 0 if self.experts is None else len(self.experts)
+        if self.experts is None or n_known < length - 1:
+            raise RequestFailed(
+                f"vLLM returned the experts of {n_known} of {length - 1} tokens. Set "
+                "algorithm.router.replay=false if every request fails like this."
+            )
+        # Tokens after a stop string are dropped, so there may be more experts than tokens.
+        known = self.experts[: length - 1, self.sparse_layers]
+        routes = np.full((length, *known.shape[1:]), UNKNOWN, dtype=np.int16)
+        routes[:-1] = known
+        return routes
 
 
 def _read_log_kept_mass(entry: Mapping[int, Any], token: int) -> float:

@@ -11,7 +11,15 @@ from pydantic import Field, field_validator
 from ratchet.config.base import Section
 from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.base import PerTrajectory
-from ratchet.types import READ_FROM, Message, Part, Task, Trajectory, is_finite_number
+from ratchet.types import (
+    READ_FROM,
+    TEMPLATE_VARIABLES,
+    Message,
+    Part,
+    Task,
+    Trajectory,
+    is_finite_number,
+)
 from ratchet.utils.user_code import get_qualified_name
 from ratchet.utils.user_imports import import_object
 
@@ -94,7 +102,11 @@ def read_metrics(values: Mapping[str, Any]) -> dict[str, float]:
 
 def read_columns(task: Task) -> dict[str, Any]:
     """Return the columns of a task's row; `answer` is the task's if the row has no such column."""
-    columns = {name: value for name, value in task.meta.items() if name != READ_FROM}
+    columns = {
+        name: value
+        for name, value in task.meta.items()
+        if name not in (READ_FROM, TEMPLATE_VARIABLES)
+    }
     if task.answer is not None:
         columns.setdefault("answer", task.answer)
     return columns

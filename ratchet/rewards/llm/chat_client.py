@@ -66,9 +66,9 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
 
     @field_validator("prompt", check_fields=False)
     @classmethod
-    def _check_placeholders(cls, prompt: str) -> str:
+    def _check_placeholders(cls, prompt: str | None) -> str | None:
         for placeholder in cls.placeholders:
-            if placeholder not in prompt:
+            if prompt is not None and placeholder not in prompt:
                 raise ValueError(f"prompt lacks {placeholder}: the judge would not see it")
         return prompt
 

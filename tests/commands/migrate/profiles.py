@@ -271,6 +271,26 @@ ROLL: Values = {
     "validation.data_args.file_name": ["a.jsonl"],
 }
 MEGATRON = "strategy_args.strategy_config"
+
+
+def _judge(kind: str, place: str) -> Values:
+    """Return the keys of a judge, and of the model at `place`."""
+    return {
+        "rewards.e.worker_cls": "x.LLMJudgeRewardWorker",
+        "rewards.e.judge_prompt": "Qwen2.5-7B-Instruct-RLVR-prompt",
+        "rewards.e.judge_model_type": kind,
+        "rewards.e.judge_model_name": "text",
+        "rewards.e.judge_api_url": "http://judge/v1",
+        "rewards.e.generating_args.max_new_tokens": 4,
+        "rewards.e.generating_args.temperature": 0.5,
+        f"{place}.model_args.model_name_or_path": "org/judge",
+        f"{place}.device_mapping": "list(range(0,4))",
+        f"{place}.strategy_args.strategy_name": "vllm",
+        f"{place}.{MEGATRON}.tensor_parallel_size": 2,
+        f"{place}.{MEGATRON}.max_model_len": 4,
+    }
+
+
 ROLL_MEGATRON: Values = {
     **{f"{role}.strategy_args.strategy_name": "megatron_train" for role in ROLES},
     **{f"{role}.{MEGATRON}.recompute_granularity": "full" for role in ROLES},
@@ -409,7 +429,12 @@ PROFILES: Mapping[str, Mapping[str, list[Values]]] = {
         ]
     },
     "roll": {
-        "RLVR": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_TURNS, ROLL | ROLL_SHARE],
+        "RLVR": [
+            ROLL | _judge("api", "rewards.e"),
+            ROLL | ROLL_MEGATRON | _judge("inference", "rewards.e"),
+            ROLL | ROLL_TURNS | _judge("cluster", "reward_model"),
+            ROLL | ROLL_SHARE,
+        ],
         "DPO": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_SHARE],
         "SFT": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_SHARE],
     },

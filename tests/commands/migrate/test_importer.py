@@ -213,7 +213,9 @@ def test_roll_rewards_are_of_the_domains() -> None:
         "KodCode": [{"kind": "code", "timeout_s": 20}],
     }
     assert result.flat["environment.keep"] == [{"column": "tag", "one_of": list(domains)}]
-    assert "its rows are left out" in note_on(result, "rewards.llm_judge.worker_cls")
+    note = note_on(result, "rewards.llm_judge.worker_cls")
+    assert "its rows are left out" in note
+    assert "reads YES or NO" in note  # the file names no question
     # 8 accelerators, 2 of them on each data rank
     assert result.flat["algorithm.minibatches"] == 64 * 8 // (1 * 32 * 4)
 
@@ -232,6 +234,54 @@ def test_roll_domains_of_instructions_and_letters_are_converted(tmp_path) -> Non
     assert domains["crossthinkqa"] == [{"kind": "crossthinkqa", "credit": "soft"}, repetition]
     assert "environment.keep" not in result.flat
     assert result.flat["environment.columns.tag"] == "tag"
+
+
+@pytest.mark.parametrize(
+    ("keys", "judge", "generator"),
+    [
+        (
+            "judge_model_type: inference, model_args: {model_name_or_path: m}, device_mapping: [6, 7], "
+            "strategy_args: {strategy_name: hf_infer}",
+            "llm_judge",
+            {"kind": "workers", "workers": 2, "worker": {"kind": "hf"}},
+        ),
+        (
+            "judge_model_type: cluster}\nreward_model: {model_args: {model_name_or_path: m}, "
+            "device_mapping: '[6, 7]', strategy_args: {strategy_name: vllm, strategy_config: "
+            "{tensor_parallel_size: 2, max_model_len: 99}}",
+            "llm_judge",
+            {
+                "kind": "workers",
+                "workers": 1,
+                "worker": {"kind": "vllm", "tensor_parallel": 2, "max_context": 99},
+            },
+        ),
+        (
+            "judge_model_type: api, judge_api_url: 'http://h/v1', judge_model_name: m, judge_api_key: k",
+            None,
+            None,
+        ),
+        ("judge_model_type: inference", "has no model", None),
+        ("judge_model_type: api", "needs judge_api_url", None),
+    ],
+)
+def test_judges_of_roll_become_models_of_the_run(tmp_path, keys, judge, generator) -> None:
+    text = (FILES / "roll_rlvr.yaml").read_text(encoding="utf-8")
+    worker = "worker_cls: x.LLMJudgeRewardWorker, judge_prompt: Qwen2.5-7B-Instruct-RLVR-prompt"
+    text = text[: text.index("  llm_judge:")] + f"  llm_judge: {{{worker}, {keys}}}\n"
+    result = written(tmp_path, text)
+    domain = result.recipe["rewards"][0]["domains"].get("llm_judge")
+    if domain is None:
+        assert judge in note_on(result, "rewards.llm_judge.worker_cls")
+        return
+    assert domain[0]["verdict"] == "yes_no"
+    assert domain[0].get("judge") == judge
+    if generator is None:
+        assert (domain[0]["url"], domain[0]["model"]) == ("http://h/v1", "m")
+        assert domain[0]["api_key_env"] == "JUDGE_API_KEY"
+    else:
+        (section,) = result.recipe["judges"]
+        assert section == {"name": "llm_judge", "path": "m", "generator": generator}
 
 
 def test_defaults_that_differ_are_taken_too() -> None:

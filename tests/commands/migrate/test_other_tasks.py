@@ -21,7 +21,10 @@ ROLL = "pretrain: m\nrollout_batch_size: 8\nactor_train: {model_args: {dtype: bf
         (ROLL + "is_pure_opd: true", "distills on-policy"),
         ("student_pretrain: m\nstudent: {model_args: {dtype: bf16}}", "distills off-policy"),
         (ROLL + "validation: {data_args: {image_max_pixels: 64}}", "images.*kind=vlm"),
-        (ROLL + "rewards: {a: {worker_cls: x.LLMJudgeRewardWorker}}", "only reward is LLMJudge"),
+        (
+            ROLL + "rewards: {a: {worker_cls: x.LLMJudgeRewardWorker}}",
+            "none of .* LLMJudge.*judge_prompt",
+        ),
         (ROLL + "use_topr_neg_loss_coef: 1.0", "policy loss is topr.*loss.kind=topr"),
         (ROLL + "adv_estimator: step_reinforce", "step_reinforce is not converted"),
         (NEMO_RL + "env: {should_use_nemo_gym: true, math: {num_workers: 8}}", "is nemo_gym"),

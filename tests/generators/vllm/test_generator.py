@@ -71,6 +71,8 @@ def test_another_release_of_vllm_is_warned_of(caplog):
 
 # --- the section
 
+ROUTES = {"arguments": {"enable_return_routed_experts": True}}
+
 
 @pytest.mark.parametrize(
     "wrong",
@@ -79,6 +81,8 @@ def test_another_release_of_vllm_is_warned_of(caplog):
         {"block_size": 24},
         {"kv_cache_gib": 0.0},
         {"dtype": "int8"},
+        {**ROUTES, "engine": "sync"},
+        {**ROUTES, "pipeline_parallel": 2},
     ],
 )
 def test_nonsense_is_refused(wrong):
@@ -106,6 +110,7 @@ SHAPE = {
         ({}, {"head_dim": 16}, "head_dim=16"),
         ({}, {"head_dim": None}, "head_dim=16"),
         ({"block_size": 48}, {}, "block_size=48"),
+        (ROUTES, {}, "needs Triton"),
         ({"tensor_parallel": 3}, {"num_attention_heads": None}, None),
     ],
 )
@@ -361,6 +366,23 @@ def test_the_kept_mass_is_the_quotient_of_the_logprobs_before_and_after_filters(
     completion = answer.build_completion()
     assert completion.logprobs.tolist() == [-0.5, -0.5]
     assert completion.log_kept_mass.tolist() == [-0.25, 0.0]
+
+
+def test_routes_are_those_of_the_layers_with_experts_and_the_last_token_has_none():
+    """vLLM has rows for all layers, and one row less than tokens (or more, if some are dropped)."""
+    experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)  # 4 tokens, 2 layers, 2 experts
+    answer = PartialCompletion(request(routes=True), sparse_layers=(1,))
+    answer.add(piece([8]))
+    answer.add(SimpleNamespace(**vars(piece([9], "length")), routed_experts=experts))
+    answer.request.version_starts += [(0, 3)]
+    assert answer.build_completion().routes.tolist() == [
+        [[2, 3]], [[6, 7]], [[10, 11]], [[-1, -1]]
+    ]  # fmt: skip
+    answer.experts = experts[:2]
+    with pytest.raises(RequestFailed, match="experts of 2 of 3 tokens"):
+        answer.build_completion()
+    answer.tokens, answer.logprobs, answer.experts = [], [], None  # aborted at once
+    assert answer.build_completion().routes is None
 
 
 def test_tokens_after_a_stop_string_are_dropped():

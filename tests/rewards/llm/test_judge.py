@@ -86,6 +86,22 @@ def test_the_last_verdict_of_a_reply_counts(reply, win):
         assert parse_verdict(reply) == win
 
 
+def test_a_verdict_of_yes_or_no_is_the_last_of_the_reply() -> None:
+    with serve(
+        lambda body, number: chat(
+            f"Yes... {response_in(body)}, so **{'NO' if number else 'YES'}**."
+        )
+    ) as fake:
+        reward = made("judge", fake, verdict="yes_no", rubric="Is it 85?")
+        assert [outcome.reward for outcome in scores(reward, "85", "86")] == [1.0, 0.0]
+        assert "the single word YES or NO" in fake.seen[0][2]["messages"][0]["content"]
+    with serve(lambda body, number: chat("Yesterday, nobody.")) as fake:
+        (outcome,) = scores(made("judge", fake, verdict="yes_no"), "85")
+        assert "neither YES nor NO" in outcome.detail
+    with pytest.raises(ValueError, match="remove scale"):
+        made("judge", fake, verdict="yes_no", scale=[1, 5])
+
+
 def test_what_an_answer_says_is_never_filled_in_twice():
     assert fill_template("{a} {b} {c}", {"a": "{b}", "b": "x"}) == "{b} x {c}"
 

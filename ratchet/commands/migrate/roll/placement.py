@@ -106,12 +106,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
         return Dropped(
             "generator.kind is engine, vllm or hf here: the recipe uses the built-in engine instead"
         )
-    tensor_parallel = parallel_size("actor_infer", "tensor_parallel_size", config)
-    keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": tensor_parallel}
-    length = "actor_infer.strategy_args.strategy_config.max_model_len"
-    if config[length] is not None:
-        keys["max_context"] = config.whole(length)
-    replicas = max(1, count_accelerators("actor_infer", config) // tensor_parallel)
+    keys, replicas = make_vllm("actor_infer", config)
     generator = {"kind": "workers", "workers": replicas, "worker": keys} if replicas > 1 else keys
     megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
     note = (
@@ -120,3 +115,13 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
         else "if learner and vLLM share accelerators, set cluster: {colocated: true}"
     )
     return Values({"generator": generator}, note)
+
+
+def make_vllm(role: str, config: PeerConfig) -> tuple[dict[str, Any], int]:
+    """Return a role's vLLM engine as a generator's section, and the number of its replicas."""
+    tensor_parallel = parallel_size(role, "tensor_parallel_size", config)
+    keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": tensor_parallel}
+    length = f"{role}.strategy_args.strategy_config.max_model_len"
+    if config[length] is not None:
+        keys["max_context"] = config.whole(length)
+    return keys, max(1, count_accelerators(role, config) // tensor_parallel)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate.roll import placement as place
+from ratchet.commands.migrate.roll import rewards as reward
 from ratchet.commands.migrate.roll import values as to
 from ratchet.commands.migrate.roll.common import COMMON, batch_rows, train_rows
 from ratchet.commands.migrate.table import (
@@ -31,6 +32,15 @@ MINIBATCH_NOTE = (
 )
 GENERATING = "actor_infer.generating_args"
 CUT_NOTE = "the mass that the filter keeps enters algorithm.correction here, and nothing there"
+JUDGE_KEYS = (
+    *("judge_prompt", "judge_model_type", "judge_model_name", "judge_api_url"),
+    *("generating_args.max_new_tokens", "generating_args.temperature"),
+)
+JUDGE_MODEL_KEYS = (
+    *("model_args.model_name_or_path", "strategy_args.strategy_name", "device_mapping"),
+    *("strategy_args.strategy_config.tensor_parallel_size",),
+    *("strategy_args.strategy_config.max_model_len",),
+)
 POSITIVE_NOTE = "it adds the negative log-likelihood of answers with a reward above 0"
 
 RLVR = (
@@ -173,7 +183,7 @@ RLVR = (
         "groups are always complete: no row is copied or left out to fill a batch",
         "batch_adjust_mode",
     ),
-    KeyRow("rewards.*.worker_cls", "rewards", convert=to.rewards),
+    KeyRow("rewards.*.worker_cls", "rewards", convert=reward.convert_rewards),
     *rows_covered_by(
         "rewards.*.worker_cls",
         "rewards.*.tag_included",
@@ -184,12 +194,23 @@ RLVR = (
         "rewards.*.reward_type",
         convert=lambda value, config: Inert("only the worker of CrossThinkQA reads it"),
     ),
+    *rows_covered_by(
+        "rewards.*.worker_cls",
+        *(f"rewards.*.{key}" for key in JUDGE_KEYS),
+        *(f"{place}.{key}" for place in ("rewards.*", "reward_model") for key in JUDGE_MODEL_KEYS),
+        convert=reward.inert_judge_key,
+    ),
+    KeyRow("rewards.*.judge_api_key", note="the environment variable JUDGE_API_KEY has it here"),
+    *(
+        KeyRow(f"rewards.*.generating_args.{key}", note=reward.CUT_NOTE, convert=reward.convert_cut)
+        for key in ("top_p", "top_k")
+    ),
     *no_effect(
-        "rewards run without accelerators, and read texts",
+        "it changes speed and memory there, not results",
         *(
             f"rewards.*.{name}"
             for name in (
-                *("world_size", "infer_batch_size", "device_mapping", "strategy_args.*"),
+                *("world_size", "infer_batch_size", "strategy_args.*"),
                 *("data_args.*", "model_args.*", "generating_args.*", "use_local"),
             )
         ),
@@ -218,11 +239,10 @@ RLVR = (
     ),
     *switches("only the keys of generator can be set for vLLM", "actor_infer.*"),
     *no_effect("other keys of the file refer to this value", "reward_pretrain"),
-    *dropped(
-        "set a reward model with rewards: [{kind: reward_model, path: ...}]",
-        "reward_model.*",
-        "reward.*",
+    *no_effect(
+        "only its model, its engine and its accelerators count for a judge", "reward_model.*"
     ),
+    *dropped("set a reward model with rewards: [{kind: reward_model, path: ...}]", "reward.*"),
     *switches(
         "algorithm.equal_rewards=drop leaves out groups of equal rewards, and "
         "rollouts.dynamic_sampling replaces them; difficulty has no weight",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ratchet.commands.migrate.roll.values import REWARDS
+from ratchet.commands.migrate.roll.rewards import find_reward_problem, list_workers
+from ratchet.commands.migrate.table import PeerConfig
 
 ESTIMATORS = ("gae", "grpo", "reinforce", "gigpo")
 # Policy losses of `pg_variant`, and their counterparts.
@@ -35,7 +36,8 @@ def find_other_task(values: Mapping[str, Any]) -> str | None:
         values: The file's values by dotted key.
     """
     sections = {key.partition(".")[0] for key in values}
-    workers = _list_workers(values)
+    config = PeerConfig(values, {})
+    workers = {path.rpartition(".")[2] for path in list_workers(config).values()}
     if "train_env_manager" in sections:
         return _describe_environments(values)
     if sections & {"student_train", "student_infer"} or any(
@@ -55,16 +57,7 @@ def find_other_task(values: Mapping[str, Any]) -> str | None:
             "the run's data have images, video or audio, whose columns and rewards are not "
             "converted. Write a recipe with environment.kind=vlm."
         )
-    return _describe_rewards(workers) or _describe_estimator(values)
-
-
-def _list_workers(values: Mapping[str, Any]) -> set[str]:
-    """Return the class names of the reward workers."""
-    return {
-        str(value).rpartition(".")[2]
-        for key, value in values.items()
-        if key.startswith("rewards.") and key.endswith(".worker_cls")
-    }
+    return _describe_rewards(config) or _describe_estimator(values)
 
 
 def _describe_environments(values: Mapping[str, Any]) -> str:
@@ -95,14 +88,10 @@ def _fix_environment(kind: str) -> str:
     )
 
 
-def _describe_rewards(workers: set[str]) -> str | None:
+def _describe_rewards(config: PeerConfig) -> str | None:
     """Return sentences on the rewards if none of them is converted; None if there are none."""
-    if not workers or workers & set(REWARDS):
-        return None
-    return (
-        f"the run's only reward is {', '.join(sorted(workers))}, which is not converted. Write a "
-        "recipe with rewards: [{kind: judge, ...}] or a reward of yours (`ratchet new reward`)."
-    )
+    problem = find_reward_problem(config)
+    return None if problem is None else f"none of the run's rewards is converted. {problem}."
 
 
 def _describe_estimator(values: Mapping[str, Any]) -> str | None:

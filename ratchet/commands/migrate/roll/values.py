@@ -6,8 +6,6 @@ Each function of (value, config) converts one ROLL key, which the tables of this
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
@@ -16,18 +14,6 @@ from ratchet.commands.migrate.roll.placement import data_ranks
 from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
 
 CORRECTION = "train_infer_correction"
-# The penalty of some workers for repeated n-grams, from -0.5 to 0, as a reward from 0 to 0.5.
-REPETITION = {"kind": "repetition", "unit": "words", "ngram": 3, "weight": 0.5}
-# ROLL's reward workers by class name, and the corresponding rewards of Ratchet.
-REWARDS: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "MathRuleRewardWorker": [{"kind": "math"}],
-    # 20 s is the limit of ROLL's local tests.
-    "CodeSandboxRewardWorker": [{"kind": "code", "timeout_s": 20}],
-    "MultipleChoiceBoxedRuleRewardWorker": [{"kind": "multiple_choice", "require_marker": True}],
-    "GeneralRuleRewardWorker": [{"kind": "ifeval"}, REPETITION],
-    "CrossThinkQARuleRewardWorker": [{"kind": "crossthinkqa"}, REPETITION],
-}
-CREDITS = ("loose", "soft", "strict")
 
 
 def rows_per_step(role: str, config: PeerConfig) -> int:
@@ -267,48 +253,6 @@ def filters(value: Any, config: PeerConfig) -> Any:
     note = "a segment is what a turn is here" if level == "segment" else ""
     keys = {f"algorithm.correction.{key}": content for key, content in mask_keys.items()}
     return Values(keys, note)
-
-
-def rewards(value: Any, config: PeerConfig) -> Any:
-    """Convert the reward workers of all domains to one reward, or to rewards by a task's tag."""
-    if str(value).rpartition(".")[2] not in REWARDS:
-        return Dropped(
-            f"this reward and its rows are left out (environment.keep): {shared.USER_REWARD}"
-        )
-    domains: dict[str, Any] = {}
-    unknown: list[str] = []
-    for key, path in config.values.items():
-        match = re.fullmatch(r"rewards\.(\w+)\.worker_cls", key)
-        if match is None:
-            continue
-        domain_rewards = _make_domain_rewards(match[1], str(path), config)
-        if not domain_rewards:
-            unknown.append(match[1])
-        for tag in config[f"rewards.{match[1]}.tag_included"] or [match[1]]:
-            if domain_rewards:
-                domains[tag] = domain_rewards
-    first = next(iter(domains.values()))
-    if all(domain_rewards == first for domain_rewards in domains.values()) and not unknown:
-        return Values({"rewards": first})
-    known_rows = [{"column": "tag", "one_of": list(domains)}]
-    return Values(
-        {
-            "rewards": [{"kind": "by_tag", "domains": domains}],
-            "environment.columns.tag": "tag",
-            **({"environment.keep": known_rows} if unknown else {}),
-        },
-        "a task's tag selects its rewards",
-    )
-
-
-def _make_domain_rewards(domain: str, path: str, config: PeerConfig) -> list[dict[str, Any]]:
-    """Return the rewards of a domain's worker; none if the worker has no counterpart."""
-    sections = [dict(section) for section in REWARDS.get(path.rpartition(".")[2], ())]
-    for section in sections:
-        if section["kind"] == "crossthinkqa":
-            credit = config[f"rewards.{domain}.reward_type"]
-            section["credit"] = credit if credit in CREDITS else "loose"
-    return sections
 
 
 def files(value: Any, config: PeerConfig) -> Any:
