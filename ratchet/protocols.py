@@ -277,11 +277,14 @@ class Environment(ABC):
         replayable: True if `reset(task)` and the same messages give the same observations.
         returns_rewards: True if steps return rewards, so that the recipe needs no `rewards`.
         stop_strings: Stop strings beside the recipe's; they are read before each turn.
+        raw_observations: True if the text of observations is appended as its own tokens, without
+            the chat template. Special tokens written in it are parsed.
     """
 
     replayable: bool = False
     returns_rewards: bool = True
     stop_strings: tuple[str, ...] = ()
+    raw_observations: bool = False
 
     @abstractmethod
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:

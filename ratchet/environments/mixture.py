@@ -184,6 +184,10 @@ class Mixture(Environment):
         return () if self._current_part is None else self._current_part.stop_strings
 
     @property
+    def raw_observations(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._current_part is not None and self._current_part.raw_observations
+
+    @property
     def has_tools(self) -> bool:
         """True if a part has tools: a known format of tool calls is required only then."""
         return any(part.has_tools for part in self._parts.values())

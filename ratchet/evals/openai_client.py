@@ -71,6 +71,11 @@ class EndpointPlayer(MessagePlayer):
         turn_index: int,
         stop_strings: tuple[str, ...],
     ) -> dict[str, Any]:
+        if state.environment.raw_observations:
+            raise DataError(
+                f"{type(state.environment).__name__} has raw observations, which the messages of "
+                "an API can't hold: evaluate a run or a model directory instead"
+            )
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [format_message(message) for message in state.messages],

@@ -253,7 +253,9 @@ class EpisodePlayer:
         state.turn_start = len(state.messages)
         n_turns = int(state.metrics["turns"])
         state.rendered = f"the reply of {type(state.environment).__name__} to turn {n_turns}"
-        if self.renderer.keeps_turn(
+        if state.environment.raw_observations:
+            state.strand.record.add(Owner.ENVIRONMENT, self._encode_raw(sampled, observation))
+        elif self.renderer.keeps_turn(
             sampled, observation, history=history, reply=reply, tools=state.tools
         ):
             new_tokens = self.renderer.extend(
@@ -271,13 +273,21 @@ class EpisodePlayer:
             state.strand.record.add(Owner.PROMPT, prompt)
             state.strand.media = self.renderer.media(prompt, state.messages)
 
+    def _encode_raw(self, sampled: Sequence[int], observation: Sequence[Message]) -> list[int]:
+        """Return the tokens of an observation without the chat template."""
+        if any(message.media for message in observation):
+            raise DataError(
+                "raw observations are text, and this one has media: set raw_observations = False"
+            )
+        return self.renderer.encode_raw(sampled, observation, allow_special=True)
+
     def _append_inline(self, state: EpisodeState, observation: Sequence[Message]) -> None:
         if state.tools is not None:
             raise UserCodeFailed(
                 f"{type(state.environment).__name__}.step returned inline text, and the task "
                 "offers tools: a call can't be read from a continued turn, so offer one of both"
             )
-        new_tokens = self.renderer.continue_turn(state.turn_tokens, observation)
+        new_tokens = self.renderer.encode_raw(state.turn_tokens, observation)
         state.messages.extend(observation)
         state.turn_tokens.extend(new_tokens)
         state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
