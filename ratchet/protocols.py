@@ -302,6 +302,16 @@ class Environment(ABC):
     async def step(self, message: Message) -> Step:
         """Answer one message of the policy."""
 
+    def observe(
+        self, task: Task, first: Sequence[Message], turns: Sequence[Sequence[Message]]
+    ) -> Sequence[Message]:
+        """Return the prompt of the next turn, if the recipe sets `rollouts.history_window`.
+
+        It must depend on the arguments alone: the messages of `reset`, and the last turns, each an
+        answer of the policy and the observation that followed it. By default, it is all of them.
+        """
+        return [*first, *(message for turn in turns for message in turn)]
+
     async def close(self) -> None:
         """Release what the instance holds: processes, connections, files."""
         return

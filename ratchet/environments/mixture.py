@@ -170,6 +170,11 @@ class Mixture(Environment):
         assert self._current_part is not None, "step before reset"
         return await self._current_part.step(message)
 
+    def observe(
+        self, task: Task, first: Sequence[Message], turns: Sequence[Sequence[Message]]
+    ) -> Sequence[Message]:
+        return self._find_part(task).observe(task, first, turns)
+
     async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
         assert self._current_part is not None, "no attempt before reset"
         return await self._current_part.reward_cut_attempt(messages)

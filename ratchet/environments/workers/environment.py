@@ -125,6 +125,11 @@ class WorkerEnvironment(Environment):
         self._reply = {**self._reply, **reply}
         return reply["step"]
 
+    def observe(
+        self, task: Task, first: Sequence[Message], turns: Sequence[Sequence[Message]]
+    ) -> Sequence[Message]:
+        return self.local.observe(task, first, turns)
+
     async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
         return await self._pool.reward_cut_attempt(self._instance, messages)
 
