@@ -280,11 +280,14 @@ class Environment(ABC):
         replayable: True if `reset(task)` and the same messages give the same observations.
         returns_rewards: True if steps return rewards, so that the recipe needs no `rewards`.
         stop_strings: Stop strings beside the recipe's; they are read before each turn.
+        raw_observations: True if the text of observations is appended as its own tokens, without
+            the chat template. Special tokens written in it are parsed.
     """
 
     replayable: bool = False
     returns_rewards: bool = True
     stop_strings: tuple[str, ...] = ()
+    raw_observations: bool = False
 
     @abstractmethod
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
@@ -301,6 +304,16 @@ class Environment(ABC):
     @abstractmethod
     async def step(self, message: Message) -> Step:
         """Answer one message of the policy."""
+
+    def observe(
+        self, task: Task, first: Sequence[Message], turns: Sequence[Sequence[Message]]
+    ) -> Sequence[Message]:
+        """Return the prompt of the next turn, if the recipe sets `rollouts.history_window`.
+
+        It must depend on the arguments alone: the messages of `reset`, and the last turns, each an
+        answer of the policy and the observation that followed it. By default, it is all of them.
+        """
+        return [*first, *(message for turn in turns for message in turn)]
 
     async def close(self) -> None:
         """Release what the instance holds: processes, connections, files."""

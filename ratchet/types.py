@@ -480,3 +480,11 @@ class Group:
         for trajectory in self.trajectories:
             attempts.setdefault(trajectory.attempt, []).append(trajectory)
         return list(attempts.values())
+
+    @property
+    def rewards(self) -> list[float]:
+        """Return one reward for each attempt that trains and has a reward, in order."""
+        last_rows = [rows[-1] for rows in self.attempts]
+        return [
+            reward for row in last_rows if row.use == "train" and (reward := row.reward) is not None
+        ]

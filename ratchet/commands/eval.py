@@ -263,6 +263,7 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
         settings.model,
         settings.body,
         spec.rollouts.max_turns,
+        spec.rollouts.history_window,
         spec.rollouts.attempt_timeout_s,
     )
     return _play_messages(player, url, settings.model, evaluation, setup, spec)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class TokenSequence:
     """A token sequence of a task, with the tokens that train."""
 
     task: Task
-    part: str  # "row", "chosen", "rejected", "answer" or "prompt"
+    part: str  # "row", "turn N", "chosen", "rejected", "answer" or "prompt"
     tokens: Sequence[int]
     trainable: Sequence[bool]  # one entry per token
 
@@ -87,6 +87,7 @@ class DataSetup:
     data_kind: str | None
     turns: str  # `Algorithm.turns`
     seed: int
+    history_window: int | None = None  # `rollouts.history_window`
 
 
 def inspect(
@@ -114,13 +115,7 @@ def inspect(
         chosen_tokenizer = (
             data.renderer.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
         )
-        data = DataSetup(
-            data.environment,
-            Renderer(chosen_tokenizer, template),
-            data.data_kind,
-            data.turns,
-            data.seed,
-        )
+        data = replace(data, renderer=Renderer(chosen_tokenizer, template))
     tasks = islice(
         _take_first_epoch(data.environment.tasks(split, seed=data.seed)), max(rows, sample)
     )
@@ -169,6 +164,7 @@ def _setup_recipe(recipe: str, overrides: Sequence[str], stage: str | None) -> D
         stage_config.source,
         turns,
         config.seed,
+        stage_config.rollouts.history_window,
     )
 
 
@@ -212,10 +208,20 @@ def _render_task(data: DataSetup, task: Task) -> list[TokenSequence]:
         renderer = get_task_renderer(data.renderer, task)
         tokens = renderer.prompt(task.messages, data.environment.tools(task) or None)
         return [TokenSequence(task, "prompt", tokens, [False] * len(tokens))]
-    trajectories = render_task(data.environment, task, data.renderer, data_kind, turns=data.turns)
+    trajectories = render_task(
+        data.environment,
+        task,
+        data.renderer,
+        data_kind,
+        turns=data.turns,
+        history_window=data.history_window,
+    )
+    parts = PARTS_BY_DATA_KIND[data_kind]
+    if data_kind == "rows" and data.history_window is not None:
+        parts = tuple(f"turn {i + 1}" for i in range(len(trajectories)))
     return [
         _from_trajectory(task, part, trajectory)
-        for part, trajectory in zip(PARTS_BY_DATA_KIND[data_kind], trajectories, strict=True)
+        for part, trajectory in zip(parts, trajectories, strict=True)
     ]
 
 

@@ -145,6 +145,13 @@ class RolloutsConfig(Section):
         ge=1,
         description="Number of turns of the policy after which an attempt is cut off.",
     )
+    history_window: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of past turns in the prompt of each turn, after the task's first "
+        "messages. Each turn then is a row of its own with its own prompt, in supervised training "
+        "too. null: a prompt has all turns, and extends the row of the turns before it.",
+    )
     attempt_timeout_s: float | None = Field(
         default=None,
         gt=0,

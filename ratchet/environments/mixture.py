@@ -184,6 +184,11 @@ class Mixture(Environment):
         assert self._current_part is not None, "step before reset"
         return await self._current_part.step(message)
 
+    def observe(
+        self, task: Task, first: Sequence[Message], turns: Sequence[Sequence[Message]]
+    ) -> Sequence[Message]:
+        return self._find_part(task).observe(task, first, turns)
+
     async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
         assert self._current_part is not None, "no attempt before reset"
         return await self._current_part.reward_cut_attempt(messages)
@@ -196,6 +201,10 @@ class Mixture(Environment):
     @property
     def stop_strings(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return () if self._current_part is None else self._current_part.stop_strings
+
+    @property
+    def raw_observations(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._current_part is not None and self._current_part.raw_observations
 
     @property
     def has_tools(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from ratchet.experience.rollout.environment_answers import (
     get_offered_tools,
 )
 from ratchet.experience.rollout.episode_state import PromptMemo
+from ratchet.experience.rollout.history import observe
 from ratchet.protocols import Environment
 from ratchet.types import (
     Failed,
@@ -66,6 +68,7 @@ class AttemptState:
     task: Task
     environment: Environment
     messages: list[Message]
+    prompt: list[Message] = field(default_factory=list)  # the messages that the policy answers
     tools: Tools | None = None
     n_tokens: int = 0  # number of tokens that the model wrote
     turns: list[Turn] = field(default_factory=list)
@@ -103,10 +106,12 @@ class MessagePlayer(ABC):
 
     Attributes:
         max_turns: Number of turns after which an attempt is truncated.
+        history_window: Number of past turns in a turn's prompt; None: all turns.
         timeout_s: Seconds for a whole attempt; None sets no limit.
     """
 
     max_turns: int
+    history_window: int | None = None
     timeout_s: float | None
 
     @abstractmethod
@@ -117,7 +122,7 @@ class MessagePlayer(ABC):
         turn_index: int,
         stop_strings: tuple[str, ...],
     ) -> Reply | None:
-        """Return the policy's turn after the messages of `state`; None truncates the attempt.
+        """Return the policy's turn after the prompt of `state`; None truncates the attempt.
 
         A subclass that knows the number of tokens of the turn adds it to `state.n_tokens`. Raises
         AttemptFailed if the policy gives no usable answer.
@@ -170,9 +175,12 @@ class MessagePlayer(ABC):
         if environment.has_tools:
             state.tools = await get_offered_tools(environment, task) or None
             state.metrics["malformed_tool_calls"] = 0.0
+        turn_starts: list[int] = []
         for turn_index in range(self.max_turns):
+            turn_starts.append(len(state.messages))
             stop_strings = tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
             start = 1 + state.n_tokens
+            state.prompt = await self._observe(state, turn_starts)
             reply = await self.answer(state, sampling, turn_index, stop_strings)
             if reply is None:
                 return Truncated()
@@ -197,3 +205,15 @@ class MessagePlayer(ABC):
             state.messages.extend(step.messages)
         state.metrics["turn_limit"] = 1.0
         return Truncated()
+
+    async def _observe(self, state: AttemptState, turn_starts: Sequence[int]) -> list[Message]:
+        """Return the prompt of the next turn, which begins at the last of `turn_starts`."""
+        if self.history_window is None or len(turn_starts) == 1:
+            return state.messages
+        return await observe(
+            state.environment,
+            state.task,
+            state.messages,
+            turn_starts[:-1],
+            self.history_window,
+        )

@@ -30,6 +30,7 @@ class EndpointPlayer(MessagePlayer):
         model: The model's name at the endpoint.
         body: Further keys of each request; None removes a key.
         max_turns: Number of turns after which an attempt is truncated.
+        history_window: Number of past turns in a turn's prompt; None: all turns.
         timeout_s: Seconds for a whole attempt, including the wait for a free slot; None sets no
             limit.
     """
@@ -38,6 +39,7 @@ class EndpointPlayer(MessagePlayer):
     model: str
     body: Mapping[str, Any] = field(default_factory=dict)
     max_turns: int = 64
+    history_window: int | None = None
     timeout_s: float | None = None
 
     async def answer(
@@ -71,9 +73,14 @@ class EndpointPlayer(MessagePlayer):
         turn_index: int,
         stop_strings: tuple[str, ...],
     ) -> dict[str, Any]:
+        if state.environment.raw_observations:
+            raise DataError(
+                f"{type(state.environment).__name__} has raw observations, which the messages of "
+                "an API can't hold: evaluate a run or a model directory instead"
+            )
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [format_message(message) for message in state.messages],
+            "messages": [format_message(message) for message in state.prompt],
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
             "seed": derive_seed(sampling.seed, turn_index) % SEED_LIMIT,

@@ -26,6 +26,16 @@ class MessageLogConfig(EnvironmentConfig):
         description='Path of a function that takes a split ("train" or "test") and returns its '
         "samples as DatumSpecs."
     )
+    raw_observations: bool | None = Field(
+        None,
+        description="true: append the text of observations as its own tokens, without the chat "
+        "template, as NeMo RL does; null: as the class's attribute raw_observations says.",
+    )
+    judges_cut_answers: bool | None = Field(
+        None,
+        description="true: let the environment judge an answer that a token limit cut off, as "
+        "NeMo RL does; null: as the class's attribute judges_cut_answers says.",
+    )
 
     @field_validator("interface", "data")
     @classmethod

@@ -242,7 +242,14 @@ class _StageCheck:
         if self.renderer is None:
             return
         turns = build(self.stage.algorithm).turns
-        rows = render_task(environment, task, self.renderer, str(self.stage.source), turns=turns)
+        rows = render_task(
+            environment,
+            task,
+            self.renderer,
+            str(self.stage.source),
+            turns=turns,
+            history_window=self.stage.rollouts.history_window,
+        )
         lengths = ", ".join(f"{len(row):,}" for row in rows)
         self.report.opened.append(f"{self.stage.name}: {noun} has {lengths} tokens")
 

@@ -63,6 +63,7 @@ def _make_supervised(
         spec.name,
         _make_text_renderer(policy, algorithm),
         train=algorithm.turns,
+        history_window=spec.rollouts.history_window,
     )
 
 
@@ -213,7 +214,7 @@ def make_player(
         "timeout_s": rollouts.attempt_timeout_s,
     }
     if agent is None:
-        return EpisodePlayer(generator, renderer, **limits)
+        return EpisodePlayer(generator, renderer, history_window=rollouts.history_window, **limits)
     try:
         # Imported here because the module needs a web server, which is an optional dependency.
         from ratchet.experience.openai_proxy.player import AgentPlayer

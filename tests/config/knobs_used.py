@@ -492,6 +492,8 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
         kind="message_log",
         interface="experience.copying_env:Copying",
         data="experience.copying_env:samples",
+        raw_observations=True,
+        judges_cut_answers=True,
     )
 
 

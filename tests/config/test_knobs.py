@@ -352,6 +352,11 @@ def compared(done: SimpleNamespace, what: str):
 # key, two values, what they change, and the keys without which they would not.
 
 # What algorithms do with their other keys is in tests/algorithms/test_knobs.py.
+COPYING = {
+    "kind": "message_log",
+    "interface": "experience.copying_env:Copying",
+    "data": "experience.copying_env:samples",
+}
 GRPO_KNOBS = [
     ("algorithm__minibatches", 1, 3, "updates", {}),
     ("algorithm__epochs", 1, 3, "updates", {}),
@@ -387,6 +392,7 @@ GRPO_KNOBS = [
     ("rollouts__tail_batching", 0, 2, "tokens", {"sampling__max_new_tokens": 60, "sampling__stop": ["1"]}),
     ("rollouts__adaptive", None, {"staleness": 0.5}, "tokens", {"rollouts__max_staleness": 1}),
     ("rollouts__replay", None, {"groups": 2}, "weights", {"algorithm__correction": {}}),
+    ("rollouts__history_window", None, 1, "tokens", {"environment": COPYING, "rewards": []}),
     ("curriculum", None, {"prefer": "hard"}, "tokens", {"examples": 8}),
     ("steps", 1, 2, "steps", {}),
 ]  # fmt: skip

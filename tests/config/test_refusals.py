@@ -356,6 +356,10 @@ CLASHES = [
         "agent.host=0.0.0.0 is no address that an agent can call: set agent.public_host",
     ),
     (
+        {"agent": "{kind: command, command: [play]}", "rollouts": "{history_window: 2}"},
+        "agent command writes the prompts itself, so rollouts.history_window has no effect",
+    ),
+    (
         {"algorithm": "{kind: sft}", "rewards": "[{kind: countdown}]"},
         "rewards judge attempts, and algorithm sft generates none: remove rewards",
     ),

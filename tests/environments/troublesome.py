@@ -145,7 +145,12 @@ class Troublesome:
 
 
 class Offering(Troublesome):
-    """With tools, strings that end a turn, and numbers."""
+    """With tools, strings that end a turn, raw observations, and numbers."""
+
+    raw_observations = True
+
+    async def reward_cut_attempt(self, messages):
+        return len(messages) / 4
 
     def tools(self, task):
         return [

@@ -14,11 +14,18 @@ from pydantic import ValidationError
 
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import RunConfig
+from ratchet.data.chat.builtin_tokenizers import BUILTIN_TEMPLATES, character_tokenizer
+from ratchet.data.chat.renderer import Renderer
+from ratchet.evals.openai_client import EndpointPlayer
 from ratchet.experience.config import MessageLogConfig
+from ratchet.experience.rollout.episode import EpisodePlayer
+from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig
 from ratchet.testing import check_environment
+from ratchet.testing.fakes import FakeGenerator
 from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
 from ratchet.training.stage_from_config import build_run
+from ratchet.types import Owner, Sampling
 
 COPYING = {
     "kind": "message_log",
@@ -90,6 +97,37 @@ def test_its_stop_strings_and_last_words_shape_the_attempt():
             "an answer ends at its first digit"
         )
         assert row.reward == sum(text == digit for text, digit in zip(said, asked, strict=True))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_key_appends_observations_as_their_own_tokens(raw):
+    section = {**COPYING, "raw_observations": raw, "judges_cut_answers": True}
+    environment = build(resolve("environment", section))
+    parts = [{**section, "tag": "copying"}]
+    mixture = build(resolve("environment", {"kind": "mixture", "parts": parts}))
+    tokenizer = character_tokenizer("0123done", template=BUILTIN_TEMPLATES["turns"])
+    for played in (environment, mixture):
+        task = next(iter(played.tasks("train", seed=0)))
+        answers = iter([tokenizer.encode(digit) for digit in ("0", "123")])
+        generator = FakeGenerator(lambda *_, answers=answers: next(answers))
+        player = EpisodePlayer(generator, Renderer(tokenizer), max_context=64)
+        stops = tuple(tokenizer.encode("0"))
+        sampling = Sampling(max_new_tokens=3, stop_ids=stops)
+        (row,) = asyncio.run(player.play(task, played, sampling, attempt=0))
+        written = row.tokens[row.owner == Owner.ENVIRONMENT].tolist()
+        (_, reply), alone = row.messages[1:3], tokenizer.encode(row.messages[2].text)
+        assert (written == alone) == raw, "the template adds the headers of turns"
+        assert reply.role == "user"
+        assert row.truncated
+        assert row.turns[-1].reward is not None, "the environment judges the cut-off answer"
+
+
+def test_an_api_can_t_take_raw_observations():
+    environment = build(resolve("environment", {**COPYING, "raw_observations": True}))
+    player = EndpointPlayer(Endpoint("http://127.0.0.1:1/v1", EndpointConfig()), "model")
+    task = next(iter(environment.tasks("train", seed=0)))
+    (row,) = asyncio.run(player.play(task, environment, Sampling(), attempt=0))
+    assert "raw observations" in str(row.outcome)
 
 
 @pytest.mark.slow

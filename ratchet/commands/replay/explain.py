@@ -132,9 +132,7 @@ def make_explanation(
 def _make_group_row(
     group: Group, share: GroupShare, n_updates: int, total_loss: float, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    rewards = [
-        row.reward for row in group.trajectories if row.use == "train" and row.reward is not None
-    ]
+    rewards = group.rewards
     return {
         "group": group.id,
         "task": group.task.id,

@@ -340,6 +340,13 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "agent.host",
         )
     kind = stage.agent.kind_name
+    if stage.rollouts.history_window is not None:
+        yield clash(
+            f"agent {kind} writes the prompts itself, so rollouts.history_window has no effect: "
+            "remove rollouts.history_window",
+            "rollouts.history_window",
+            "agent.kind",
+        )
     is_shared = any(
         other.source in ("rollouts", None) and other.agent == stage.agent for other in config.stages
     )

@@ -207,15 +207,17 @@ class Renderer:
         is_sampled = has_ended and not shape.end and new_tokens[:1] == [last]
         return new_tokens[1:] if is_sampled else new_tokens
 
-    def continue_turn(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of inline messages, which continue the turn that ends with `sampled`.
+    def encode_raw(
+        self, sampled: Sequence[int], messages: Sequence[Message], *, allow_special: bool = False
+    ) -> list[int]:
+        """Return the tokens of messages that follow the tokens `sampled` without the chat template.
 
-        The chat template has no part in them: the text is tokenized by itself, and what looks like
-        a special token in it is plain text.
+        The text is tokenized by itself. What looks like a special token in it is plain text, unless
+        `allow_special` is True.
         """
         after: After = "special" if sampled and sampled[-1] in self._special_ids else "text"
         text = "".join(message.text for message in messages)
-        return self.tokenizer.encode(text, after=after)
+        return self.tokenizer.encode(text, allow_special=allow_special, after=after)
 
     def parse_continued(
         self, earlier: Sequence[int], tokens: Sequence[int], stop: StopReason | None = None

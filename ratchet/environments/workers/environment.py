@@ -77,6 +77,7 @@ class WorkerEnvironment(Environment):
     def __init__(self, config: WorkersConfig, local: Environment) -> None:
         self.config, self.local = config, local
         self.replayable, self.returns_rewards = local.replayable, local.returns_rewards
+        self.raw_observations = local.raw_observations
         self._pool = Pool(
             config.worker.model_dump(mode="json"),
             processes=config.processes,
@@ -123,6 +124,14 @@ class WorkerEnvironment(Environment):
         reply = await self._pool.step(self._instance, message)
         self._reply = {**self._reply, **reply}
         return reply["step"]
+
+    def observe(
+        self, task: Task, first: Sequence[Message], turns: Sequence[Sequence[Message]]
+    ) -> Sequence[Message]:
+        return self.local.observe(task, first, turns)
+
+    async def reward_cut_attempt(self, messages: Sequence[Message]) -> float | None:
+        return await self._pool.reward_cut_attempt(self._instance, messages)
 
     async def close(self) -> None:
         self._task = None

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ratchet.environments.workers.process import (
@@ -63,6 +63,12 @@ class Pool:
         """Take a turn. Return its "step", and the "stop_strings" of the next turn."""
         with _caller_pause() as pause:
             return await self._inner.run(self._inner.step(instance, message, pause))
+
+    async def reward_cut_attempt(self, instance: int, messages: Sequence[Message]) -> float | None:
+        """Return the environment's reward of a cut-off attempt, which ends with this call."""
+        with _caller_pause() as pause:
+            work = self._inner.step(instance, list(messages), pause, "reward_cut_attempt")
+            return (await self._inner.run(work))["reward"]
 
     async def close(self, instance: int) -> None:
         await self._inner.run(self._inner.close(instance))
@@ -122,9 +128,11 @@ class _PoolState:
         assignment = await self._assign(instance)
         return await self._play(assignment, "reset", task, pause)
 
-    async def step(self, instance: int, message: Message, pause: RemotePause) -> dict[str, Any]:
-        assert instance in self._assignments, "step before reset"
-        return await self._play(self._assignments[instance], "step", message, pause)
+    async def step(
+        self, instance: int, argument: Any, pause: RemotePause, operation: str = "step"
+    ) -> dict[str, Any]:
+        assert instance in self._assignments, f"{operation} before reset"
+        return await self._play(self._assignments[instance], operation, argument, pause)
 
     async def close(self, instance: int) -> None:
         assignment = self._assignments.pop(instance, None)
@@ -145,7 +153,7 @@ class _PoolState:
             value = await assignment.worker.call(assignment, operation, argument, pause)
             self._n_deaths = 0
             step = value.get("step")
-            is_continuing = not (isinstance(step, Step) and step.done)
+            is_continuing = "reward" not in value and not (isinstance(step, Step) and step.done)
             return value
         finally:
             assignment.is_playing = is_continuing

@@ -139,6 +139,8 @@ class _AttemptThread:
             if instance in self._instances:
                 await self._instances.pop(instance).close()
             return None
+        if call["op"] == "reward_cut_attempt":
+            return {"reward": await self._instances[instance].reward_cut_attempt(argument)}
         if call["op"] == "reset":
             if instance not in self._instances:
                 self._instances[instance] = copy.copy(self._server.environment)

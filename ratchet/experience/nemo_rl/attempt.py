@@ -36,7 +36,7 @@ class MessageLogDialogue(Environment):
 
     Attributes:
         step_function: Calls the batched environment with a log and its metadata.
-        judges_cut_answers: See `EnvironmentInterface`.
+        raw_observations, judges_cut_answers: See `EnvironmentInterface`.
         log: The conversation, in the roles that the environment uses.
         metadata: The metadata after the latest reply.
         stop_strings: The stop strings after the latest reply.
@@ -45,8 +45,15 @@ class MessageLogDialogue(Environment):
 
     replayable = True
 
-    def __init__(self, step_function: StepFunction, *, judges_cut_answers: bool = False) -> None:
+    def __init__(
+        self,
+        step_function: StepFunction,
+        *,
+        raw_observations: bool = False,
+        judges_cut_answers: bool = False,
+    ) -> None:
         self.step_function = step_function
+        self.raw_observations = raw_observations
         self.judges_cut_answers = judges_cut_answers
         self.begin([], None, None)
 

@@ -67,10 +67,12 @@ class RowPlayer:
         memo.key = (list(messages), None)
         memo.tokens = concatenate_tokens(log).numpy()
         dialogue = MessageLogDialogue(
-            step_function, judges_cut_answers=environment.judges_cut_answers
+            step_function,
+            raw_observations=environment.raw_observations,
+            judges_cut_answers=environment.judges_cut_answers,
         )
         dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
-        renderer = get_log_renderer(self.tokenizer, environment.raw_observations)
+        renderer = get_log_renderer(self.tokenizer)
         player = EpisodePlayer(
             generator, renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns
         )

@@ -55,17 +55,6 @@ class LogRenderer(Renderer):
         return True
 
 
-class RawLogRenderer(LogRenderer):
-    """A log renderer that appends the text of observations without the chat template."""
-
-    def extend(
-        self, sampled: Sequence[int], messages: Sequence[Message], **context: Any
-    ) -> list[int]:
-        after = "special" if sampled and sampled[-1] in self._special_ids else "text"
-        text = "".join(message.text for message in messages)
-        return self.tokenizer.encode(text, allow_special=True, after=after)
-
-
 @dataclass(frozen=True)
 class AnswerDecoder:
     """A decoder of the policy's answers. Its tokenizer may be written in Python (no fast backend).
@@ -106,20 +95,16 @@ def get_answer_decoder(tokenizer: TokenizerType | DecodingTokenizer) -> AnswerDe
 
 
 @lru_cache(maxsize=8)
-def get_log_renderer(tokenizer: TokenizerType, raw_observations: bool = False) -> LogRenderer:
+def get_log_renderer(tokenizer: TokenizerType) -> LogRenderer:
     """Return a log renderer with the tokenizer's chat template.
 
     If the tokenizer has none, the texts of messages are concatenated.
-
-    Args:
-        raw_observations: True appends the text of observations without the chat template.
 
     Raises:
         ConfigError: The tokenizer is not a fast one.
     """
     converted = tokenizer if isinstance(tokenizer, Tokenizer) else _convert(tokenizer)
-    renderer = RawLogRenderer if raw_observations else LogRenderer
-    return renderer(converted, None if converted.chat_template else "plain")
+    return LogRenderer(converted, None if converted.chat_template else "plain")
 
 
 def _convert(tokenizer: HubTokenizer) -> Tokenizer:

@@ -47,6 +47,10 @@ class MessageLogEnvironment(Rows):
         self.data = import_object(config.data)
         self.path = config.data
         self.interface_name = type(self.interface).__name__
+        self.raw_observations = _choose(config.raw_observations, self.interface.raw_observations)
+        self.judges_cut_answers = _choose(
+            config.judges_cut_answers, self.interface.judges_cut_answers
+        )
         self._rows: dict[Split, list[Task]] = {}
         self.dialogue = self._make_dialogue()
 
@@ -77,8 +81,7 @@ class MessageLogEnvironment(Rows):
 
     def _make_dialogue(self) -> MessageLogDialogue:
         return MessageLogDialogue(
-            partial(step_alone, self.interface),
-            judges_cut_answers=self.interface.judges_cut_answers,
+            partial(step_alone, self.interface), judges_cut_answers=self.judges_cut_answers
         )
 
     @property
@@ -126,6 +129,11 @@ class MessageLogEnvironment(Rows):
                 "stop_strings": datum.get("stop_strings"),
             },
         )
+
+
+def _choose(setting: bool | None, default: bool) -> bool:
+    """Return a key of the recipe, or the interface's own attribute if the key is null."""
+    return default if setting is None else setting
 
 
 def _make_batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:

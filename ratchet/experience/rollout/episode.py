@@ -3,8 +3,9 @@
 An attempt ends when the environment ends it, or when a budget of turns or tokens is used up. The
 prompt of a turn normally extends the tokens of the turns before it. If the chat template rewrites
 the history (for example, drops the reasoning of earlier turns), the history forks: a new strand
-begins, whose prompt is the conversation as it is rendered now. An attempt has one trajectory for
-each strand.
+begins, whose prompt is the conversation as it is rendered now. With a window of history, every turn
+begins a strand, whose prompt is what `Environment.observe` returns. An attempt has one trajectory
+for each strand.
 
 L = tokens of the trajectory so far.
 """
@@ -25,6 +26,7 @@ from ratchet.experience.rollout.environment_answers import (
     get_offered_tools,
 )
 from ratchet.experience.rollout.episode_state import EpisodeState, EpisodeStrand, PromptMemo
+from ratchet.experience.rollout.history import observe
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
 from ratchet.observe.tracing.request_span import trace_request
@@ -55,6 +57,7 @@ class EpisodePlayer:
     Attributes:
         max_context: Maximum number of tokens in the model's context; the last turn is cut to it.
         max_turns: Number of turns after which an attempt is truncated.
+        history_window: Number of past turns in a turn's prompt; None: all turns, in one strand.
         timeout_s: Seconds for a whole attempt, including waits for the generator; None: no limit.
             Only code that awaits can be interrupted, not code that blocks the event loop.
     """
@@ -63,6 +66,7 @@ class EpisodePlayer:
     renderer: Renderer
     max_context: int
     max_turns: int = 64
+    history_window: int | None = None
     timeout_s: float | None = None
 
     async def play(
@@ -124,7 +128,7 @@ class EpisodePlayer:
             state.tools = await get_offered_tools(environment, state.task) or None
             state.metrics["malformed_tool_calls"] = 0
         strand = state.strand
-        state.turn_start = len(state.messages)
+        state.turn_starts.append(len(state.messages))
         prompt, strand.media = memo.render(self.renderer, state.messages, state.tools)
         strand.record.add(Owner.PROMPT, prompt)
         for turn_index in range(self.max_turns):
@@ -200,7 +204,7 @@ class EpisodePlayer:
         for name, value in (step.metrics or {}).items():
             state.metrics[name] = state.metrics.get(name, 0.0) + float(value)
         if not step.done:
-            self._append_observation(state, step.messages)
+            await self._append_observation(state, step.messages)
         return step.done, None
 
     async def _reward_cut_attempt(self, state: EpisodeState) -> None:
@@ -238,8 +242,10 @@ class EpisodePlayer:
         state.metrics["malformed_tool_calls"] += n_malformed
         return message, n_malformed
 
-    def _append_observation(self, state: EpisodeState, observation: Sequence[Message]) -> None:
-        """Append the environment's messages, in a new strand if the template rewrites history.
+    async def _append_observation(
+        self, state: EpisodeState, observation: Sequence[Message]
+    ) -> None:
+        """Append the environment's messages, in a new strand if the history can't go on.
 
         Inline text continues the policy's turn instead.
         """
@@ -247,31 +253,72 @@ class EpisodePlayer:
         if observation[0].role == "inline":
             self._append_inline(state, observation)
             return
-        history = tuple(state.messages[: state.turn_start])
+        start = state.turn_starts[-1]
         # With inline text the turn has several messages, which the template sees as one.
-        (reply,) = merge_inline(state.messages[state.turn_start :])[0]
+        (reply,) = merge_inline(state.messages[start:])[0]
         sampled, state.turn_tokens = state.turn_tokens, []
         state.messages.extend(observation)
-        state.turn_start = len(state.messages)
         n_turns = int(state.metrics["turns"])
         state.rendered = f"the reply of {type(state.environment).__name__} to turn {n_turns}"
-        if self.renderer.keeps_turn(
-            sampled, observation, history=history, reply=reply, tools=state.tools
+        if self.history_window is not None:
+            if state.environment.raw_observations:
+                raise DataError(
+                    "raw observations extend the tokens of the turns before them, and "
+                    "rollouts.history_window drops these: remove rollouts.history_window"
+                )
+            prompt = await observe(
+                state.environment,
+                state.task,
+                state.messages,
+                state.turn_starts,
+                self.history_window,
+            )
+            self._begin_strand(state, prompt)
+        elif state.environment.raw_observations:
+            state.strand.record.add(Owner.ENVIRONMENT, self._encode_raw(sampled, observation))
+        elif not self._extend_strand(state, sampled, reply, observation):
+            self._begin_strand(state, state.messages)
+        state.turn_starts.append(len(state.messages))
+
+    def _begin_strand(self, state: EpisodeState, messages: Sequence[Message]) -> None:
+        """Begin a strand whose prompt is `messages`."""
+        prompt = self.renderer.prompt(messages, state.tools)
+        state.strands.append(EpisodeStrand())
+        state.strand.record.add(Owner.PROMPT, prompt)
+        state.strand.media = self.renderer.media(prompt, messages)
+
+    def _extend_strand(
+        self,
+        state: EpisodeState,
+        sampled: Sequence[int],
+        reply: Message,
+        observation: Sequence[Message],
+    ) -> bool:
+        """Append an observation to the strand; False if the template rewrites the turn before it.
+
+        Args:
+            sampled: The tokens of that turn.
+            reply: The message that was parsed from them.
+        """
+        history, tools = tuple(state.messages[: state.turn_starts[-1]]), state.tools
+        if not self.renderer.keeps_turn(
+            sampled, observation, history=history, reply=reply, tools=tools
         ):
-            new_tokens = self.renderer.extend(
-                sampled, observation, history=history, tools=state.tools
+            return False
+        new_tokens = self.renderer.extend(sampled, observation, history=history, tools=tools)
+        start = state.strand.record.length
+        state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
+        media = self.renderer.media(new_tokens, observation)
+        state.strand.media += tuple(placed._replace(start=start + placed.start) for placed in media)
+        return True
+
+    def _encode_raw(self, sampled: Sequence[int], observation: Sequence[Message]) -> list[int]:
+        """Return the tokens of an observation without the chat template."""
+        if any(message.media for message in observation):
+            raise DataError(
+                "raw observations are text, and this one has media: set raw_observations = False"
             )
-            start = state.strand.record.length
-            state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
-            media = self.renderer.media(new_tokens, observation)
-            state.strand.media += tuple(
-                placed._replace(start=start + placed.start) for placed in media
-            )
-        else:
-            state.strands.append(EpisodeStrand())
-            prompt = self.renderer.prompt(state.messages, state.tools)
-            state.strand.record.add(Owner.PROMPT, prompt)
-            state.strand.media = self.renderer.media(prompt, state.messages)
+        return self.renderer.encode_raw(sampled, observation, allow_special=True)
 
     def _append_inline(self, state: EpisodeState, observation: Sequence[Message]) -> None:
         if state.tools is not None:
@@ -279,7 +326,7 @@ class EpisodePlayer:
                 f"{type(state.environment).__name__}.step returned inline text, and the task "
                 "offers tools: a call can't be read from a continued turn, so offer one of both"
             )
-        new_tokens = self.renderer.continue_turn(state.turn_tokens, observation)
+        new_tokens = self.renderer.encode_raw(state.turn_tokens, observation)
         state.messages.extend(observation)
         state.turn_tokens.extend(new_tokens)
         state.strand.record.add(Owner.ENVIRONMENT, new_tokens)

@@ -157,10 +157,9 @@ class EpisodeState:
     sampling: Sampling
     messages: list[Message]
     tools: Tools | None = None
-    # The assistant's open turn: its tokens, with those of inline text, and the number of messages
-    # before it.
+    # The tokens of the assistant's open turn, with those of inline text.
     turn_tokens: list[int] = field(default_factory=list)
-    turn_start: int = 0
+    turn_starts: list[int] = field(default_factory=list)  # number of messages before each turn
     strands: list[EpisodeStrand] = field(default_factory=lambda: [EpisodeStrand()])
     waits_for: str = "the environment"  # or "the generator"
     rendered: str = "the prompt"  # the text that was rendered last

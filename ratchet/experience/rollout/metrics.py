@@ -32,9 +32,9 @@ Labels = Mapping[str, str]
 def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     """Return token counts of all rows, and lengths and rewards of the sampled attempts.
 
-    Only rows that train count as attempts; a greedy baseline has metrics of its own. Lengths and
-    rewards leave out supervised text and replayed groups. Replayed groups were measured when they
-    were new.
+    All rows of an attempt count as one attempt. Only attempts that train count; a greedy baseline
+    has metrics of its own. Lengths and rewards leave out supervised text and replayed groups.
+    Replayed groups were measured when they were new.
     """
     rows = [t for group in groups for t in group.trajectories]
     trainable = _concatenate(
@@ -46,24 +46,21 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     }
     groups = [group for group in groups if not group.n_uses]
     sampled = [
-        t
+        rows
         for group in groups
         if any(_is_sampled(t) for t in group.trajectories)
-        for t in group.trajectories
+        for rows in group.attempts
     ]
-    attempts = [t for t in sampled if t.use == "train"]
-    baselines = [t for t in sampled if t.use == "baseline"]
+    attempts = [rows for rows in sampled if rows[-1].use == "train"]
+    baselines = [rows[-1] for rows in sampled if rows[-1].use == "baseline"]
     if sampled:
-        metrics["generated_tokens"] = float(sum(t.completion_length for t in sampled))
+        metrics["generated_tokens"] = float(sum(map(_count_completion, sampled)))
     if attempts:
         metrics |= _measure_attempt_metrics(groups)
         metrics |= _measure_attempts(attempts) | _measure_rewards(
-            [t for t in attempts if t.reward is not None]
+            [rows[-1] for rows in attempts if rows[-1].reward is not None]
         )
-        rewards_by_group = [
-            [r for t in group.trajectories if t.use == "train" and (r := t.reward) is not None]
-            for group in groups
-        ]
+        rewards_by_group = [group.rewards for group in groups]
         if any(rewards_by_group):
             metrics["equal_rewards_share"] = fmean(
                 max(rewards) == min(rewards) for rewards in rewards_by_group if rewards
@@ -122,7 +119,7 @@ def _collect_samples(group: Group) -> dict[str, list[float]]:
         last = rows[-1]
         if last.use != "train":
             continue
-        samples["length_mean"].append(float(sum(row.completion_length for row in rows)))
+        samples["length_mean"].append(float(_count_completion(rows)))
         samples["truncated_share"].append(float(last.truncated))
         if (reward := last.reward) is not None:
             samples["reward"].append(reward)
@@ -158,13 +155,13 @@ def measure_redundancy(groups: Sequence[Group], n_attempts_begun: int) -> dict[s
         n_attempts_begun: Number of attempts begun for each group.
     """
     finished_attempts = [
-        [rows[-1] for rows in group.attempts if rows[-1].use == "train"] for group in groups
+        [rows for rows in group.attempts if rows[-1].use == "train"] for group in groups
     ]
     lengths_by_group = [
-        [row.completion_length for row in rows if not isinstance(row.outcome, Failed)]
-        for rows in finished_attempts
+        [_count_completion(rows) for rows in attempts if not isinstance(rows[-1].outcome, Failed)]
+        for attempts in finished_attempts
     ]
-    n_cancelled = [n_attempts_begun - len(rows) for rows in finished_attempts]
+    n_cancelled = [n_attempts_begun - len(attempts) for attempts in finished_attempts]
     if not any(lengths_by_group):
         return {}
     estimated_mean = estimate_mean_length(lengths_by_group, n_cancelled)
@@ -211,15 +208,21 @@ def _is_sampled(row: Trajectory) -> bool:
     return row.sampled or not isinstance(row.outcome, Scored | None)
 
 
-def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
+def _count_completion(rows: Sequence[Trajectory]) -> int:
+    """Return the number of tokens that the policy wrote in all rows of an attempt."""
+    return sum(row.completion_length for row in rows)
+
+
+def _measure_attempts(attempts: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     """Return the lengths, repetition, truncation and failures of sampled attempts."""
-    lengths = [t.completion_length for t in attempts]
-    failure_counts = Counter(t.outcome.kind for t in attempts if isinstance(t.outcome, Failed))
+    lengths = list(map(_count_completion, attempts))
+    outcomes = [rows[-1].outcome for rows in attempts]
+    failure_counts = Counter(outcome.kind for outcome in outcomes if isinstance(outcome, Failed))
     return {
         "length_mean": fmean(lengths),
         "length_max": float(max(lengths)),
-        **measure_repetition(attempts),
-        "truncated_share": fmean(t.truncated for t in attempts),
+        **measure_repetition([row for rows in attempts for row in rows]),
+        "truncated_share": fmean(rows[-1].truncated for rows in attempts),
         "failed_share": sum(failure_counts.values()) / len(attempts),
         **{f"failed/{kind}": float(count) for kind, count in failure_counts.items()},
     }

@@ -66,11 +66,7 @@ class Curriculum(TaskStream):
 
     def observe(self, group: Group) -> None:
         """Update the success rate of the group's task."""
-        rewards = [
-            row.reward
-            for row in (rows[-1] for rows in group.attempts)
-            if row.use == "train" and row.reward is not None
-        ]
+        rewards = group.rewards
         if not rewards:
             return
         index = self._index_by_prompt[group.task.messages]

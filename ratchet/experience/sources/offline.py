@@ -10,6 +10,7 @@ from dataclasses import replace
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.errors import ConfigError, DataError, RowTooLong
+from ratchet.experience.rollout.history import split_turns
 from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Environment
@@ -119,7 +120,11 @@ def _prefix_errors_with_task(task: Task) -> Iterator[None]:
 
 
 class SupervisedSource(StreamSource):
-    """A source of supervised rows: each is a task with its demonstration."""
+    """A source of supervised rows: each is a task with its demonstration.
+
+    With a `history_window`, each turn of a demonstration is a row, with the prompt that the turn
+    has in rollouts.
+    """
 
     def __init__(
         self,
@@ -128,23 +133,36 @@ class SupervisedSource(StreamSource):
         text_renderer: TextRenderer,
         *,
         train: TrainedTokens,
+        history_window: int | None = None,
     ) -> None:
         super().__init__(stream, name)
         self.text_renderer = text_renderer
         self.train: TrainedTokens = train
+        self.history_window = history_window
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return [Group(group_id, task, (self._row(task),)) for group_id, task in jobs]
+        return [Group(group_id, task, self._rows(task)) for group_id, task in jobs]
 
     def check_length(self, task: Task) -> None:
-        self._row(task)
+        self._rows(task)
 
-    def _row(self, task: Task) -> Trajectory:
+    def _rows(self, task: Task) -> tuple[Trajectory, ...]:
         environment = self.stream.environment
         tools = environment.tools(task) or None
-        return self.text_renderer.row(
-            task, environment.demonstration(task), train=self.train, tools=tools
-        )
+        demonstration = environment.demonstration(task)
+        if self.history_window is None or not task.messages:
+            return (self.text_renderer.row(task, demonstration, train=self.train, tools=tools),)
+        turns = split_turns(demonstration)
+        rows: list[Trajectory] = []
+        for i in range(len(turns) - 1 if self.train == "last" else 0, len(turns)):
+            past_turns = turns[max(0, i - self.history_window) : i]
+            prompt = tuple(environment.observe(task, task.messages, past_turns))
+            answer = [message for message in turns[i] if message.role in ("assistant", "inline")]
+            # Earlier answers train in rows of their own.
+            train = "text" if self.train == "text" else "last"
+            step = replace(task, messages=prompt)
+            rows.append(self.text_renderer.row(step, answer, train=train, tools=tools))
+        return tuple(rows)
 
 
 class AnswerSource(StreamSource):

@@ -63,11 +63,7 @@ class ReplayBuffer(Source):
 
     def _compute_priority(self, group: Group) -> float:
         """Return the group's weight in the draw. A group with priority 0 is never replayed."""
-        rewards = [
-            row.reward
-            for row in (rows[-1] for rows in group.attempts)
-            if row.use == "train" and row.reward is not None
-        ]
+        rewards = group.rewards
         if self.config.priority == "uniform":
             return float(any(row.is_usable for row in group.trajectories))
         return pstdev(rewards) if rewards else 0.0

@@ -605,6 +605,8 @@ def test_tools_and_stop_strings_are_those_of_the_instance_that_plays():
         assert environment.stop_strings == ("stop_1",)
         assert environment.tools(task)[0]["function"]["name"] == "after_0"
         assert environment.measure([]) == {"groups": 0.0}
+        assert await environment.reward_cut_attempt([Message("user", "a")]) == 0.25
+        assert environment.raw_observations
         await environment.close()
         assert environment.tools(task)[0]["function"]["name"] == "after_5"
 

@@ -284,8 +284,8 @@ def test_raw_observations_continue_the_turn_with_their_own_tokens():
         prompt = log[0]["token_ids"].tolist()
         assert log[2]["token_ids"].tolist() == ids("<1>")
         assert policy.requests[-1][0] == [*prompt, *ids("a"), EOS, *ids("<1>")]
-    renderer = get_log_renderer(TOKENIZER, raw_observations=True)
-    assert renderer.extend(ids("a"), [Message("user", EOS_TEXT)]) == [EOS]
+    end = [Message("user", EOS_TEXT)]
+    assert get_log_renderer(TOKENIZER).encode_raw(ids("a"), end, allow_special=True) == [EOS]
 
 
 def test_cut_answers_are_judged_where_the_environment_asks():

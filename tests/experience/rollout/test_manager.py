@@ -273,25 +273,28 @@ def test_a_step_that_mostly_fails_stops_the_run_and_shows_why():
 
 
 def test_measures_by_hand():
+    """The second attempt of the first group has two rows, and counts as one attempt."""
     groups = [
         make_group(
             "a",
             [
                 make_trajectory([1, 2], [3], reward=1.0),
-                make_trajectory([1, 2], [4, 5, 6], reward=0.0),
+                make_trajectory([1], [4], reward=0.0, attempt=1),
+                make_trajectory([1], [5, 6], reward=0.0, attempt=1),
             ],
         ),
         make_group(
             "b",
             [
                 make_trajectory([1], [], outcome=Truncated(0.5)),
-                make_trajectory([1], [2], outcome=Failed("env")),
+                make_trajectory([1], [2], outcome=Failed("env"), attempt=1),
             ],
         ),
     ]
     numbers = measure_groups(groups)
     assert numbers["reward"] == pytest.approx(0.5)
     assert numbers["tokens"] == 3 + 5 + 1 + 2
+    assert numbers["length_mean"] == 1.25
     assert numbers["trained_tokens"] == 4
     assert numbers["generated_tokens"] == 5
     assert numbers["length_max"] == 3
