@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ratchet.recipes import list_recipes, read_summary
@@ -17,21 +16,28 @@ RUNS = "runs"  # the directory in which runs are made
 
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
-    """Return the paths of YAML files, and the names of Ratchet's recipes with their summaries."""
-    files = _complete_path(incomplete, lambda path: path.endswith((".yaml", ".yml")))
-    recipes = [
-        (name, read_summary(path))
-        for name, path in list_recipes().items()
-        if name.startswith(incomplete)
-    ]
-    return [*((file, "") for file in files), *recipes]
+    """Return YAML files, directories, and the names of Ratchet's recipes with their summaries."""
+    words = []
+    for path in _list_entries(incomplete):
+        if path.is_dir():
+            words.append((f"{path}/", ""))
+        elif path.suffix in (".yaml", ".yml"):
+            words.append((str(path), ""))
+    for name, path in list_recipes().items():
+        if name.startswith(incomplete):
+            words.append((name, read_summary(path)))
+    return words
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the paths of run directories; without an `incomplete` word those in `runs/`."""
+    """Return the paths of runs, and of directories that may hold some (with "/" at the end).
+
+    Without a beginning of the word, those in `runs/`.
+    """
     if not incomplete and os.path.isdir(RUNS):
         incomplete = f"{RUNS}/"
-    return _complete_path(incomplete, lambda path: False)
+    directories = [path for path in _list_entries(incomplete) if path.is_dir()]
+    return [str(path) if (path / "config.yaml").is_file() else f"{path}/" for path in directories]
 
 
 def complete_key(incomplete: str) -> list[tuple[str, str]]:
@@ -50,25 +56,11 @@ def complete_key(incomplete: str) -> list[tuple[str, str]]:
     ]
 
 
-def _complete_path(incomplete: str, is_wanted: Callable[[str], bool]) -> list[str]:
-    """Return the wanted files that begin with a path, the directories that lead on, and the runs.
-
-    A directory ends in "/", but for a run, which is complete.
-    """
-    head, _ = os.path.split(incomplete)
+def _list_entries(incomplete: str) -> list[Path]:
+    """Return the files and directories whose paths begin with `incomplete`, without hidden ones."""
+    directory, start = os.path.split(incomplete)
     try:
-        entries: Iterable[Path] = sorted(Path(head or ".").iterdir())
+        entries = sorted(Path(directory).iterdir())
     except OSError:  # there is no such directory
         return []
-    paths = []
-    for entry in entries:
-        path = os.path.join(head, entry.name)
-        if not path.startswith(incomplete) or entry.name.startswith("."):
-            continue
-        if (entry / "config.yaml").is_file():
-            paths.append(path)
-        elif entry.is_dir():
-            paths.append(f"{path}/")
-        elif is_wanted(path):
-            paths.append(path)
-    return paths
+    return [path for path in entries if path.name.startswith(start) and path.name[0] != "."]
