@@ -1,7 +1,8 @@
 """What a shell completes behind `ratchet train` and other commands: recipes, runs and keys.
 
 `ratchet --install-completion` sets it up. Each function returns the words that begin with
-`incomplete`, the keys with their descriptions, which zsh and fish show.
+`incomplete`, some with a description, which zsh and fish show. A shell writes a space after the
+only word, so a directory or a section that is the only one is replaced by what it holds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
     for name, path in list_recipes().items():
         if name.startswith(incomplete):
             words.append((name, read_summary(path)))
-    return words
+    is_only_directory = len(words) == 1 and words[0][0].endswith("/")
+    return complete_recipe(words[0][0]) if is_only_directory else words
 
 
 def complete_run(incomplete: str) -> list[str]:
@@ -37,23 +39,33 @@ def complete_run(incomplete: str) -> list[str]:
     if not incomplete and os.path.isdir(RUNS):
         incomplete = f"{RUNS}/"
     directories = [path for path in _list_entries(incomplete) if path.is_dir()]
-    return [str(path) if (path / "config.yaml").is_file() else f"{path}/" for path in directories]
+    words = [str(path) if (path / "config.yaml").is_file() else f"{path}/" for path in directories]
+    is_only_directory = len(words) == 1 and words[0].endswith("/")
+    return complete_run(words[0]) if is_only_directory else words
 
 
 def complete_key(incomplete: str) -> list[tuple[str, str]]:
-    """Return keys of a recipe as `key=`, and sections as `section.`, one level at a time."""
+    """Return keys of a recipe as `key=`, and sections as `section.`, one level at a time.
+
+    A key that is the only one is returned with its default too, if it has one.
+    """
     from ratchet.commands.help.entries import list_entries
 
     match = re.match(r"stages\.[^.]+\.", incomplete)
     stage = match[0] if match else ""
     path = incomplete.removeprefix(stage)
-    descriptions = {entry.path: entry.description for entry in list_entries()}
-    sections = {name.rpartition(".")[0] for name in descriptions}
-    return [
-        (f"{stage}{name}{'.' if name in sections else '='}", text)
-        for name, text in descriptions.items()
-        if name.startswith(path) and name.count(".") == path.count(".")
+    entries = {entry.path: entry for entry in list_entries()}
+    sections = {name.rpartition(".")[0] for name in entries}
+    names = [n for n in entries if n.startswith(path) and n.count(".") == path.count(".")]
+    if len(names) == 1 and names[0] in sections:
+        return complete_key(f"{stage}{names[0]}.")
+    words = [
+        (f"{stage}{name}{'.' if name in sections else '='}", entries[name].description)
+        for name in names
     ]
+    if len(names) == 1 and (default := entries[names[0]].default):
+        words.append((f"{words[0][0]}{default}", "the default"))
+    return words
 
 
 def _list_entries(incomplete: str) -> list[Path]:
