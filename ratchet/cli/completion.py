@@ -1,14 +1,14 @@
 """What a shell completes behind `ratchet train` and other commands: recipes, runs and keys.
 
 `ratchet --install-completion` sets it up. Each function returns the words that begin with
-`incomplete`, the keys with their descriptions, which zsh and fish show.
+`incomplete`, some with a description, which zsh and fish show. A shell writes a space after the
+only word, so a directory or a section that is the only one is replaced by what it holds.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ratchet.recipes import list_recipes, read_summary
@@ -17,58 +17,62 @@ RUNS = "runs"  # the directory in which runs are made
 
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
-    """Return the paths of YAML files, and the names of Ratchet's recipes with their summaries."""
-    files = _complete_path(incomplete, lambda path: path.endswith((".yaml", ".yml")))
-    recipes = [
-        (name, read_summary(path))
-        for name, path in list_recipes().items()
-        if name.startswith(incomplete)
-    ]
-    return [*((file, "") for file in files), *recipes]
+    """Return YAML files, directories, and the names of Ratchet's recipes with their summaries."""
+    words = []
+    for path in _list_entries(incomplete):
+        if path.is_dir():
+            words.append((f"{path}/", ""))
+        elif path.suffix in (".yaml", ".yml"):
+            words.append((str(path), ""))
+    for name, path in list_recipes().items():
+        if name.startswith(incomplete):
+            words.append((name, read_summary(path)))
+    is_only_directory = len(words) == 1 and words[0][0].endswith("/")
+    return complete_recipe(words[0][0]) if is_only_directory else words
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return the paths of run directories; without an `incomplete` word those in `runs/`."""
+    """Return the paths of runs, and of directories that may hold some (with "/" at the end).
+
+    Without a beginning of the word, those in `runs/`.
+    """
     if not incomplete and os.path.isdir(RUNS):
         incomplete = f"{RUNS}/"
-    return _complete_path(incomplete, lambda path: False)
+    directories = [path for path in _list_entries(incomplete) if path.is_dir()]
+    words = [str(path) if (path / "config.yaml").is_file() else f"{path}/" for path in directories]
+    is_only_directory = len(words) == 1 and words[0].endswith("/")
+    return complete_run(words[0]) if is_only_directory else words
 
 
 def complete_key(incomplete: str) -> list[tuple[str, str]]:
-    """Return keys of a recipe as `key=`, and sections as `section.`, one level at a time."""
+    """Return keys of a recipe as `key=`, and sections as `section.`, one level at a time.
+
+    A key that is the only one is returned with its default too, if it has one.
+    """
     from ratchet.commands.help.entries import list_entries
 
     match = re.match(r"stages\.[^.]+\.", incomplete)
     stage = match[0] if match else ""
     path = incomplete.removeprefix(stage)
-    descriptions = {entry.path: entry.description for entry in list_entries()}
-    sections = {name.rpartition(".")[0] for name in descriptions}
-    return [
-        (f"{stage}{name}{'.' if name in sections else '='}", text)
-        for name, text in descriptions.items()
-        if name.startswith(path) and name.count(".") == path.count(".")
+    entries = {entry.path: entry for entry in list_entries()}
+    sections = {name.rpartition(".")[0] for name in entries}
+    names = [n for n in entries if n.startswith(path) and n.count(".") == path.count(".")]
+    if len(names) == 1 and names[0] in sections:
+        return complete_key(f"{stage}{names[0]}.")
+    words = [
+        (f"{stage}{name}{'.' if name in sections else '='}", entries[name].description)
+        for name in names
     ]
+    if len(names) == 1 and (default := entries[names[0]].default):
+        words.append((f"{words[0][0]}{default}", "the default"))
+    return words
 
 
-def _complete_path(incomplete: str, is_wanted: Callable[[str], bool]) -> list[str]:
-    """Return the wanted files that begin with a path, the directories that lead on, and the runs.
-
-    A directory ends in "/", but for a run, which is complete.
-    """
-    head, _ = os.path.split(incomplete)
+def _list_entries(incomplete: str) -> list[Path]:
+    """Return the files and directories whose paths begin with `incomplete`, without hidden ones."""
+    directory, start = os.path.split(incomplete)
     try:
-        entries: Iterable[Path] = sorted(Path(head or ".").iterdir())
+        entries = sorted(Path(directory).iterdir())
     except OSError:  # there is no such directory
         return []
-    paths = []
-    for entry in entries:
-        path = os.path.join(head, entry.name)
-        if not path.startswith(incomplete) or entry.name.startswith("."):
-            continue
-        if (entry / "config.yaml").is_file():
-            paths.append(path)
-        elif entry.is_dir():
-            paths.append(f"{path}/")
-        elif is_wanted(path):
-            paths.append(path)
-    return paths
+    return [path for path in entries if path.name.startswith(start) and path.name[0] != "."]

@@ -413,7 +413,7 @@ app.command()(status)
 @app.command()
 def doctor(
     fix: Annotated[
-        bool, typer.Option("--fix", help="Print the command that mends each thing, and no more.")
+        bool, typer.Option("--fix", help="Only print the commands that install what is missing.")
     ] = False,
 ) -> None:
     """Show what is installed, what is missing and how to get it, and what this machine offers."""

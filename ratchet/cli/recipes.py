@@ -48,8 +48,11 @@ def copy(
         target /= source.name
     if target.exists():
         raise ConfigError(f"{target} exists already and is not replaced: name another file")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(source.read_bytes())
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{target} can't be written: {error.strerror}") from error
     say(f"{target}\nnext: ratchet train {target}")
 
 

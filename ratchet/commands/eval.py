@@ -8,8 +8,8 @@ import itertools
 import logging
 import os
 import shutil
-from collections.abc import Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +44,7 @@ from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import LocalConfig
 from ratchet.models.scalar_head import load_head
+from ratchet.observe.progress_bar import show_bar
 from ratchet.protocols import Learner
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig
 from ratchet.runs.resolve import fetch_run_model
@@ -230,8 +231,9 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
         evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles)
     if evaluator is None:
         raise ConfigError(NO_TASKS)
-    result = asyncio.run(_run_and_close(target.policy, setup, evaluator.run()))
     tasks = list_held_out_tasks(setup, spec)
+    with _show_attempts(evaluator, len(tasks), spec):
+        result = asyncio.run(_run_and_close(target.policy, setup, evaluator.run()))
     sampling = make_eval_sampling(spec)
     generator = type(target.policy.generator).__name__
     if evaluation.step is not None:
@@ -323,9 +325,21 @@ def _play_messages(
         greedy=spec.evaluation.greedy,
         pass_threshold=spec.evaluation.pass_threshold,
     )
-    results = asyncio.run(_run_evaluator(evaluator, setup))
+    with _show_attempts(evaluator, len(tasks), spec):
+        results = asyncio.run(_run_evaluator(evaluator, setup))
     report_failures(results)
     return add_metadata(results, target, model, evaluation, tasks, evaluator.sampling)
+
+
+@contextmanager
+def _show_attempts(evaluator: StageEvaluator, n_tasks: int, spec: StageSpec) -> Iterator[None]:
+    """Show a bar of the attempts that the evaluator plays."""
+    attempts_per_task = spec.evaluation.samples + spec.evaluation.greedy
+    total = n_tasks * attempts_per_task * len(evaluator.managers)
+    with show_bar("attempts", total) as advance:
+        for manager in evaluator.managers:
+            manager.on_group_end = advance
+        yield
 
 
 async def _run_evaluator(evaluator: Evaluator, setup: EnvSetup) -> EvalResults:

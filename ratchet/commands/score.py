@@ -23,15 +23,18 @@ from ratchet.config.from_words import section_from_words
 from ratchet.config.sections import list_judged
 from ratchet.data.jsonl import TYPE_NAMES, read_lines
 from ratchet.errors import ConfigError, DataError
+from ratchet.observe.progress_bar import show_bar
 from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
+from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import make_console, shorten_text
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 # Rows in memory per worker: a slow row delays the output, but not the judging of later rows.
 ROWS_PER_WORKER = 64
 MAX_WORST_ROWS = 5  # rows in the summary's table of the worst rows
+BLOCK_BYTES = 2**20  # read at once to count lines
 ROLES = ("system", "user", "assistant", "tool")
 # Columns that become the trajectory, and are left out of the task's `meta`.
 TRAJECTORY_COLUMNS = ("response", "messages")
@@ -127,14 +130,24 @@ def make_reward_section(kind: str, overrides: Sequence[str], workers: int) -> Se
 
 async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, workers: int) -> None:
     summary = Summary()
-    async for score in score_rows(path, reward, workers):
-        if as_json:
-            sys.stdout.write(score.as_json() + "\n")
-            sys.stdout.flush()
-        else:
-            summary.add(score)
+    with show_bar("rows", _count_lines(path)) as advance:
+        async for score in score_rows(path, reward, workers):
+            if as_json:
+                sys.stdout.write(score.as_json() + "\n")
+                sys.stdout.flush()
+            else:
+                summary.add(score)
+            advance(1)
     if not as_json:
         summary.show(make_console())
+
+
+def _count_lines(path: str | Path) -> int | None:
+    """Return the number of lines of a file; None for an address, a pipe and a compressed file."""
+    if not isinstance(path, Path) or not path.is_file() or path.suffix != ".jsonl":
+        return None
+    with safe_read.open_file(path) as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK_BYTES), b""))
 
 
 async def score_rows(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:

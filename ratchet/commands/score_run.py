@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.rollout.manager import add_turn_rewards, judge_attempts
+from ratchet.observe.progress_bar import show_bar
 from ratchet.observe.records.groups import read_groups
 from ratchet.observe.records.reader import Record
 from ratchet.protocols import Reward
@@ -80,7 +81,9 @@ def score_run(
     judges = {} if kind else start_judges(config)
     rewards = _build_rewards(config, judges, kind, overrides, workers)
     scores = _score_record(record, rewards, steps or sorted(record.steps), workers)
-    asyncio.run(_write_and_close(scores, judges, str(run), as_json=as_json))
+    total = sum(record.steps[step].rows for step in steps or record.steps)
+    with show_bar("attempts", total) as advance:
+        asyncio.run(_write_and_close(scores, judges, str(run), as_json=as_json, advance=advance))
 
 
 def _build_rewards(
@@ -188,21 +191,30 @@ async def _write_and_close(
     run: str,
     *,
     as_json: bool,
+    advance: Callable[[int], None],
 ) -> None:
     try:
-        await _write(scores, run, as_json=as_json)
+        await _write(scores, run, as_json=as_json, advance=advance)
     finally:
         await close_judges(judges)
 
 
 async def _write(
-    scores: AsyncIterator[tuple[RecordedAttempt, Score]], run: str, *, as_json: bool
+    scores: AsyncIterator[tuple[RecordedAttempt, Score]],
+    run: str,
+    *,
+    as_json: bool,
+    advance: Callable[[int], None],
 ) -> None:
-    """Write the scores as lines of JSON or as a summary. Raises DataError if there are none."""
+    """Write the scores as lines of JSON or as a summary. Raises DataError if there are none.
+
+    `advance` gets the number of rows of each attempt that is scored.
+    """
     summary, comparison = Summary(location_column="step"), RewardComparison()
     n_scores = 0
     async for attempt, score in scores:
         n_scores += 1
+        advance(len(attempt.rows))
         if as_json:
             sys.stdout.write(score.as_json() + "\n")
             sys.stdout.flush()

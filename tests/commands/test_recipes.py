@@ -64,10 +64,11 @@ def test_train_without_a_recipe_says_what_is_there(here):
     [
         ("train quicks", "quickstart"),
         ("train mi", "mine.yaml"),
-        ("train quickstart optimizer.warmup_sh", "optimizer.warmup_share="),
-        ("train quickstart stages.grpo.optim", "stages.grpo.optimizer."),
+        ("train quickstart optimizer.warmup_sh", "optimizer.warmup_share=0.0"),
+        ("train quickstart stages.grpo.optim", "stages.grpo.optimizer.lr="),
+        ("train quickstart stages.grpo.e", "stages.grpo.evaluation."),
         ("train --resume ", "runs/first"),
-        ("report runs/f", "runs/first"),
+        ("report ru", "runs/first"),
     ],
 )
 def test_the_shell_completes_recipes_runs_and_keys(here, monkeypatch, words, expected):

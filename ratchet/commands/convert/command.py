@@ -32,6 +32,7 @@ from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import copy_companions, find_model
 from ratchet.models.lora.files import StoredAdapter, load_adapter
 from ratchet.models.weights.hf_weights import read_json
+from ratchet.observe.progress_bar import show_bar
 from ratchet.runs.run_dir import ADAPTER, MODEL
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import write_json
@@ -292,11 +293,13 @@ def _write_files(
             f"continuing: {sum(records is not None for records in existing_records)} of "
             f"{len(files)} files are complete"
         )
-    for file, records in zip(files, existing_records, strict=True):
-        if records is None:
-            records = write(file.path, file.entries)
-            write_json(file.marker, {"size": file.path.stat().st_size, "records": records})
-        all_records += records
+    with show_bar("files written", len(files)) as advance:
+        for file, records in zip(files, existing_records, strict=True):
+            if records is None:
+                records = write(file.path, file.entries)
+                write_json(file.marker, {"size": file.path.stat().st_size, "records": records})
+            all_records += records
+            advance(1)
     return all_records
 
 
@@ -309,11 +312,12 @@ def _compare_weights(
     again.
     """
     copies = converted.open()
-    wrong_names = [
-        name
-        for name in weights.shapes
-        if name not in copies.shapes or not _is_equal(weights, copies, name)
-    ]
+    wrong_names = []
+    with show_bar("weights compared", len(weights.shapes)) as advance:
+        for name in weights.shapes:
+            if name not in copies.shapes or not _is_equal(weights, copies, name):
+                wrong_names.append(name)
+            advance(1)
     if not wrong_names:
         say(f"compared: all {len(weights.shapes)} weights have the checksums of the source")
         return

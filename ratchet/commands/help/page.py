@@ -21,7 +21,8 @@ JSON schema for editors, and `ratchet check RECIPE` checks a whole recipe.
 - Keys of a stage may stand at the top: then they are the default of all stages.
 - A section with a kind is chosen by `kind:`, a name from its table or the import path of a class of
   your own (`my_package.module:Class`), whose parameters are then its keys.
-- `extends: other.yaml` starts from another recipe.
+- `extends: other.yaml` starts from another recipe, `extends: quickstart` from one that comes with
+  Ratchet.
 - On the command line a key is written with dots: `stages.grpo.algorithm.group_size=16`."""
 TABLE_HEAD = "| Key | Values | Default | Meaning |\n|---|---|---|---|"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +17,7 @@ from ratchet.config.outputs import CheckpointConfig
 from ratchet.config.schema import EvaluationConfig, RunConfig, StageConfig
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import RatchetError
+from ratchet.observe.progress_bar import show_bar
 from ratchet.observe.records.reader import Record
 from ratchet.observe.records.schema import SCHEMA
 from ratchet.observe.sinks import read_jsonl
@@ -76,7 +77,9 @@ def probe(config: RunConfig, *, limit_s: float) -> Probe:
         RatchetError: The run failed.
     """
     with TemporaryFolder("plan") as directory:
-        run, output = _train(directory, write_text(_shorten(config)), "--try", str(limit_s))
+        with show_bar("seconds of the probe", round(limit_s * len(config.stages))) as advance:
+            recipe = write_text(_shorten(config))
+            run, output = _train(directory, recipe, "--try", str(limit_s), advance=advance)
         if not run.summary.exists():
             raise RatchetError(
                 f"a probe of {config.name} failed. Its output ends with: {output.strip()[-800:]}"
@@ -164,8 +167,16 @@ def _get_defaults(
     return {name: section.model_fields[name].default for name in names}
 
 
-def _train(directory: Path, recipe: str, *options: str) -> tuple[RunDirectory, str]:
-    """Run `ratchet train` and return (its run directory, its output)."""
+def _train(
+    directory: Path,
+    recipe: str,
+    *options: str,
+    advance: Callable[[int], None] = lambda seconds: None,
+) -> tuple[RunDirectory, str]:
+    """Run `ratchet train` and return (its run directory, its output).
+
+    `advance` is called with each second that it takes.
+    """
     path, run = directory / "recipe.yaml", RunDirectory(directory / "run")
     path.write_text(recipe)
     command = [
@@ -178,14 +189,19 @@ def _train(directory: Path, recipe: str, *options: str) -> tuple[RunDirectory, s
         str(run.path),
         *options,
     ]
-    process = subprocess.run(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    return run, process.stdout.decode(errors="replace")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+    ) as process:
+        try:
+            while True:
+                try:
+                    output, _ = process.communicate(timeout=1)
+                    return run, output.decode(errors="replace")
+                except subprocess.TimeoutExpired:
+                    advance(1)
+        except BaseException:  # Ctrl-C ends the training too
+            process.kill()
+            raise
 
 
 def _read_peak(run: RunDirectory) -> int:

@@ -111,6 +111,8 @@ class RolloutManager:
         # True if an attempt can be judged as soon as it ends, without the rest of its group.
         self._judges_alone = self.reward is None or not self.reward.compares_attempts
         self.n_playing = 0  # attempts that are being played or judged
+        # Called with the number of attempts of each group that has ended.
+        self.on_group_end: Callable[[int], None] | None = None
         self._idle_environments: list[Environment] = []
 
     async def group(
@@ -150,6 +152,8 @@ class RolloutManager:
         judged_rows = (
             attempt_rows if self._judges_alone else await self._judge_together(task, attempt_rows)
         )
+        if self.on_group_end is not None:
+            self.on_group_end(attempts)
         return Group(group_id, task, tuple([row for rows in judged_rows for row in rows]))
 
     async def groups(

@@ -73,6 +73,15 @@ def test_attempts_are_in_order_and_each_has_its_own_seed():
     assert len({tuple(t) for t in tokens(group)}) > 1, "attempts of one group must differ in seed"
 
 
+def test_the_attempts_of_each_ended_group_are_counted():
+    counts = []
+    counted = manager()
+    counted.on_group_end = counts.append
+    jobs = [(task.id, task) for task in tasks(3)]
+    asyncio.run(counted.groups(jobs, SAMPLING, attempts=2))
+    assert counts == [2, 2, 2]
+
+
 def test_a_greedy_baseline_is_one_attempt_more_and_never_trains():
     (task,) = tasks(1)
     plain = asyncio.run(manager().group(task, SAMPLING, group_id="s/0", attempts=3))
