@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ratchet.errors import MissingColumn
 from ratchet.types import Placed
+from ratchet.utils.transfer import upload_together
 
 Level = Literal["token", "sequence", "group"]
 # The token column of expert choices, int16 [T, layers with experts, experts of a token]. It exists
@@ -85,6 +86,13 @@ class Batch:
     metrics: Mapping[str, float] = field(default_factory=dict)  # see `with_metrics`
     # uint8, the distinct masks of `AllowedTokens`; None: no grammar constrained a token
     masks_MB: Tensor | None = None
+    # The same batch in main memory, if this one is on an accelerator.
+    host: Batch | None = None
+
+    @property
+    def on_host(self) -> Batch:
+        """Return the batch in main memory, whose values can be read without waiting."""
+        return self.host or self
 
     @property
     def n_tokens(self) -> int:
@@ -185,6 +193,7 @@ class Batch:
                 changes[column.name] = value[token_indices if column.name.endswith("_T") else rows]
         changes["media_S"] = tuple(self.media_S[i] for i in rows.tolist()) if self.media_S else ()
         changes["group_S"] = group_S
+        changes["host"] = None
         changes["group_ids"] = tuple(self.group_ids[g] for g in group_indices.tolist())
         changes["token_columns"] = {k: v[token_indices] for k, v in self.token_columns.items()}
         changes["sequence_columns"] = {k: v[rows] for k, v in self.sequence_columns.items()}
@@ -207,17 +216,33 @@ class Batch:
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
         """Return the batch on `device`, floats cast to `dtype` (the learner's loss dtype)."""
 
-        def move(x: Tensor) -> Tensor:
-            return x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype)
-
-        changes: dict[str, object] = {
-            item.name: move(getattr(self, item.name))
+        columns = {
+            item.name: getattr(self, item.name)
             for item in fields(self)
             if isinstance(getattr(self, item.name), Tensor)
         }
-        changes["token_columns"] = {k: move(v) for k, v in self.token_columns.items()}
-        changes["sequence_columns"] = {k: move(v) for k, v in self.sequence_columns.items()}
-        changes["weights"] = {k: w._replace(values=move(w.values)) for k, w in self.weights.items()}
+        weights = {name: weight.values for name, weight in self.weights.items()}
+        groups = (columns, self.token_columns, self.sequence_columns, weights)
+        moved = iter(
+            upload_together(
+                [
+                    x.to(dtype=dtype) if x.is_floating_point() else x
+                    for group in groups
+                    for x in group.values()
+                ],
+                device,
+            )
+        )
+        columns, token_columns, sequence_columns, weights = (
+            {name: next(moved) for name in group} for group in groups
+        )
+        changes: dict[str, object] = {
+            **columns,
+            "token_columns": token_columns,
+            "sequence_columns": sequence_columns,
+            "weights": {k: w._replace(values=weights[k]) for k, w in self.weights.items()},
+            "host": None if torch.device(device).type == "cpu" else self.on_host,
+        }
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 

@@ -35,6 +35,7 @@ from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.protocols import ExportedPart, Learner, LossTerm, Shard
 from ratchet.utils.thread_pool import ThreadPool, balance_by_size
+from ratchet.utils.transfer import fetch_together
 
 
 class LocalLearner(Learner):
@@ -119,9 +120,10 @@ class LocalLearner(Learner):
         # Score an empty batch too, so that its columns have the right width.
         plan = self._plan_micros(batch) or [[]]
         scored = self._score_micros(batch, plan, output_names, top_k)
-        cpu_columns = [
-            {name: columns[name].to("cpu") for name in output_names} for columns in scored
-        ]
+        fetched = iter(
+            fetch_together([columns[name] for columns in scored for name in output_names])
+        )
+        cpu_columns = [{name: next(fetched) for name in output_names} for _ in scored]
         return gather_columns(batch, plan, cpu_columns)
 
     async def score_base(
@@ -161,7 +163,7 @@ class LocalLearner(Learner):
         sums = self._accumulate(mini if len(rows) == mini.n_sequences else mini.take(rows), terms)
         parameters = [parameter for _, parameter in self.forwards[0].parameters()]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        metrics |= {name: float(value) for name, value in sums.items()} | {"grad_norm": float(norm)}
+        metrics |= _fetch({**sums, "grad_norm": norm})
         try:
             if not step_rules.accept_step(metrics["grad_norm"], metrics["loss"]):
                 return {**metrics, "skipped_nonfinite": 1.0}
@@ -345,6 +347,12 @@ class LocalLearner(Learner):
                 parameter.copy_(state["parameters"][name])
         if self.optimizer is not None:
             self.optimizer.load(state["optimizer"])
+
+
+def _fetch(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return scalars of the device as numbers, after one wait for all of them."""
+    together = torch.stack([value.to(torch.float64) for value in values.values()])
+    return dict(zip(values, together.tolist(), strict=True))
 
 
 def _move_gradients(source: Forward, target: Forward) -> None:

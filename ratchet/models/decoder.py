@@ -317,7 +317,8 @@ class Decoder(nn.Module):
             must_checkpoint = self.checkpointing and torch.is_grad_enabled()
             x_Td = cast(
                 Tensor,
-                checkpoint(layer, *inputs, use_reentrant=False)
+                # Layers draw no random numbers but those of a seed (`SeededDropout`).
+                checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
                 if must_checkpoint
                 else layer(*inputs),
             )

@@ -85,6 +85,14 @@ class PolicyModel(nn.Module, ABC):
         return False
 
     @property
+    def packs_on_host(self) -> bool:
+        """True if `hidden` takes tensors in main memory, and uploads what it computes with.
+
+        Packing needs the values of tokens and masks, and would wait for an accelerator to get them.
+        """
+        return False
+
+    @property
     def has_routers(self) -> bool:
         """True if the model has expert routers that `hidden` can replay and monitor."""
         return False
@@ -263,6 +271,10 @@ class DecoderPolicy(PolicyModel):
         return True
 
     @property
+    def packs_on_host(self) -> bool:
+        return True
+
+    @property
     def has_routers(self) -> bool:
         return bool(self.shape.sparse_layers)
 
@@ -283,12 +295,29 @@ class DecoderPolicy(PolicyModel):
         *,
         output_mask_T: Tensor | None = None,
     ) -> Tensor:
+        device = next(self.parameters()).device
+        shares_prefixes = self.shares_prefixes
+        if routing is not None:
+            routing.check(self.shape)
         if output_mask_T is None or routing is not None or not output_mask_T.any():
-            packed = self.pack_inputs(tokens_T, positions_T, lengths, routing)
+            packed = pack_inputs(
+                tokens_T,
+                positions_T,
+                lengths,
+                routing,
+                shares_prefixes=shares_prefixes,
+                device=device,
+            )
         else:
             packed = pack_output_inputs(
-                tokens_T, positions_T, lengths, output_mask_T, shares_prefixes=self.shares_prefixes
+                tokens_T,
+                positions_T,
+                lengths,
+                output_mask_T,
+                shares_prefixes=shares_prefixes,
+                device=device,
             )
+        packed = packed.to(device)
         hidden = self.decoder(
             packed.tokens_U,
             packed.positions_U,

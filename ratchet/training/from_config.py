@@ -25,6 +25,7 @@ from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import DistributedConfig, DTensorConfig
 from ratchet.learners.distributed.topology import build_topology
+from ratchet.models.accelerator import use_accelerator
 from ratchet.models.load import find_model, init_policy, load_policy
 from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
@@ -230,7 +231,7 @@ def build_policy(config: RunConfig) -> Policy:
             raise ConfigError(
                 f"device={config.device}, but torch finds no CUDA accelerator here. Set device=cpu"
             )
-        torch.cuda.set_device(device)
+        use_accelerator(device)
     tokenizer = build(config.tokenizer, source.path)
     if source.path is not None:
         _check_tokenizer(config, tokenizer)

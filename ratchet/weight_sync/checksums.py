@@ -63,6 +63,9 @@ def copy_with_checksum(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> 
     if target.is_cuda or not target.numel() or not target.dim():
         target.copy_(source)
         return checksum(target_n)
+    if source.is_cuda:
+        # One wait for the device, not one for each chunk.
+        source = source.to(dtype).cpu()
     digest = xxhash.xxh3_128()
     if source.dtype == dtype and source.device == target.device and source.is_contiguous():
         # numpy's slices are cheaper: torch's slicing would take a tenth of this function's time.

@@ -4,6 +4,8 @@ import pytest
 import torch
 from support.pretend_cuda.counting import counting
 
+from ratchet.utils.transfer import fetch_together, upload_together
+
 CUDA = torch.device("cuda:0")
 
 
@@ -43,6 +45,25 @@ def test_events_are_counted_by_line():
         x.to("cpu", non_blocking=True)
     assert (events.count("kernel"), events.count("sync"), events.count("copy")) == (3, 3, 3)
     assert events.count("kernel", place="tests/rehearsal/cuda_backend.py") == 3
+
+
+def test_tensors_cross_together_in_one_copy():
+    tensors = [
+        torch.arange(3),
+        torch.ones(2, 2, dtype=torch.float64),
+        torch.zeros(0),
+        torch.tensor(True),
+        torch.arange(10, dtype=torch.int16).view(2, 5).T,
+    ]
+    with counting() as events:
+        on_device = upload_together(tensors, CUDA)
+    assert (events.count("copy"), events.count("sync")) == (1, 0)
+    with counting() as events:
+        fetched = fetch_together(on_device)
+    assert (events.count("copy"), events.count("sync")) == (1, 1)
+    for tensor, result in zip(tensors, fetched, strict=True):
+        assert result.dtype == tensor.dtype
+        assert torch.equal(result, tensor)
 
 
 def test_every_thread_has_a_current_device_and_every_device_its_memory():

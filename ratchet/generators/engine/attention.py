@@ -22,6 +22,8 @@ from torch import Tensor
 
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
+from ratchet.models.accelerator import attend_grouped
+from ratchet.utils.transfer import upload
 
 # Tokens of one partial sum. MKL splits longer sums into pieces that depend on the whole length
 # (seen from 200 tokens on).
@@ -157,10 +159,9 @@ def _attend_causal(bucket: _Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor)
         )
 
     q, k, v = to_padded_rows(q_THD), to_padded_rows(k_TKD), to_padded_rows(v_TKD)
-    out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    return (
+        attend_grouped(q, k, v).transpose(1, 2).flatten(0, 1).index_select(0, bucket.cell_indices)
     )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cell_indices)
 
 
 def _make_buckets(lengths: NDArray[np.int64], device: torch.device) -> list[_Bucket]:
@@ -173,7 +174,7 @@ def _make_buckets(lengths: NDArray[np.int64], device: torch.device) -> list[_Buc
         gather_indices = starts[has_width, None] + np.minimum(offsets, lengths[has_width, None] - 1)
         cell_indices = np.flatnonzero(offsets < lengths[has_width, None])
         index = (
-            torch.from_numpy(x).to(device)
+            upload(torch.from_numpy(x), device)
             for x in (gather_indices.ravel(), cell_indices, gather_indices.ravel()[cell_indices])
         )
         buckets.append(_Bucket(int(has_width.sum()), *index))

@@ -23,6 +23,7 @@ from ratchet.generators.engine.running_requests import ActiveSlots, RequestSlots
 from ratchet.generators.request import GenerationRequest, PromptKey
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.expert_routing import RouteRecorder
+from ratchet.utils.transfer import upload
 
 
 class ModelRunner:
@@ -100,7 +101,7 @@ class ModelRunner:
         if moved:
             length = int(self.slots.lengths[moved].max())
             self.slots.move(moved, gaps, length)
-            sources, targets = (torch.tensor(part, device=self.device) for part in (moved, gaps))
+            sources, targets = (upload(torch.tensor(part), self.device) for part in (moved, gaps))
             self.cache.copy_slots(sources, targets, length)
             self.cache.erase([slot for slot in moved if slot in broken])
 
@@ -250,4 +251,4 @@ class ModelRunner:
         return RouteRecorder(self.decoder.config, rows, self.device)
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return upload(torch.from_numpy(array), self.device)

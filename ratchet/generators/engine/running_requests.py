@@ -28,6 +28,7 @@ from ratchet.generators.engine.sampler import (
 from ratchet.generators.grammar_masks import GrammarMatcher
 from ratchet.generators.request import GenerationRequest
 from ratchet.models.layers.expert_routing import UNKNOWN
+from ratchet.utils.transfer import fetch_together, upload
 
 NO_STOP = -1
 
@@ -46,7 +47,7 @@ class ActiveSlots:
     positions: Tensor  # position of that token
     prompt_lengths_N: Tensor  # length of each prompt in tokens
     offset_N: Tensor  # index of the slot's first token in the flat [R * C] histories
-    stops_NS: Tensor | None
+    has_stop_ids: bool  # True if a request has stop ids
     chunks: tuple[LogitsChunk, ...]
     adapters: list[str | None] | None  # the adapter of each request; None: no request has one
     records_routes: bool  # True if a request records routes
@@ -149,7 +150,7 @@ class RequestSlots:
             self.stop_ids,
         ):
             table[targets] = table[sources]
-        source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
+        source, target = (upload(torch.tensor(rows), self.device) for rows in (sources, targets))
         for history in (self.tokens_RC, self.logprobs_RC, self.log_kept_RC, self.routes_RCLK):
             used_part = history[:, :length]
             used_part.index_copy_(0, target, used_part.index_select(0, source))
@@ -161,7 +162,7 @@ class RequestSlots:
 
         The log of the kept mass is None for a slot without filters.
         """
-        slots_n = torch.tensor(slots, device=self.device)
+        slots_n = upload(torch.tensor(slots), self.device)
         longest = int(self.lengths[slots].max())
         histories = [
             self.tokens_RC,
@@ -169,7 +170,10 @@ class RequestSlots:
             *([self.log_kept_RC] if self.settings["filtered"][slots].any() else []),
         ]
         tokens, logprobs, *log_kept_if_filtered = (
-            history[:, :longest].index_select(0, slots_n).cpu().numpy() for history in histories
+            rows.numpy()
+            for rows in fetch_together(
+                [history[:, :longest].index_select(0, slots_n) for history in histories]
+            )
         )
         results = []
         for i, slot in enumerate(slots):
@@ -188,7 +192,7 @@ class RequestSlots:
             logprobs = self.logprobs_RC.numpy()[slots, newest]
         else:
             logprobs = (
-                self.logprobs_RC[torch.tensor(slots, device=self.device), self._upload(newest)]
+                self.logprobs_RC[upload(torch.tensor(slots), self.device), self._upload(newest)]
                 .cpu()
                 .numpy()
             )
@@ -217,8 +221,6 @@ class RequestSlots:
         slot_indices = torch.arange(first_slot, end, device=self.device)
         positions_N = self._upload(self.lengths[first_slot:end]) - 1
         tokens_N = self.tokens_RC[slot_indices, positions_N]
-        stops_NS = self.stop_ids[first_slot:end]
-        has_stops = bool((stops_NS != NO_STOP).any())
         adapters = [request.sampling.adapter for request in requests]
         grammars = [request.grammar for request in requests]
         settings = self.settings[first_slot:end]
@@ -229,7 +231,7 @@ class RequestSlots:
             positions=torch.cat([positions_N, positions_N.new_zeros(padding)]),
             prompt_lengths_N=self._upload(self.prompt_lengths[first_slot:end]),
             offset_N=slot_indices * self.capacity,
-            stops_NS=self._upload(stops_NS) if has_stops else None,
+            has_stop_ids=bool((self.stop_ids[first_slot:end] != NO_STOP).any()),
             chunks=make_chunks(settings, self.vocab_size, self.row_multiple, self.device),
             adapters=None if adapters.count(None) == len(adapters) else adapters,
             records_routes=any(request.sampling.routes for request in requests),
@@ -242,7 +244,7 @@ class RequestSlots:
         )
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, copy=True)
+        return upload(torch.from_numpy(array.copy()), self.device)
 
     def record(self, active: ActiveSlots, draws: Sequence[SampledTokens]) -> Tensor:
         """Append the sampled tokens to the slots of the range and return them, int64 [N]."""

@@ -20,6 +20,7 @@ from ratchet.generators.engine.layout import round_up_to
 from ratchet.generators.grammar_masks import BatchMasks
 from ratchet.models.decoder import Decoder
 from ratchet.types import Sampling
+from ratchet.utils.transfer import upload_together
 
 # The constants of SplitMix64.
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -119,19 +120,17 @@ class SamplingSettings:
     def from_table(cls, table_N: NDArray[np.void], device: torch.device) -> SamplingSettings:
         """Return the settings of N rows of SETTING_DTYPE, on a device."""
 
-        def column(name: str, rows: NDArray[np.int64] | slice = slice(None)) -> Tensor:
-            return torch.from_numpy(table_N[name][rows].copy()).to(device)
-
-        rows = np.flatnonzero(table_N["filtered"])
-        filter_columns = [
-            torch.from_numpy(rows).to(device),
-            *(column(name, rows) for name in ("top_k", "top_p", "min_p")),
-        ]
+        rows_F = np.flatnonzero(table_N["filtered"])
+        columns = [table_N[name].copy() for name in ("stream", "temperature", "greedy")]
+        columns += [rows_F, *(table_N[name][rows_F] for name in ("top_k", "top_p", "min_p"))]
+        streams_N, temperature_N, greedy_N, *filter_columns = upload_together(
+            [torch.from_numpy(column) for column in columns], device
+        )
         return cls(
-            streams_N=column("stream"),
-            temperature_N=column("temperature"),
-            greedy_N=column("greedy") if table_N["greedy"].any() else None,
-            filters=SamplingFilters(*filter_columns) if len(rows) else None,
+            streams_N=streams_N,
+            temperature_N=temperature_N,
+            greedy_N=greedy_N if table_N["greedy"].any() else None,
+            filters=SamplingFilters(*filter_columns) if len(rows_F) else None,
         )
 
     @classmethod

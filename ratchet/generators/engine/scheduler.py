@@ -232,18 +232,22 @@ class Scheduler:
             slot: self.running[slot].reason_at_limit
             for slot in (np.flatnonzero(is_at_limit) + first).tolist()
         }
+        if not active.watched_slots and not active.has_stop_ids:
+            return end_reasons
+        tokens = tokens_N.cpu().numpy()  # the step's only wait for the device
         if active.watched_slots:
-            watched_n = torch.tensor(active.watched_slots, device=tokens_N.device) - first
-            for slot, token in zip(active.watched_slots, tokens_N[watched_n].tolist(), strict=True):
+            watched_tokens = tokens[np.array(active.watched_slots) - first].tolist()
+            for slot, token in zip(active.watched_slots, watched_tokens, strict=True):
                 stop_strings = self.running[slot].stop_strings
                 try:
                     if stop_strings is not None and stop_strings.feed(token):
                         end_reasons[slot] = StopReason.STOP_STRING
                 except RequestFailed as error:
                     end_reasons[slot] = error
-        if active.stops_NS is not None:
-            stop_id_rows = (tokens_N[:, None] == active.stops_NS).any(-1).nonzero()[:, 0]
-            end_reasons |= dict.fromkeys((stop_id_rows + first).tolist(), StopReason.STOP_TOKEN)
+        if active.has_stop_ids:
+            is_stop_N = (tokens[:, None] == self.slots.stop_ids[first:end]).any(-1)
+            stop_slots = (np.flatnonzero(is_stop_N) + first).tolist()
+            end_reasons |= dict.fromkeys(stop_slots, StopReason.STOP_TOKEN)
         return end_reasons
 
     def _retire(self, end_reasons: EndReasons) -> None:

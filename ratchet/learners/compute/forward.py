@@ -212,12 +212,15 @@ class Forward:
         """
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
-        output_mask_T = _mask_predicting_tokens(micro) if SCALAR_COLUMNS.isdisjoint(needs) else None
+        source = micro.on_host if self.model.packs_on_host else micro
+        output_mask_T = (
+            _mask_predicting_tokens(source) if SCALAR_COLUMNS.isdisjoint(needs) else None
+        )
         inputs = [
-            micro.tokens_T,
-            micro.positions_T,
-            micro.lengths_S.tolist(),
-            self.routing(micro, monitor),
+            source.tokens_T,
+            source.positions_T,
+            micro.on_host.lengths_S.tolist(),
+            self.routing(source, monitor),
         ]
         if any(micro.media_S):
             if not self.model.reads_media:
@@ -248,7 +251,7 @@ class Forward:
         if not SCALAR_COLUMNS.isdisjoint(needs):
             scalars_T = self.scalars(micro, hidden_Td)
             columns |= {
-                "values": compute_state_values(scalars_T, micro.predicted_T),
+                "values": compute_state_values(scalars_T, micro.on_host.predicted_T),
                 "scores": select_sequence_scores(scalars_T, micro),
             }
             columns["token_scores"] = scalars_T
@@ -258,7 +261,8 @@ class Forward:
         self, micro: Batch, hidden_Td: Tensor, spec: TokenOutputSpec
     ) -> dict[str, Tensor]:
         """Return the columns that are computed with the language head."""
-        return compute_token_columns(self.language_head, hidden_Td, micro, micro.predicted_T, spec)
+        mask_T = micro.on_host.predicted_T
+        return compute_token_columns(self.language_head, hidden_Td, micro, mask_T, spec)
 
     def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
         """Return the output of the scalar head for each token, [T]."""

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ratchet.allowed_tokens import unpack_masks
 from ratchet.batch import ALLOWED, Batch
 from ratchet.learners.compute.chunked_logprobs import compute_target_logprobs
+from ratchet.utils.transfer import upload
 
 Logits = Callable[[Tensor], Tensor]  # [n, d] -> [n, V], float32 or better
 # Columns that a scalar head computes.
@@ -199,9 +200,10 @@ def compute_token_columns(
     under temperature 1, as the sampler does. A token that was drawn under a grammar is scored among
     the tokens that the grammar allowed.
 
+    mask_T: bool; in main memory it costs no wait for the device.
     state_index_T: row of each token's state in `hidden_Td`; None: the order of tokens.
     """
-    index_n = mask_T.nonzero()[:, 0]
+    index_n = upload(mask_T.nonzero()[:, 0], hidden_Td.device)
     temperature_S = torch.where(batch.temperature_S > 0, batch.temperature_S, 1.0)
     temperature_n = temperature_S[batch.sequence_T[index_n]]
     previous_n = index_n - 1  # The state of the previous token predicts a token.
@@ -269,7 +271,11 @@ def _compute_predictions(
         )
         if len(starts) > 1 and torch.is_grad_enabled():
             # The backward recomputes the logits of each chunk.
-            chunks.append(checkpoint(_compute_chunk, *arguments, use_reentrant=False))
+            chunks.append(
+                checkpoint(
+                    _compute_chunk, *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            )
         else:
             chunks.append(_compute_chunk(*arguments))
     return {
@@ -334,9 +340,9 @@ def compute_topk_and_rest_logprobs(
 def compute_state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:
     """Return the value of the state before each token of the mask, and 0 elsewhere. [T]
 
-    It is the scalar head's output at the previous token.
+    It is the scalar head's output at the previous token. mask_T: as in `compute_token_columns`.
     """
-    index_n = mask_T.nonzero()[:, 0]
+    index_n = upload(mask_T.nonzero()[:, 0], scalars_T.device)
     return torch.zeros_like(scalars_T).index_put((index_n,), scalars_T[index_n - 1])
 
 

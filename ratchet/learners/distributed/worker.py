@@ -19,6 +19,7 @@ from ratchet.config.resolve import build, import_object, resolve
 from ratchet.learners.distributed.base import RankLearner
 from ratchet.learners.distributed.model_providers import ModelProvider
 from ratchet.learners.distributed.role_spec import RoleSpec
+from ratchet.models.accelerator import use_accelerator
 from ratchet.models.model_source import ModelSource
 from ratchet.protocols import ExportedPart, Shard
 
@@ -61,7 +62,7 @@ class LearnerRank:
         device = torch.device(process.device)
         dtype = torch.float64 if double else torch.float32
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            use_accelerator(device)
         dist.init_process_group(
             # Gradients may be in host memory, which needs gloo.
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from ratchet.models.accelerator import attend_grouped
 from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
+from ratchet.utils.transfer import upload
 
 # Segments share a call if its number of query-key pairs, padding included, is at most
 # MAX_PADDING_FACTOR * (the pairs without padding) + CALL_COST_PAIRS. On a CPU a separate call costs
@@ -79,11 +80,8 @@ class PackedAttention:
 
 def _attend(bucket: Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     """Return the causal attention of a bucket's sequences."""
-    is_grouped = q_THD.shape[1] != k_TKD.shape[1]
     q, k, v = (_to_cells(bucket, x) for x in (q_THD, k_TKD, v_TKD))
-    return _to_tokens(
-        bucket, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
-    )
+    return _to_tokens(bucket, attend_grouped(q, k, v))
 
 
 def _to_cells(bucket: Bucket, x: Tensor) -> Tensor:
@@ -150,13 +148,8 @@ def attend_past(call: BranchCall, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -
             x.index_select(0, call.key_tokens).view(bucket.rows, -1, *x.shape[1:]).transpose(1, 2)
         )
 
-    is_grouped = q_THD.shape[1] != k_TKD.shape[1]
-    out = F.scaled_dot_product_attention(
-        _to_cells(bucket, q_THD),
-        gather_rows(k_TKD),
-        gather_rows(v_TKD),
-        attn_mask=call.mask,
-        enable_gqa=is_grouped,
+    out = attend_grouped(
+        _to_cells(bucket, q_THD), gather_rows(k_TKD), gather_rows(v_TKD), call.mask
     )
     return _to_tokens(bucket, out)
 
@@ -211,7 +204,10 @@ def _make_bucket(lengths: list[int], device: torch.device | str) -> Bucket:
     gather = starts_R[:, None] + torch.minimum(offsets, lengths_R[:, None] - 1)
     cells = (offsets < lengths_R[:, None]).flatten().nonzero()[:, 0]
     return Bucket(
-        len(lengths), longest, tokens, Padding(gather.flatten().to(device), cells.to(device))
+        len(lengths),
+        longest,
+        tokens,
+        Padding(upload(gather.flatten(), device), upload(cells, device)),
     )
 
 
@@ -277,4 +273,4 @@ def _plan_branch_call(
         -1, bucket.longest, -1
     )
     mask = torch.cat([past_RLP, causal_LL.expand(len(begin_R), -1, -1)], dim=-1)
-    return BranchCall(bucket, keys.to(device), mask[:, None].to(device))
+    return BranchCall(bucket, upload(keys, device), upload(mask[:, None], device))

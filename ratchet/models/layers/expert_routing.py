@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import DataError
+from ratchet.utils.transfer import upload
 
 UNKNOWN = -1  # expert index of tokens for which the sampler recorded no choice
 
@@ -96,7 +97,9 @@ class RouterMonitor:
             if self.row_index_T is None
             else (x.index_select(0, self.row_index_T) for x in layer)
         )
-        count_S = torch.bincount(sequence_T, minlength=n_sequences).clamp(min=1)
+        # `bincount` would wait for the device.
+        ones_T = torch.ones_like(sequence_T)
+        count_S = ones_T.new_zeros(n_sequences).scatter_add_(0, sequence_T, ones_T).clamp_(min=1)
 
         def mean(x: Tensor) -> Tensor:  # [T, ...] -> [S, ...]
             sums = x.new_zeros(n_sequences, *x.shape[1:]).index_add(0, sequence_T, x)
@@ -160,6 +163,14 @@ class Routing:
         return (
             self if self.replayed_TLK is None else Routing(self.replayed_TLK[index], self.monitor)
         )
+
+    def to(self, device: torch.device) -> Routing:
+        """Return the routing on the device that computes."""
+        if self.monitor is not None and self.monitor.row_index_T is not None:
+            self.monitor.row_index_T = upload(self.monitor.row_index_T, device)
+        if self.replayed_TLK is None:
+            return self
+        return Routing(upload(self.replayed_TLK, device), self.monitor)
 
     def pad(self, tokens: int) -> Routing:
         """Return the routing padded at the end to `tokens` tokens."""

@@ -20,6 +20,7 @@ from ratchet.models.decoder import AttentionFn
 from ratchet.models.layers.attention import PackedAttention, TreeAttention
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.prefix_tree import PrefixTree, compute_path_keys
+from ratchet.utils.transfer import upload_together
 
 # The number of tokens after the first output token is rounded up to a multiple of this, because
 # attention over 31 tokens takes longer than over 32 on a CPU.
@@ -44,6 +45,16 @@ class PackedInputs:
     seed: int | None = None
     # int64, indices of the output tokens among the U tokens; None: all U final states are computed.
     output_index_n: Tensor | None = None
+
+    def to(self, device: torch.device) -> PackedInputs:
+        """Return the inputs on the device that computes, for which `attend` was planned."""
+        routing = self.routing
+        names = ("tokens_U", "positions_U", "state_index_T", "output_index_n")
+        tensors = {name: x for name in names if (x := getattr(self, name)) is not None}
+        moved = dict(zip(tensors, upload_together(list(tensors.values()), device), strict=True))
+        if routing is not None:
+            routing = routing.to(device)
+        return replace(self, routing=routing, **moved)
 
     def unfold(self, hidden_Ud: Tensor) -> Tensor:
         """Return the hidden states of all tokens in their original order [T, d]."""
@@ -87,10 +98,12 @@ def pack_inputs(
     routing: Routing | None = None,
     *,
     shares_prefixes: bool = True,
+    device: torch.device | None = None,
 ) -> PackedInputs:
     """Return the decoder's inputs for packed sequences.
 
     Args:
+        device: The device for which attention is planned; None: that of the tokens.
         lengths: Number of tokens of each sequence, at least 1. They sum to T.
         routing: Expert routing of the T tokens.
         shares_prefixes: True to compute prefixes that sequences share only once.
@@ -98,13 +111,14 @@ def pack_inputs(
     assert sum(lengths) == len(tokens_T), (
         f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
     )
+    device = device or tokens_T.device
     if len(lengths) > 1 and shares_prefixes:
         replayed_TLK = None if routing is None else routing.replayed_TLK
         tree = PrefixTree.from_sequences(compute_path_keys(tokens_T, replayed_TLK), lengths)
         if len(tree.token_index_U) <= MAX_REMAINING_SHARE * len(tokens_T):
-            return _share_prefixes(tokens_T, positions_T, tree, routing)
+            return _share_prefixes(tokens_T, positions_T, tree, device, routing)
     ascending = sorted(lengths)
-    attend = PackedAttention(ascending, tokens_T.device)
+    attend = PackedAttention(ascending, device)
     if ascending == list(lengths):
         return PackedInputs(tokens_T, positions_T, attend, routing=routing)
     # Consecutive sequences of similar length share an attention call. So sort by length here, once
@@ -120,6 +134,7 @@ def pack_output_inputs(
     output_mask_T: Tensor,
     *,
     shares_prefixes: bool = True,
+    device: torch.device | None = None,
 ) -> PackedInputs:
     """Return the decoder's inputs if the caller uses only some final states (output tokens).
 
@@ -129,11 +144,16 @@ def pack_output_inputs(
 
     Args:
         output_mask_T: bool, True for output tokens; at least one must be True.
+        device: As in `pack_inputs`.
     """
     is_kept_T, kept_lengths = _select_computed(lengths, output_mask_T)
     is_kept_T = is_kept_T.to(tokens_T.device)
     packed = pack_inputs(
-        tokens_T[is_kept_T], positions_T[is_kept_T], kept_lengths, shares_prefixes=shares_prefixes
+        tokens_T[is_kept_T],
+        positions_T[is_kept_T],
+        kept_lengths,
+        shares_prefixes=shares_prefixes,
+        device=device,
     )
     # A token that is left out maps to the last kept token before it.
     state_index_T = is_kept_T.cumsum(0) - 1
@@ -173,7 +193,11 @@ def _select_computed(lengths: Sequence[int], output_mask_T: Tensor) -> tuple[Ten
 
 
 def _share_prefixes(
-    tokens_T: Tensor, positions_T: Tensor, tree: PrefixTree, routing: Routing | None = None
+    tokens_T: Tensor,
+    positions_T: Tensor,
+    tree: PrefixTree,
+    device: torch.device,
+    routing: Routing | None = None,
 ) -> PackedInputs:
     """Return the inputs for the distinct tokens of a prefix tree."""
     order_U, distinct_index_T = (
@@ -182,7 +206,7 @@ def _share_prefixes(
     return _reorder(
         tokens_T,
         positions_T,
-        TreeAttention(tree, tokens_T.device),
+        TreeAttention(tree, device),
         order_U,
         distinct_index_T,
         routing,

@@ -143,6 +143,10 @@ class DistributedPolicy(DecoderPolicy):
         return self.shard.context is None
 
     @property
+    def packs_on_host(self) -> bool:
+        return False
+
+    @property
     def vocab_parallel(self) -> VocabParallelLogits | None:
         """The operations on the divided logits; None if this rank computes all logits."""
         return (

@@ -97,8 +97,11 @@ class TransformersPolicy(PolicyModel):
             )
             model, loading = loaded
             refuse_missing_weights(directory, loading)
+            policy = cls(model, saved_config=saved_config)
+            # The probes of the constructor compare float32 products on the CPU. Those of an
+            # accelerator round otherwise in other shapes.
             nn.Module.to(model, device)
-            return cls(model, saved_config=saved_config)
+            return policy
 
     def find_backbone(self, model: PreTrainedModel) -> str:
         """Return the dotted path of the backbone, the module whose output the head reads."""

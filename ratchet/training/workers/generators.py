@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
-
 from ratchet.config.base import Section
 from ratchet.config.resolve import build, resolve
 from ratchet.data.chat.tokenizer import Tokenizer
@@ -19,6 +17,7 @@ from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool, PoolReceivers
 from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.kernels import cpu
+from ratchet.models.accelerator import use_accelerator
 from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
 from ratchet.protocols import Generator, WeightSync
@@ -73,7 +72,7 @@ def make_generator(
     use_kernels(compiled)
     config = resolve("worker_generator", section)
     if placement.device != "cpu":
-        torch.cuda.set_device(placement.device)
+        use_accelerator(placement.device)
     device = "cpu" if config.copies_weights else placement.device
     model = origin.policy(device=device).requires_grad_(False)
     with env_vars.set_env_defaults(config.environment):

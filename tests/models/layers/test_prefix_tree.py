@@ -99,7 +99,7 @@ def test_a_tree_equals_the_sequences_apart(config: DecoderConfig, rows: list[lis
         generator=torch.Generator().manual_seed(1),
     )
     tree = PrefixTree.from_sequences(tokens.numpy(), lengths)
-    feed = _share_prefixes(tokens, positions, tree)
+    feed = _share_prefixes(tokens, positions, tree, tokens.device)
     found = feed.unfold(net.decoder(feed.tokens_U, feed.positions_U, feed.attend))
     slopes = torch.autograd.grad((found * weights).sum(), list(net.parameters()), allow_unused=True)
     alone = torch.cat(

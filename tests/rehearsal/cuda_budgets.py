@@ -1,0 +1,56 @@
+"""Budgets of kernels, copies and waits, and the table of docs/accelerators.md."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from rehearsal.cuda_learners import CASES, make_learner, update
+from rehearsal.device_counts import decode, make_table, measure
+from rehearsal.device_counts import update as count_update
+from support.pretend_cuda.counting import counting
+
+PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return measure()
+
+
+def test_the_page_has_the_counts(rows):
+    table = make_table(rows)
+    assert table in PAGE.read_text(encoding="utf-8"), f"put this into {PAGE.name}:\n{table}"
+
+
+def test_a_decoding_step_waits_only_to_see_stop_ids(rows):
+    waits = {name: counts.sync for name, counts in rows.items()}
+    assert waits["Decoding step of 128 requests, 2 layers"] == 0
+    assert waits["the same with stop ids"] == 1
+    assert waits["the same with top-p, top-k and min-p"] == 0
+    assert rows["each further layer"].kernel <= 22
+
+
+def test_micro_batches_wait_for_nothing(rows):
+    assert rows["GRPO update of one micro-batch, 2 layers"].sync == 1, "its metrics"
+    assert rows["each further micro-batch"].sync == 0
+    assert rows["each further micro-batch"].copy <= 5
+
+
+@pytest.mark.parametrize("name", ["ppo with a critic", "lora with dropout", "muon", "sft"])
+def test_an_update_of_any_kind_waits_once(name):
+    learner = make_learner(CASES[name], "cuda:0")
+    update(learner, CASES[name], [0])
+    batch, terms = CASES[name].batch(1)
+    with counting() as events:
+        asyncio.run(learner.update(batch, terms))
+    assert events.count("sync") == 1, events.describe("sync")
+    with counting() as events:
+        asyncio.run(learner.score(batch, ["logprobs"]))
+    assert events.count("sync") == 1, events.describe("sync")
+
+
+@pytest.mark.parametrize("count", [lambda: decode(2), lambda: count_update(2)])
+def test_attention_never_keeps_the_scores_of_all_pairs(count):
+    operations = {operation for _, operation, _ in count().counts}
+    assert any(operation.endswith("attention") for operation in operations)
+    assert "math attention" not in operations
