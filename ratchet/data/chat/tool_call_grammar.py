@@ -9,6 +9,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ratchet.data.chat.thinking import REASONING
+from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tool_calls import ToolFormat
 from ratchet.errors import ConfigError
 
@@ -19,8 +21,8 @@ ANY_OBJECT = {"type": "object"}
 def make_call_grammar(
     tool_format: ToolFormat,
     tools: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
     *,
-    special_tokens: Collection[str],
     free_arguments: Collection[str] = (),
     is_forced: bool,
     is_single: bool = False,
@@ -29,7 +31,6 @@ def make_call_grammar(
 
     Args:
         tools: The tools that may be called, as chat templates read them.
-        special_tokens: The tokenizer's special tokens.
         free_arguments: Names of the tools whose arguments may be any JSON object.
         is_forced: True if the turn consists of calls; False if it is text that may have calls.
         is_single: True if a forced turn has exactly one call.
@@ -42,8 +43,9 @@ def make_call_grammar(
             f"calls can't be forced in the format '{tool_format.name}': only those of Hermes and "
             "Qwen have a grammar. Let the model choose, with tool_choice=auto and without strict"
         )
+    # llguidance matches a mark that is a token of its own by its name, not by its text.
     opening, closing = (
-        mark if mark in special_tokens else json.dumps(mark) for mark in (OPEN, CLOSE)
+        json.dumps(mark) if tokenizer.token_id(mark) is None else mark for mark in (OPEN, CLOSE)
     )
     lines = [f"body: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
@@ -63,8 +65,10 @@ def make_call_grammar(
         lines += [start, rf'call: {opening} "\n" body "\n" {closing}']
     else:
         lines.append(rf'start: (before "\n" body "\n" {closing})* text')
-        if OPEN in special_tokens:
-            lines += [f"before: text {OPEN}", "text: ANY", "ANY: /(?s:.*)/"]
+        if opening == OPEN:
+            marks = [mark for mark in REASONING[0] if tokenizer.token_id(mark) is not None]
+            thinking = f" (({' | '.join(marks)}) ANY)*" if marks else ""
+            lines += [f"before: text {OPEN}", f"text: ANY{thinking}", "ANY: /(?s:.*)/"]
         else:
             lines += [
                 f"before[suffix={opening}]: /(?s:.*)/",

@@ -132,7 +132,7 @@ def _find_call_grammar(request: Any, renderer: Renderer) -> str | None:
         return make_call_grammar(
             renderer.tool_format,
             allowed_tools,
-            special_tokens=renderer.tokenizer.special_ids,
+            renderer.tokenizer,
             free_arguments=() if is_forced else set(names) - set(strict_names),
             is_forced=is_forced,
             is_single=forced_name is not None,
