@@ -197,7 +197,7 @@ class GeneratorSection(Section):
     can_offload: ClassVar[bool] = True
     copies_weights: ClassVar[bool] = False
     reports_kept_mass: ClassVar[bool] = True
-    records_masks: ClassVar[bool] = True
+    records_masks: ClassVar[bool] = False
     least_temperature: ClassVar[float] = 0.0
 
     @property

@@ -16,12 +16,14 @@ from enum import Enum
 from typing import Any
 
 from ratchet import types
+from ratchet.allowed_tokens import AllowedTokens
 from ratchet.errors import CheckpointError
 from ratchet.protocols import Step
 
 CODED_TYPES: Mapping[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
+        AllowedTokens,
         Step,
         types.Cancelled,
         types.Comparison,

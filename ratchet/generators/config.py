@@ -24,6 +24,7 @@ class EngineConfig(GeneratorSection):
     """
 
     builds: ClassVar[str] = "ratchet.generators.engine.engine:EmbeddedEngine"
+    records_masks: ClassVar[bool] = True
     can_offload: ClassVar[bool] = False  # it holds no copy of the weights to offload
 
     kind: Literal["engine"] = "engine"
@@ -83,6 +84,7 @@ class HFConfig(GeneratorSection):
     """
 
     builds: ClassVar[str] = "ratchet.generators.hf:HFGenerator"
+    records_masks: ClassVar[bool] = True
     can_offload: ClassVar[bool] = False  # it holds no copy of the weights to offload
 
     kind: Literal["hf"] = "hf"
@@ -124,7 +126,6 @@ class VLLMConfig(GeneratorSection):
     # vLLM replaces lower positive temperatures by this one.
     least_temperature: ClassVar[float] = 0.01
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
-    records_masks: ClassVar[bool] = False
 
     kind: Literal["vllm"] = "vllm"
     engine: Literal["async", "sync"] = Field(

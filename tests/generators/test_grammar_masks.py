@@ -2,6 +2,8 @@
 which the learner computes again."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from ratchet.checkpoint.serialization import load_state, save_state
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.data.chat.builtin_tokenizers import byte_bpe_tokenizer, character_tokenizer
+from ratchet.data.codec import from_plain, to_plain
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, RequestFailed
 from ratchet.generators.config import EngineConfig, HFConfig
@@ -126,7 +130,7 @@ def test_completions_follow_their_grammars_and_others_are_unchanged(engine):
 
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}])
 def test_logprobs_are_exact_under_the_mask_and_the_learner_computes_them(
-    engine, policy, filters, monkeypatch
+    engine, policy, filters, monkeypatch, tmp_path
 ):
     base = replace(sampling_under(json=SCHEMA), **filters)
     samplings = [*(replace(base, seed=seed) for seed in range(4)), sampling_under(max_new_tokens=9)]
@@ -147,7 +151,10 @@ def test_logprobs_are_exact_under_the_mask_and_the_learner_computes_them(
         make_trajectory(PROMPT, completion, s.temperature)
         for completion, s in zip(completions, samplings, strict=True)
     ]
-    batch = pack([Group("g", Task("t", ()), tuple(trajectories))])
+    # As a checkpoint's replay buffer holds them.
+    save_state(tmp_path, to_plain(tuple(trajectories)))
+    trajectories = from_plain(load_state(tmp_path))
+    batch = pack([Group("g", Task("t", ()), trajectories)])
     # Rows in another order, and chunks of a few predictions.
     monkeypatch.setattr("ratchet.learners.compute.forward.count_rows_per_chunk", lambda *_: 7)
     forward = Forward(policy, None, chunk_mib=1, autocast=False, shared_vocab=None)
@@ -236,3 +243,29 @@ def test_transformers_models_are_masked_too():
     assert free.allowed is None
     assert TOKENIZER.decode(structured.tokens.tolist()) in ("yes", "no")
     assert structured.logprobs[-1] == 0  # only the end is allowed
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_train_exactly_under_a_grammar(tmp_path):
+    """Each rank has half of the vocabulary, and the generator is in a process of its own."""
+    (tmp_path / "recipe.yaml").write_text(
+        """
+name: masked
+threads: 1
+model: {preset: tiny}
+tokenizer: {kind: characters, alphabet: "0123456789="}
+environment: {kind: sorting, digits: 2}
+sampling: {max_new_tokens: 4, structured: {regex: "[0-4]{1,2}"}}
+evaluation: {every: 2, tasks: 8}
+algorithm: {kind: grpo, group_size: 4, correction: {weight: token}, kl: {coef: 0.1}}
+learner: {kind: dtensor, tensor_parallel: 2}
+generator: {kind: workers, workers: 1}
+steps: 2
+batch_size: 8
+"""
+    )
+    command = [sys.executable, "-m", "ratchet", "train", "recipe.yaml", "run_dir=run"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines][1:]
+    assert [step["batch/correction/gap_mean"] < 1e-6 for step in steps] == [True, True]

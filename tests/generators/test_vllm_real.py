@@ -63,6 +63,7 @@ def run_play(script, play):
         "keeps_the_same_tokens",
         "filters sync",
         "filters async",
+        "follows_grammars sync",
         "trains_with_filters",
     ],
 )

@@ -86,13 +86,13 @@ def shake(model, seed):
 
 
 @asynccontextmanager
-async def started(model, engine, **keys):
+async def started(model, engine, *, tokenizer=None, **keys):
     config = VLLMConfig(
         engine=engine, kv_cache_gib=0.05, enforce_eager=True, max_running=16, **keys
     )
     shared = set(Path("/dev/shm").glob("*-cpushm_*"))  # between the workers of a divided model
     with env_vars.set_env_defaults(config.environment):
-        generator = VLLMGenerator(config, model, Numbers())
+        generator = VLLMGenerator(config, model, tokenizer or Numbers())
     try:
         yield generator
     finally:

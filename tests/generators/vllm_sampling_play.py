@@ -2,11 +2,15 @@
 its own: `python vllm_sampling_play.py NAME [ARGUMENT...]`."""
 
 import asyncio
+import json
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,10 +19,14 @@ from direct_link import DirectWeightSync
 from vllm_play import RECIPE, Weights, all_of, furthest, main, policy, shake, started
 
 from ratchet.config.loader import load_config
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.errors import ConfigError
 from ratchet.generators.engine.sampler import SamplingSettings, count_kept
 from ratchet.generators.vllm.arguments import KEYS, REASONS, parse_arguments
 from ratchet.generators.vllm.sampler import report_unfiltered
+from ratchet.models.decoder import Decoder
+from ratchet.models.policy import DecoderPolicy
 from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
 from ratchet.training.stage_from_config import build_run
@@ -92,6 +100,42 @@ async def speculates(engine, method):
             greedy = await generator.generate([4] * 40, Sampling(temperature=0, max_new_tokens=64))
             if engine == "sync":
                 assert len(steps) < len(greedy.tokens), "no drafted token was accepted"
+
+
+async def follows_grammars(engine):
+    """Each text follows its grammar, others are free, and logprobs are those under the mask."""
+    # vLLM imports all its backends of structured output, also those that it does not use.
+    names = ("lmformatenforcer", "outlines_core")
+    for name in [name for name in names if find_spec(name) is None]:
+        sys.modules |= {name: MagicMock(), f"{name}.integrations.vllm": MagicMock()}
+    tokenizer = byte_tokenizer()
+    shape = DecoderConfig(
+        tokenizer.vocab_size, 64, 2, 4, 2, 32, 96, max_positions=256, init_std=0.2
+    )
+    model = DecoderPolicy(Decoder(shape).init_weights(0))
+    prompt, stop_ids = tokenizer.encode("Say:"), tokenizer.eos_ids
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}  # fmt: skip
+    sampling = Sampling(max_new_tokens=40, seed=3, stop_ids=stop_ids)
+    async with started(model, engine, tokenizer=tokenizer) as generator:
+        one, two, three, free = await asyncio.gather(
+            generator.generate(prompt, replace(sampling, structured={"json": schema})),
+            generator.generate(prompt, replace(sampling, structured={"choice": ["yes", "no"]})),
+            generator.generate(
+                prompt, replace(sampling, structured={"grammar": 'start: "x" /[ab]/'})
+            ),
+            generator.generate(prompt, sampling),
+        )
+        texts = [tokenizer.decode(c.tokens.tolist()) for c in (one, two, three)]
+        assert json.loads(texts[0])["a"] in (1, 2)
+        assert texts[1] in ("yes", "no")
+        assert texts[2] in ("xa", "xb")
+        assert all(c.stop == "stop_token" for c in (one, two, three)), (one, two, three)
+        assert one.logprobs[-1] == 0  # only the end is allowed
+        assert (free.logprobs < 0).all()
+        with pytest.raises(ConfigError, match="regular expression can't be followed"):
+            await generator.generate(prompt, replace(sampling, structured={"regex": "(a"}))
+        with pytest.raises(ConfigError, match="tokenizer's EOS"):
+            await generator.generate(prompt, Sampling(structured={"regex": "a"}))
 
 
 def count_steps(generator):

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from ratchet.data.chat.thinking import REASONING
+from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tool_calls import ToolFormat
 from ratchet.errors import ConfigError
 
@@ -16,34 +19,46 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ANY_OBJECT = {"type": "object"}
 
 
-def make_call_grammar(
-    tool_format: ToolFormat,
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    special_tokens: Collection[str],
-    free_arguments: Collection[str] = (),
-    is_forced: bool,
-    is_single: bool = False,
-) -> str:
-    """Return the grammar of a turn that calls tools, in Hermes's format.
+@dataclass(frozen=True)
+class CallRules:
+    """The rules of a turn that may call tools.
 
-    Args:
-        tools: The tools that may be called, as chat templates read them.
-        special_tokens: The tokenizer's special tokens.
-        free_arguments: Names of the tools whose arguments may be any JSON object.
+    Attributes:
+        tools: The tools, as chat templates read them.
+        strict_names: Names of the tools whose arguments follow their schemas. Those of other tools
+            may be any JSON object.
         is_forced: True if the turn consists of calls; False if it is text that may have calls.
-        is_single: True if a forced turn has exactly one call.
+        forced_name: The name of the tool that the only call of a forced turn calls; None: any.
+        answer_schema: The JSON schema of a turn that calls no tool; None: it is any text.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    strict_names: Collection[str] = ()
+    is_forced: bool = False
+    forced_name: str | None = None
+    answer_schema: Mapping[str, Any] | None = None
+
+
+def make_call_grammar(rules: CallRules, tool_format: ToolFormat, tokenizer: Tokenizer) -> str:
+    """Return the grammar of a turn under rules, in Hermes's format.
+
+    The calls of a forced turn follow the schemas of all tools.
 
     Raises:
-        ConfigError: The family writes calls in another format.
+        ConfigError: There is no tool to call, or the family writes calls in another format.
     """
+    tools = [tool for tool in rules.tools if rules.forced_name in (None, tool["function"]["name"])]
+    if not tools:
+        name = "tools" if rules.forced_name is None else f"tool '{rules.forced_name:.80}'"
+        raise ConfigError(f"the request offers no {name} to call")
     if tool_format.name != "hermes":
         raise ConfigError(
             f"calls can't be forced in the format '{tool_format.name}': only those of Hermes and "
             "Qwen have a grammar. Let the model choose, with tool_choice=auto and without strict"
         )
+    # llguidance matches a mark that is a token of its own by its name, not by its text.
     opening, closing = (
-        mark if mark in special_tokens else json.dumps(mark) for mark in (OPEN, CLOSE)
+        json.dumps(mark) if tokenizer.token_id(mark) is None else mark for mark in (OPEN, CLOSE)
     )
     lines = [f"body: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
@@ -51,20 +66,26 @@ def make_call_grammar(
         name = function["name"]
         beginning = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
         schema = ANY_OBJECT
-        if name not in free_arguments:
+        if rules.is_forced or name in rules.strict_names:
             schema = function.get("parameters") or ANY_OBJECT
         lines += [
             f'call_{i}: {json.dumps(beginning, ensure_ascii=False)} arguments_{i} "}}"',
             # Each schema is a document of its own, so that its references keep their meaning.
             f"arguments_{i}: %json {json.dumps(schema)}",
         ]
-    if is_forced:
-        start = "start: call" if is_single else r'start: call ("\n" call)*'
-        lines += [start, rf'call: {opening} "\n" body "\n" {closing}']
+    if rules.is_forced or rules.answer_schema is not None:
+        calls = "call" if rules.forced_name is not None else r'call ("\n" call)*'
+        lines += [f"calls: {calls}", rf'call: {opening} "\n" body "\n" {closing}']
+        if rules.answer_schema is None:
+            lines.append("start: calls")
+        else:
+            lines += ["start: calls | answer", f"answer: %json {json.dumps(rules.answer_schema)}"]
     else:
         lines.append(rf'start: (before "\n" body "\n" {closing})* text')
-        if OPEN in special_tokens:
-            lines += [f"before: text {OPEN}", "text: ANY", "ANY: /(?s:.*)/"]
+        if opening == OPEN:
+            marks = [mark for mark in REASONING[0] if tokenizer.token_id(mark) is not None]
+            thinking = f" (({' | '.join(marks)}) ANY)*" if marks else ""
+            lines += [f"before: text {OPEN}", f"text: ANY{thinking}", "ANY: /(?s:.*)/"]
         else:
             lines += [
                 f"before[suffix={opening}]: /(?s:.*)/",

@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from ratchet.data.chat.tool_call_grammar import CallRules
 from ratchet.experience.openai_proxy.structured import ResponseFormat, read_format
 from ratchet.experience.openai_proxy.wire import (
     JsonValueBudget,
@@ -275,23 +276,28 @@ class ChatRequest(SamplingFields):
             for tool in self.tools
         )
 
-    @property
-    def strict_tools(self) -> list[str]:
-        """The names of the tools whose calls follow their schemas."""
-        return [tool.function.name for tool in self.tools or () if tool.function.strict]
+    def find_call_rules(self) -> CallRules | None:
+        """Return the rules of tool calls, if there are any but to call a tool or not.
 
-    @property
-    def forced_call(self) -> tuple[str | None, bool]:
-        """The name of the tool that must be called, if it is named; True if one must be called."""
-        choice = self.tool_choice
-        if isinstance(choice, NamedTool):
-            return choice.function.name, True
-        return None, choice == "required"
+        An answer to a request with tools and a format is calls, or follows the format.
+        """
+        tools = self.offered_tools or ()
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return CallRules(tools, is_forced=True, forced_name=name)
+        if self.tool_choice == "required":
+            return CallRules(tools, is_forced=True)
+        strict_names = [tool.function.name for tool in self.tools or () if tool.function.strict]
+        answer = read_format(self.response_format)
+        if not tools or not (strict_names or answer):
+            return None
+        return CallRules(tools, strict_names, answer_schema=answer["json"] if answer else None)
 
     def list_grammars(self) -> dict[str, Mapping[str, Any]]:
         grammars = super().list_grammars()
-        if (grammar := read_format(self.response_format)) is not None:
-            grammars["response_format"] = grammar
+        answer = read_format(self.response_format)
+        if answer is not None and not self.offered_tools:
+            grammars["response_format"] = answer
         return grammars
 
     @property

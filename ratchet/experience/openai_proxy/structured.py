@@ -88,15 +88,21 @@ def choose_structured(
         ApiError: 400 if the grammar is invalid, or if the request has several.
     """
     grammars = request.list_grammars()
-    if (call_grammar := _find_call_grammar(request, renderer)) is not None:
-        grammars["tool_choice"] = {"grammar": call_grammar}
-    if not grammars:
+    rules = request.find_call_rules()
+    params = list(grammars)
+    if rules is not None:
+        params.append("tool_choice" if rules.is_forced else "tools")
+    if not params:
         return sampling.structured
-    param, mapping = next(iter(grammars.items()))
+    param = params[0]
     try:
-        if len(grammars) > 1:
-            raise ValueError(f"can't be followed together with {', '.join(list(grammars)[1:])}")
-        structured = StructuredOutput.from_mapping(mapping)
+        if len(params) > 1:
+            raise ValueError(f"can't be followed together with {', '.join(params[1:])}")
+        if rules is None:
+            structured = StructuredOutput.from_mapping(grammars[param])
+        else:
+            grammar = make_call_grammar(rules, renderer.tool_format, renderer.tokenizer)
+            structured = StructuredOutput.from_mapping({"grammar": grammar})
         structured.compile()
     except (ValueError, RatchetError) as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
@@ -110,33 +116,3 @@ def choose_structured(
     else:
         return structured
     raise ApiError(400, f"{param}: {reason}", param=param, code="unsupported_value")
-
-
-def _find_call_grammar(request: Any, renderer: Renderer) -> str | None:
-    """Return the grammar of the tool calls that a request forces, or that are strict.
-
-    Raises:
-        ApiError: 400 if there is no such tool, or the model's family has no such grammar.
-    """
-    tools = getattr(request, "offered_tools", None) or ()
-    forced_name, is_forced = getattr(request, "forced_call", (None, False))
-    strict_names = getattr(request, "strict_tools", ())
-    if not is_forced and (not strict_names or not tools):
-        return None
-    names = [tool["function"]["name"] for tool in tools]
-    allowed_tools = [tool for tool in tools if forced_name in (None, tool["function"]["name"])]
-    try:
-        if not allowed_tools:
-            name = "tools" if forced_name is None else f"tool '{forced_name:.80}'"
-            raise ValueError(f"the request offers no {name} to call")
-        return make_call_grammar(
-            renderer.tool_format,
-            allowed_tools,
-            special_tokens=renderer.tokenizer.special_ids,
-            free_arguments=() if is_forced else set(names) - set(strict_names),
-            is_forced=is_forced,
-            is_single=forced_name is not None,
-        )
-    except (ValueError, RatchetError) as error:
-        param = "tool_choice" if is_forced else "tools"
-        raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_value") from None

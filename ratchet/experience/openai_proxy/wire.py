@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
+from ratchet.data.chat.tool_call_grammar import CallRules
 from ratchet.errors import SamplingError
 from ratchet.structured_output import KINDS
 from ratchet.types import Sampling
@@ -319,6 +320,10 @@ class SamplingFields(WireRequest):
     def max_new_tokens(self) -> int | None:
         """The maximum number of tokens of the answer, if the request sets one."""
         return self.max_tokens
+
+    def find_call_rules(self) -> CallRules | None:
+        """Return the rules of forced or strict tool calls; None if the request has neither."""
+        return None
 
     def list_grammars(self) -> dict[str, Mapping[str, Any]]:
         """Return the grammars that the request sets for its answer, by the name of the field.

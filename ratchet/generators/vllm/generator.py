@@ -29,6 +29,7 @@ from ratchet.generators.vllm.arguments import parse_arguments
 from ratchet.generators.vllm.engines import CORES, VLLMCore
 from ratchet.generators.vllm.lora import SUPPORTED_RANKS, AdapterSender
 from ratchet.generators.vllm.media import check_installed, make_media_arguments
+from ratchet.generators.vllm.structured import check_structured, make_structured_arguments
 from ratchet.generators.vllm.weights import WeightFileWriter
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import load_adapter
@@ -106,6 +107,10 @@ class VLLMGenerator(AsyncEngine):
             arguments = make_engine_arguments(
                 config, start_directory, dtype, max_context, on_cpu=on_cpu
             )
+            structured_arguments, self._grammar_refusal = make_structured_arguments(
+                tokenizer, model.vocab_size, start_directory
+            )
+            arguments |= structured_arguments
             if model.reads_media:
                 self._prepare_media(tokenizer, start_directory)
                 arguments |= make_media_arguments()
@@ -152,12 +157,18 @@ class VLLMGenerator(AsyncEngine):
     ) -> Completion:
         """Return the completion of a prompt.
 
-        Raises like `AsyncEngine.generate`. Also raises ConfigError for sampling filters or a
-        temperature that vLLM can't use, and ModelError after a push that failed while it was
+        Raises like `AsyncEngine.generate`. Also raises ConfigError for sampling filters, a grammar
+        or a temperature that vLLM can't use, and ModelError after a push that failed while it was
         loaded.
         """
         if sampling.has_filters:
             await self._check_filters()
+        if sampling.structured is not None:
+            if self._grammar_refusal:
+                raise ConfigError(
+                    f"sampling.structured: {self._grammar_refusal}. Set generator.kind=engine."
+                )
+            check_structured(sampling.structured, sampling, self.tokenizer.eos_ids[0])
         if 0 < sampling.temperature < (least_temperature := self.config.least_temperature):
             raise ConfigError(
                 f"sampling.temperature={sampling.temperature:g}, but vLLM would use "

@@ -16,6 +16,7 @@ from ratchet.generators.engine.sampler import derive_stream
 from ratchet.generators.faults import find_first_nonfinite
 from ratchet.generators.request import GenerationRequest
 from ratchet.generators.vllm.media import collapse_placeholders, make_media_prompt
+from ratchet.generators.vllm.structured import make_structured_params
 from ratchet.models.layers.expert_routing import UNKNOWN
 from ratchet.types import Completion, StopReason
 
@@ -148,6 +149,7 @@ def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
         # (`ratchet.generators.vllm.sampler`).
         logprobs=int(sampling.has_filters),
         detokenize=False,
+        structured_outputs=make_structured_params(sampling.structured),
         output_kind=params.RequestOutputKind.DELTA
         if streams
         else params.RequestOutputKind.FINAL_ONLY,

@@ -6,11 +6,13 @@ import json
 import httpx
 import numpy as np
 import pytest
+import tokenizers
 from experience.openai_proxy.talk import RENDERER
 
 from ratchet.commands.serve import ServedModel
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.data.chat.tool_call_grammar import make_call_grammar
+from ratchet.data.chat.tokenizer import Tokenizer
+from ratchet.data.chat.tool_call_grammar import CallRules, make_call_grammar
 from ratchet.data.chat.tool_calls import FORMATS
 from ratchet.errors import ConfigError
 from ratchet.experience.openai_proxy.server import make_chat_app
@@ -164,38 +166,59 @@ def test_a_forced_call_is_made(served, path, choice):
     assert all(values["a"] in (1, 2) for values in arguments)
 
 
-def test_strict_calls_follow_their_schema_and_text_stays_free():
+@pytest.mark.parametrize("marks", ["text", "tokens", "special tokens"])
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_calls_follow_their_schema_and_other_text_stays_free(marks, is_forced):
     from llguidance import LLMatcher, LLTokenizer
 
-    tokenizer = RENDERER.tokenizer
-    grammar = make_call_grammar(
-        FORMATS["hermes"],
-        [*tools_with(), *tools_with(name="other")],
-        special_tokens=(),
-        free_arguments=("other",),
-        is_forced=False,
-    )
+    backend = tokenizers.Tokenizer.from_str(RENDERER.tokenizer.to_json())
+    names = [] if marks == "text" else ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    special = marks == "special tokens"
+    backend.add_tokens([tokenizers.AddedToken(n, special=special, normalized=False) for n in names])
+    tokenizer = Tokenizer(backend, config=RENDERER.tokenizer.config)
+    rules = CallRules([*tools_with(), *tools_with(name="other")], ["add"], is_forced)
+    grammar = make_call_grammar(rules, FORMATS["hermes"], tokenizer)
     start = LLMatcher(
         LLTokenizer(tokenizer.to_json(), eos_token=tokenizer.eos_ids[0]),
         LLMatcher.grammar_from_lark(grammar),
     )
     call = '<tool_call>\n{"name": "%s", "arguments": {"a":%d}}\n</tool_call>'
     for text, is_allowed in (
-        ("", True),
-        ("no call, a < b", True),
+        ("", not is_forced),
+        ("no call, a < b", not is_forced),
+        ("<think>\nx\n</think>\n\n" + call % ("add", 1), not is_forced),
         (call % ("add", 2), True),
-        ("First " + call % ("add", 1) + "\n" + call % ("other", 7) + " done", True),
+        (call % ("add", 1) + "\n" + call % ("other", 2), True),
+        (call % ("other", 7), not is_forced),
+        ("First " + call % ("add", 1) + " done", not is_forced),
         (call % ("add", 3), False),
         (call % ("unknown", 1), False),
     ):
         matcher = start.deep_copy()
-        follows = matcher.consume_tokens(tokenizer.encode(text)) and matcher.is_accepting()
+        tokens = tokenizer.encode(text, allow_special=True)
+        follows = matcher.consume_tokens(tokens) and matcher.is_accepting()
         assert follows == is_allowed, text
+
+
+def test_with_tools_and_a_format_an_answer_is_either(served):
+    formatted = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    body = {"messages": HI, "tools": tools_with(), "response_format": formatted}
+    kinds = set()
+    for seed in range(6):
+        _, answer = post(served, CHAT, {**body, "seed": seed, "temperature": 4})
+        (choice,) = answer["choices"]
+        if choice["finish_reason"] == "length":  # within a second call
+            continue
+        message = choice["message"]
+        kinds.add("calls" if message.get("tool_calls") else "answer")
+        if not message.get("tool_calls"):
+            assert json.loads(message["content"])["n"] in (1, 2)
+    assert kinds == {"calls", "answer"}
 
 
 def test_other_families_refuse_to_force_a_call():
     with pytest.raises(ConfigError, match="can't be forced in the format 'glm'"):
-        make_call_grammar(FORMATS["glm"], tools_with(), special_tokens=(), is_forced=True)
+        make_call_grammar(CallRules(tools_with(), ["add"]), FORMATS["glm"], RENDERER.tokenizer)
 
 
 @pytest.mark.parametrize(
