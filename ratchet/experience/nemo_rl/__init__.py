@@ -14,6 +14,7 @@ from ratchet.experience.nemo_rl.environment import (
     EnvironmentReturn,
 )
 from ratchet.experience.nemo_rl.generation import WithSampling
+from ratchet.experience.nemo_rl.policy_generation import PolicyGeneration
 from ratchet.experience.nemo_rl.specs import (
     DatumSpec,
     GenerationDatumSpec,
@@ -34,6 +35,7 @@ __all__ = [
     "GenerationInterface",
     "GenerationOutputSpec",
     "MessageLog",
+    "PolicyGeneration",
     "TokenizerType",
     "WithSampling",
     "collate",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.specs import GenerationDatumSpec
 from ratchet.types import Completion, Placed, Sampling, StopReason
 
+T = TypeVar("T")
 Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
 
 
@@ -222,3 +223,26 @@ def _make_completion(output: Any, row: int, request: Request, version: int) -> C
 
 def _to_numpy(values: Tensor, dtype: Any) -> NDArray[Any]:
     return values.detach().cpu().numpy().astype(dtype)
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end.
+
+    Raises:
+        RuntimeError: The caller is inside a running event loop, which this call would block.
+    """
+    if _is_in_event_loop():
+        coroutine.close()
+        raise RuntimeError(
+            "this function blocks, so it can't run inside an event loop. Call it with `await "
+            "asyncio.to_thread(...)`"
+        )
+    return asyncio.run(coroutine)
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

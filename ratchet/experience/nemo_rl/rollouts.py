@@ -10,12 +10,12 @@ B = rows of a batch, S = tokens of its longest prompt.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from ratchet.experience.nemo_rl.generation import (
     get_sampling,
     get_weights_version,
     is_synchronous_batch_generator,
+    run_blocking,
     takes_batches,
 )
 from ratchet.experience.nemo_rl.lockstep import play_in_lockstep
@@ -60,9 +61,6 @@ __all__ = [
 ]
 
 NO_TURN_LIMIT = 999_999
-T = TypeVar("T")
-
-
 # --- one turn
 
 
@@ -104,7 +102,7 @@ def generate_responses(
             else []
         )
     else:
-        completions = _run_blocking(
+        completions = run_blocking(
             complete(policy_generation, requests, pad_id=_get_pad_id(tokenizer))
         )
     return _append_answers(batch, completions, tokenizer, include_logprobs)
@@ -236,7 +234,7 @@ def run_multi_turn_rollout(
         `measure_samples` and from the environments.
     """
     player = RowPlayer(policy_generation, tokenizer, max_seq_len, max_rollout_turns, greedy)
-    return _run_blocking(play_in_lockstep(player, input_batch, task_to_env, _get_pad_id(tokenizer)))
+    return run_blocking(play_in_lockstep(player, input_batch, task_to_env, _get_pad_id(tokenizer)))
 
 
 def run_async_multi_turn_rollout(
@@ -268,7 +266,7 @@ def run_async_multi_turn_rollout(
         )
         return make_batch(input_batch, results, task_to_env)
 
-    return _run_blocking(play())
+    return run_blocking(play())
 
 
 async def run_sample_multi_turn_rollout(
@@ -373,26 +371,3 @@ def _append_answers(
 
 def _get_pad_id(tokenizer: TokenizerType) -> int:
     return get_answer_decoder(tokenizer).pad_id
-
-
-def _run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end.
-
-    Raises:
-        RuntimeError: The caller is inside a running event loop, which this call would block.
-    """
-    if _is_in_event_loop():
-        coroutine.close()
-        raise RuntimeError(
-            "this function blocks, so it can't run inside an event loop. Call it with `await "
-            "asyncio.to_thread(...)`"
-        )
-    return asyncio.run(coroutine)
-
-
-def _is_in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

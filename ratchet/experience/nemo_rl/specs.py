@@ -82,6 +82,9 @@ class GenerationInterface(ABC):
     It may also have `generate_async(data, greedy)`, an async iterator of (row, batch of that one
     row) in the order of completion. A batch generator samples with its own parameters. It gets only
     the stop strings of a `Sampling`, and whether to be greedy.
+
+    `PolicyGeneration` has upstream's calls around a generation and a refit, for generators of
+    Ratchet. The rollout functions make none of them.
     """
 
     @abstractmethod
