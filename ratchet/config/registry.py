@@ -37,6 +37,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "vlm": "ratchet.environments.datasets.vlm:VLMConfig",
     "shapes": "ratchet.environments.toy.drawn_shapes:ShapesConfig",
     "sokoban": "ratchet.environments.games.sokoban:SokobanConfig",
+    "image_zoom": "ratchet.environments.toy.image_zoom:ImageZoomConfig",
     "number_guessing": "ratchet.environments.toy.number_guessing:NumberGuessingConfig",
     "gymnasium": "ratchet.environments.adapters.gymnasium:GymnasiumConfig",
     "gem": "ratchet.environments.adapters.gem:GemConfig",
