@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
@@ -18,7 +17,7 @@ from pydantic import SerializeAsAny
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
-from ratchet.data.formats.media import embed
+from ratchet.data.formats.media import embed, is_pillow_image
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.rewards.deadline import Deadline
 from ratchet.types import Message, Part, ToolCall
@@ -173,22 +172,16 @@ def read_answer(value: Any) -> str | tuple[Part, ...]:
     Anything else becomes text.
     """
     items = value if isinstance(value, list | tuple) else (value,)
-    if not any(isinstance(item, Part) or _is_image(item) for item in items):
+    if not any(isinstance(item, Part) or is_pillow_image(item) for item in items):
         return str(value)
     return tuple(
         item
         if isinstance(item, Part)
         else embed(item)
-        if _is_image(item)
+        if is_pillow_image(item)
         else Part("text", str(item))
         for item in items
     )
-
-
-def _is_image(value: Any) -> bool:
-    """True if the value is an image of Pillow, which is not imported unless it was before."""
-    pillow = sys.modules.get("PIL.Image")
-    return pillow is not None and isinstance(value, pillow.Image)
 
 
 def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
