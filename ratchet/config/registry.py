@@ -39,6 +39,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "sokoban": "ratchet.environments.games.sokoban:SokobanConfig",
     "image_zoom": "ratchet.environments.toy.image_zoom:ImageZoomConfig",
     "number_guessing": "ratchet.environments.toy.number_guessing:NumberGuessingConfig",
+    "shop": "ratchet.environments.shop.environment:ShopConfig",
     "gymnasium": "ratchet.environments.adapters.gymnasium:GymnasiumConfig",
     "gem": "ratchet.environments.adapters.gem:GemConfig",
     "openenv": "ratchet.environments.openenv.environment:OpenEnvConfig",

@@ -400,6 +400,7 @@ def pictures() -> None:
     fetches."""
     for question in ("count", "colour", "shape", "position"):
         played("1", kind="shapes", questions=[question])
+    played("search[lamp]", "1", kind="shop")
     played("zoom 1 1", "zoom 9 9", "1", kind="image_zoom")
     call = Message("assistant", tool_calls=(ToolCall("c", "zoom", {"row": 1, "column": 1}),))
     played(call, "1", kind="image_zoom", actions="tools")
