@@ -400,6 +400,10 @@ def pictures() -> None:
     fetches."""
     for question in ("count", "colour", "shape", "position"):
         played("1", kind="shapes", questions=[question])
+    played("search[lamp]", "1", kind="shop")
+    played("zoom 1 1", "zoom 9 9", "1", kind="image_zoom")
+    call = Message("assistant", tool_calls=(ToolCall("c", "zoom", {"row": 1, "column": 1}),))
+    played(call, "1", kind="image_zoom", actions="tools")
     shown = lines("shown.jsonl", {"images": [picture(1).value], "prompt": "What?", "answer": "1"})
     given = {"kind": "vlm", "train": shown, "test_share": 0.0}
     rows = build(resolve("environment", given))
@@ -444,6 +448,8 @@ def with_tools(questions: str) -> None:
     search = {"kind": "search", "corpus": lines("corpus.jsonl", {"text": "one"})}
     server = {"kind": "mcp", "command": [sys.executable, str(ENVIRONMENTS / "mcp_server.py")]}
     tools = [{"kind": "calculator"}, {"kind": "python"}, search, server]
+    draw = Message("assistant", tool_calls=(ToolCall("call_0", "draw", {}),))
+    played(draw, kind="tool_use", tools=tools, problems={"kind": "arithmetic"})
     call = Message("assistant", tool_calls=(ToolCall("call_0", "calculator", {"expression": "1"}),))
     held_out = lines("held_out.jsonl", {"question": "?", "answer": "!"})
     played(call, "1", kind="tool_use", tools=tools, problems={"kind": "arithmetic"})

@@ -73,7 +73,7 @@ def test_the_tool_of_the_page_answers(examples):
     )
     toolbox = Toolbox([build(config)])
     answers = [
-        asyncio.run(toolbox.run_call(ToolCall("1", "population", {"city": city}))).text
+        asyncio.run(toolbox.run_call(ToolCall("1", "population", {"city": city}))).content
         for city in ("Paris", "Oslo")
     ]
     assert answers == ["2.1 million", "not listed"]
@@ -82,4 +82,4 @@ def test_the_tool_of_the_page_answers(examples):
 def test_the_function_of_the_page_answers(examples):
     toolbox = Toolbox([build(resolve("tool", {"kind": "my_functions.py:convert"}))])
     call = ToolCall("1", "convert", {"amount": 10})
-    assert asyncio.run(toolbox.run_call(call)).text == "9.00 EUR"
+    assert asyncio.run(toolbox.run_call(call)).content == "9.00 EUR"

@@ -14,6 +14,7 @@ import pytest
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build, resolve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
+from ratchet.data.formats.media import MediaLimits, decode_image, fetch
 from ratchet.environments.tool_use.base import (
     ToolAnswer,
     Toolbox,
@@ -138,7 +139,7 @@ class Odd:
 )
 def test_what_goes_wrong_with_a_call_is_answered(name, arguments, told):
     answer = answered(Toolbox([Odd()], timeout_s=0.05), name, **arguments)
-    assert (answer.text, answer.is_error) == (told, True)
+    assert (answer.content, answer.is_error) == (told, True)
 
 
 def test_what_is_wrong_with_the_machinery_is_nobodys_answer():
@@ -149,10 +150,10 @@ def test_what_is_wrong_with_the_machinery_is_nobodys_answer():
 @pytest.mark.fault("R8")
 def test_a_long_answer_is_cut_and_names_are_unique():
     assert (
-        answered(Toolbox([Odd()], max_chars=3), "odd", how="say", n=5).text
+        answered(Toolbox([Odd()], max_chars=3), "odd", how="say", n=5).content
         == "xxx\n[cut after 3 characters]"
     )
-    assert answered(Toolbox([Odd()]), "odd", how="say", n=2).text == "xx"
+    assert answered(Toolbox([Odd()]), "odd", how="say", n=2).content == "xx"
     with pytest.raises(ConfigError, match="two tools are called 'odd'"):
         Toolbox([Odd(), Odd()])
     with pytest.raises(ConfigError, match="is not a tool"):
@@ -164,16 +165,16 @@ def test_a_long_answer_is_cut_and_names_are_unique():
 
 def test_programs_run_in_the_sandbox():
     toolbox = Toolbox([tool("python", timeout_s=1, workers=1)])
-    assert answered(toolbox, "python", code="print(sum(range(10)))").text == "45\n"
-    assert answered(toolbox, "python", code="x = 1").text == "(nothing was printed)"
+    assert answered(toolbox, "python", code="print(sum(range(10)))").content == "45\n"
+    assert answered(toolbox, "python", code="x = 1").content == "(nothing was printed)"
     failed = answered(toolbox, "python", code="print(1)\nraise KeyError('k')")
     assert failed.is_error
-    assert "exit code 1" in failed.text
-    assert "KeyError: 'k'" in failed.text
-    assert "printed before: 1" in failed.text
+    assert "exit code 1" in failed.content
+    assert "KeyError: 'k'" in failed.content
+    assert "printed before: 1" in failed.content
     assert (
         "the program failed: it took too long"
-        in answered(toolbox, "python", code="while True: pass").text
+        in answered(toolbox, "python", code="while True: pass").content
     )
     ends = [
         describe_failure(Result(None, None, b"", b"", 1.0, reason))
@@ -273,26 +274,31 @@ def test_tools_of_an_mcp_server_are_called_by_its_own_client():
     )
     assert set(add["function"]["parameters"]["properties"]) == {"a", "b"}
     json.dumps(toolbox.schemas)
-    assert answered(toolbox, "add", a=2, b=3).text == "5"
+    assert answered(toolbox, "add", a=2, b=3).content == "5"
     assert (
-        answered(toolbox, "add", a=2, b="x").text
+        answered(toolbox, "add", a=2, b="x").content
         == "Error: the argument 'b' must be of type integer, not 'x'"
     )
     failed = answered(toolbox, "fail")
     assert failed.is_error
-    assert "no luck" in failed.text
+    assert "no luck" in failed.content
+    assert answered(toolbox, "draw").content == "a dot:\n(image)"
+    text, dot = answered(Toolbox(mcp(images=True)), "draw").content
+    assert (text.value, dot.type) == ("a dot:", "image")
+    source = fetch(dot.value, where="", limits=MediaLimits())
+    assert decode_image(source, where="", limits=MediaLimits()).size == (1, 1)
 
 
 def test_an_mcp_server_that_dies_fails_the_attempt_and_is_started_again():
     toolbox = Toolbox(mcp())
     with pytest.raises(ToolUnavailable):
         answered(toolbox, "die")
-    assert answered(toolbox, "add", a=1, b=1).text == "2"
+    assert answered(toolbox, "add", a=1, b=1).content == "2"
 
 
 def test_an_mcp_server_offers_what_it_is_asked_for():
     assert [found.name for found in mcp(only=["fail"])] == ["fail"]
-    with pytest.raises(ConfigError, match="has no tool 'sub': it has add, fail, die"):
+    with pytest.raises(ConfigError, match="has no tool 'sub': it has add, draw, fail, die"):
         mcp(only=["sub"])
     with pytest.raises(ToolUnavailable, match="can't be used"):
         tool("mcp", command=["/nonexistent/server"])

@@ -8,16 +8,20 @@ import math
 from statistics import fmean
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
+from pictures import picture, renderer
 from pydantic import ValidationError
 
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.data.chat.builtin_tokenizers import BUILTIN_TEMPLATES, character_tokenizer
 from ratchet.data.chat.renderer import Renderer
+from ratchet.errors import DataError
 from ratchet.evals.openai_client import EndpointPlayer
 from ratchet.experience.config import MessageLogConfig
+from ratchet.experience.nemo_rl import EnvironmentInterface, EnvironmentReturn, make_datum
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig
 from ratchet.testing import check_environment
@@ -120,6 +124,54 @@ def test_a_key_appends_observations_as_their_own_tokens(raw):
         assert reply.role == "user"
         assert row.truncated
         assert row.turns[-1].reward is not None, "the environment judges the cut-off answer"
+
+
+class Showing(EnvironmentInterface[None]):
+    """Its prompts and its observations have images, in three forms of parts."""
+
+    def step(self, message_log_batch, metadata):
+        for log in message_log_batch:
+            assert log[0]["content"] == show("prompt")["content"], "logs keep their parts"
+        n = len(metadata)
+        done = torch.tensor([len(log) > 2 for log in message_log_batch])
+        return EnvironmentReturn(
+            [show("environment")] * n, metadata, None, torch.ones(n), done, None
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {}
+
+
+def show(where):
+    url = picture(1).value
+    image = {"type": "image_url", "image_url": {"url": url}}
+    if where == "environment":
+        image = {"type": "image", "image": PIL.Image.new("RGB", (32, 32))}
+    role = "user" if where == "prompt" else where
+    return {"role": role, "content": [image, {"type": "text", "text": "what?"}]}
+
+
+def shown_samples(split):
+    return [{"message_log": [show("prompt")], "task_name": "showing"}]
+
+
+def test_message_logs_have_images():
+    section = {"kind": "message_log", "interface": f"{__name__}:Showing"}
+    section |= {"data": f"{__name__}:shown_samples"}
+    environment = build(resolve("environment", section))
+    task = next(iter(environment.tasks("train", seed=0)))
+    read = renderer()
+    answer = [*read.tokenizer.encode("a"), read.stop_ids[0]]
+    generator = FakeGenerator(lambda *_: answer)
+    player = EpisodePlayer(generator, read, max_context=256)
+    sampling = Sampling(max_new_tokens=4, stop_ids=read.stop_ids)
+    (row,) = asyncio.run(player.play(task, environment, sampling, attempt=0))
+    assert row.outcome is None
+    assert [len(media) for media in generator.media] == [1, 2]
+    assert row.media == read.media(row.tokens, row.messages[:-1])
+    # A tokenizer alone has no processor, so the functions that play batches refuse images.
+    with pytest.raises(DataError, match="the model reads only text"):
+        make_datum([show("prompt")], read.tokenizer)
 
 
 def test_an_api_can_t_take_raw_observations():

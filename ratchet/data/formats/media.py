@@ -11,6 +11,7 @@ import base64
 import binascii
 import io
 import struct
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -297,6 +298,12 @@ def check_media(part: Part, *, where: str, limits: MediaLimits) -> tuple[int, in
         return None
     with _open_image(source, name, limits) as image:
         return image.size
+
+
+def is_pillow_image(value: Any) -> bool:
+    """True if the value is an image of Pillow, which is not imported unless it was before."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
 
 
 def embed(image: Image) -> Part:

@@ -17,9 +17,10 @@ from pydantic import SerializeAsAny
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
+from ratchet.data.formats.media import embed, is_pillow_image
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.rewards.deadline import Deadline
-from ratchet.types import Message, ToolCall
+from ratchet.types import Message, Part, ToolCall
 
 
 class ToolConfig(Section):
@@ -53,7 +54,7 @@ class Tool(Protocol):
     """A tool that the policy can call.
 
     `parameters` is the JSON schema of an object. `call` gets the arguments by name, and returns the
-    answer, which is converted to text. It may be async.
+    answer (see `read_answer`). It may be async.
     """
 
     name: str
@@ -65,9 +66,9 @@ class Tool(Protocol):
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """The answer to a tool call, for the policy."""
+    """The answer to a tool call, for the policy: text, or parts with images."""
 
-    text: str
+    content: str | tuple[Part, ...]
     is_error: bool = False
 
 
@@ -77,7 +78,7 @@ class Toolbox:
     Args:
         tools: The tools. Their names must differ.
         timeout_s: Time limit of one call, in wall-clock seconds.
-        max_chars: Maximum number of characters of one answer; the rest is cut off.
+        max_chars: Maximum number of characters of one text; the rest is cut off.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Toolbox:
         n_errors = 0
         for call in calls:
             answer = await self.run_call(call)
-            messages.append(Message("tool", answer.text, tool_call_id=call.id))
+            messages.append(Message("tool", answer.content, tool_call_id=call.id))
             n_errors += answer.is_error
         return messages, n_errors
 
@@ -131,7 +132,10 @@ class Toolbox:
                     f"there is no tool '{call.name}'; there are {', '.join(self._tools)}"
                 )
             check_arguments(tool.parameters, call.arguments)
-            return ToolAnswer(self._truncate(str(await self._run(tool, call.arguments))))
+            content = read_answer(await self._run(tool, call.arguments))
+            if isinstance(content, str):
+                return ToolAnswer(self._truncate(content))
+            return ToolAnswer(tuple(map(self._truncate_part, content)))
         except ToolError as error:
             return ToolAnswer(self._truncate(f"Error: {error}"), is_error=True)
 
@@ -150,12 +154,34 @@ class Toolbox:
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
+    def _truncate_part(self, part: Part) -> Part:
+        return Part("text", self._truncate(part.value)) if part.type == "text" else part
+
     def _truncate(self, text: str) -> str:
         return (
             text
             if len(text) <= self.max_chars
             else f"{text[: self.max_chars]}\n[cut after {self.max_chars} characters]"
         )
+
+
+def read_answer(value: Any) -> str | tuple[Part, ...]:
+    """Return what a tool returned as the content of a message.
+
+    A `Part`, an image of Pillow, and a list or tuple with one of these become parts, in order.
+    Anything else becomes text.
+    """
+    items = value if isinstance(value, list | tuple) else (value,)
+    if not any(isinstance(item, Part) or is_pillow_image(item) for item in items):
+        return str(value)
+    return tuple(
+        item
+        if isinstance(item, Part)
+        else embed(item)
+        if is_pillow_image(item)
+        else Part("text", str(item))
+        for item in items
+    )
 
 
 def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from ratchet.environments.tool_use.base import ToolConfig, ToolError, ToolUnavailable
 from ratchet.errors import ConfigError, MissingDependency
+from ratchet.types import Part
 
 
 class MCPConfig(ToolConfig):
@@ -32,6 +33,11 @@ class MCPConfig(ToolConfig):
         {}, description="Environment variables of the server, besides a few basic ones."
     )
     only: tuple[str, ...] = Field((), description="Names of the tools to offer; empty: all.")
+    images: bool = Field(
+        False,
+        description="true: images in answers reach the policy, whose model must read them; false: "
+        "the text (image) stands for each.",
+    )
     start_s: float = Field(
         30.0,
         gt=0,
@@ -187,17 +193,25 @@ class MCPTool:
         )
         self.parameters: Mapping[str, Any] = description.input_schema
 
-    async def call(self, **arguments: Any) -> str:
-        """Return the result as text. Other content is replaced by its type, such as "(image)".
+    async def call(self, **arguments: Any) -> str | list[Part]:
+        """Return the result as text, or as parts if it has images that the policy may see.
 
-        Raises ToolError if the server reports a failed call, ToolUnavailable if the server is gone.
+        Other content is replaced by its type, such as "(audio)". Raises ToolError if the server
+        reports a failed call, ToolUnavailable if the server is gone.
         """
         result = await self.server.call(self.name, arguments)
         parts = [part.text if part.type == "text" else f"({part.type})" for part in result.content]
         text = "\n".join(parts)
         if result.is_error:
             raise ToolError(text)
-        return text
+        if not self.server.config.images or "image" not in {part.type for part in result.content}:
+            return text
+        return [
+            Part("image", f"data:{part.mime_type};base64,{part.data}")
+            if part.type == "image"
+            else Part("text", text)
+            for part, text in zip(result.content, parts, strict=True)
+        ]
 
 
 def mcp_tools(config: MCPConfig) -> list[MCPTool]:

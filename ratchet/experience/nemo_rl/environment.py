@@ -30,7 +30,8 @@ class EnvironmentReturn(NamedTuple, Generic[Metadata]):
     """The return value of `step`, with a row for each conversation.
 
     Attributes:
-        observations: The next messages, with `role` and `content`.
+        observations: The next messages, with `role` and `content`: text, or a list of parts, some
+            of them images.
         metadata: Passed to the next `step`; None leaves it unchanged.
         next_stop_strings: Stop strings of the policy's next turn; None leaves them unchanged, []
             removes them.
@@ -39,7 +40,7 @@ class EnvironmentReturn(NamedTuple, Generic[Metadata]):
         answers: The extracted answers, if any.
     """
 
-    observations: Sequence[Mapping[str, str]]
+    observations: Sequence[Mapping[str, Any]]
     metadata: Sequence[Metadata]
     next_stop_strings: Sequence[Sequence[str] | None] | None
     rewards: Tensor | Mapping[str, Tensor]
@@ -92,7 +93,7 @@ class EnvironmentInterface(ABC, Generic[Metadata]):
 class EnvironmentReply:
     """One row of an `EnvironmentReturn`. `parts` is None if the reward has no parts."""
 
-    observation: dict[str, str]
+    observation: dict[str, Any]
     metadata: Any
     stop_strings: list[str] | None
     reward: float
@@ -145,7 +146,8 @@ def step_rows(
         DataError: The return value has the wrong shape. Exceptions of `step` are raised unchanged.
     """
     log_copies = [
-        [{"role": entry["role"], "content": entry["content"]} for entry in log] for log in logs
+        [{"role": entry["role"], "content": copy.deepcopy(entry["content"])} for entry in log]
+        for log in logs
     ]
     returned = environment.step(log_copies, copy.deepcopy(list(metadata)))
     name, n_rows = type(environment).__name__, len(logs)
@@ -276,7 +278,7 @@ def _check_lengths(result: EnvironmentReturn[Any], n_rows: int, name: str) -> No
             )
 
 
-def _check_observation(observation: Any, name: str) -> dict[str, str]:
+def _check_observation(observation: Any, name: str) -> dict[str, Any]:
     if not isinstance(observation, Mapping):
         raise DataError(
             f"{name}.step returned the observation {observation!r:.80}. It must have a role and "

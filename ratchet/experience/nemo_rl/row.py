@@ -73,6 +73,7 @@ class RowPlayer:
         )
         dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
         renderer = get_log_renderer(self.tokenizer)
+        memo.media = renderer.media(memo.tokens, messages)
         player = EpisodePlayer(
             generator, renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns
         )

@@ -12,6 +12,8 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
+from ratchet.data.formats.media import embed, is_pillow_image
+from ratchet.data.formats.media_columns import read_content
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.types import Message, Role
@@ -120,13 +122,33 @@ ROLES: Mapping[str, Role] = {
 def as_message(entry: Mapping[str, Any]) -> Message:
     """Return an entry of a log as a message for chat templates.
 
+    Content is text, or a list of parts in OpenAI's or Hugging Face's format. The image of a part
+    may be one of Pillow.
+
     Raises:
-        DataError: The role is unknown, or the content is not text.
+        DataError: The role is unknown, or the content is neither text nor such parts.
     """
-    role = str(entry.get("role"))
-    if role not in ROLES or not isinstance(entry.get("content"), str):
+    role, content = str(entry.get("role")), entry.get("content")
+    if role not in ROLES or not isinstance(content, str | list):
         raise DataError(
             f"{dict(entry)!r:.120} is not a message. Give it a role of {', '.join(ROLES)}, and "
-            "content as text"
+            "content as text or as a list of parts"
         )
-    return Message(ROLES[role], entry["content"])
+    if isinstance(content, str):
+        return Message(ROLES[role], content)
+    parts = read_content(embed_images(content), f"content of role {role}")
+    if all(part.type == "text" for part in parts):
+        return Message(ROLES[role], "".join(part.value for part in parts))
+    return Message(ROLES[role], parts)
+
+
+def embed_images(content: Any) -> Any:
+    """Return the content of a message with each image of Pillow as a `data:` URL."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "image", "image": embed(part["image"]).value}
+        if isinstance(part, Mapping) and is_pillow_image(part.get("image"))
+        else part
+        for part in content
+    ]

@@ -21,7 +21,7 @@ from ratchet.experience.nemo_rl.environment import (
     EnvironmentInterface,
     post_process,
 )
-from ratchet.experience.nemo_rl.specs import DatumSpec, as_message
+from ratchet.experience.nemo_rl.specs import DatumSpec, as_message, embed_images
 from ratchet.protocols import Step
 from ratchet.types import Group, Message, Split, Task, Trajectory
 from ratchet.utils.user_parts import add_missing_members
@@ -123,7 +123,8 @@ class MessageLogEnvironment(Rows):
             tag=datum.get("task_name") or self.interface_name,
             meta={
                 "message_log": [
-                    {"role": entry["role"], "content": entry["content"]} for entry in messages
+                    {"role": entry["role"], "content": embed_images(entry["content"])}
+                    for entry in messages
                 ],
                 "extra_env_info": datum.get("extra_env_info"),
                 "stop_strings": datum.get("stop_strings"),

@@ -77,7 +77,7 @@ def test_a_function_is_described_as_transformers_does(function):
 )
 def test_a_function_is_called_by_its_arguments(name, arguments, answer):
     toolbox = Toolbox(build(name))
-    assert asyncio.run(toolbox.run_call(ToolCall("1", name, arguments))).text == answer
+    assert asyncio.run(toolbox.run_call(ToolCall("1", name, arguments))).content == answer
 
 
 def test_a_function_that_returns_tools_makes_them_and_its_parameters_are_keys():

@@ -16,7 +16,8 @@ GAMES = frozenset({"sokoban", "frozen_lake"})
 ENVIRONMENT_FIXES: Mapping[str, str] = {
     "roll_math": "Write a recipe with environment.kind=gem.",
     "roll_qa": "Write a recipe with environment.kind=gem, or qa with a retriever.",
-    "webshop": "Ratchet has no WebShop: serve it by OpenEnv's protocol (environment.kind=openenv).",
+    "webshop": "Serve WebShop by OpenEnv's protocol (environment.kind=openenv); "
+    "environment.kind=shop is like it, with other data.",
     "deepeyes": "Write an environment whose tool answers with images (docs/environments.md).",
     "atropos_env": "Ratchet has no client of Atropos.",
     "openreward_env": "Ratchet has no client of OpenReward.",

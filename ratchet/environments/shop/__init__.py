@@ -1,0 +1,1 @@
+"""A shop with search and product pages, in the style of WebShop."""
