@@ -41,6 +41,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "gymnasium": "ratchet.environments.adapters.gymnasium:GymnasiumConfig",
     "gem": "ratchet.environments.adapters.gem:GemConfig",
     "openenv": "ratchet.environments.openenv.environment:OpenEnvConfig",
+    "nemo_gym": "ratchet.environments.servers.nemo_gym:NemoGymConfig",
     "verifiers": "ratchet.environments.adapters.verifiers:VerifiersConfig",
     "message_log": "ratchet.experience.config:MessageLogConfig",
     "tool_use": "ratchet.environments.tool_use.environment:ToolUseConfig",

@@ -486,6 +486,11 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
             build(resolve("environment", package)).tasks("test", seed=0)
     finally:
         server.close()
+    look = [{"type": "function", "name": "look"}]
+    params = [{"responses_create_params": {"input": text, "tools": look}} for text in "ab"]
+    files = {"train": lines("gym.jsonl", params[0]), "test": lines("held.jsonl", params[1])}
+    with serve(lambda body, number: Answer({"reward": 1.0}, 500 if number == 1 else 200)) as gym:
+        played(called, "1", kind="nemo_gym", url=gym.url, show_tool_failures=True, **files)
     played("x", "y", kind="verifiers", taskset="words_taskset", options={"turns": True})
     played(
         "1",

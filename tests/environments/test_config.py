@@ -19,6 +19,7 @@ from ratchet.environments.datasets.gsm8k import GSM8KConfig
 from ratchet.environments.games.game import GameConfig
 from ratchet.environments.mixture import MixtureConfig
 from ratchet.environments.openenv.environment import OpenEnvConfig
+from ratchet.environments.servers.nemo_gym import NemoGymConfig
 from ratchet.environments.tool_use.environment import ToolEnvironmentConfig
 from ratchet.environments.tool_use.shell import ShellConfig
 from ratchet.environments.toy.arithmetic import ArithmeticConfig
@@ -95,6 +96,7 @@ def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_jud
         MessageLogConfig,
         ShellConfig,
         OpenEnvConfig,
+        NemoGymConfig,
         CodeRepairConfig,
     )
     # as what they are made of, or a preset, says
