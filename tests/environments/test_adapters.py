@@ -255,6 +255,20 @@ def test_guess_the_number_of_gem_is_won_by_halving():
 
 
 @pytest.mark.needs("gem")
+def test_tools_of_gem_are_called_in_turns():
+    config = GemConfig(
+        id="game:GuessTheNumber-v0-easy", wrappers=("environments.gem_tools:with_halving",)
+    )
+    says = ["<half>8</half>", "<half>x</half>", "\\boxed{5}"]
+    prompt, steps = play(GemEnvironment(config), says)
+    assert "Write <half>N</half> to halve a number." in prompt
+    assert texts(steps)[:2] == ["Half: 4", "no number"]
+    assert [step.reward for step in steps[:2]] == [0.25, 0.25]
+    assert [step.metrics["tool_use_counter"] for step in steps] == [1.0, 1.0, 0.0]
+    assert [step.metrics["tool_success_counter"] for step in steps] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.needs("gem")
 def test_an_id_that_gem_has_not_is_refused():
     with pytest.raises(ConfigError, match="gem has no 'game:Chess'"):
         GemEnvironment(GemConfig(id="game:Chess"))

@@ -20,6 +20,7 @@ from ratchet.environments.games.game import GameConfig
 from ratchet.environments.mixture import MixtureConfig
 from ratchet.environments.openenv.environment import OpenEnvConfig
 from ratchet.environments.servers.nemo_gym import NemoGymConfig
+from ratchet.environments.servers.open_reward import OpenRewardConfig
 from ratchet.environments.tool_use.environment import ToolEnvironmentConfig
 from ratchet.environments.tool_use.shell import ShellConfig
 from ratchet.environments.toy.arithmetic import ArithmeticConfig
@@ -97,6 +98,7 @@ def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_jud
         ShellConfig,
         OpenEnvConfig,
         NemoGymConfig,
+        OpenRewardConfig,
         CodeRepairConfig,
     )
     # as what they are made of, or a preset, says

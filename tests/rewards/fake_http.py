@@ -38,6 +38,8 @@ def serve(answer: Callable[[Any, int], Any]) -> Iterator[Fake]:
     running = 0
 
     class Handler(BaseHTTPRequestHandler):
+        wbufsize = 1 << 16  # one packet an answer: a second one may wait 40 ms for an ACK
+
         def do_POST(self) -> None:
             nonlocal running
             sent = self.rfile.read(int(self.headers.get("content-length", 0)))

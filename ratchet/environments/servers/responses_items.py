@@ -15,11 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from ratchet.data.chat.messages import read_messages
+from ratchet.data.chat.thinking import REASONING, split_thinking
 from ratchet.data.jsonl import describe_type
 from ratchet.errors import DataError
 from ratchet.types import Message, ToolCall
-
-THINK_MARKS = ("<think>", "</think>")
 
 
 def read_input(params: Mapping[str, Any], where: str) -> tuple[Message, ...]:
@@ -73,7 +72,7 @@ def _read_item(item: Any, where: str) -> Message:
     if kind == "reasoning":
         parts = item.get("summary") or ()
         text = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-        return Message("assistant", text.join(THINK_MARKS) if text else "")
+        return Message("assistant", text.join(REASONING[0]) if text else "")
     raise DataError(
         f"{where} is of type {kind!r:.40}, must be message, function_call, function_call_output "
         "(with text) or reasoning"
@@ -105,7 +104,7 @@ def describe_turn(message: Message, turn: int, *, cut: bool = False) -> list[dic
         turn: Number of the turn, for the items' ids.
         cut: True if a limit ended the message.
     """
-    thought, text = _split_thought(message.text)
+    thought, text = split_thinking(message.text)
     items: list[dict[str, Any]] = []
     if thought:
         summary = [{"type": "summary_text", "text": thought}]
@@ -123,15 +122,6 @@ def describe_turn(message: Message, turn: int, *, cut: bool = False) -> list[dic
             }
         )
     return items + [_describe_call(call) for call in message.tool_calls]
-
-
-def _split_thought(text: str) -> tuple[str, str]:
-    """Return the reasoning at the beginning of a text, and the text after it."""
-    begin, end = THINK_MARKS
-    if not text.lstrip().startswith(begin):
-        return "", text
-    thought, _, answer = text.lstrip().removeprefix(begin).partition(end)
-    return thought, answer.lstrip()
 
 
 def _describe_call(call: ToolCall) -> dict[str, Any]:

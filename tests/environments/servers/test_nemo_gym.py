@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 from command_line import ratchet
+from environments.servers.started import started
 from pages import written
 from rewards.fake_http import HANG, Answer, Fake, serve
 
@@ -55,14 +54,13 @@ class Counter:
 
 @pytest.fixture
 def play(tmp_path):
-    def play(server, *messages, rows=None, cut=False, check=lambda _: None, **keys):
+    def play(server, *messages, rows=None, cut=False, **keys):
         """Returns the environment, its steps (or the reward of a cut attempt), the requests."""
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(values) + "\n" for values in rows or [row()]))
         with serve(server) as server.fake:
             keys = {"url": server.fake.url, "train": str(file), **keys}
             environment = build(resolve("environment", {"kind": "nemo_gym", **keys}))
-            check(environment)
 
             async def attempt():
                 task = next(environment.tasks("train", seed=0))
@@ -138,7 +136,7 @@ def test_attempts_end_at_limits(play):
 
 def test_rows_are_split_and_checked(play, tmp_path):
     rows = [row(f"{i % 20}") for i in range(30)]
-    environment, *_ = play(Counter(), rows=rows, check=check_environment)
+    environment, *_ = play(Counter(), rows=rows)
     prompts = [
         {task.messages[0].text for task in environment.rows(split)} for split in ("train", "test")
     ]
@@ -191,17 +189,9 @@ def gym_server(repository, tmp_path, monkeypatch):
         pytest.skip("`make` installs NeMo Gym's environment where it finds Python 3.12")
     monkeypatch.chdir(tmp_path)
     written(repository / "docs" / "integrations" / "nemo-gym.md", tmp_path)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     module = "resources_servers.example_session_state_mgmt.app"
-    command = [PYTHON, "serve_gym.py", module, "StatefulCounterResourcesServer", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    assert server.stdout.readline() == "ready\n"
-    yield f"http://127.0.0.1:{port}"
-    server.kill()
-    server.wait()
+    with started(PYTHON, "serve_gym.py", module, "StatefulCounterResourcesServer") as url:
+        yield url
 
 
 @pytest.mark.slow
@@ -209,8 +199,8 @@ def test_a_server_of_the_package_gives_trainable_rows(gym_server, tmp_path):
     """Its own rows earn 1 by its own tools, and the page's recipe trains."""
     module = PYTHON.parents[1].glob("lib/python*/site-packages/resources_servers")
     (rows,) = (path / "example_session_state_mgmt/data/example.jsonl" for path in module)
-    own = {"kind": "nemo_gym", "url": gym_server, "train": str(rows)}
-    environment = build(resolve("environment", own))
+    examples = {"kind": "nemo_gym", "url": gym_server, "train": str(rows)}
+    environment = build(resolve("environment", examples))
     tasks = [*environment.rows("train"), *environment.rows("test")]
     (counting,) = (task for task in tasks if "add 1 then add 2" in task.messages[0].text)
 
@@ -224,6 +214,10 @@ def test_a_server_of_the_package_gives_trainable_rows(gym_server, tmp_path):
 
     assert asyncio.run(solve(counting, 1, 2)) == (['{"success":true}'] * 2, 1.0)  # from 3 to 6
     assert asyncio.run(solve(counting, 2))[1] == 0.0
+    rows = [row(f"{n}", initial_count=0, expected_count=0) for n in range(20)]
+    Path("zeros.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    zeros = {"kind": "nemo_gym", "url": gym_server, "train": "zeros.jsonl"}
+    check_environment(build(resolve("environment", zeros)), n=2)
     lines = [{**row(f"Reach {n}."), "initial_count": n, "expected_count": 2} for n in (2, 3)]
     Path("counts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     trained = ratchet("train", "with_gym.yaml", "threads=1", f"environment.url={gym_server}")
