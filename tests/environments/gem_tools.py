@@ -1,6 +1,7 @@
 """A tool in gem's form, and a function that gives it to an environment."""
 
 import re
+from typing import Any
 
 
 class HalvingTool:
@@ -24,4 +25,5 @@ class HalvingTool:
 def with_halving(env):
     from gem.tools.tool_env_wrapper import ToolEnvWrapper
 
-    return ToolEnvWrapper(env, [HalvingTool()], tool_reward=0.25)
+    tools: Any = [HalvingTool()]
+    return ToolEnvWrapper(env, tools, tool_reward=0.25)
