@@ -40,7 +40,7 @@ test-changed: .venv/developer ## the tests that a change touches, without the sl
 	@files=$$($(BIN)/python .ci/changed.py --since "$(SINCE)") || exit; \
 	[ -z "$$files" ] || $(PYTEST) -m "not slow" $$files || [ $$? -eq 5 ]  # 5: all of them are slow
 
-test-slow: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium .venv/pretend_cuda/backend.so ## real engines, full recipes, kills
+test-slow: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/chromium .venv/pretend_cuda/backend.so ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
 test-lowest: .venv/developer ## the fast tests of a wheel with the lowest versions that pyproject.toml allows
@@ -70,7 +70,7 @@ names: .venv/developer
 fast-tests: .venv/developer
 	$(PYTEST) -m "not slow"
 
-slow-tests: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/chromium .venv/pretend_cuda/backend.so
+slow-tests: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/chromium .venv/pretend_cuda/backend.so
 	$(PYTEST) -m slow
 	$(PYTEST) -m "hypothesis and not slow" --hypothesis-profile thorough
 
@@ -109,6 +109,11 @@ clean: ## remove caches and builds; keeps .venv and runs
 	.venv/clients/bin/python -m pip install --disable-pip-version-check --quiet -r .ci/clients.txt
 	if command -v npm >/dev/null; then \
 		npm install --silent --no-audit --no-fund --prefix .venv/clients $$(cat .ci/npm-clients.txt); fi
+	@touch $@
+
+# NeMo Gym's servers, where Python 3.12 is found; elsewhere their tests skip.
+.venv/nemo-gym/installed: .ci/nemo-gym.txt .ci/nemo-gym | .venv/bin/python
+	.ci/nemo-gym
 	@touch $@
 
 # TRL, which the slow tests run users' files with; what it needs is in the checks' environment.

@@ -43,6 +43,8 @@ ENVIRONMENTS: Mapping[str, str] = {
     "gymnasium": "ratchet.environments.adapters.gymnasium:GymnasiumConfig",
     "gem": "ratchet.environments.adapters.gem:GemConfig",
     "openenv": "ratchet.environments.openenv.environment:OpenEnvConfig",
+    "nemo_gym": "ratchet.environments.servers.nemo_gym:NemoGymConfig",
+    "open_reward": "ratchet.environments.servers.open_reward:OpenRewardConfig",
     "verifiers": "ratchet.environments.adapters.verifiers:VerifiersConfig",
     "message_log": "ratchet.experience.config:MessageLogConfig",
     "tool_use": "ratchet.environments.tool_use.environment:ToolUseConfig",

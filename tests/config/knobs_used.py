@@ -18,6 +18,7 @@ from unittest.mock import MagicMock
 import pytest
 from environments.harbor.task_directories import write_task
 from environments.openenv.stub_server import StubServer
+from environments.servers.open_reward_stub import Stub, events, result
 from pictures import model_directory, picture
 from rewards.fake_http import Answer, chat, serve
 from sandbox.fake_docker import PYTHON, FakeDocker
@@ -469,7 +470,8 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
     played("left", kind="gymnasium", id="FrozenLake-v1", actions=["left", "down", "right", "up"])
     played("1", kind="gem", path="doubling:Doubling")
     if find_spec("gem"):  # it has no release for later versions of Python than 3.11
-        played("1", kind="gem", id="game:GuessTheNumber-v0-easy")
+        tools = ["environments.gem_tools:with_halving"]
+        played("1", kind="gem", id="game:GuessTheNumber-v0-easy", wrappers=tools)
     called = Message("assistant", tool_calls=(ToolCall("call_0", "look", {}),))
     Path("rooms.py").write_text(
         "class Room:\n"
@@ -492,6 +494,15 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
             build(resolve("environment", package)).tasks("test", seed=0)
     finally:
         server.close()
+    look = [{"type": "function", "name": "look"}]
+    params = [{"responses_create_params": {"input": text, "tools": look}} for text in "ab"]
+    files = {"train": lines("gym.jsonl", params[0]), "test": lines("held.jsonl", params[1])}
+    with serve(lambda body, number: Answer({"reward": 1.0}, 500 if number == 1 else 200)) as gym:
+        played(called, "1", kind="nemo_gym", url=gym.url, show_tool_failures=True, **files)
+    box = Stub(call=(events(("end", result())),))
+    with serve(box) as box.fake:
+        for keys in ({"environment": "box"}, {"test_split": None}):
+            played(called, "1", kind="open_reward", url=box.fake.url, **keys)
     played("x", "y", kind="verifiers", taskset="words_taskset", options={"turns": True})
     played(
         "1",

@@ -1,12 +1,10 @@
-"""A taskset of verifiers whose reward looks into the box that the agent worked in."""
+"""A taskset of verifiers whose tasks need a container."""
 
 import verifiers.v1 as vf
 
 
 class BoxedTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-    @vf.reward
-    async def left_a_file(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
-        return 1.0
+    NEEDS_CONTAINER = True
 
 
 class BoxedTaskset(vf.Taskset[BoxedTask, vf.TasksetConfig]):

@@ -16,7 +16,7 @@ from ratchet.environments.adapters.gymnasium import GymnasiumConfig, GymnasiumEn
 from ratchet.environments.adapters.verifiers import VerifiersConfig, VerifiersEnvironment
 from ratchet.errors import ConfigError
 from ratchet.testing import check_environment
-from ratchet.types import Message
+from ratchet.types import Message, ToolCall
 from ratchet.utils.user_code import UserCodeFailed
 
 LAKE = {
@@ -255,6 +255,20 @@ def test_guess_the_number_of_gem_is_won_by_halving():
 
 
 @pytest.mark.needs("gem")
+def test_tools_of_gem_are_called_in_turns():
+    config = GemConfig(
+        id="game:GuessTheNumber-v0-easy", wrappers=("environments.gem_tools:with_halving",)
+    )
+    says = ["<half>8</half>", "<half>x</half>", "\\boxed{5}"]
+    prompt, steps = play(GemEnvironment(config), says)
+    assert "Write <half>N</half> to halve a number." in prompt
+    assert texts(steps)[:2] == ["Half: 4", "no number"]
+    assert [step.reward for step in steps[:2]] == [0.25, 0.25]
+    assert [step.metrics["tool_use_counter"] for step in steps] == [1.0, 1.0, 0.0]
+    assert [step.metrics["tool_success_counter"] for step in steps] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.needs("gem")
 def test_an_id_that_gem_has_not_is_refused():
     with pytest.raises(ConfigError, match="gem has no 'game:Chess'"):
         GemEnvironment(GemConfig(id="game:Chess"))
@@ -326,6 +340,47 @@ def test_what_a_verifiers_environment_raises_fails_the_attempt_and_the_next_one_
     assert play(environment, ["a!"])[1][-1].done
 
 
+@pytest.mark.slow
+@pytest.mark.needs("verifiers")
+def test_a_verifiers_task_with_tools_and_a_runtime(monkeypatch):
+    folder = str(Path(__file__).parent)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", folder)  # for its tool server
+    environment = VerifiersEnvironment(VerifiersConfig(taskset="counting_taskset"))
+    tasks = {task.messages[1].text: task for s in ("train", "test") for task in environment.rows(s)}
+
+    async def count(goal, *numbers):
+        await environment.reset(tasks[f"Count to {goal}."])
+        assert environment.tools(None)[0]["function"]["name"] == "count_toolset_add"
+        steps = []
+        for index, number in enumerate(numbers):
+            call = ToolCall(f"call_{index}", "count_toolset_add", {"number": number})
+            steps.append(await environment.step(Message("assistant", tool_calls=(call,))))
+        steps.append(await environment.step(Message("assistant", "Done.")))
+        await environment.close()
+        return [step.messages[0].text for step in steps[:-1]], steps[-1].reward
+
+    answers, reward = asyncio.run(count(5, 2, 13, 3))
+    assert answers == ["The count is 2.", "Error executing tool add: 13 is not added",
+                       "The count is 5."]  # fmt: skip
+    assert reward == 1.0
+    with pytest.raises(UserCodeFailed, match="task setup: RuntimeError: no box"):
+        asyncio.run(count(666))
+
+
+@pytest.mark.needs("verifiers")
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_rollout_of_verifiers_gives_the_same_steps(words, turns):
+    says = ["a", "b", "c!", "d"]
+    steps = []
+    for needs_rollout in (False, True):
+        environment = words(options={"turns": turns}, max_turns=3)
+        environment._needs_rollout = needs_rollout
+        task = next(environment.tasks("test", seed=0))
+        steps.append(asyncio.run(episode(environment, task, says[: 3 if turns else 1])))
+    assert steps[0] == steps[1]
+
+
 @pytest.mark.needs("verifiers")
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -333,13 +388,22 @@ def test_what_a_verifiers_environment_raises_fails_the_attempt_and_the_next_one_
         ({"taskset": "no_such_taskset"}, "no_such_taskset"),
         ({"taskset": "words_taskset", "seat": "judge"}, "seat=judge: .* one of speller"),
         ({"taskset": "words_taskset", "options": {"colour": 1}}, "colour"),
-        ({"taskset": "boxed_taskset"}, "needs a runtime for its rewards"),
+        ({"taskset": "boxed_taskset"}, "needs a container"),
         ({"taskset": "endless_taskset"}, "is endless: set environment.tasks"),
     ],
 )
 def test_a_verifiers_taskset_that_cannot_be_played_is_refused(settings, message, words):
     with pytest.raises(ConfigError, match=message):
         VerifiersEnvironment(VerifiersConfig(**settings))
+
+
+@pytest.mark.needs("verifiers")
+def test_tool_servers_that_tasks_of_verifiers_share_are_refused(words, monkeypatch):
+    environment = words()
+    shared = staticmethod(lambda config: ["server"])
+    monkeypatch.setattr(type(environment.inner.taskset), "toolsets", shared)
+    with pytest.raises(ConfigError, match="shares tool servers among its tasks"):
+        words()
 
 
 @pytest.mark.needs("verifiers")

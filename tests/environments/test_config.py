@@ -19,6 +19,8 @@ from ratchet.environments.datasets.gsm8k import GSM8KConfig
 from ratchet.environments.games.game import GameConfig
 from ratchet.environments.mixture import MixtureConfig
 from ratchet.environments.openenv.environment import OpenEnvConfig
+from ratchet.environments.servers.nemo_gym import NemoGymConfig
+from ratchet.environments.servers.open_reward import OpenRewardConfig
 from ratchet.environments.shop.environment import ShopConfig
 from ratchet.environments.tool_use.environment import ToolEnvironmentConfig
 from ratchet.environments.tool_use.shell import ShellConfig
@@ -96,6 +98,8 @@ def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_jud
         MessageLogConfig,
         ShellConfig,
         OpenEnvConfig,
+        NemoGymConfig,
+        OpenRewardConfig,
         CodeRepairConfig,
         ShopConfig,
     )

@@ -38,9 +38,12 @@ def serve(answer: Callable[[Any, int], Any]) -> Iterator[Fake]:
     running = 0
 
     class Handler(BaseHTTPRequestHandler):
+        wbufsize = 1 << 16  # one packet an answer: a second one may wait 40 ms for an ACK
+
         def do_POST(self) -> None:
             nonlocal running
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            sent = self.rfile.read(int(self.headers.get("content-length", 0)))
+            body = json.loads(sent) if sent else None
             with lock:
                 number = len(fake.seen)
                 fake.seen.append(
@@ -63,6 +66,8 @@ def serve(answer: Callable[[Any, int], Any]) -> Iterator[Fake]:
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
+
+        do_GET = do_POST
 
         def log_message(self, format: str, *args: Any) -> None: ...
 

@@ -25,3 +25,15 @@ def has_malformed_thinking(text: str, *, cut: bool) -> bool:
     is_first = text.lstrip().startswith(marks[0])
     closes = any(marks == list(pair) or (cut and marks == [pair[0]]) for pair in REASONING)
     return not (is_first and closes)
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """Return the thought at the beginning of a turn without its marks, and the text after it.
+
+    A thought that is not closed takes the whole turn.
+    """
+    for opening, closing in REASONING:
+        if text.lstrip().startswith(opening):
+            thought, _, answer = text.lstrip().removeprefix(opening).partition(closing)
+            return thought, answer.lstrip()
+    return "", text

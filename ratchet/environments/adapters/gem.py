@@ -16,6 +16,9 @@ from ratchet.environments.adapters.reset_step import (
 )
 from ratchet.errors import ConfigError, suggest_install
 
+# Counters of gem's ToolEnvWrapper since the beginning of the episode.
+TOOL_COUNTERS = frozenset({"tool_use_counter", "tool_success_counter"})
+
 
 class GemConfig(ResetStepConfig):
     """A gem environment, by its id or by the import path of a class with gem's interface.
@@ -40,6 +43,11 @@ class GemConfig(ResetStepConfig):
     kwargs: dict[str, Any] = Field(
         {}, description="Keyword arguments of gem.make, or of the class."
     )
+    wrappers: tuple[str, ...] = Field(
+        (),
+        description="Import paths of functions (or wrapper classes) that wrap the environment, the "
+        "innermost first, such as one that returns gem's ToolEnvWrapper.",
+    )
 
     @model_validator(mode="after")
     def _check_id_or_path(self) -> GemConfig:
@@ -58,11 +66,16 @@ class GemEnvironment(ResetStepEnvironment):
         super().__init__(config, config.id or str(config.path))
         self.config = config
         self.factory = _get_gem_factory(config.id) if config.id else import_object(str(config.path))
+        self.wrappers = [import_object(path) for path in config.wrappers]
 
     def make_inner(self) -> Any:
-        return self.factory(**self.config.kwargs)
+        inner = self.factory(**self.config.kwargs)
+        for wrap in self.wrappers:
+            inner = wrap(inner)
+        return inner
 
     def make_first_observation(self, observation: Any, info: Mapping[str, Any]) -> Observation:
+        self._counts = dict.fromkeys(TOOL_COUNTERS, 0.0)
         instruction = info.get("env_instruction")
         prompt = "\n".join(
             str(text) for text in (instruction, _join_text(observation, info)) if text
@@ -75,6 +88,11 @@ class GemEnvironment(ResetStepEnvironment):
         numeric_metrics = {
             name: float(value) for name, value in metrics.items() if isinstance(value, int | float)
         }
+        # Metrics are summed over turns, and these counters already are.
+        for name in TOOL_COUNTERS & numeric_metrics.keys():
+            count = numeric_metrics[name]
+            numeric_metrics[name] = count - self._counts[name]
+            self._counts[name] = count
         return Observation(
             text=_join_text(observation, info),
             state=str(observation),

@@ -3,14 +3,14 @@
 In verifiers a taskset provides tasks, `Env.run(task, agents)` plays a task with agents, and the
 task's own functions score the trace. The policy plays one of the agents, whose place is called a
 seat. Whenever `run` requests a turn of that agent, `run` waits for Ratchet's message. A task that
-needs a sandbox or served tools is refused; play it through Ratchet's OpenAI-compatible proxy.
+has tools, or hooks that need a runtime, is played by `RolloutSeat`. A task that needs a container
+is refused; play it through Ratchet's OpenAI-compatible proxy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
+from ratchet.environments.adapters.verifiers_rollout import RolloutSeat, needs_rollout
 from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import ConfigError, DataError, suggest_install
 from ratchet.protocols import Step
@@ -78,7 +79,10 @@ class VerifiersEnvironment(Rows):
         self.seat = _choose_seat(self.inner, config.seat)
         self.inner_tasks: dict[str, vf.Task] = {}
         self._rows: dict[Split, list[Task]] = {"train": [], "test": []}
+        self._has_tools = False
+        self._needs_rollout = False
         self._read_tasks()
+        self._tools: Sequence[Mapping[str, Any]] = ()
         self._episode: asyncio.Task[vf.Episode] | None = None
 
     def _read_tasks(self) -> None:
@@ -87,6 +91,11 @@ class VerifiersEnvironment(Rows):
             if self.config.tasks is None
             else self.inner.taskset.take(self.config.tasks)
         )
+        if taskset.toolsets(taskset.config):
+            raise ConfigError(
+                f"environment.taskset {self.config.taskset} shares tool servers among its tasks, "
+                "which this adapter does not offer: give the task class its own toolsets"
+            )
         if not taskset.bounded:
             raise ConfigError(
                 f"environment.taskset {self.config.taskset} is endless: set environment.tasks to a "
@@ -97,6 +106,8 @@ class VerifiersEnvironment(Rows):
         has_repeats = len(set(prompts)) < len(prompts)
         for index, (task, prompt) in enumerate(zip(tasks, prompts, strict=True)):
             _check_needs(task)
+            self._has_tools |= bool(type(task).toolsets(task.config))
+            self._needs_rollout |= needs_rollout(task)
             # If prompts repeat, or all are empty, only their hashes tell the tasks apart.
             text = task.hash if has_repeats else "\n".join(message.text for message in prompt)
             split = "test" if is_held_out(text) else "train"
@@ -112,14 +123,23 @@ class VerifiersEnvironment(Rows):
     def rows(self, split: Split) -> Sequence[Task]:
         return self._rows[split]
 
+    @property
+    def has_tools(self) -> bool:
+        """True if a task has tool servers."""
+        return self._has_tools
+
+    def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        return self._tools
+
     def demonstration(self, task: Task) -> Sequence[Message]:
         raise DataError(f"taskset {self.config.taskset} has no solutions: train with rollouts")
 
     async def reset(self, task: Task) -> Sequence[Message]:
         await self.close()
         self._turns = 0
+        self._tools = ()
         self._requests = asyncio.Queue[Sequence[Message]]()
-        self._replies = asyncio.Queue[str | None]()
+        self._replies = asyncio.Queue[Message | None]()
         self._episode = asyncio.create_task(
             run_guarded(partial(self._play, self.inner_tasks[task.id]))
         )
@@ -132,7 +152,7 @@ class VerifiersEnvironment(Rows):
 
     async def step(self, message: Message) -> Step:
         self._turns += 1
-        await self._replies.put(message.text)
+        await self._replies.put(message)
         request = await self._next_request()
         if request is not None and self._turns >= self.config.max_turns:
             # No reply stops the episode, so that no further request follows.
@@ -152,6 +172,8 @@ class VerifiersEnvironment(Rows):
         episode, self._episode = self._episode, None
         if episode is not None:
             episode.cancel()
+            if not episode.done():  # it ends its tool servers
+                await asyncio.wait({episode})
 
     async def _next_request(self) -> Sequence[Message] | None:
         """Return the next messages for the policy; None once the episode is over.
@@ -167,8 +189,11 @@ class VerifiersEnvironment(Rows):
         self._episode.result()
         return None
 
-    async def request_turn(self, messages: Sequence[Message]) -> str | None:
+    async def request_turn(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Message | None:
         """Pass messages to the policy. Return its reply, or None if the episode must stop."""
+        self._tools = tools
         await self._requests.put(messages)
         return await self._replies.get()
 
@@ -189,17 +214,27 @@ class VerifiersEnvironment(Rows):
                 f"the episode holds {len(episode.traces)} conversations of the policy, and only "
                 "one can be trained on"
             )
+        # verifiers records failures of a rollout on its trace, with the rewards at 0.
+        if error := episode.traces[0].last_error:
+            raise DataError(f"the rollout failed: {error.type}: {error.message}")
         return episode
+
+    def make_seat(self, episode: vf.Episode) -> _Seat | RolloutSeat:
+        """Return the agent that the policy plays in an episode."""
+        if not self._needs_rollout:
+            return _Seat(self, episode)
+        config = getattr(self.inner.config, self.seat)
+        return RolloutSeat(config, episode, self.request_turn, self.config.max_turns)
 
 
 class _Seats:
     """A replacement of `vf.Agents` that has only the agent of the policy."""
 
     def __init__(self, environment: VerifiersEnvironment, episode: vf.Episode) -> None:
-        self._policy = _Seat(environment, episode)
+        self._policy = environment.make_seat(episode)
         self._name = environment.seat
 
-    def __getattr__(self, name: str) -> _Seat:
+    def __getattr__(self, name: str) -> _Seat | RolloutSeat:
         if name != self._name:
             raise DataError(
                 f"seat '{name}' needs another agent, which this adapter can't play: {PROXY_HINT}"
@@ -264,12 +299,12 @@ class _Conversation:
         new_messages = _list_prompt_messages(self.task) if not self.messages else []
         new_messages += _parse_messages(message)
         self.messages += new_messages
-        text = await self.environment.request_turn(tuple(map(_convert_message, new_messages)))
-        if text is None:
+        answer = await self.environment.request_turn(tuple(map(_convert_message, new_messages)))
+        if answer is None:
             self.trace.stop("max_turns")
             self.is_over = True
             return Segment(messages=[], terminated=True)
-        reply = AssistantMessage(content=text)
+        reply = AssistantMessage(content=answer.text)
         response = Response(id="", created=0, model="policy", message=reply, finish_reason="stop")
         prepare_turn(self.trace, list(self.messages)).commit(response)
         self.messages.append(reply)
@@ -319,25 +354,11 @@ def _choose_seat(inner: vf.Env, configured: str | None) -> str:
 
 
 def _check_needs(task: vf.Task) -> None:
-    """Raise ConfigError for a task that needs a container or other services of verifiers."""
-    from verifiers.v1 import Task as Base
-    from verifiers.v1 import Trace
-    from verifiers.v1.session import hook_boundary
-    from verifiers.v1.utils.decorators import discover_decorated
-
+    """Raise ConfigError for a task that needs a container or skills."""
     task_type = type(task)
     needs = {
         "a container": task_type.NEEDS_CONTAINER or task.data.image is not None,
-        "served tools": bool(task_type.toolsets(task.config)),
-        "a runtime for its setup": task_type.setup is not Base.setup
-        or task_type.finalize is not Base.finalize,
-        "intercepted requests": bool(discover_decorated(task, "intercept"))
-        or any(hook_boundary(stop, allow_trace=True) is not Trace for stop in task.hooks("stop")),
-        "a runtime for its rewards": any(
-            (parameter := inspect.signature(function).parameters.get("runtime"))
-            and parameter.default is parameter.empty
-            for function in (*task.hooks("reward"), *task.hooks("metric"))
-        ),
+        "skills": bool(task.data.skills),
     }
     if any(needs.values()):
         missing = next(name for name, is_needed in needs.items() if is_needed)

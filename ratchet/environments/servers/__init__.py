@@ -1,0 +1,1 @@
+"""Environments on HTTP servers of other libraries: NeMo Gym, Open Reward Standard."""

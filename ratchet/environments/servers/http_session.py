@@ -1,0 +1,167 @@
+"""Requests of one attempt to an environment's HTTP server.
+
+Every fault of the server raises `ServerFault`, which fails the attempt: no connection, a connection
+that breaks off, no answer in time, an answer that is too long or malformed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ratchet.errors import RatchetError
+from ratchet.utils.safe_read import parse_json
+
+MAX_ANSWER_BYTES = 64 << 20
+SHOWN_CHARACTERS = 300  # of an answer, in an error
+
+ServerUrl = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")]
+
+
+class ServerFault(RatchetError):
+    """The server failed, or broke its protocol. The attempt fails."""
+
+
+@dataclass(frozen=True)
+class HTTPAnswer:
+    """An answer of the server.
+
+    Attributes:
+        url: Address of the request.
+        headers: Headers of the answer, by name in lower case.
+    """
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        return self.content.decode("utf-8", "replace")
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    def require_success(self) -> HTTPAnswer:
+        """Return the answer. Raises ServerFault unless its status is 2xx."""
+        if not self.is_success:
+            raise ServerFault(f"{self.url} answered {self.status}: {self.text[:SHOWN_CHARACTERS]}")
+        return self
+
+    def read_json(self) -> Any:
+        """Return the JSON in the answer. Raises ServerFault for an error, or other text."""
+        try:
+            return parse_json(self.require_success().content)
+        except ValueError:
+            raise self.make_fault("no JSON") from None
+
+    def read_object(self) -> dict[str, Any]:
+        """Return the JSON object in the answer. Raises ServerFault for anything else."""
+        values = self.read_json()
+        if not isinstance(values, dict):
+            raise self.make_fault("no JSON object")
+        return values
+
+    def make_fault(self, problem: str) -> ServerFault:
+        """Return the error of an answer that is `problem`."""
+        return ServerFault(
+            f"{self.url} answered {self.text[:SHOWN_CHARACTERS]!r}, which is {problem}"
+        )
+
+
+class HTTPSession:
+    """A client of one server that keeps its cookies and headers between requests.
+
+    It is made and used in one event loop.
+
+    Args:
+        url: Address of the server.
+        timeout_s: Time limit of one answer, in wall-clock seconds.
+
+    Attributes:
+        headers: Headers of every further request.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        import httpx2
+
+        self.url, self.timeout_s = url.rstrip("/"), timeout_s
+        self.headers: dict[str, str] = {}
+        self._loop = asyncio.get_running_loop()
+        self._httpx2 = httpx2
+        # Reading the certificates takes 20 ms, which plain HTTP doesn't need.
+        verify = httpx2.create_ssl_context() if url.startswith("https") else False
+        self._client = httpx2.AsyncClient(timeout=timeout_s, trust_env=False, verify=verify)
+
+    async def get(self, path: str) -> HTTPAnswer:
+        """Return the answer to a GET. Raises ServerFault if there is none."""
+        return await self._request("GET", path, None)
+
+    async def post(self, path: str, body: Any = None) -> HTTPAnswer:
+        """Return the answer to a POST of a JSON body. Raises ServerFault if there is none."""
+        return await self._request("POST", path, {} if body is None else body)
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the event loop of the connections has ended, and they with it."""
+        return self._loop is asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        """Close the connections. Further calls do nothing."""
+        if self.is_alive:
+            await self._client.aclose()
+
+    async def _request(self, method: str, path: str, body: Any) -> HTTPAnswer:
+        url = f"{self.url}{path}"
+        # ASCII, because text of the policy may hold lone surrogates, which UTF-8 can't encode.
+        content = None if body is None else json.dumps(body, allow_nan=False).encode("ascii")
+        headers = dict(self.headers)
+        if content is not None:
+            headers["content-type"] = "application/json"
+        data = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self.timeout_s),
+                self._client.stream(method, url, content=content, headers=headers) as response,
+            ):
+                async for chunk in response.aiter_bytes():
+                    data += chunk
+                    if len(data) > MAX_ANSWER_BYTES:
+                        raise ServerFault(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
+        except (TimeoutError, self._httpx2.TimeoutException):
+            raise ServerFault(f"{url} did not answer within {self.timeout_s:g} s") from None
+        except (self._httpx2.HTTPError, OSError) as error:
+            raise ServerFault(f"{url} gave no answer: {error!r}") from error
+        answer_headers = {name.lower(): value for name, value in response.headers.items()}
+        return HTTPAnswer(url, response.status_code, answer_headers, bytes(data))
+
+
+def ask_server(url: str, body: Any, timeout_s: float) -> Any:
+    """Return the JSON answer to a POST of `body`, or to a GET if it is None. Blocks.
+
+    Raises ServerFault.
+    """
+    import httpx2
+
+    method = "GET" if body is None else "POST"
+    try:
+        response = httpx2.request(method, url, json=body, timeout=timeout_s, trust_env=False)
+    except httpx2.HTTPError as error:
+        raise ServerFault(f"{url} gave no answer: {error!r}") from error
+    return HTTPAnswer(url, response.status_code, {}, response.content).read_json()
+
+
+def read_reward(reward: Any, url: str) -> float:
+    """Return a server's reward. Raises ServerFault unless it is a finite number."""
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+    if not is_number or not math.isfinite(reward):
+        raise ServerFault(f"the reward of {url} is {reward!r:.80}, but must be a finite number")
+    return float(reward)
