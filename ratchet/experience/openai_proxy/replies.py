@@ -96,6 +96,13 @@ async def score_completion(handler: RequestHandler, answer: AgentAnswer, n_top: 
     recorded_scores = TokenScores.from_completion(answer.completion)
     if not n_top or not len(answer.completion.tokens):
         return recorded_scores
+    if answer.media:
+        raise ApiError(
+            400,
+            "top_logprobs are not computed for a conversation with images: leave them out",
+            param="top_logprobs",
+            code="unsupported_value",
+        )
     scores = await handler.score(
         answer.tokens.tolist(), temperature=answer.sampling.temperature, n_top=n_top
     )
