@@ -23,6 +23,7 @@ from ratchet.experience.openai_proxy.answers import (
     get_finish_reason,
     write_arguments,
 )
+from ratchet.experience.openai_proxy.content import join_parts, join_text_parts, make_image
 from ratchet.experience.openai_proxy.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -33,12 +34,12 @@ from ratchet.experience.openai_proxy.schema import (
     EchoedModel,
     NamedTool,
     ToolChoice,
-    join_text_parts,
     make_chat_tool,
     write_thinking,
 )
 from ratchet.experience.openai_proxy.structured import FlatJsonSchemaFormat, nest_format
 from ratchet.experience.openai_proxy.wire import ApiError, SamplingFields, Stop, WireModel
+from ratchet.types import Part
 
 PATH = "/v1/messages"
 ERROR_KINDS = {
@@ -63,6 +64,26 @@ class _Text(_Block):
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class _ImageSource(WireModel):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class _Image(_Block):
+    type: Literal["image"]
+    source: _ImageSource
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        self.to_part()
+        return self
+
+    def to_part(self) -> Part:
+        """Return the image. Raises ValueError for a format that is not supported."""
+        return make_image(self.source.media_type, self.source.data)
 
 
 class _Thinking(_Block):
@@ -93,11 +114,11 @@ class _ToolResult(_Block):
         return join_text_parts(content, ("text",))
 
 
-Block = Annotated[_Text | _Thinking | _ToolUse | _ToolResult, Field(discriminator="type")]
-BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+Block = Annotated[_Text | _Image | _Thinking | _ToolUse | _ToolResult, Field(discriminator="type")]
+BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 BLOCKS_OF_ROLES = {
     "system": ("text",),
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
 }
 
@@ -142,19 +163,21 @@ class MessageParam(EchoedModel):
         if self.role == "assistant":
             yield self._join_blocks()
             return
-        texts: list[str] = []
+        parts: list[Part] = []
         for block in self.content:
             if isinstance(block, _Text):
-                texts.append(block.text)
+                parts.append(Part("text", block.text))
+            elif isinstance(block, _Image):
+                parts.append(block.to_part())
             elif isinstance(block, _ToolResult):
-                if texts:
-                    yield ChatMessage(role=self.role, content="".join(texts))
-                    texts = []
+                if parts:
+                    yield ChatMessage(role=self.role, content=join_parts(parts))
+                    parts = []
                 yield ChatMessage(
                     role="tool", content=block.content, tool_call_id=block.tool_use_id
                 )
-        if texts or not self.content:
-            yield ChatMessage(role=self.role, content="".join(texts))
+        if parts or not self.content:
+            yield ChatMessage(role=self.role, content=join_parts(parts))
 
     def _join_blocks(self) -> ChatMessage:
         text = ""

@@ -97,6 +97,13 @@ async def score_completion(handler: RequestHandler, answer: AgentAnswer, n_top: 
     recorded_scores = TokenScores.from_completion(answer.completion)
     if not n_top or not len(answer.completion.tokens):
         return recorded_scores
+    if answer.media:
+        raise ApiError(
+            400,
+            "top_logprobs are not computed for a conversation with images: leave them out",
+            param="top_logprobs",
+            code="unsupported_value",
+        )
     allowed = AllowedTokens.concatenate(
         [(None, len(answer.prompt)), (answer.completion.allowed, len(answer.completion.tokens))]
     )

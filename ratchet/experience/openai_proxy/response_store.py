@@ -93,6 +93,17 @@ class ResponseStore:
         return self._responses.get(name)
 
 
+def _write_content(message: Message) -> str | list[dict[str, Any]]:
+    if isinstance(message.content, str):
+        return message.content
+    return [
+        {"type": "text", "text": part.value}
+        if part.type == "text"
+        else {"type": "image_url", "image_url": part.value}
+        for part in message.content
+    ]
+
+
 def _write_message(message: Message) -> dict[str, Any]:
     calls = [
         {
@@ -103,7 +114,7 @@ def _write_message(message: Message) -> dict[str, Any]:
     ]
     return {
         "role": message.role,
-        "content": message.text,
+        "content": _write_content(message),
         "tool_calls": calls or None,
         "tool_call_id": message.tool_call_id,
     }

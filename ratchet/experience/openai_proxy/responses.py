@@ -10,10 +10,17 @@ Sources: OpenAI's API reference, and the types of its Python client 3.57.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 
+from ratchet.experience.openai_proxy.content import (
+    Content,
+    check_image_role,
+    join_text_parts,
+    read_content,
+)
 from ratchet.experience.openai_proxy.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -26,7 +33,6 @@ from ratchet.experience.openai_proxy.schema import (
     EchoedModel,
     Metadata,
     NamedTool,
-    join_text_parts,
     make_chat_tool,
     write_thinking,
 )
@@ -47,13 +53,17 @@ class _Item(EchoedModel):
 class _MessageItem(_Item):
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
-    content: str = ""
+    content: Annotated[Content, PlainValidator(partial(read_content, kinds=TEXT_TYPES))] = ""
     phase: str | None = None
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_text_parts(cls, content: Any) -> Any:
-        return join_text_parts(content, TEXT_TYPES)
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else ""
+
+    @model_validator(mode="after")
+    def _check_image_role(self) -> Self:
+        check_image_role(self.role, self.content)
+        return self
 
 
 class _CallItem(_Item):
@@ -263,7 +273,7 @@ def _continues(turn: Sequence[_TurnItem], item: _Item) -> bool:
 def _join_turn(turn: Sequence[_TurnItem]) -> ChatMessage:
     """Return the message of the assistant that the items of `turn` make."""
     reasoning = "".join(item.text for item in turn if isinstance(item, _ReasoningItem))
-    text = "".join(item.content for item in turn if isinstance(item, _MessageItem))
+    text = "".join(item.text for item in turn if isinstance(item, _MessageItem))
     calls = [
         ChatCall.from_values(item.call_id, item.name, item.arguments)
         for item in turn

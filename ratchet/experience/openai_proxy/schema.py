@@ -6,21 +6,23 @@ that vLLM adds (`return_token_ids`, `return_tokens_as_token_ids`, `stop_token_id
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     ValidationError,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic_core import from_json
 
 from ratchet.data.chat.tool_call_grammar import CallRules
+from ratchet.experience.openai_proxy.content import Content, check_image_role, read_content
 from ratchet.experience.openai_proxy.structured import ResponseFormat, read_format
 from ratchet.experience.openai_proxy.wire import (
     JsonValueBudget,
@@ -95,7 +97,7 @@ class ChatMessage(EchoedModel):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str = ""
+    content: Annotated[Content, PlainValidator(partial(read_content, kinds=("text",)))] = ""
     tool_calls: Annotated[list[ChatCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -105,10 +107,10 @@ class ChatMessage(EchoedModel):
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_text_parts(cls, content: Any) -> Any:
-        return join_text_parts(content, ("text",))
+    @model_validator(mode="after")
+    def _check_image_role(self) -> Self:
+        check_image_role(self.role, self.content)
+        return self
 
     def _describe(self) -> str:
         return "a message"
@@ -124,28 +126,6 @@ class ChatMessage(EchoedModel):
             calls,
             self.tool_call_id,
         )
-
-
-def join_text_parts(content: Any, kinds: Sequence[str]) -> str:
-    """Return the text of a content, which is text, a list of text parts, or null.
-
-    Args:
-        kinds: The values of `type` that text parts may have.
-
-    Raises:
-        ValueError: The content is something else, or has a part that is not text.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise ValueError("must be text, or a list of text parts")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in kinds or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"a part of type '{kind!s:.40}' can't be read: this endpoint takes text only"
-            )
-    return "".join(part["text"] for part in content)
 
 
 def write_thinking(thinking: str) -> str:

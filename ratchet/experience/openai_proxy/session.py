@@ -22,21 +22,26 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.openai_proxy.answers import TokenScores, cut_at_stop_string
-from ratchet.experience.openai_proxy.rendering import count_max_chars, run_in_thread
+from ratchet.experience.openai_proxy.rendering import (
+    count_max_chars,
+    render_prompt,
+    run_in_thread,
+)
 from ratchet.experience.openai_proxy.response_store import MAX_ATTEMPT_BYTES, ResponseStore
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.strands import (
     AgentAnswer,
+    AgentPrompt,
     AgentStrand,
     compute_keys,
     digest,
     extend_key,
+    find_token_parent,
 )
 from ratchet.experience.openai_proxy.structured import choose_structured
 from ratchet.experience.openai_proxy.wire import (
@@ -53,6 +58,7 @@ from ratchet.protocols import Generator
 from ratchet.types import (
     Cancelled,
     Completion,
+    Failed,
     Message,
     Outcome,
     Owner,
@@ -62,9 +68,6 @@ from ratchet.types import (
     Turn,
 )
 
-# Maximum of messages times assistant turns in a conversation that extends no answer. A template
-# renders all messages before each turn, which takes two seconds at this size.
-MAX_RENDERED = 2**19
 ONLY_SAMPLED = (
     "only the sampled tokens' own logprobs are recorded while a run trains; `ratchet serve` "
     "answers with alternatives and with logprobs of prompts"
@@ -134,19 +137,20 @@ class AgentSession:
         async with self._rendering:
             self._check(request, request.top_logprobs)
             keys = compute_keys(messages, tools)
-            parent, prompt = await self._make_prompt(messages, tools, keys)
-            sampling, is_run_limit = self._make_sampling(request, len(prompt), keys[-1])
+            prompt = await self._make_prompt(messages, tools, keys)
+            sampling, is_run_limit = self._make_sampling(request, len(prompt.tokens), keys[-1])
         completion = await self._sample(prompt, sampling)
         message, n_malformed = self._parse(completion, messages, tools, tuple(request.stop or ()))
         return AgentAnswer(
-            prompt,
+            prompt.tokens,
             completion,
             (*messages, message),
             extend_key(keys[-1], message),
-            parent,
+            prompt.parent,
             sampling,
             n_malformed,
             cut=is_run_limit and not completion.stop.finished,
+            media=prompt.media,
         )
 
     async def count_prompt(self, request: ChatRequest) -> int:
@@ -160,11 +164,12 @@ class AgentSession:
         async with self._rendering:
             exhausted_budget = self.exhausted_budget
             try:
-                _, prompt = await self._make_prompt(messages, tools, compute_keys(messages, tools))
+                keys = compute_keys(messages, tools)
+                prompt = await self._make_prompt(messages, tools, keys)
             finally:
                 # Only a conversation that should have been answered exhausts the budget.
                 self.exhausted_budget = exhausted_budget
-        return len(prompt)
+        return len(prompt.tokens)
 
     async def complete(
         self, tokens: Sequence[int], request: SamplingFields, *, n_top: int = 0
@@ -182,13 +187,21 @@ class AgentSession:
         """
         prompt = np.asarray(tokens, dtype=np.int64)
         self._check(request, n_top)
-        parent = self._find_token_parent(prompt)
+        parent = find_token_parent(chain.from_iterable(self._answers.values()), prompt)
+        media = () if parent is None else parent.media
         key = digest(b"tokens", prompt.tolist())
         sampling, is_run_limit = self._make_sampling(request, len(prompt), key)
-        completion = await self._sample(prompt, sampling)
         known_messages, n_known = (
             ((), 0) if parent is None else (parent.messages, len(parent.tokens))
         )
+        if media_token := self.renderer.find_media_token(prompt[n_known:]):
+            raise ApiError(
+                400,
+                f"the prompt has {media_token}, which stands for an image: send images in messages",
+                param="prompt",
+                code="invalid_value",
+            )
+        completion = await self._sample(AgentPrompt(prompt, parent, media), sampling)
         prompt_text = self.renderer.tokenizer.decode(prompt[n_known:].tolist(), skip_special=False)
         message = self.renderer.parse(completion.tokens.tolist(), completion.stop)
         return AgentAnswer(
@@ -200,6 +213,7 @@ class AgentSession:
             sampling,
             n_malformed=0,
             cut=is_run_limit and not completion.stop.finished,
+            media=media,
         )
 
     async def score(self, tokens: Sequence[int], **_: Any) -> TokenScores:
@@ -268,6 +282,7 @@ class AgentSession:
                 temperature=self.sampling.temperature,
                 turns=tuple(strand.turns),
                 messages=strand.tip.messages if strand.tip else (),
+                media=strand.media,
                 outcome=outcome,
                 metrics=metrics,
                 extras=extras,
@@ -353,14 +368,14 @@ class AgentSession:
 
     async def _make_prompt(
         self, messages: tuple[Message, ...], tools: Tools | None, keys: Sequence[bytes]
-    ) -> tuple[AgentAnswer | None, NDArray[np.int64]]:
-        """Return the answer that the conversation continues, if any, and the prompt's tokens.
+    ) -> AgentPrompt:
+        """Return the prompt of a conversation.
 
         Raises:
             ApiError: The conversation is too long or can't be rendered.
         """
         parent = self._find_parent(messages, keys)
-        render = partial(self._render, messages, tools, parent)
+        render = partial(render_prompt, self.renderer, messages, tools, parent)
         try:
             self._check_size(messages)
             return await run_in_thread(render)
@@ -386,49 +401,6 @@ class AgentSession:
                 return next(tips, answers[0])
         return None
 
-    def _find_token_parent(self, prompt: NDArray[np.int64]) -> AgentAnswer | None:
-        """Return the delivered answer whose tokens are the longest proper prefix of a prompt.
-
-        Among answers with equal tokens, one that is still the last of its strand is preferred.
-        """
-        parent, longest = None, (0, False)
-        for answer in chain.from_iterable(self._answers.values()):
-            tokens = answer.tokens
-            is_tip = answer.strand is not None and answer.strand.tip is answer
-            is_better = longest < (len(tokens), is_tip) and len(tokens) < len(prompt)
-            if is_better and np.array_equal(tokens, prompt[: len(tokens)]):
-                parent, longest = answer, (len(tokens), is_tip)
-        return parent
-
-    def _render(
-        self, messages: tuple[Message, ...], tools: Tools | None, parent: AgentAnswer | None
-    ) -> tuple[AgentAnswer | None, NDArray[np.int64]]:
-        """Return the result of `_make_prompt`. This runs in a thread and changes no state.
-
-        Raises:
-            DataError: The conversation can't be rendered.
-            ConfigError: Tools are offered to a model without a tool-call format.
-        """
-        if tools is not None:
-            self.renderer.tool_format  # noqa: B018  (the property raises ConfigError)
-        if parent is not None:
-            *history, reply = parent.messages
-            new_messages = messages[len(parent.messages) :]
-            sampled = parent.completion.tokens.tolist()
-            if self.renderer.keeps_turn(
-                sampled, new_messages, history=history, reply=reply, tools=tools
-            ):
-                suffix = self.renderer.extend(sampled, new_messages, history=history, tools=tools)
-                return parent, np.concatenate([parent.tokens, np.asarray(suffix, dtype=np.int64)])
-        turns = sum(message.role == "assistant" for message in messages)
-        if turns * len(messages) > MAX_RENDERED:
-            raise DataError(
-                f"{len(messages)} messages, {turns} of them from the assistant, are too many for a "
-                "conversation that extends no answer of this attempt: the product of the two "
-                f"numbers may be at most {MAX_RENDERED}. Send fewer messages"
-            )
-        return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
-
     def _derive_seed(self, key: bytes, requested: int | None) -> int:
         """Return the seed of a request.
 
@@ -443,13 +415,17 @@ class AgentSession:
             *(("asked", requested) if requested is not None else (self._request_counts[key],)),
         )
 
-    async def _sample(self, prompt: NDArray[np.int64], sampling: Sampling) -> Completion:
+    async def _sample(self, prompt: AgentPrompt, sampling: Sampling) -> Completion:
         """Return the completion of a prompt, or raise ApiError if the generator gives none."""
         if self.ended.done():
             raise ApiError(401, "the session has ended", code="session_ended")
         # Generators identify the attempt by context variables, so the request runs in the attempt's
         # context and not in the server's.
-        generation = trace_request(self.generator.generate(prompt, sampling), len(prompt), sampling)
+        # Generators without a media parameter serve text prompts too.
+        media = [prompt.media] if prompt.media else []
+        generation = trace_request(
+            self.generator.generate(prompt.tokens, sampling, *media), len(prompt.tokens), sampling
+        )
         task = asyncio.get_running_loop().create_task(generation, context=self._context)
         self._running.add(task)
         try:
@@ -475,6 +451,11 @@ class AgentSession:
             if not self.ended.done():
                 self.ended.set_result(Cancelled("aborted"))
             raise ApiError(503, "the answer was aborted", code="aborted")
+        if media_token := self.renderer.find_media_token(completion.tokens):
+            reason = f"the policy wrote {media_token}, which stands for media that do not exist"
+            if not self.ended.done():
+                self.ended.set_result(Failed("data", reason))
+            raise ApiError(500, reason, code="media_token")
         return completion
 
     def _parse(

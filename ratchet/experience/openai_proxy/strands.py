@@ -6,7 +6,7 @@ Keys are digests that identify a conversation by the fields that a client sees.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -16,19 +16,23 @@ from numpy.typing import NDArray
 
 from ratchet.data.chat.renderer import Tools
 from ratchet.experience.rollout.episode_state import TokenRecord
-from ratchet.types import Completion, Message, Sampling, Turn
+from ratchet.types import Completion, Message, Placed, Sampling, Turn
 
 
 @dataclass(eq=False)
 class AgentStrand:
     """A sequence of answers that each extend the one before; it becomes one trajectory.
 
-    `tip` is the last answer.
+    `tip` is the last answer. `media` are those of all its tokens.
     """
 
     record: TokenRecord = field(default_factory=TokenRecord)
     turns: list[Turn] = field(default_factory=list)
     tip: AgentAnswer | None = None
+
+    @property
+    def media(self) -> tuple[Placed, ...]:
+        return () if self.tip is None else self.tip.media
 
 
 @dataclass(eq=False)
@@ -43,6 +47,7 @@ class AgentAnswer:
         sampling: The sampling parameters of the answer.
         n_malformed: Number of malformed tool calls.
         cut: True if a limit of the run ended the answer, not the policy or the agent.
+        media: The images of the prompt, with their places in it.
         strand: The strand in which the answer was recorded; None before that.
     """
 
@@ -54,6 +59,7 @@ class AgentAnswer:
     sampling: Sampling
     n_malformed: int
     cut: bool
+    media: tuple[Placed, ...] = ()
     strand: AgentStrand | None = None
 
     @property
@@ -63,6 +69,37 @@ class AgentAnswer:
     @property
     def tokens(self) -> NDArray[np.int64]:
         return np.concatenate([self.prompt, self.completion.tokens])
+
+
+@dataclass(frozen=True)
+class AgentPrompt:
+    """The prompt of a request.
+
+    Attributes:
+        parent: The answer whose tokens the prompt begins with, if any.
+        media: The images, with their places in `tokens`.
+    """
+
+    tokens: NDArray[np.int64]
+    parent: AgentAnswer | None = None
+    media: tuple[Placed, ...] = ()
+
+
+def find_token_parent(
+    answers: Iterable[AgentAnswer], prompt: NDArray[np.int64]
+) -> AgentAnswer | None:
+    """Return the answer whose tokens are the longest proper prefix of a prompt.
+
+    Among answers with equal tokens, one that is still the last of its strand is preferred.
+    """
+    parent, longest = None, (0, False)
+    for answer in answers:
+        tokens = answer.tokens
+        is_tip = answer.strand is not None and answer.strand.tip is answer
+        is_better = longest < (len(tokens), is_tip) and len(tokens) < len(prompt)
+        if is_better and np.array_equal(tokens, prompt[: len(tokens)]):
+            parent, longest = answer, (len(tokens), is_tip)
+    return parent
 
 
 def compute_keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes]:
@@ -78,7 +115,12 @@ def extend_key(key: bytes, message: Message) -> bytes:
     calls = [
         [call.id, call.name, _normalise_numbers(call.arguments)] for call in message.tool_calls
     ]
-    return digest(key, [message.role, message.text, calls, message.tool_call_id])
+    content = (
+        message.content
+        if isinstance(message.content, str)
+        else [[part.type, part.value] for part in message.content]
+    )
+    return digest(key, [message.role, content, calls, message.tool_call_id])
 
 
 def _normalise_numbers(value: Any) -> Any:

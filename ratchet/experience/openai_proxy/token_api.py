@@ -28,6 +28,7 @@ from ratchet.experience.openai_proxy.answers import (
     make_header,
 )
 from ratchet.experience.openai_proxy.handler import RequestHandler
+from ratchet.experience.openai_proxy.rendering import render_prompt
 from ratchet.experience.openai_proxy.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -189,7 +190,8 @@ class TokenizeRequest(WireRequest):
 
     def list_texts(self) -> list[str]:
         """Return the texts that must fit the context: the joined messages, and the prompt."""
-        return ["".join(message.content for message in self.messages or ()), self.prompt or ""]
+        messages = [message.to_message() for message in self.messages or ()]
+        return ["".join(message.text for message in messages), self.prompt or ""]
 
 
 class DetokenizeRequest(WireRequest):
@@ -341,7 +343,7 @@ def tokenize(request: TokenizeRequest, renderer: Renderer, max_context: int) -> 
         messages = [message.to_message() for message in request.messages]
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
         try:
-            tokens = renderer.prompt(messages, tools or None)
+            tokens = render_prompt(renderer, messages, tools or None, None).tokens.tolist()
         except RatchetError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from error
     body = {"count": len(tokens), "max_model_len": max_context, "tokens": list(tokens)}

@@ -83,8 +83,7 @@ WRONG = {
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
             ],
         },
-        "messages.0.content: Value error, a part of type 'image_url' can't be read: this endpoint "
-        "takes text only",
+        "messages.0.content: Value error, an image must be a data: URL",
     ),
     "a number": (
         {**BODY, "messages": [{"role": "user", "content": 5}]},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from experience.openai_proxy.dialects import (
     raw_client,
     read_events,
 )
+from experience.openai_proxy.malformed import WRONG_CHATS, WRONG_COMPLETIONS
 from experience.openai_proxy.talk import CALLS, RENDERER, TOOLS, Scripted, only, said, serving
 
 from ratchet.experience.openai_proxy.config import AgentServerSettings
@@ -510,16 +512,23 @@ BYTES = (b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"model": "\\ud80
 
 @pytest.mark.fault("S15")
 @pytest.mark.parametrize(
-    ("path", "changes"), [("/v1/messages", WRONG_MESSAGES), ("/v1/responses", WRONG_RESPONSES)]
+    ("path", "changes"),
+    [
+        ("/v1/chat/completions", WRONG_CHATS),
+        ("/v1/completions", WRONG_COMPLETIONS),
+        ("/v1/messages", WRONG_MESSAGES),
+        ("/v1/responses", WRONG_RESPONSES),
+    ],
 )
 def test_malformed_requests_get_a_sentence_and_harm_nothing(
-    path: str, changes: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+    path: str, changes: Sequence[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert len(changes) >= 50
+    right = HI.get(path, {"prompt": "hi"})
 
     async def scene() -> None:
         async with raw_client(Scripted(["a"])) as (session, raw):
-            contents = [json.dumps({**HI[path], **change}).encode() for change in changes]
+            contents = [json.dumps({**right, **change}).encode() for change in changes]
             for content in (*contents, *BYTES):
                 answer = await raw.post(path, content=content)
                 assert answer.status_code == 400, (content[:200], answer.text)
@@ -532,7 +541,7 @@ def test_malformed_requests_get_a_sentence_and_harm_nothing(
                     assert set(error) == {"message", "type", "param", "code"}
             assert session.strands == []
             assert not session._running
-            await ask(raw, path, HI[path])
+            assert (await raw.post(path, json=right)).status_code == 200
             assert only(session.trajectories(0, None, {})).metrics["turns"] == 1
 
     asyncio.run(scene())

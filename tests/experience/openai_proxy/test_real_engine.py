@@ -3,12 +3,9 @@ trained by it."""
 
 import asyncio
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from experience.openai_proxy import dialects
-from experience.openai_proxy.dialects import HI, raw_client
 from experience.openai_proxy.talk import TEMPLATE, TOOLS, only, said, serving
 from openai import AsyncOpenAI
 
@@ -26,11 +23,6 @@ from ratchet.training.loop import train
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Group, Message, Owner, Sampling, Scored, Task, ToolCall
 
-LIMITS = {
-    "/v1/chat/completions": "max_tokens",
-    "/v1/messages": "max_tokens",
-    "/v1/responses": "max_output_tokens",
-}
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai"), pytest.mark.slow]
 
 QUESTION = "1+2, +4?"
@@ -190,34 +182,6 @@ def test_a_history_that_does_not_extend_forks_and_no_token_trains_twice(learned,
     assert edited.metrics["forks"] == 1
     assert_exact(edited, completions[1:2], recomputed[0])
     assert_exact(straight, [completions[0], completions[2]], recomputed[1])
-
-
-@pytest.mark.fault("S15")
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-def test_a_hundred_streams_that_break_off_leave_no_slot(learned, path):
-    policy, _ = learned
-    core = policy.generator.core
-
-    async def leave(raw):
-        async with raw.stream("POST", path, json={**HI[path], "stream": True}) as answer:
-            async for _ in answer.aiter_lines():
-                while not core.running:  # at least one is in the engine when they leave
-                    await asyncio.sleep(0)
-                return
-
-    async def scene():
-        # No end of turn: they would go on to the end of the context.
-        async with raw_client(
-            policy.generator, renderer=policy.renderer, max_context=1024, max_new_tokens=999
-        ) as (session, raw):
-            session.sampling = replace(session.sampling, stop_ids=())
-            await asyncio.gather(*(leave(raw) for _ in range(100)))
-            while core.running or core.waiting or session._running:
-                await asyncio.sleep(0.01)
-            assert session.strands == []
-            await dialects.ask(raw, path, {**HI[path], LIMITS[path]: 4})
-
-    asyncio.run(asyncio.wait_for(scene(), 120))
 
 
 def test_a_few_steps_of_grpo_by_the_agent(learned):
