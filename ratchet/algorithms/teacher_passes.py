@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ratchet.algorithms.base import Pass, Role
-from ratchet.algorithms.config.base import Teacher
+from ratchet.algorithms.config.base import Teacher, WeightedTeacher
 
 
 def build_teacher_passes(
@@ -38,6 +38,36 @@ def build_teacher_passes(
     passes = (
         Pass(role_by_path[path], output, column, tag=tag, top_k=top_k, temperature=temperature)
         for tag, path in path_by_tag.items()
+        for output, column in columns.items()
+    )
+    return roles, tuple(passes)
+
+
+def build_weighted_passes(
+    teachers: Sequence[WeightedTeacher],
+    columns: Mapping[str, str],
+    *,
+    aligned: bool,
+    temperature: float = 1.0,
+) -> tuple[dict[str, Role], tuple[Pass, ...]]:
+    """Return the roles of several teachers that score every row, and their passes.
+
+    The role of teacher i is named "teacher/i", and its columns end with "_i", from 1 on.
+
+    Args:
+        teachers: The teachers.
+        columns: As in `build_teacher_passes`, without the ending.
+        aligned: As in `build_teacher_passes`.
+        temperature: As in `Pass`.
+    """
+    names = [f"teacher/{i}" for i in range(1, len(teachers) + 1)]
+    roles = {
+        name: Role(path=teacher.path, aligned=aligned)
+        for name, teacher in zip(names, teachers, strict=True)
+    }
+    passes = (
+        Pass(name, output, f"{column}_{i}", temperature=temperature)
+        for i, name in enumerate(names, start=1)
         for output, column in columns.items()
     )
     return roles, tuple(passes)

@@ -431,8 +431,7 @@ def _check_same_tokens(
     if not tokenizer.has_same_tokens(policy_tokenizer):
         raise ConfigError(
             f"{name}: the model in {path} has another tokenizer than the policy, so their tokens "
-            "can't be compared. Set teacher_tokens=aligned with on_policy_distillation, or use a "
-            "teacher of the same family"
+            "can't be compared. Set teacher_tokens=aligned, or use a teacher of the same family"
         )
     if tokenizer.vocab_size > size:
         raise ConfigError(

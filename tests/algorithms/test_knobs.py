@@ -29,6 +29,7 @@ from ratchet.types import Group, Message, Outcome, Owner, Scored, Task, Trajecto
 
 TOKENIZER = character_tokenizer("0123456789=")
 TEACHERS: dict[str, str] = {}
+TWO = [{"path": "first"}, {"path": "second"}]
 EXPERTS = {
     "family": "qwen3_moe",
     "n_experts": 4,
@@ -44,7 +45,7 @@ def model(seed: int = 0, **fields: Any) -> DecoderPolicy:
 
 @pytest.fixture(scope="module", autouse=True)
 def teachers(tmp_path_factory):
-    for seed, name in ((5, "first"), (6, "second")):
+    for seed, name in ((5, "first"), (6, "second"), (8, "third")):
         directory = tmp_path_factory.mktemp(name)
         model(seed).save(directory)
         TOKENIZER.save(directory)
@@ -330,6 +331,10 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
     ("distill_off_policy", {"teacher": "first", "objective": "adaptive"}, "mix", None, 0.05),
     ("distill_off_policy", {"teacher": "first"}, "teacher_temperature", 1.0, 2.0),
     ("distill_off_policy", {"teacher": "first"}, "token_clip", None, 0.05),
+    ("distill_off_policy", {"teacher": "first"}, "teacher_tokens", "same", "aligned"),
+    ("distill_off_policy", {"teacher": "first", "teacher_tokens": "aligned"}, "span_temperature", 1.0, 9.0),
+    ("distill_off_policy", {"teacher": TWO, "top_k": None}, "teacher.0.weight", None, 2.0),
+    ("distill_off_policy", {"teacher": TWO, "top_k": None}, "teacher.0.path", "first", "third"),
     ("distill_on_policy", {"teacher": "first"}, "teacher_temperature", 1.0, 0.5),
     ("distill_on_policy", {"teacher": "first"}, "token_clip", 0.1, 0.05),
     ("distill_on_policy", {"teacher": "first"}, "group_size", 1, 2),
@@ -338,9 +343,9 @@ CASES: list[tuple[str, dict[str, Any], str, Any, Any]] = [
 
 def with_key(options: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
     first, _, rest = key.partition(".")
-    if rest and first == "shaping":
-        (part,) = options["shaping"]
-        return {**options, "shaping": [with_key(part, rest.partition(".")[2], value)]}
+    if rest and isinstance(options.get(first), list):
+        part, *others = options[first]
+        return {**options, first: [with_key(part, rest.partition(".")[2], value), *others]}
     return {**options, first: with_key(options.get(first) or {}, rest, value) if rest else value}
 
 
@@ -349,11 +354,12 @@ def made(kind: str, options: dict[str, Any]) -> Section:
     teacher = options.get("teacher")
     if teacher is not None:
         aligned = options.get("teacher_tokens") == "aligned"
-        named = (
-            {tag: TEACHERS[name] for tag, name in teacher.items()}
-            if isinstance(teacher, dict)
-            else TEACHERS[teacher]
-        )
+        if isinstance(teacher, list):
+            named = [{**part, "path": TEACHERS[part["path"]]} for part in teacher]
+        elif isinstance(teacher, dict):
+            named = {tag: TEACHERS[name] for tag, name in teacher.items()}
+        else:
+            named = TEACHERS[teacher]
         options["teacher"] = TEACHERS["other tokens"] if aligned else named
         if kind == PG:
             options["advantage"] = {"kind": "on_policy_distillation"}
@@ -405,6 +411,8 @@ def turned(model: type[Section], options: Any, key: str) -> tuple[type[Section],
     if slot is not None:
         return turned(section_class(slot.name, options[first]["kind"]), options[first], rest)
     assert inner is not None
+    if isinstance(options.get(first), list):
+        return turned(inner, options[first][0], rest.partition(".")[2])
     return turned(inner, options.get(first) or {}, rest)
 
 

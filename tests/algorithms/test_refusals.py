@@ -82,6 +82,10 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("ppo", {"advantage": {"kind": "mixture", "parts": [{"kind": "gae"}, {"kind": "gae"}]}}, "gae twice"),
     ("distill_off_policy", {"teacher": "x", "sft_coef": 0.2, "temperature": 2}, "set temperature=1, or sft_coef=0"),
     ("distill_off_policy", {"teacher": "x", "mix": 0.3}, "mix is not read with objective=forward"),
+    ("distill_off_policy", {"teacher": [{"path": "x"}, {"path": "y"}]}, "set top_k=null"),
+    ("distill_off_policy", {"teacher": [{"path": "x"}] * 2, "top_k": None}, "two teachers are x"),
+    ("distill_off_policy", {"teacher": "x", "span_temperature": 2}, "span_temperature is not read"),
+    ("distill_on_policy", {"teacher": "x", "teacher_tokens": "aligned", "top_k": 3}, "remove top_k"),
 ]  # fmt: skip
 
 

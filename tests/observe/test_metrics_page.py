@@ -57,6 +57,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"kl": {"coef": 0.1}, "entropy_coef": 0.1, "positive_nll_coef": 0.1}),
     ("grpo", {"router": {"z_coef": 0.1}}),
     ("distill_off_policy", {**TEACHER, "sft_coef": 0.1}),
+    ("distill_off_policy", {**TEACHER, "teacher_tokens": "aligned"}),
     ("on_policy_distillation", {**TEACHER, "teacher_tokens": "aligned"}),
 ]
 CHOSEN = {"replay": {"priority": "uniform"}, "redundant_attempts": 1}

@@ -151,6 +151,13 @@ VARIANTS = {
     ),
     "likeliest tokens": ("distill_off_policy", {"top_k": 3, "objective": "js", "temperature": 2.0}),
     "teacher and likelihood": ("distill_off_policy", {"sft_coef": 0.2, "minibatches": 2}),
+    "several teachers of other tokens": (
+        "distill_off_policy",
+        {
+            "teacher": [{"path": "a", "weight": 0.3}, {"path": "b"}],
+            "teacher_tokens": "aligned",
+        },
+    ),
     "teachers by tag": (
         "distill_on_policy",
         {"teacher": {"a": "path", "b": "path"}, "group_size": 2, "top_k": 4},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
@@ -29,11 +29,32 @@ Teacher = Annotated[
 ]
 
 
-def list_teacher_paths(teacher: str | Mapping[str, str] | None) -> tuple[str, ...]:
+class WeightedTeacher(Section):
+    """One of several teachers, which all score every row."""
+
+    path: str = Field(description="Directory of the teacher's model.")
+    weight: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Factor of this teacher's loss in the sum of losses; null: 1 divided by the "
+        "number of teachers.",
+    )
+
+
+# A teacher for all tasks or for each tag, or several teachers for every row.
+Teachers = Teacher | Annotated[tuple[WeightedTeacher, ...], Field(min_length=2)]
+
+
+def list_teacher_paths(
+    teacher: str | Mapping[str, str] | Sequence[WeightedTeacher] | None,
+) -> tuple[str, ...]:
     """Return the distinct model directories that a recipe's key `teacher` names."""
     if teacher is None or isinstance(teacher, str):
         return () if teacher is None else (teacher,)
-    return tuple(dict.fromkeys(teacher.values()))
+    if isinstance(teacher, Mapping):
+        return tuple(dict.fromkeys(teacher.values()))
+    return tuple(section.path for section in teacher)
 
 
 class AlgorithmConfig(AlgorithmSection):

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ratchet.algorithms.config.base import AlgorithmConfig, Teacher, list_teacher_paths
+from ratchet.algorithms.config.base import AlgorithmConfig, Teachers, list_teacher_paths
 from ratchet.algorithms.config.sft import Train
 from ratchet.config.experience import Temperature
 from ratchet.config.sections import Source
@@ -30,8 +30,22 @@ class DistillationConfig(AlgorithmConfig):
 
     builds: ClassVar[str] = "ratchet.algorithms.distillation:build"
 
-    teacher: Teacher = Field(
-        description="Directory of the teacher's model, or a directory for each task tag."
+    teacher: Teachers = Field(
+        description="Directory of the teacher's model, or a directory for each task tag, or a list "
+        "of several teachers ({path: ..., weight: 0.5}) whose losses are summed."
+    )
+    teacher_tokens: Literal["same", "aligned"] = Field(
+        default="same",
+        description="same: each teacher has the policy's tokenizer. aligned: teachers may have "
+        "other tokenizers, so the text is tokenised again for them, and the likelihoods of common "
+        "text spans are compared (ALM).",
+    )
+    span_temperature: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="With teacher_tokens=aligned: the likelihoods of spans are compared to the "
+        "power of 1 / span_temperature. Above 1, unlikely spans count more.",
     )
     objective: Objective = "forward"
     mix: float | None = Field(
@@ -92,12 +106,41 @@ class DistillationConfig(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _check_keys_agree(self) -> DistillationConfig:
+        self._check_teachers()
         if self.mix is not None and self.objective not in OBJECTIVES_WITH_MIX:
             raise ValueError(
                 f"mix is not read with objective={self.objective}: remove mix, or set objective to "
                 f"one of {', '.join(OBJECTIVES_WITH_MIX)}"
             )
         return self
+
+    def _check_teachers(self) -> None:
+        """Raise ValueError for keys that the kind of comparison does not read."""
+        if isinstance(self.teacher, tuple):
+            paths = self.teacher_paths
+            repeated = next((path for path in paths if paths.count(path) > 1), None)
+            if repeated is not None:
+                raise ValueError(f"two teachers are {repeated}: give it once, with one weight")
+            if self.teacher_tokens == "same" and self.top_k is not None:
+                raise ValueError(
+                    "each of several teachers has its own likeliest tokens, but a batch has one "
+                    "list: set top_k=null to compare the whole vocabulary, or "
+                    "teacher_tokens=aligned"
+                )
+        if self.teacher_tokens == "same":
+            if "span_temperature" in self.changed:
+                raise ValueError(
+                    "span_temperature is not read with teacher_tokens=same: remove it, or set "
+                    "teacher_tokens=aligned"
+                )
+            return
+        keys = ("objective", "mix", "top_k", "teacher_temperature", "token_clip")
+        unread = next((key for key in keys if key in self.changed), None)
+        if unread is not None:
+            raise ValueError(
+                f"{unread} compares distributions over tokens, and teacher_tokens=aligned compares "
+                f"likelihoods of text: remove {unread}"
+            )
 
 
 class OffPolicyDistillationConfig(DistillationConfig):

@@ -28,6 +28,7 @@ def divergence(
     objective: Objective = "forward",
     mix: float = 0.5,
     clip: float | None = None,
+    ending: str = "",
 ) -> tuple[Tensor, Metrics]:
     """Return the divergence between teacher p and student q at each trainable token. Token level.
 
@@ -43,11 +44,11 @@ def divergence(
       whose total probability reaches mix (adaptive KL, arXiv:2404.02657)
 
     With `clip`, a token's loss is min(divergence, clip), so that a token above it has no gradient.
-    `teacher_topk_logprobs` of the batch and `topk_logprobs` of the student, [T, K], cover the same
-    outcomes.
+    `teacher_topk_logprobs` (with `ending`) of the batch and `topk_logprobs` of the student, [T, K],
+    cover the same outcomes.
     """
     mask_T = batch.trainable_T
-    p_NK = batch.need("teacher_topk_logprobs")[mask_T]
+    p_NK = batch.need(f"teacher_topk_logprobs{ending}")[mask_T]
     q_NK = out.need("topk_logprobs")[mask_T]
     forward_N = kl(p_NK, q_NK)
     x_N = {

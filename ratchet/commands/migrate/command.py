@@ -150,7 +150,12 @@ def _describe(item: Item) -> str:
         target = f" -> {recipe_keys}"
     elif item.covered_by:
         target = f" (with {item.covered_by})"
-    return f"{item.peer_key}={_shorten(item.value)}{default_mark}{target}"
+    return f"{item.peer_key}={_show_value(item)}{default_mark}{target}"
+
+
+def _show_value(item: Item) -> str:
+    """Return the value of a key, but for secrets, which must not reach the recipe."""
+    return "..." if item.peer_key.endswith("api_key") else _shorten(item.value)
 
 
 def _shorten(value: Any) -> str:

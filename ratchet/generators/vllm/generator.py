@@ -122,8 +122,11 @@ class VLLMGenerator(AsyncEngine):
         except BaseException:
             self._folder.close()
             raise
-        if config.returns_routes and isinstance(model, DecoderPolicy):
-            core.sparse_layers = model.shape.sparse_layers
+        core.sparse_layers = (
+            model.shape.sparse_layers
+            if config.returns_routes and isinstance(model, DecoderPolicy)
+            else ()
+        )
         vocab_size = model.vocab_size
         self._shapes = shapes
         super().__init__(

@@ -257,7 +257,7 @@ def test_roll_domains_of_instructions_and_letters_are_converted(tmp_path) -> Non
             },
         ),
         (
-            "judge_model_type: api, judge_api_url: 'http://h/v1', judge_model_name: m, judge_api_key: k",
+            "judge_model_type: api, judge_api_url: 'http://h/v1', judge_model_name: m, judge_api_key: sk-secret",
             None,
             None,
         ),
@@ -279,9 +279,22 @@ def test_judges_of_roll_become_models_of_the_run(tmp_path, keys, judge, generato
     if generator is None:
         assert (domain[0]["url"], domain[0]["model"]) == ("http://h/v1", "m")
         assert domain[0]["api_key_env"] == "JUDGE_API_KEY"
+        assert "sk-secret" not in format_recipe(result, "rlvr.yaml")
     else:
         (section,) = result.recipe["judges"]
         assert section == {"name": "llm_judge", "path": "m", "generator": generator}
+
+
+def test_a_judge_without_a_model_beside_one_with_a_model_is_left_out_alone(tmp_path) -> None:
+    text = (FILES / "roll_rlvr.yaml").read_text(encoding="utf-8")
+    judge = (
+        "{worker_cls: x.LLMJudgeRewardWorker, judge_prompt: Qwen2.5-7B-Instruct-RLVR-prompt, "
+        "judge_model_type: inference"
+    )
+    text = text[: text.index("  math_rule:")] + f"  a: {judge}}}\n"
+    result = written(tmp_path, text + f"  b: {judge}, model_args: {{model_name_or_path: m}}}}\n")
+    assert list(result.recipe["rewards"][0]["domains"]) == ["b"]
+    assert "in one domain this reward" in note_on(result, "rewards.a.worker_cls")
 
 
 def test_defaults_that_differ_are_taken_too() -> None:

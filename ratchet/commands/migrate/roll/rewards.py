@@ -41,20 +41,25 @@ def convert_rewards(value: Any, config: PeerConfig) -> Any:
     domains: dict[str, Any] = {}
     judges: list[dict[str, Any]] = []
     problems: dict[str, str] = {}
+    converted_paths: set[str] = set()
     for domain, path in list_workers(config).items():
         try:
             domain_rewards, domain_judges = _convert_domain(domain, path, config)
         except InvalidValue as problem:
             problems[path] = str(problem)
             continue
+        converted_paths.add(path)
         judges += domain_judges
         for tag in config[f"rewards.{domain}.tag_included"] or [domain]:
             domains[tag] = domain_rewards
-    if str(value) in problems:
-        return Dropped(
-            f"this reward and its rows are left out (environment.keep): {problems[str(value)]}"
-        )
-    notes = ["the judge is asked in other words here"] if judges else []
+    problem = problems.get(str(value))
+    left_out = f"this reward and its rows are left out (environment.keep): {problem}"
+    if problem is not None and str(value) not in converted_paths:
+        return Dropped(left_out)
+    has_judge = any(path.endswith(JUDGE_WORKER) for path in converted_paths)
+    notes = ["the judge is asked in other words here"] if has_judge else []
+    # Another domain has the same worker, and is converted.
+    notes += [] if problem is None else [f"in one domain {left_out}"]
     judge_keys = {"judges": judges} if judges else {}
     first = next(iter(domains.values()))
     if all(domain_rewards == first for domain_rewards in domains.values()) and not problems:
