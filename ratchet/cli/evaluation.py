@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ratchet.cli.completion import complete_run
 from ratchet.errors import ConfigError
 from ratchet.utils.safe_read import parse_json
 
@@ -16,7 +17,8 @@ EvalTarget = Annotated[
     typer.Argument(
         help="A run, a checkpoint (RUN/checkpoints/step-...), a model directory, the address of an "
         "API (http://host/v1), the results directory of an earlier evaluation, or oracle (the "
-        "demonstrations of the tasks)."
+        "demonstrations of the tasks).",
+        autocompletion=complete_run,
     ),
 ]
 Tasks = Annotated[

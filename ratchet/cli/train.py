@@ -89,11 +89,6 @@ def train(
     ] = None,
 ) -> None:
     """Train with a recipe, or continue an interrupted run."""
-    # Set before torch is imported, because torch's tracer would print progress notes.
-    if profile is not None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    from ratchet.training.start import resume_run, start_run
-
     changes = list(overrides or [])
     # With --resume the first argument is not a recipe but a key to change.
     if resume is not None and recipe is not None and "=" in str(recipe):
@@ -121,6 +116,11 @@ def train(
         raise ConfigError(
             "--with-optimizer is only for --from RUN: give --from too, or remove --with-optimizer"
         )
+    # Set before torch is imported, because torch's tracer would print progress notes.
+    if profile is not None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    from ratchet.training.start import resume_run, start_run
+
     command = " ".join(["ratchet", *sys.argv[1:]])
     if resume is not None:
         status = resume_run(
