@@ -87,9 +87,10 @@ class StructuredOutput:
         except ValueError as error:
             compiled, is_invalid, messages = "", True, [str(error)]
         if is_invalid:
+            reason = " ".join(messages[0].split())  # it may quote lines of the grammar
             raise ConfigError(
-                f"the {NAMES[self.kind]} can't be followed: {messages[0].strip():.500}. Correct it "
-                "or leave the part out (docs/structured-output.md lists what is supported)"
+                f"the {NAMES[self.kind]} can't be followed: {reason:.500}. Correct it, or leave "
+                "the part out (docs/structured-output.md lists what is supported)"
             )
         return compiled
 
@@ -106,13 +107,13 @@ def _write_schema(value: Any) -> str:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"has a schema that is not JSON text ({error})") from None
     if not isinstance(value, Mapping | bool):
         raise ValueError("has a schema that is not an object")
     try:
         return json.dumps(value)  # the order of keys is the order of properties in completions
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"has a schema that is not JSON ({error})") from None
 
 

@@ -92,6 +92,8 @@ def learned():
 class Watched:
     """The engine, whose weights have another version at each request; what it gave."""
 
+    records_masks = True
+
     def __init__(self, engine):
         self.engine, self.completions = engine, []
 

@@ -14,13 +14,17 @@ from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tool_call_grammar import CallRules, make_call_grammar
 from ratchet.data.chat.tool_calls import FORMATS
+from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
+from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.server import make_chat_app
+from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
+from ratchet.learners.compute.forward import Forward
 from ratchet.models.load import init_policy
 from ratchet.training.stage import Policy
-from ratchet.types import Sampling
+from ratchet.types import Group, Sampling, Scored, Task
 
 pytestmark = pytest.mark.needs("fastapi")
 
@@ -214,6 +218,30 @@ def test_with_tools_and_a_format_an_answer_is_either(served):
         if not message.get("tool_calls"):
             assert json.loads(message["content"])["n"] in (1, 2)
     assert kinds == {"calls", "answer"}
+
+
+def test_an_attempt_trains_on_its_masks(policy):
+    """A free turn follows one with a grammar; the learner computes the logprobs of both."""
+    formatted = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+
+    async def play():
+        sampling = policy.with_stop_ids(Sampling(max_new_tokens=24, seed=1))
+        session = AgentSession(policy.generator, RENDERER, sampling, max_context=200, max_turns=2)
+        messages = list(HI)
+        for fields in ({"response_format": formatted}, {}):
+            request = ChatRequest.model_validate({"messages": messages, **fields})
+            answer = await session.answer(request)
+            session.record(answer)
+            messages = [*messages, {"role": "assistant", "content": answer.message.text}, *HI]
+        return session.trajectories(0, Scored(1.0), {})
+
+    trajectories = asyncio.run(play())
+    batch = pack([Group("g", Task("t", ()), tuple(trajectories))])
+    forward = Forward(policy.model, None, chunk_mib=1, autocast=False, shared_vocab=None)
+    logprobs = forward.score(batch, ("logprobs",))["logprobs"][batch.trainable_T]
+    np.testing.assert_allclose(logprobs, batch.rollout_logprobs_T[batch.trainable_T], atol=1e-5)
+    allowed = batch.need("allowed")[batch.trainable_T]
+    assert 0 < int((allowed >= 0).sum()) < len(allowed)
 
 
 def test_other_families_refuse_to_force_a_call():
