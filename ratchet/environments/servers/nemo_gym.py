@@ -106,6 +106,10 @@ class NemoGym(Rows):
     @property
     def has_tools(self) -> bool:
         """True if a row has tools."""
+        return self._has_tools
+
+    @cached_property
+    def _has_tools(self) -> bool:
         return any(self.tools(task) for tasks in self._rows.values() for task in tasks)
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:

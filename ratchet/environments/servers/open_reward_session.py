@@ -24,7 +24,7 @@ SESSION_HEADER = "X-Session-ID"
 PING_S = 10.0  # as the official client: a server ends sessions that it does not hear of
 STARTING_WAIT_S = 0.2  # pause between two requests to a session whose setup is running
 # Errors of calls that the policy can mend. Servers before 0.1.157 give no reason.
-POLICY_ERRORS = ("not_found", "input_validation", None)
+POLICY_ERRORS = ("input_validation", None)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,14 @@ class OpenRewardSession:
         return _read_messages(messages)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Return the result of a tool. Raises ServerFault if the tool itself fails."""
+        """Return the result of a tool that the policy calls. Raises ServerFault if it fails."""
+        names = [tool["function"]["name"] for tool in self.tools]
+        if name not in names:  # such as the terminal tool, which is hidden
+            text = f"Error: there is no tool '{name}'; there are {', '.join(names)}"
+            return ToolResult(text, is_error=True)
+        return await self._call(name, arguments)
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         request = {"name": name, "input": dict(arguments)}
         answer = await self._ask_when_ready(lambda: self._http.post(f"{self._path}/call", request))
         return _read_result(answer.require_success())
@@ -89,7 +96,7 @@ class OpenRewardSession:
     async def call_terminal_tool(self, text: str) -> ToolResult:
         """Pass the policy's last message to the terminal tool. Raises ServerFault."""
         argument = self._terminal_argument
-        return await self.call(self.terminal_tool, {} if argument is None else {argument: text})
+        return await self._call(self.terminal_tool, {} if argument is None else {argument: text})
 
     async def close(self) -> None:
         """End the session and its environment."""

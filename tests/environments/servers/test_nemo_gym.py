@@ -20,6 +20,9 @@ from ratchet.testing import check_environment
 from ratchet.types import Message, ToolCall
 
 PYTHON = Path(__file__).parents[3] / ".venv" / "nemo-gym" / "bin" / "python"
+needs_package = pytest.mark.skipif(
+    not PYTHON.exists(), reason="`make` installs NeMo Gym where it finds Python 3.12"
+)
 SCHEMA = {"type": "object", "properties": {}}
 ADD = {"type": "function", "name": "add", "strict": True, "parameters": SCHEMA}
 BROKEN_OFF = Answer("{", headers={"content-length": "99"})
@@ -185,8 +188,6 @@ def test_items_become_messages_and_back():
 @pytest.fixture
 def gym_server(repository, tmp_path, monkeypatch):
     """The address of NeMo Gym's own server of counters, started as the page says."""
-    if not PYTHON.exists():
-        pytest.skip("`make` installs NeMo Gym's environment where it finds Python 3.12")
     monkeypatch.chdir(tmp_path)
     written(repository / "docs" / "integrations" / "nemo-gym.md", tmp_path)
     module = "resources_servers.example_session_state_mgmt.app"
@@ -194,13 +195,18 @@ def gym_server(repository, tmp_path, monkeypatch):
         yield url
 
 
+def read_examples(name, url="http://127.0.0.1:1"):
+    """The environment of the example rows that the package has for one of its servers."""
+    path = f"lib/python*/site-packages/resources_servers/{name}/data/example.jsonl"
+    (rows,) = PYTHON.parents[1].glob(path)
+    return build(resolve("environment", {"kind": "nemo_gym", "url": url, "train": str(rows)}))
+
+
 @pytest.mark.slow
+@needs_package
 def test_a_server_of_the_package_gives_trainable_rows(gym_server, tmp_path):
     """Its own rows earn 1 by its own tools, and the page's recipe trains."""
-    module = PYTHON.parents[1].glob("lib/python*/site-packages/resources_servers")
-    (rows,) = (path / "example_session_state_mgmt/data/example.jsonl" for path in module)
-    examples = {"kind": "nemo_gym", "url": gym_server, "train": str(rows)}
-    environment = build(resolve("environment", examples))
+    environment = read_examples("example_session_state_mgmt", gym_server)
     tasks = [*environment.rows("train"), *environment.rows("test")]
     (counting,) = (task for task in tasks if "add 1 then add 2" in task.messages[0].text)
 
@@ -226,3 +232,19 @@ def test_a_server_of_the_package_gives_trainable_rows(gym_server, tmp_path):
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     rewards = [line["rollout/reward"] for line in lines if "rollout/reward" in line]
     assert rewards == [0.5, 0.5]
+
+
+@pytest.mark.slow
+@needs_package
+def test_example_rows_of_the_package_are_read():
+    folder = "lib/python*/site-packages/resources_servers/*/data/example.jsonl"
+    names = [path.parents[1].name for path in PYTHON.parents[1].glob(folder)]
+    without_input = {"aviary", "gdpval", "scicode"}
+    for name in names:
+        environment = read_examples(name)
+        if name in without_input:
+            with pytest.raises(DataError, match="input is an empty array"):
+                environment.rows("train")
+        else:
+            assert [*environment.rows("train"), *environment.rows("test")]
+    assert (len(names), without_input - {*names}) == (95, set())

@@ -51,9 +51,11 @@ CALL = Message("assistant", tool_calls=(ToolCall("call_0", "open", {}),))
 def test_results_of_tools_bring_rewards_and_end_the_episode(play):
     refused = json.dumps({"ok": False, "error": "no key", "reason": "input_validation"})
     stub = Stub(call=(events(("end", refused)),), prompt=(STARTING,))
-    prompt, steps, requests = play(stub, CALL, CALL)
+    hidden = Message("assistant", tool_calls=(ToolCall("call_1", "answer", {}),))
+    prompt, steps, requests = play(stub, CALL, hidden, CALL)
     assert prompt == (Message("user", "Open it."),)
-    assert [(step.reward, step.done) for step in steps] == [(0.0, False), (0.5, True)]
+    assert [(step.reward, step.done) for step in steps] == [(0.0, False)] * 2 + [(0.5, True)]
+    assert steps[1].messages[0].text == "Error: there is no tool 'answer'; there are open"
     assert steps[0].messages == (Message("tool", "Error: no key", tool_call_id="call_0"),)
     assert steps[0].metrics == {"tool_calls": 1.0, "tool_errors": 1.0}
     sessions = {headers.get("x-session-id") for _, headers, _ in requests[-5:]}
