@@ -28,9 +28,3 @@ def test_paths_and_modules_that_are_named_exist(document: Path):
     missing = [path for path in PATH.findall(text) if not any(ROOT.glob(path.rstrip("/")))]
     missing += [name for name in MODULE.findall(text) if not is_module(name)]
     assert missing == []
-
-
-def test_the_index_links_every_page():
-    index = (ROOT / "docs" / "README.md").read_text()
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert {page for page in pages if f"({page})" not in index} == set()
