@@ -54,10 +54,12 @@ def site(repository, tmp_path_factory):
 
 
 @pytest.fixture
-def page(browser, site):  # noqa: F811
-    """A page of the browser. The test fails for an error on the console, an answer of status 400 or
+def page(browser, site, request):  # noqa: F811
+    """A page of the browser, in the scheme of the parameter. The test fails for an error on the console, an answer of status 400 or
     more, and a request to another host."""
-    context = browser.new_context(viewport={"width": 1366, "height": 820}, color_scheme="light")
+    context = browser.new_context(
+        viewport={"width": 1366, "height": 820}, color_scheme=getattr(request, "param", "light")
+    )
     page = context.new_page()
     complaints: list[str] = []
     page.on(
@@ -90,6 +92,9 @@ def address_of(name: str) -> str:
 
 
 def test_every_page_is_drawn_and_every_link_leads_somewhere(page, site):
+    # The index of the search is a megabyte, which each page would read anew.
+    empty = {"config": {"lang": ["en"], "separator": " "}, "items": []}
+    page.route("**/search.json", lambda route: route.fulfill(json=empty))
     links: dict[str, str] = {}  # the page that has it, by address
     parts: dict[str, set[str]] = {}  # ids by address
     for name in list_pages():
@@ -128,13 +133,12 @@ def test_the_search_answers(page, site):
     page.get_by_text("Attempts ahead of their step").first.wait_for()
 
 
-def test_the_dark_scheme_is_dark(page, site):
+@pytest.mark.parametrize("page", ["dark"], indirect=True)
+def test_the_dark_scheme_is_dark_until_the_light_one_is_chosen(page, site):
     page.goto(urljoin(site, "algorithms/grpo/"))
-    assert page.evaluate(BRIGHTNESS) > 200
-    page.evaluate("localStorage.clear()")  # where the first visit keeps its scheme
-    page.emulate_media(color_scheme="dark")
-    page.reload()
-    assert page.evaluate(BRIGHTNESS) < 60
+    page.wait_for_function(f"({BRIGHTNESS})() < 60")
+    page.click("label[title=Light]")
+    page.wait_for_function(f"({BRIGHTNESS})() > 200")
 
 
 def test_the_reference_has_every_name_of_the_package(page, site):
