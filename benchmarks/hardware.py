@@ -146,6 +146,7 @@ def list_rows(more: str) -> Iterator[str]:
 
 
 def make_table(more: str) -> str:
+    """Return the table of a recipe with these further sections."""
     memory = (f"{ClusterSpec.parse(f'1x{kind}').accelerator.memory / GIB:.0f}" for kind in KINDS)
     heads = [f"{kind}, {gib} GiB" for kind, gib in zip(KINDS, memory, strict=True)]
     lines = ["| Model | Billion parameters | " + " | ".join(heads) + " |"]

@@ -12,7 +12,6 @@ from xml.sax.saxutils import escape
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import section_class
-from ratchet.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gallery.md"
@@ -22,12 +21,12 @@ HEAD = """\
 
 <!-- Made by `python tests/gallery.py` of the recipes. -->
 
-Each recipe, what it teaches, and what it reached: held-out accuracy before and after the last stage, with seed 0, by the command below it; the head of the
-recipe has the commit, the machine and further seeds. All start from random weights but where a model is named, and take one or two minutes of one core
-but where the head says more. `python benchmarks/recipes.py NAME` measures one again.
+Each recipe, what it teaches, and the held-out accuracy that it reached with seed 0, before and after its last stage. The first comment of a recipe's file has
+the commit, the machine and further seeds. All but `grpo_gsm8k` start from random weights; most take one or two minutes of one core, those of several turns
+and of pictures up to ten. `python benchmarks/recipes.py NAME` measures one again.
 
 ```
-ratchet train recipes/NAME.yaml                    # or with other keys: seed=1 stages.grpo.optimizer.lr=1e-4
+ratchet train recipes/NAME.yaml                    # other keys: seed=1
 ratchet report runs/NAME                           # its curves and rollouts
 ratchet new recipe --like NAME --data FILE --model DIR
 ```
@@ -48,23 +47,20 @@ class Recipe(NamedTuple):
     """A recipe of the gallery.
 
     Attributes:
-        lesson: The first sentences of its head.
-        shares: Held-out accuracy in percent before and after the last stage; None if its head says
-            otherwise what it reached.
+        algorithm: The kind of its last stage.
+        lesson: The first sentences of the comment that its file begins with.
+        shares: Held-out accuracy in percent before and after the last stage; None if the comment
+            says in another form what it reached.
         measured_on: The held-out tasks.
         needs: A recipe that must have been trained before.
     """
 
     name: str
-    config: RunConfig
+    algorithm: str
     lesson: str
     shares: tuple[float, float] | None
     measured_on: str
     needs: str
-
-    @property
-    def algorithm(self) -> str:
-        return self.config.stages[-1].algorithm.kind
 
 
 @functools.cache
@@ -80,7 +76,7 @@ def read_recipe(path: Path) -> Recipe:
     lesson = " ".join(line.removeprefix("#").strip() for line in paragraph.splitlines())
     return Recipe(
         path.stem,
-        load_config(path),
+        load_config(path).stages[-1].algorithm.kind,
         lesson,
         None if reached is None else (float(reached[1]), float(reached[2])),
         "" if measured is None else measured[1],
@@ -100,7 +96,7 @@ def make_row(recipe: Recipe) -> str:
     """Return the recipe's row of the table."""
     kind = recipe.algorithm
     if recipe.shares is None:
-        result = "see its head"
+        result = "see its file"
     else:
         before, after = recipe.shares
         result = f"{before:g} → {after:g} %" + (
@@ -116,6 +112,7 @@ def make_row(recipe: Recipe) -> str:
 
 
 def make_page() -> str:
+    """Return the gallery."""
     recipes = read_recipes()
     parts = []
     for section in SECTIONS:

@@ -119,6 +119,7 @@ def make_rows(source: dict[str, str]) -> tuple[list[str], set[str]]:
     recipes, rows, papers = list_recipes(), [], set[str]()
     for kind in KINDS["algorithm"]:
         about = " ".join((section_class("algorithm", kind).__doc__ or "").split())
+        # The title is the first sentence; that of "Dr. GRPO" has a full stop of its own.
         first = about.split(". ")[0] if "arXiv" in about.split(". ")[0] else about
         if (cited := PAPER.search(first)) is None:
             continue
@@ -144,6 +145,7 @@ def make_other_rows(source: dict[str, str], listed: set[str]) -> list[str]:
 
 
 def make_page() -> str:
+    """Return the page of papers."""
     source = read_source()
     rows, papers = make_rows(source)
     others = make_other_rows(source, papers)
