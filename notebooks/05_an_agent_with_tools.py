@@ -104,7 +104,7 @@ assert start_run(recipe, [], None, command=f"ratchet train {recipe}") == 0
 # %% [markdown]
 # ## What it did
 #
-# The record has every conversation; each token knows who wrote it.
+# The record has every conversation, with the origin of each token.
 
 # %%
 record = Record(Path("runs/agent/steps"))
