@@ -22,7 +22,7 @@ BENCH_ROUNDS ?= 5
 # `make test-changed`: a branch or a commit; empty: where the branch left main
 SINCE ?=
 
-.PHONY: help demo test test-changed test-slow test-lowest test-newest lint style types layers sizes names fast-tests slow-tests wheel bench peers clean
+.PHONY: help demo test test-changed test-slow test-lowest test-newest lint style types layers sizes names fast-tests slow-tests wheel bench peers docs docs-serve clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -40,7 +40,7 @@ test-changed: .venv/developer ## the tests that a change touches, without the sl
 	@files=$$($(BIN)/python .ci/changed.py --since "$(SINCE)") || exit; \
 	[ -z "$$files" ] || $(PYTEST) -m "not slow" $$files || [ $$? -eq 5 ]  # 5: all of them are slow
 
-test-slow: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/chromium .venv/pretend_cuda/backend.so ## real engines, full recipes, kills
+test-slow: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
 test-lowest: .venv/developer ## the fast tests of a wheel with the lowest versions that pyproject.toml allows
@@ -70,7 +70,7 @@ names: .venv/developer
 fast-tests: .venv/developer
 	$(PYTEST) -m "not slow"
 
-slow-tests: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/chromium .venv/pretend_cuda/backend.so
+slow-tests: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs
 	$(PYTEST) -m slow
 	$(PYTEST) -m "hypothesis and not slow" --hypothesis-profile thorough
 
@@ -83,8 +83,15 @@ bench: .venv/developer ## time Ratchet and its peers in turn, where they are ins
 peers: .venv/user ## install the libraries that the benchmarks compare with (into .venv, same torch)
 	$(PIP_INSTALL) -e '.[peers]'
 
+docs: .venv/docs ## build the site of docs/ into build/site; a broken link fails
+	$(BIN)/zensical build --strict --clean
+	(cd docs && find . -name '*.md' | tar -cf - -T -) | tar -xf - -C build/site  # which llms.txt links
+
+docs-serve: .venv/docs ## show the site at localhost:8000, anew with each change
+	$(BIN)/zensical serve
+
 clean: ## remove caches and builds; keeps .venv and runs
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist *.egg-info .cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find ratchet tests benchmarks .ci -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -119,6 +126,11 @@ clean: ## remove caches and builds; keeps .venv and runs
 # TRL, which the slow tests run users' files with; what it needs is in the checks' environment.
 .venv/trl: constraints.txt .venv/developer
 	$(PIP_INSTALL) --no-deps trl
+	@touch $@
+
+# What builds the site of docs/.
+.venv/docs: pyproject.toml constraints.txt .venv/developer
+	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 
 .venv/chromium: .ci/chromium .venv/developer

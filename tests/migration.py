@@ -1,5 +1,5 @@
-"""What docs/migrate.md shows of the importer's tables: `python tests/migration.py` writes it
-anew."""
+"""What docs/migrate.md and docs/start/from-*.md show of the importer's tables:
+`python tests/migration.py` writes it anew."""
 
 from __future__ import annotations
 
@@ -120,9 +120,33 @@ actor_infer:
 def page(text: str) -> str:
     """The page with its generated parts, each between two comments, as the tables have them now."""
     for name, part in (("names", names()), ("examples", examples()), ("keys", keys())):
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        text = text.partition(begin)[0] + begin + part + end + text.partition(end)[2]
+        text = replace_part(text, name, part)
     return text
+
+
+def replace_part(text: str, name: str, part: str) -> str:
+    """Return a page with another text between the comments of this name."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    return text.partition(begin)[0] + begin + part + end + text.partition(end)[2]
+
+
+def peer_pages() -> dict[Path, str]:
+    """Return the pages for users of one library, by path, as the tables have them now."""
+    paths = {name: PAGE.parent / "start" / f"from-{name}.md" for name in PEERS}
+    return {
+        path: replace_part(path.read_text(encoding="utf-8"), "names", peer_names(PEERS[name]))
+        for name, path in paths.items()
+    }
+
+
+def peer_names(peer: Peer) -> str:
+    """Return a table of our main keys and those of one library that set them."""
+    lines = [f"| {peer.title} | Here |", "|---|---|"]
+    for ours in MAIN:
+        theirs = _bringing(peer, ours)
+        if theirs != "–":
+            lines.append(f"| {theirs} | `{ours}` |")
+    return "\n".join(lines) + "\n"
 
 
 def names() -> str:
@@ -216,3 +240,5 @@ def _line(row: KeyRow) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, text in peer_pages().items():
+        path.write_text(text, encoding="utf-8")

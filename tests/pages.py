@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -17,6 +18,23 @@ def written(page, directory):
     for name, code in files.items():
         (directory / name).write_text(code, encoding="utf-8")
     return files
+
+
+def follow(page, directory):
+    """Do what a page says, from top to bottom: write its files, each of which begins with its name
+    in a comment, and run the commands of its bash blocks. Blocks without a language are left out.
+    """
+    text = page.read_text(encoding="utf-8")
+    for language, code in re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        if language == "bash":
+            for line in code.splitlines():
+                program, *words = shlex.split(line, comments=True)
+                module = {"ratchet": ("-m", "ratchet"), "python": ()}[program]
+                run(directory, *module, *words)
+            continue
+        name = re.match(r"# (\S+)\n", code)
+        assert name is not None, code
+        (directory / name[1]).write_text(code, encoding="utf-8")
 
 
 def run(directory, *command):

@@ -51,9 +51,3 @@ def test_each_part_of_upstream_has_tests_and_says_what_it_lacks():
         assert PATH.search(tests) or TEST.search(tests), part
         needs_accelerator = lacks.startswith("needs an accelerator")
         assert (state == "in part") == (bool(lacks) and not needs_accelerator), part
-
-
-def test_the_index_links_every_page():
-    index = (ROOT / "docs" / "README.md").read_text()
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    assert {page for page in pages if f"({page})" not in index} == set()

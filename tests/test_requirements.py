@@ -31,7 +31,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 DECLARED = names(PROJECT["dependencies"]).union(
-    *(names(lines) for extra, lines in EXTRAS.items() if extra not in ("dev", "peers"))
+    *(names(lines) for extra, lines in EXTRAS.items() if extra not in ("dev", "docs", "peers"))
 )
 
 
@@ -75,7 +75,7 @@ def test_every_extra_that_an_error_names_exists():
     assert documented <= EXTRAS.keys()
 
 
-@pytest.mark.parametrize("extra", [name for name in EXTRAS if name not in ("dev", "peers")])
+@pytest.mark.parametrize("extra", [name for name in EXTRAS if name not in ("dev", "docs", "peers")])
 def test_doctor_lists_a_package_of_each_extra(extra: str):
     assert names(EXTRAS[extra]) & {
         normalise(package) for package, (of, _) in PURPOSES.items() if of == extra

@@ -104,7 +104,11 @@ def evaluate_target(
     if against is None:
         return
     second_results = _get_results(against, replace(evaluation, step=None))
-    assert second_results.answers is not None, "both targets are evaluated in the same way"
+    if second_results.answers is None:
+        raise ConfigError(
+            f"--against compares judged answers, but {against} is evaluated by its loss only, by "
+            "its own recipe. Set --recipe to a recipe with a reward for both"
+        )
     _print_other_metrics(second_results, console)
     directory = None if out is None else out / "against"
     print_and_save(second_results.answers, against, directory, console)

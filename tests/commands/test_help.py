@@ -1,6 +1,7 @@
 """`ratchet help` and `ratchet schema`: every key, and names of other libraries."""
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -32,6 +33,18 @@ def test_the_page_of_keys_is_current():
     assert (ROOT / "docs/recipe.md").read_text() == make_recipe_page(), (
         "run `ratchet help --markdown > docs/recipe.md`"
     )
+
+
+def test_the_page_of_symptoms_names_metrics_and_keys_that_exist():
+    page, metrics = (
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in ("by-symptom.md", "metrics.md")
+    )
+    named = set(re.findall(r"`([a-z]\w*/[\w/<>]+)`", page))
+    assert named - set(re.findall(r"`([\w/<>]+)`", metrics.replace("<role>", "policy"))) == set()
+    keys_named = set(re.findall(r"`([a-z]\w*(?:\.\w+)+)`", page)) - {"run.log", "task.seed"}
+    paths = {entry.path for entry in list_entries()}
+    assert {name for name in keys_named if not any(path.endswith(name) for path in paths)} == set()
 
 
 def test_every_key_is_described_and_listed():
