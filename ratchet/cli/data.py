@@ -71,7 +71,10 @@ def swe_tasks(
         str, typer.Argument(metavar="FILE", help="Rows with the columns of SWE-bench's datasets.")
     ],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory of the task directories; new or empty.")
+        Path,
+        typer.Option(
+            metavar="DIR", file_okay=False, help="Directory of the task directories; new or empty."
+        ),
     ],
     repos: Annotated[
         Path,
@@ -87,7 +90,7 @@ def swe_tasks(
     ] = 1800.0,
 ) -> None:
     """Write rows of SWE-bench's form as task directories, for the environment `harbor`."""
-    from ratchet.commands.swe_tasks import write_swe_tasks
+    from ratchet.environments.harbor.swe_rows import write_swe_tasks
 
     count = write_swe_tasks(rows, out, repositories=repos, command=command, timeout_s=timeout_s)
     typer.echo(f"wrote {count} tasks to {out}; next: ratchet eval oracle --on harbor test={out}")
