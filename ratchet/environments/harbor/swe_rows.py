@@ -148,7 +148,7 @@ class SweRow:
         if not fail_to_pass:
             raise DataError(f"{where}: FAIL_TO_PASS lists no test, so nothing can be judged")
         tests = (*fail_to_pass, *_read_tests(values, "PASS_TO_PASS", where))
-        image = next((values[name] for name in IMAGE_COLUMNS if values.get(name)), "")
+        image = next((str(values[name]) for name in IMAGE_COLUMNS if values.get(name)), "")
         return cls(
             name,
             values["repo"],
@@ -221,7 +221,8 @@ def write_swe_task(
         timeout_s: Time limit of the tests in seconds.
 
     Raises:
-        DataError: The repository or its commit is missing, or `test_patch` does not apply.
+        DataError: The repository, its commit or a test's file is missing, or `test_patch` does not
+            apply.
     """
     where = f"row {row.name}"
     with tempfile.TemporaryDirectory() as scratch:
@@ -288,9 +289,12 @@ def _write_tests(
 ) -> dict[str, bytes]:
     """Return the files of tests/, from the repository after the row's `test_patch`."""
     listed_files = list(dict.fromkeys(test.partition("::")[0] for test in row.tests))
+    for name in listed_files:
+        if not _is_regular(source / name):
+            raise DataError(f"row {row.name}: the repository has no {name} after test_patch")
     replaced = sorted({*test_files, *listed_files})
     conftests = [path.relative_to(source).as_posix() for path in source.rglob("conftest.py")]
-    kept = [name for name in {*replaced, *conftests} if (source / name).is_file()]
+    kept = [name for name in {*replaced, *conftests} if _is_regular(source / name)]
     config, config_text = _find_pytest_config(source)
     script = TEST_SCRIPT.format(
         removed=shlex.join(replaced), command=command, config=config, files=shlex.join(listed_files)
@@ -308,15 +312,20 @@ def _find_pytest_config(source: Path) -> tuple[str, bytes]:
     """Return the name and the content of the file that configures pytest."""
     for name, section in PYTEST_CONFIGS.items():
         path = source / name
-        if path.is_file() and section.encode() in path.read_bytes():
+        if _is_regular(path) and section.encode() in path.read_bytes():
             return name, path.read_bytes()
     return "pytest.ini", b"[pytest]\n"
 
 
 def _read_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        if _is_regular(path):
             yield path.relative_to(folder).as_posix(), path.read_bytes()
+
+
+def _is_regular(path: Path) -> bool:
+    """True for a file that is not a link: a patch could make a link to a file of this machine."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _run_git(arguments: Sequence[str], where: str, text: str | None = None) -> bytes:

@@ -159,6 +159,7 @@ def test_a_wrong_row_is_refused(
     [
         ({"repo": "me/other"}, "has no clone of me/other"),
         ({"base_commit": "0" * 40}, "git archive failed"),
+        ({"FAIL_TO_PASS": ["tests/test_b.py::test_c"]}, "has no tests/test_b.py after test_patch"),
         ({"test_patch": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"}, "git apply failed"),
     ],
 )
