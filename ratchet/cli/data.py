@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -62,3 +63,34 @@ def inspect(
     inspect_data(
         target, keys or [], rows=rows, sample=sample, split="test" if test else "train", **options
     )
+
+
+@data.command("swe-tasks")
+def swe_tasks(
+    rows: Annotated[
+        str, typer.Argument(metavar="FILE", help="Rows with the columns of SWE-bench's datasets.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", file_okay=False, help="Directory of the task directories; new or empty."
+        ),
+    ],
+    repos: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="Directory of the repositories' clones: owner/name or owner__name."
+        ),
+    ],
+    command: Annotated[
+        str, typer.Option(help="Shell command that starts pytest.")
+    ] = "python -m pytest",
+    timeout_s: Annotated[
+        float, typer.Option(min=1, help="Time limit of a task's tests in seconds.")
+    ] = 1800.0,
+) -> None:
+    """Write rows of SWE-bench's form as task directories, for the environment `harbor`."""
+    from ratchet.environments.harbor.swe_rows import write_swe_tasks
+
+    count = write_swe_tasks(rows, out, repositories=repos, command=command, timeout_s=timeout_s)
+    typer.echo(f"wrote {count} tasks to {out}; next: ratchet eval oracle --on harbor test={out}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -79,3 +80,20 @@ def prune_runs(
     from ratchet.runs.resolve import require_local_run
 
     prune(require_local_run(place), keep=keep, confirmed=yes)
+
+
+@runs.command("trajectories")
+def export_trajectories(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="DIR", file_okay=False, help="Directory of the files; new or empty."),
+    ],
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+) -> None:
+    """Write recorded rollouts, a file each, in Harbor's trajectory format (ATIF)."""
+    from ratchet.commands.atif import export_trajectories as export
+    from ratchet.runs.resolve import require_local_run
+
+    count = export(require_local_run(run), out, step)
+    typer.echo(f"wrote {count} trajectories to {out}")

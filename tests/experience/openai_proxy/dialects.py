@@ -11,7 +11,7 @@ import httpx
 from experience.openai_proxy.talk import TOOLS, serving
 
 from ratchet.experience.openai_proxy.session import AgentSession
-from ratchet.testing.fakes import FakeGenerator
+from ratchet.protocols import Generator
 
 QUESTION = "1+2, then add 4?"
 SYSTEM = "Be brief."
@@ -28,7 +28,7 @@ HI: Mapping[str, Any] = {
 
 @asynccontextmanager
 async def raw_client(
-    generator: FakeGenerator, **options: Any
+    generator: Generator, **options: Any
 ) -> AsyncIterator[tuple[AgentSession, httpx.AsyncClient]]:
     """Yield a session and a client of its server with its key."""
     async with serving(generator, **options) as (session, client):
