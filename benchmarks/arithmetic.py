@@ -89,8 +89,11 @@ def _triangle(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def measure_gemm_rate(threads: int, device: str = "cpu") -> float:
-    """Return the GFLOP/s of a large matrix product in float32, or bfloat16 on an accelerator."""
+def measure_gemm_rate(threads: int, device: str = "cpu", side: int | None = None) -> float:
+    """Return the GFLOP/s of a large matrix product in float32, or bfloat16 on an accelerator.
+
+    side: side of the square matrices; None: large enough for the device's full rate.
+    """
     import torch
 
     from ratchet.observe import matmul_rate
@@ -99,7 +102,9 @@ def measure_gemm_rate(threads: int, device: str = "cpu") -> float:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return (
         matmul_rate.measure_gemm_rate(
-            matmul_rate.Gemm.square(torch.device(device).type),
+            matmul_rate.Gemm(side, side, side)
+            if side
+            else matmul_rate.Gemm.square(torch.device(device).type),
             device=torch.device(device),
             dtype=dtype,
         )
@@ -107,14 +112,15 @@ def measure_gemm_rate(threads: int, device: str = "cpu") -> float:
     )
 
 
-def measure_copy_rate(device: str, seconds: float = 0.5) -> float:
+def measure_copy_rate(device: str, mib: int, seconds: float = 0.5) -> float:
     """Return the GB/s, read and written, of the best copy within an accelerator's memory.
 
+    mib: size of what is copied.
     seconds: how long copies are repeated.
     """
     import torch
 
-    source = torch.ones(2**28, device=device)
+    source = torch.ones(mib * 2**18, device=device)
     target = torch.empty_like(source)
     best, deadline = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < deadline:
@@ -129,11 +135,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="the machine's rates")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--side", type=int, help="side of the matrices; default: by device")
+    parser.add_argument("--copy-mib", type=int, default=1024)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     # the checkout needn't be installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    rates = {"gflops": round(measure_gemm_rate(options.threads, options.device), 1)}
+    gflops = measure_gemm_rate(options.threads, options.device, options.side)
+    rates = {"gflops": round(gflops, 1)}
     if options.device != "cpu":
-        rates["gbytes_per_s"] = round(measure_copy_rate(options.device), 1)
+        rates["gbytes_per_s"] = round(measure_copy_rate(options.device, options.copy_mib), 1)
     print(json.dumps(rates))

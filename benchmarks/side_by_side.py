@@ -117,8 +117,11 @@ class Unavailable(Exception):
     """An error for a driver that can't run here, with the reason."""
 
 
-def compare(case: Case, chosen: argparse.Namespace) -> None:
-    """Run a case and print its results. A peer that can't run here is named with the reason."""
+def compare(case: Case, chosen: argparse.Namespace, rates: Driver = RATES) -> None:
+    """Run a case and print its results. A peer that can't run here is named with the reason.
+
+    rates: the script that measures the machine's rates in each round.
+    """
     drivers = [driver for driver in case.drivers if not (chosen.ours and driver.peer)]
     lines: dict[str, list[dict[str, Any] | None]] = {driver.name: [] for driver in drivers}
     missing: dict[str, str] = {}
@@ -127,7 +130,7 @@ def compare(case: Case, chosen: argparse.Namespace) -> None:
         make(case, chosen, model)
         for seed in range(chosen.rounds):
             machine_rates.append(
-                run(RATES, ["--threads", chosen.threads, "--device", chosen.device], chosen.python)
+                run(rates, ["--threads", chosen.threads, "--device", chosen.device], chosen.python)
             )
             for driver in drivers:
                 try:

@@ -5,7 +5,7 @@ The model has random weights in the shapes of Qwen3.
     python benchmarks/gpu/qwen3.py [--size qwen3-0.6b | qwen3-1.7b] [--rounds 5]
     python benchmarks/gpu/qwen3.py --device cpu --size T --rounds 1 --steps 1
 
-The second command only tries the script on a CPU, with a 16th of the lengths. Needs PyTorch,
+The second command only tries the script on a CPU, with a 16th of the lengths (`--shrink`). Needs PyTorch,
 transformers, the dependencies of `import ratchet`, and this checkout, which need not be installed;
 TRL's rows need TRL. The floor of decoding is set by the memory's measured bandwidth, that of training
 by the measured rate of matrix products in bfloat16.
@@ -23,7 +23,7 @@ import torch
 from generate import DRIVERS as DECODING
 from grpo_step import OURS, TUNED
 from sft import DRIVERS as SFT
-from side_by_side import Case, compare, options, rate
+from side_by_side import RATES, Case, compare, options, rate
 
 GROUPS = {"--prompts": 32, "--group-size": 16, "--prompt-tokens": 128, "--new-tokens": 512}
 PACKED = {"--rows": 16, "--shortest": 4096, "--longest": 4096}
@@ -39,13 +39,22 @@ def make_arguments(sizes: dict[str, int], divisor: int) -> tuple[str, ...]:
 def main() -> None:
     parser = options(__doc__ or "")
     parser.set_defaults(device="cuda", size="qwen3-0.6b")
+    parser.add_argument(
+        "--shrink",
+        type=int,
+        help="try the script: divide all lengths by this number; default: 16 on a CPU, else 1",
+    )
     chosen = parser.parse_args()
     if chosen.device != "cpu" and not torch.cuda.is_available():
         sys.exit(
             "PyTorch finds no CUDA accelerator here, so there is nothing to measure. Use --device "
             "cpu --size T to try the script."
         )
-    divisor = 16 if chosen.device == "cpu" else 1
+    divisor = chosen.shrink or (16 if chosen.device == "cpu" else 1)
+    rates = RATES
+    if divisor > 1 and chosen.device != "cpu":
+        sizes = {"--side": 8192, "--copy-mib": 1024}
+        rates = replace(RATES, arguments=make_arguments(sizes, divisor))
     vocabulary = replace(Case.maker, arguments=("--vocabulary", str(151936 // divisor)))
     groups, packed = make_arguments(GROUPS, divisor), make_arguments(PACKED, divisor)
     cases = (
@@ -77,6 +86,7 @@ def main() -> None:
             if divisor == 1
             else replace(case, name=f"{case.name}, all divided by {divisor}", target=None),
             chosen,
+            rates,
         )
 
 

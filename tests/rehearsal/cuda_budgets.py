@@ -4,10 +4,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 from rehearsal.cuda_learners import CASES, make_learner, update
 from rehearsal.device_counts import decode, make_table, measure
 from rehearsal.device_counts import update as count_update
 from support.pretend_cuda.counting import counting
+
+from ratchet.weight_sync.checksums import copy_with_checksum
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
 
@@ -47,6 +50,15 @@ def test_an_update_of_any_kind_waits_once(name):
     with counting() as events:
         asyncio.run(learner.score(batch, ["logprobs"]))
     assert events.count("sync") == 1, events.describe("sync")
+
+
+def test_a_weight_leaves_the_accelerator_in_one_copy():
+    weight = torch.randn(1024, 1024, device="cuda:0")
+    target_n = torch.empty(weight.numel() * 2, dtype=torch.uint8)
+    with counting() as events:
+        copy_with_checksum(target_n, weight, torch.bfloat16)
+    assert events.count("sync") == 1, events.describe("sync")
+    assert torch.equal(target_n.view(torch.bfloat16).view(weight.shape), weight.cpu().bfloat16())
 
 
 @pytest.mark.parametrize("count", [lambda: decode(2), lambda: count_update(2)])

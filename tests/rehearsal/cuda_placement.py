@@ -52,6 +52,7 @@ def test_a_generator_worker_gets_the_accelerator_that_the_driver_does_not_use(
     start_processes(config, executor, policy)
     assert get_devices_of(policy) == {f"cuda:{index}"}
     assert torch.cuda.current_device() == index
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans each new shape"
     bundles = {role: executor.cluster.bundles(role) for role in ("driver", "generator")}
     visible = {role: bundle.visible_devices for role, (bundle,) in bundles.items()}
     assert visible == {"driver": str(index), "generator": str(1 - index)}

@@ -75,6 +75,26 @@ def test_a_resumed_run_has_the_same_bits_and_is_evaluated(train, tmp_path):
     assert any((tmp_path / "eval").iterdir())
 
 
+PARTS = {
+    "a frozen base in float8": [
+        "stages.grpo.lora={rank: 2, alpha: 4, base: float8}",
+        "device=cuda:1",
+    ],
+    "experts whose routes are replayed": [
+        "model.overrides={hidden_size: 32, n_layers: 2, family: qwen3_moe, n_experts: 4, "
+        "experts_per_token: 2, expert_intermediate_size: 16}",
+        "stages.grpo.algorithm.router={replay: true}",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_these_parts_train(name, train):
+    norms = read_gradient_norms(train(PARITY, *PARTS[name]))
+    assert len(norms) == 6
+    assert min(norms) > 0
+
+
 SETUPS = {
     "a generator worker on the other accelerator": [WORKERS],
     "weights by broadcast": [WORKERS, "weight_sync.kind=collective"],
