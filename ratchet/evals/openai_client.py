@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ratchet.data.formats.media import shorten_reference
 from ratchet.errors import DataError
 from ratchet.evals.message_player import AttemptFailed, AttemptState, MessagePlayer, Reply
 from ratchet.experience.seeds import derive_seed
 from ratchet.rewards.llm.http_client import Endpoint, EndpointError
-from ratchet.types import TEMPLATE_VARIABLES, Message, Sampling, ToolCall
+from ratchet.types import TEMPLATE_VARIABLES, Message, Part, Sampling, ToolCall
 
 # HTTP statuses of a wrong key, address or model: every further request would fail too.
 FATAL_STATUSES = (401, 403, 404, 405)
@@ -126,8 +127,14 @@ class EndpointPlayer(MessagePlayer):
 
 
 def format_message(message: Message) -> dict[str, Any]:
-    """Return a message in the format of the API."""
-    fields: dict[str, Any] = {"role": message.role, "content": message.text}
+    """Return a message in the format of the API.
+
+    Raises DataError for audio, video, and images that are not in the message or on the web.
+    """
+    content: Any = message.text
+    if message.media and not isinstance(message.content, str):
+        content = [_format_part(part) for part in message.content]
+    fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         fields["tool_calls"] = [
             {
@@ -140,6 +147,17 @@ def format_message(message: Message) -> dict[str, Any]:
     return (
         fields if message.tool_call_id is None else {**fields, "tool_call_id": message.tool_call_id}
     )
+
+
+def _format_part(part: Part) -> dict[str, Any]:
+    if part.type == "text":
+        return {"type": "text", "text": part.value}
+    if part.type != "image" or not part.value.startswith(("data:", "https://", "http://")):
+        raise DataError(
+            f"a message has the {part.type} {shorten_reference(part.value)}, and only images in "
+            "`data:` or web addresses are sent to an endpoint: evaluate a model directory instead"
+        )
+    return {"type": "image_url", "image_url": {"url": part.value}}
 
 
 def read_message(fields: Mapping[str, Any]) -> tuple[Message, int]:

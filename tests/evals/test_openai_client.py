@@ -16,6 +16,7 @@ from rewards.fake_http import Answer, chat, serve
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.environments.toy.sorting import Sorting
+from ratchet.errors import DataError
 from ratchet.evals.evaluator import Evaluator
 from ratchet.evals.openai_client import (
     EndpointPlayer,
@@ -32,7 +33,7 @@ from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig, EndpointEr
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing.fakes import FakeEnvironment
 from ratchet.training.from_config import build_policy
-from ratchet.types import Message, Sampling, Task, ToolCall
+from ratchet.types import Message, Part, Sampling, Task, ToolCall
 from ratchet.utils.credentials import set_environment
 
 TASKS = [Task(f"t/{i}", (Message("user", f"{i}?"),), answer=str(i), tag="t") for i in range(3)]
@@ -211,6 +212,13 @@ def test_messages_there_and_back():
     )
     assert malformed == 1
     assert json.loads(message.text) == broken
+    shown = Message("user", (Part("text", "what?"), Part("image", "data:image/png;base64,AA")))
+    assert format_message(shown)["content"] == [
+        {"type": "text", "text": "what?"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}},
+    ]
+    with pytest.raises(DataError, match=r"the image a\.png, and only images in"):
+        format_message(Message("user", (Part("image", "a.png"),)))
 
 
 @pytest.mark.needs("fastapi", "uvicorn")

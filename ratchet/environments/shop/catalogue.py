@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 
@@ -70,7 +71,7 @@ class Product:
     def title(self) -> str:
         return f"{self.brand} {self.attributes[0]} {self.kind}"
 
-    @property
+    @cached_property
     def words(self) -> frozenset[str]:
         """Return the words that a search finds the product by."""
         text = " ".join((self.brand, self.kind, self.department, *self.attributes))
@@ -136,9 +137,8 @@ def draw_goal(product: Product, rng: random.Random) -> Goal:
 def search_products(products: Sequence[Product], query: str) -> list[Product]:
     """Return the products that share a word with a query, those with the most words first."""
     words = frozenset(split_words(query))
-    shared = [(len(words & product.words), product) for product in products]
-    found = [(count, product) for count, product in shared if count]
-    return [product for _, product in sorted(found, key=lambda pair: (-pair[0], pair[1].id))]
+    matching = [product for product in products if words & product.words]
+    return sorted(matching, key=lambda product: (-len(words & product.words), product.id))
 
 
 def split_words(text: str) -> list[str]:

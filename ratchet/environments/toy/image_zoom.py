@@ -1,8 +1,8 @@
 """An environment whose tool answers with images: find a square, look closer, and read its digit.
 
-The first message shows a small copy of a picture, in which the colours of squares can be told and
-their digits can't. Zooming into a cell shows that cell of the full picture. It is a test bed for
-image tools such as those of DeepEyes (arXiv:2505.14362), and needs no download.
+The first message shows a small copy of a picture, without the digits, which are too small for it.
+Zooming into a cell shows that cell of the full picture. It is a test bed for image tools such as
+those of DeepEyes (arXiv:2505.14362), and needs no download.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ class ImageZoom(Procedural):
 
     def messages(self, problem: Problem) -> tuple[Message, ...]:
         side = self.config.grid * self.config.cell_px // self.config.shrink
-        overview = embed(self._draw(problem.meta["squares"]).resize((side, side)))
+        picture = self._draw(problem.meta["squares"], with_digits=False)
+        overview = embed(picture.resize((side, side)))
         return (Message("user", (overview, Part("text", problem.prompt))),)
 
-    def _draw(self, squares: Sequence[Sequence[Any]]) -> Any:
-        """Return the full picture. A digit's height is about a quarter of its cell's side."""
+    def _draw(self, squares: Sequence[Sequence[Any]], *, with_digits: bool = True) -> Any:
+        """Return the full picture. A digit is at most a quarter of its cell's side."""
         cell = self.config.cell_px
         image = create_image(self.config.grid * cell, self.config.grid * cell)
         for colour, row, column, digit in squares:
@@ -114,7 +115,8 @@ class ImageZoom(Procedural):
             draw(image, ("square", COLOURS[colour]), box)
             inner = 3 * cell // 8
             box = (x + inner, y + inner, x + cell - inner - 1, y + cell - inner - 1)
-            draw(image, (str(digit), WHITE), box)
+            if with_digits:
+                draw(image, (str(digit), WHITE), box)
         return image
 
     def _crop(self, task: Task, row: int, column: int) -> Part:

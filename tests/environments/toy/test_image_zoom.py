@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from itertools import islice
 
 import numpy as np
@@ -64,6 +65,10 @@ def test_the_kit(actions):
 
 def test_the_overview_hides_the_digit_that_a_zoom_shows():
     environment = made()
+    problem = environment.sample(random.Random(0))
+    squares = [[colour, row, column, 9 - n] for colour, row, column, n in problem.meta["squares"]]
+    other = problem._replace(meta={**problem.meta, "squares": squares})
+    assert environment.messages(problem) == environment.messages(other)
     shown: dict[tuple[str, str], set[bytes]] = {}
     for task in tasks(environment, 200):
         colour, _, _, digit = task.meta["squares"][0]
