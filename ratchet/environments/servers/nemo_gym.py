@@ -43,12 +43,12 @@ PARAMS = "responses_create_params"
 # Endpoints of every resource server, which a tool's name must not reach.
 RESERVED_NAMES = frozenset({"verify", "seed_session", "aggregate_metrics", "reverify_mode", "mcp"})
 TOOL_NAME = re.compile(r"[\w.-]*\w[\w.-]*", re.ASCII)  # a part of a path, but not "." or ".."
-# Keys with which a server says that its reward is not one: the judge failed, or the row is masked.
+# Keys that mark a reward which does not count: the judge failed, or the row is masked.
 FAILURE_KEYS = ("_ng_failure_class", "mask_sample")
 
 
 class NemoGymConfig(EnvironmentConfig):
-    """Rows of NeMo Gym, played on a resource server (docs/integrations/nemo-gym.md)."""
+    """An environment of NeMo Gym's rows, on a resource server (docs/integrations/nemo-gym.md)."""
 
     builds: ClassVar[str] = "ratchet.environments.servers.nemo_gym:NemoGym"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})

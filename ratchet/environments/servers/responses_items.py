@@ -158,7 +158,9 @@ def make_response(
         "output": list(output),
         "parallel_tool_calls": True,
         "tool_choice": "auto",
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in params.get("tools", ())],
+        "tools": [
+            {"parameters": None, "strict": None, **tool} for tool in params.get("tools") or ()
+        ],
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
     }

@@ -129,8 +129,9 @@ def test_a_fault_of_a_server_fails_the_attempt(play, fault, sentence):
 def test_attempts_end_at_limits(play):
     _, steps, _ = play(Counter(), call(3), max_turns=1)
     assert (steps[0].reward, steps[0].done, steps[0].metrics["tool_calls"]) == (1.0, True, 1.0)
-    _, reward, requests = play(Counter(), Message("assistant", "I wo"), cut=True)
-    assert reward == 0.0
+    plain = {"responses_create_params": {"input": "Write.", "tools": None}, "goal": 0}
+    _, reward, requests = play(Counter(), Message("assistant", "I wo"), cut=True, rows=[plain])
+    assert reward == 1.0
     assert requests[-1][2]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     failing = Counter(add=Answer("boom", 500))
     _, steps, _ = play(failing, call(3), show_tool_failures=True)
