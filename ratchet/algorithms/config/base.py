@@ -43,7 +43,12 @@ class WeightedTeacher(Section):
 
 
 # A teacher for all tasks or for each tag, or several teachers for every row.
-Teachers = Teacher | Annotated[tuple[WeightedTeacher, ...], Field(min_length=2)]
+Teachers = Annotated[
+    str
+    | Annotated[dict[str, str], Field(min_length=1)]
+    | Annotated[tuple[WeightedTeacher, ...], Field(min_length=2)],
+    BeforeValidator(_refuse_path_key),
+]
 
 
 def list_teacher_paths(

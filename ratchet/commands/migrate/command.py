@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ratchet.commands.migrate.importer import ImportResult, Item, read_config
+from ratchet.config.diagnostics import REDACTED, is_secret
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_controls, make_console
@@ -155,7 +156,7 @@ def _describe(item: Item) -> str:
 
 def _show_value(item: Item) -> str:
     """Return the value of a key, but for secrets, which must not reach the recipe."""
-    return "..." if item.peer_key.endswith("api_key") else _shorten(item.value)
+    return REDACTED if is_secret(item.peer_key) else _shorten(item.value)
 
 
 def _shorten(value: Any) -> str:
