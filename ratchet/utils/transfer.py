@@ -26,7 +26,7 @@ def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
 def upload_together(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
     """Return the tensors on the device, contiguous.
 
-    All tensors in main memory cross in one copy: each copy costs about 10 us, whatever its size.
+    Tensors in main memory cross in one copy, because small copies cost as much as larger ones.
     """
     device = torch.device(device)
     if device.type != "cuda" or not all(tensor.is_cpu for tensor in tensors):
