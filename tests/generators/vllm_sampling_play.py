@@ -8,9 +8,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -104,10 +102,6 @@ async def speculates(engine, method):
 
 async def follows_grammars(engine):
     """Each text follows its grammar, others are free, and logprobs are those under the mask."""
-    # vLLM imports all its backends of structured output, also those that it does not use.
-    names = ("lmformatenforcer", "outlines_core")
-    for name in [name for name in names if find_spec(name) is None]:
-        sys.modules |= {name: MagicMock(), f"{name}.integrations.vllm": MagicMock()}
     tokenizer = byte_tokenizer()
     shape = DecoderConfig(
         tokenizer.vocab_size, 64, 2, 4, 2, 32, 96, max_positions=256, init_std=0.2
