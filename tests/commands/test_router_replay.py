@@ -102,7 +102,7 @@ def test_a_generator_that_records_nothing_is_refused(monkeypatch):
     policy.generator.records_routes = False
     with pytest.raises(
         ConfigError,
-        match=r"Engine does not record. Set generator.kind=engine, or algorithm.router.replay=false",
+        match=r"Engine does not record. Set generator.kind=engine, or for vLLM .*, or algorithm.router.replay=false",
     ):
         check_stages(config, policy)
     with pytest.raises(ConfigError, match="does not record"):
