@@ -238,8 +238,8 @@ def test_a_server_of_the_package_gives_trainable_rows(gym_server, tmp_path):
 @pytest.mark.slow
 @needs_package
 def test_example_rows_of_the_package_are_read():
-    examples = PYTHON.parents[1].rglob("resources_servers/*/data/example.jsonl")
-    names = [path.parents[1].name for path in examples]
+    folders = [path.parents[1] for path in PYTHON.parents[1].rglob("example.jsonl")]
+    names = [folder.name for folder in folders if folder.parent.name == "resources_servers"]
     without_input = {"aviary", "gdpval", "scicode"}
     for name in names:
         environment = read_examples(name)
