@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -37,16 +38,16 @@ def show(name: Name) -> None:
 def copy(
     name: Name,
     to: Annotated[
-        Path | None,
+        str,
         typer.Argument(help="The new file, or its directory; default: NAME.yaml here."),
-    ] = None,
+    ] = ".",
 ) -> None:
     """Copy a recipe, to be changed."""
     source = require_recipe(name)
-    target = to or Path(source.name)
-    if target.is_dir():
+    target = Path(to)
+    if target.is_dir() or to.endswith("/"):
         target /= source.name
-    if target.exists():
+    if os.path.lexists(target):
         raise ConfigError(f"{target} exists already and is not replaced: name another file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from string import Template
 
 from ratchet.commands.new_project import make_project_files
 from ratchet.errors import ConfigError
+from ratchet.utils.terminal_text import shorten_text
 
 RECIPE = """\
 # Describe here what the recipe is for. `ratchet check $name.yaml` shows its batch arithmetic.
@@ -219,8 +220,11 @@ def _make_recipe(name: str) -> tuple[Mapping[str, str], str]:
 
 
 def _check_recipe_name(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
-        raise ConfigError(f"'{name}' can't name a recipe: use letters, digits and _ . + -")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,99}", name):
+        raise ConfigError(
+            f"'{shorten_text(name, 100)}' can't name a recipe: use at most 100 letters, digits and "
+            "_ . + -"
+        )
 
 
 def _make_environment(name: str) -> tuple[Mapping[str, str], str]:
