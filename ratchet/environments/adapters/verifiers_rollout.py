@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from ratchet.data.chat.messages import read_messages
+from ratchet.environments.tool_use.base import describe_unknown_tool
 from ratchet.errors import DataError
 from ratchet.types import Message
 
@@ -88,13 +89,13 @@ class RolloutSeat:
                 "only one can be trained on"
             )
         self._has_begun = True
-        limits = [n for n in (self.config.max_turns, self.max_turns) if n is not None]
+        configured = self.config.max_turns
         harness = make_chat_harness()
         changes = {
             "harness": harness.config,
             "runtime": SubprocessConfig(),
             "model": "policy",
-            "max_turns": min(limits),
+            "max_turns": self.max_turns if configured is None else min(configured, self.max_turns),
         }
         async with InterceptionServer() as server:
             agent = Agent(self.config.model_copy(update=changes), interception=server)
@@ -212,5 +213,5 @@ async def _chat(
                     arguments = json.loads(call["function"]["arguments"])
                     content = await call_mcp(servers, dispatch, name, arguments)
                 else:
-                    content = f"Error: there is no tool '{name}'; there are {', '.join(dispatch)}"
+                    content = f"Error: {describe_unknown_tool(name, dispatch)}"
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
