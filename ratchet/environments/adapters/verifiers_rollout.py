@@ -20,6 +20,8 @@ from ratchet.types import Message
 if TYPE_CHECKING:
     import verifiers.v1 as vf
 
+PROXY_HINT = "run verifiers' own client against Ratchet's OpenAI-compatible proxy instead"
+
 Tools = Sequence[Mapping[str, Any]]
 RequestTurn = Callable[[Sequence[Message], Tools], Awaitable[Message | None]]
 
@@ -121,7 +123,7 @@ class PolicyClient:
         messages = read_messages(body["messages"], "a request of verifiers")
         n_seen = len(self._conversation)
         if messages[:n_seen] != self._conversation:
-            raise DataError("the environment rewrote what the policy has seen: train it by steps")
+            raise DataError(f"the environment rewrote what the policy has seen: {PROXY_HINT}")
         reply = await self._request_turn(messages[n_seen:], body.get("tools") or ())
         if reply is None:
             raise DataError("the attempt has ended")
