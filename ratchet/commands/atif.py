@@ -18,10 +18,11 @@ from typing import Any
 from xxhash import xxh3_128
 
 from ratchet import __version__
-from ratchet.errors import ConfigError, DataError
+from ratchet.errors import DataError
 from ratchet.observe.records.reader import Record
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.types import Group, Message, Part, Trajectory, Turn
+from ratchet.utils.atomic_files import require_empty_directory
 
 SCHEMA = "ATIF-v1.8"
 SOURCES = {"system": "system", "user": "user", "assistant": "agent"}
@@ -35,11 +36,11 @@ def export_trajectories(run: Path, folder: Path, step: int | None = None) -> int
         step: The only step to write; None: all steps that were recorded.
 
     Raises:
-        ConfigError: `folder` has files.
-        DataError: The run has no such record, or a message has a video, which ATIF lacks.
+        ConfigError: `folder` has files, or is one.
+        DataError: The run has no such record, or a message has a video, which ATIF lacks, or a
+            damaged medium.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} has files already: choose an empty directory")
+    require_empty_directory(folder)
     record = Record(RunDirectory(run).steps)
     steps = sorted(record.steps) if step is None else [step]
     if not steps:
@@ -167,9 +168,16 @@ def _write_medium(part: Part, folder: Path) -> dict[str, str]:
     if not data:
         media_type = mimetypes.guess_type(part.value)[0] or f"{part.type}/unknown"
         return {"media_type": media_type, "path": part.value}
-    content = base64.b64decode(data)
     media_type = header.removeprefix("data:")
-    path = Path("media", f"{xxh3_128(content).hexdigest()}.{media_type.partition('/')[2]}")
+    try:
+        content = base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise DataError(
+            f"a message has a damaged {part.type} ({error}): choose another --step"
+        ) from error
+    # A media type may come from a server of tools, so it is no part of the file's name.
+    suffix = mimetypes.guess_extension(media_type, strict=False) or ""
+    path = Path("media", f"{xxh3_128(content).hexdigest()}{suffix}")
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     (folder / path).write_bytes(content)
     return {"media_type": media_type, "path": path.as_posix()}

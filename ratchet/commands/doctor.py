@@ -107,8 +107,7 @@ def report() -> int:
 
 
 def list_fixes() -> list[str]:
-    """Return the lines of a shell script: a comment for each thing that is missing, and the command
-    that mends it."""
+    """Return the lines of a shell script that installs what is missing, with comments."""
     missing: dict[str, list[str]] = {}
     for package, (extra, purpose) in PURPOSES.items():
         try:

@@ -15,7 +15,7 @@ from ratchet.utils.terminal_text import shorten_text
 
 RECIPE = """\
 # Describe here what the recipe is for. `ratchet check $name.yaml` shows its batch arithmetic.
-name: $name
+name: "$name"
 # Random weights. For a trained model write {path: Qwen/Qwen3-0.6B}, and remove the tokenizer below.
 model: {preset: tiny}
 tokenizer: {kind: characters, alphabet: "0123456789="}

@@ -49,7 +49,7 @@ train:
 
 RECIPE = """\
 # The largest of three digits, from random weights.
-name: $name
+name: "$name"
 threads: 1
 # For a trained model write {path: Qwen/Qwen3-0.6B}, and remove the tokenizer.
 model: {preset: tiny}

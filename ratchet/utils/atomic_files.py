@@ -10,7 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ratchet.errors import ConfigError
 from ratchet.utils import failpoints
+
+
+def require_empty_directory(path: Path) -> None:
+    """Raise ConfigError unless `path` is an empty directory, or does not exist yet."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file: choose an empty directory")
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"{path} has files already: choose an empty directory")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from command_line import ratchet
 from commands.clients.test_clients import CLIENTS
 from commands.report.made_runs import make_run
 
-from ratchet.commands.atif import write_document
+from ratchet.commands.atif import export_trajectories, write_document
+from ratchet.errors import ConfigError, DataError
 from ratchet.observe.records.reader import Record
 from ratchet.types import Group, Message, Part, Scored, Task, ToolCall, Trajectory, Turn
 
@@ -67,6 +69,26 @@ def test_a_trajectory_keeps_its_tokens_calls_and_reward(tmp_path: Path) -> None:
     assert metrics["logprobs"] == [-0.5, -0.5]
     assert answer["metrics"]["extra"] == {"weight_versions": [4]}
     assert document["extra"]["reward"] == 0.5
+
+
+def test_a_media_type_can_not_choose_where_a_file_is_written(tmp_path: Path) -> None:
+    for media_type, suffix in (("image/../../../a", ""), ("image/webp", ".webp")):
+        part = Part("image", PIXEL.replace("image/png", media_type))
+        trajectory = replace(make_trajectory(), messages=(Message("user", (part,)),), turns=())
+        group = Group("g", Task("t", ()), (trajectory,))
+        document = write_document("a", 7, group, trajectory, tmp_path / media_type)
+        path = Path(document["steps"][0]["message"][0]["source"]["path"])
+        assert (path.parent, path.suffix) == (Path("media"), suffix)
+    broken = replace(trajectory, messages=(Message("user", (Part("image", f"{PIXEL}="),)),))
+    with pytest.raises(DataError, match="a damaged image"):
+        write_document("a", 7, group, broken, tmp_path)
+
+
+def test_files_in_the_way_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, sentence in ((tmp_path / "file", "is a file"), (tmp_path, "has files already")):
+        with pytest.raises(ConfigError, match=sentence):
+            export_trajectories(tmp_path, path)
 
 
 @pytest.mark.slow

@@ -41,10 +41,10 @@ def test_a_recipe_trains_at_once(here: Path) -> None:
 def test_a_project_is_a_valid_recipe_on_its_own_rows_and_reward(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, command = scaffold("project", "my")
-    assert command == "cd my && make test && ratchet train recipe.yaml"
+    files, command = scaffold("project", "12")  # a text, though YAML could read a number
+    assert command == "cd 12 && make test && ratchet train recipe.yaml"
     assert len(files) == 6
-    monkeypatch.chdir("my")
+    monkeypatch.chdir("12")
     checked = CliRunner().invoke(app, ["check", "recipe.yaml"])
     assert "grpo: rewards: reward:judge gives a demonstration 1.0" in checked.output
     sys.modules.pop("reward")  # so that no other test's module of this name is taken for it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import yaml
@@ -11,10 +10,11 @@ from command_line import TRAINING_MODULES
 
 from ratchet.commands.replay.engine import Replay
 from ratchet.observe.records.reader import Record
+from ratchet.recipes import RECIPES_DIR
 from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import ChaosTest, Trial
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "step_window.yaml"
+RECIPE = RECIPES_DIR / "step_window.yaml"
 
 
 @pytest.mark.slow

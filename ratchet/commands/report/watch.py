@@ -46,6 +46,7 @@ CURVE_WIDTH = 36  # characters
 N_SAMPLES = 4
 SAMPLE_CHARS = 300  # characters of a prompt and of an answer that are shown
 N_ALARMS = 3
+NO_MESSAGE: Mapping[str, Any] = {"content": "", "parts": None}
 SAMPLE_COLUMNS = ["step", "reward", "outcome", "messages"]
 
 
@@ -153,7 +154,7 @@ class RunFrames:
         table.add_column("answer", overflow="fold", ratio=3)
         # Attempts of different groups lie apart.
         for row in rows[:: max(1, len(rows) // N_SAMPLES)][:N_SAMPLES]:
-            *prompt, answer = [message["content"] or "" for message in row["messages"] or [{}]]
+            *prompt, answer = map(_write_text, row["messages"] or [NO_MESSAGE])
             reward = row["reward"]
             table.add_row(
                 "-" if reward is None or not math.isfinite(reward) else f"{reward:.3f}",
@@ -168,6 +169,16 @@ class RunFrames:
             return self.query_waits(self.path)
         except RunDirectoryError as error:  # it is on another machine, or has just ended
             return str(error)
+
+
+def _write_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a recorded message, with "(image)" for an image."""
+    if message["content"] is not None:
+        return message["content"]
+    return "".join(
+        part["value"] if part["type"] == "text" else f"({part['type']})"
+        for part in message["parts"] or ()
+    )
 
 
 def find_stage(stages: Sequence[tuple[str, int]], step: int) -> tuple[int, str, int]:

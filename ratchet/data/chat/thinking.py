@@ -27,6 +27,12 @@ def has_malformed_thinking(text: str, *, cut: bool) -> bool:
     return not (is_first and closes)
 
 
+def mark_thought(thought: str) -> str:
+    """Return a thought between <think> and </think>."""
+    opening, closing = REASONING[0]
+    return f"{opening}{thought}{closing}"
+
+
 def split_thinking(text: str) -> tuple[str, str]:
     """Return the thought at the beginning of a turn without its marks, and the text after it.
 

@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
-from ratchet.environments.adapters.verifiers_rollout import RolloutSeat, needs_rollout
+from ratchet.environments.adapters.verifiers_rollout import (
+    PROXY_HINT,
+    RolloutSeat,
+    needs_rollout,
+)
 from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import ConfigError, DataError, suggest_install
 from ratchet.protocols import Step
@@ -60,9 +64,6 @@ class VerifiersConfig(EnvironmentConfig):
         description="Replies of the policy after which the episode is stopped.",
     )
     replayable: bool = Field(True, description="True if the same replies give the same episode.")
-
-
-PROXY_HINT = "run verifiers' own client against Ratchet's OpenAI-compatible proxy instead"
 
 
 class VerifiersEnvironment(Rows):

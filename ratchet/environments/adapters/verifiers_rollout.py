@@ -13,11 +13,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from ratchet.data.chat.messages import read_messages
+from ratchet.environments.tool_use.base import describe_unknown_tool
 from ratchet.errors import DataError
 from ratchet.types import Message
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
+
+PROXY_HINT = "run verifiers' own client against Ratchet's OpenAI-compatible proxy instead"
 
 Tools = Sequence[Mapping[str, Any]]
 RequestTurn = Callable[[Sequence[Message], Tools], Awaitable[Message | None]]
@@ -88,13 +91,13 @@ class RolloutSeat:
                 "only one can be trained on"
             )
         self._has_begun = True
-        limits = [n for n in (self.config.max_turns, self.max_turns) if n is not None]
+        configured = self.config.max_turns
         harness = make_chat_harness()
         changes = {
             "harness": harness.config,
             "runtime": SubprocessConfig(),
             "model": "policy",
-            "max_turns": min(limits),
+            "max_turns": self.max_turns if configured is None else min(configured, self.max_turns),
         }
         async with InterceptionServer() as server:
             agent = Agent(self.config.model_copy(update=changes), interception=server)
@@ -120,7 +123,7 @@ class PolicyClient:
         messages = read_messages(body["messages"], "a request of verifiers")
         n_seen = len(self._conversation)
         if messages[:n_seen] != self._conversation:
-            raise DataError("the environment rewrote what the policy has seen: train it by steps")
+            raise DataError(f"the environment rewrote what the policy has seen: {PROXY_HINT}")
         reply = await self._request_turn(messages[n_seen:], body.get("tools") or ())
         if reply is None:
             raise DataError("the attempt has ended")
@@ -212,5 +215,5 @@ async def _chat(
                     arguments = json.loads(call["function"]["arguments"])
                     content = await call_mcp(servers, dispatch, name, arguments)
                 else:
-                    content = f"Error: there is no tool '{name}'; there are {', '.join(dispatch)}"
+                    content = f"Error: {describe_unknown_tool(name, dispatch)}"
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})

@@ -25,6 +25,7 @@ from typing import Any
 from ratchet.data.tables import read_rows
 from ratchet.errors import ConfigError, DataError
 from ratchet.executors.env_vars import inherit_environment
+from ratchet.utils.atomic_files import require_empty_directory
 
 COLUMNS: Mapping[str, type] = {
     "instance_id": str,
@@ -172,7 +173,7 @@ def _read_tests(values: Mapping[str, Any], column: str, where: str) -> list[str]
         raise DataError(f"{where}: {column} must be a list of tests, or its JSON text")
     for test in tests:
         path = test.partition("::")[0] if isinstance(test, str) else ""
-        if "::" not in str(test) or path.startswith("/") or ".." in path.split("/"):
+        if not path or "::" not in test or path.startswith("/") or ".." in path.split("/"):
             raise DataError(
                 f"{where}: {column} has {test!r:.100}, which is not an id of pytest such as "
                 "tests/test_a.py::test_b; other test runners are not supported"
@@ -193,11 +194,10 @@ def write_swe_tasks(
         timeout_s: Time limit of a task's tests in seconds.
 
     Raises:
-        ConfigError: `folder` has files.
+        ConfigError: `folder` has files, or is one.
         DataError: A row is malformed, or its repository is missing.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} has files already: choose an empty directory")
+    require_empty_directory(folder)
     count = 0
     for row in read_rows(rows):
         swe_row = SweRow.from_values(row.values, row.where)
@@ -330,7 +330,7 @@ def _is_regular(path: Path) -> bool:
 
 def _run_git(arguments: Sequence[str], where: str, text: str | None = None) -> bytes:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", *arguments],
             input=None if text is None else text.encode(),
             capture_output=True,
@@ -340,7 +340,7 @@ def _run_git(arguments: Sequence[str], where: str, text: str | None = None) -> b
         )
     except FileNotFoundError:
         raise DataError(f"{where}: the program git is not installed") from None
-    if done.returncode:
-        message = done.stderr.decode("utf-8", "replace").strip()[-500:]
+    if process.returncode:
+        message = process.stderr.decode("utf-8", "replace").strip()[-500:]
         raise DataError(f"{where}: git {arguments[2]} failed: {message}")
-    return done.stdout
+    return process.stdout

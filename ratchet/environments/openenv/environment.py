@@ -29,6 +29,7 @@ from ratchet.environments.openenv.session import (
     open_episode,
     read_schema,
 )
+from ratchet.environments.tool_use.base import make_tool_schema
 from ratchet.errors import ConfigError
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task, ToolCall
@@ -289,12 +290,7 @@ def format_observation(template: str, observation: Mapping[str, Any]) -> str:
 
 def _describe_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the definition of an MCP tool in the form of chat completions."""
-    function = {
-        "name": str(tool["name"]),
-        "description": str(tool.get("description") or ""),
-        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": function}
+    return make_tool_schema(str(tool["name"]), tool.get("description"), tool.get("input_schema"))
 
 
 def _format_result(result: Any) -> str:

@@ -138,23 +138,25 @@ class HTTPSession:
                         raise ServerFault(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
         except (TimeoutError, self._httpx2.TimeoutException):
             raise ServerFault(f"{url} did not answer within {self.timeout_s:g} s") from None
-        except (self._httpx2.HTTPError, OSError) as error:
+        except (self._httpx2.HTTPError, self._httpx2.InvalidURL, OSError) as error:
             raise ServerFault(f"{url} gave no answer: {error!r}") from error
         answer_headers = {name.lower(): value for name, value in response.headers.items()}
         return HTTPAnswer(url, response.status_code, answer_headers, bytes(data))
 
 
 def ask_server(url: str, body: Any, timeout_s: float) -> Any:
-    """Return the JSON answer to a POST of `body`, or to a GET if it is None. Blocks.
+    """Return the JSON answer to a POST of `body`, or to a GET if it is None.
 
-    Raises ServerFault.
+    It blocks until the answer is there. Raises ServerFault.
     """
     import httpx2
 
     method = "GET" if body is None else "POST"
     try:
         response = httpx2.request(method, url, json=body, timeout=timeout_s, trust_env=False)
-    except httpx2.HTTPError as error:
+    except httpx2.TimeoutException:
+        raise ServerFault(f"{url} did not answer within {timeout_s:g} s") from None
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ServerFault(f"{url} gave no answer: {error!r}") from error
     return HTTPAnswer(url, response.status_code, {}, response.content).read_json()
 

@@ -35,6 +35,7 @@ from ratchet.environments.servers.responses_items import (
     read_input,
 )
 from ratchet.environments.single_turn import Rows, is_held_out
+from ratchet.environments.tool_use.base import describe_unknown_tool
 from ratchet.errors import DataError
 from ratchet.protocols import Step
 from ratchet.types import READ_FROM, Message, Split, Task, ToolCall, is_finite_number
@@ -166,8 +167,7 @@ class NemoGym(Rows):
         """Return the answer to a call, and True if the call failed."""
         # The policy chooses the path, so only the row's tools may be reached.
         if call.name not in self._tool_names:
-            names = ", ".join(self._tool_names)
-            return f"Error: there is no tool '{call.name}'; there are {names}", True
+            return f"Error: {describe_unknown_tool(call.name, self._tool_names)}", True
         assert self._session is not None, "step before reset"
         answer = await self._session.post(f"/{call.name}", dict(call.arguments))
         if answer.status >= 500 and not self.config.show_tool_failures:

@@ -11,13 +11,15 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.data.chat.thinking import REASONING
+from ratchet.data.chat.thinking import mark_thought
 from ratchet.environments.servers.http_session import (
+    SHOWN_CHARACTERS,
     HTTPAnswer,
     HTTPSession,
     ServerFault,
     read_reward,
 )
+from ratchet.environments.tool_use.base import describe_unknown_tool, make_tool_schema
 from ratchet.types import Message, Part, ToolCall
 
 SESSION_HEADER = "X-Session-ID"
@@ -84,8 +86,7 @@ class OpenRewardSession:
         """Return the result of a tool that the policy calls. Raises ServerFault if it fails."""
         names = [tool["function"]["name"] for tool in self.tools]
         if name not in names:  # such as the terminal tool, which is hidden
-            text = f"Error: there is no tool '{name}'; there are {', '.join(names)}"
-            return ToolResult(text, is_error=True)
+            return ToolResult(f"Error: {describe_unknown_tool(name, names)}", is_error=True)
         return await self._call(name, arguments)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -160,7 +161,7 @@ def _read_result(answer: HTTPAnswer) -> ToolResult:
     events = read_events(answer)
     error = next((data for name, data in events if name == "error"), None)
     if error is not None:
-        raise ServerFault(f"{answer.url} failed: {error[:300]}")
+        raise ServerFault(f"{answer.url} failed: {error[:SHOWN_CHARACTERS]}")
     if not events or events[-1][0] != "end":
         raise answer.make_fault("a stream of events without an end")
     data = "".join(data for name, data in events if name in ("chunk", "end"))
@@ -203,7 +204,7 @@ def _read_message(value: Mapping[str, Any], answer: HTTPAnswer) -> Iterator[Mess
     content = _read_blocks(blocks["text"], answer)
     thought = "".join(block["text"] for block in blocks["reasoning"])
     if thought and isinstance(content, str):
-        content = thought.join(REASONING[0]) + content
+        content = mark_thought(thought) + content
     calls = [ToolCall(block["id"], block["name"], block["input"]) for block in blocks["tool_call"]]
     if content or calls:
         yield Message(value["role"], content, tuple(calls))
@@ -226,9 +227,4 @@ def _read_blocks(blocks: Any, answer: HTTPAnswer) -> str | tuple[Part, ...]:
 
 
 def _describe_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = {
-        "name": str(tool["name"]),
-        "description": str(tool.get("description") or ""),
-        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-    }
-    return {"type": "function", "function": function}
+    return make_tool_schema(str(tool["name"]), tool.get("description"), tool.get("input_schema"))

@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from ratchet.data.chat.messages import read_messages
-from ratchet.data.chat.thinking import REASONING, split_thinking
+from ratchet.data.chat.thinking import mark_thought, split_thinking
 from ratchet.data.jsonl import describe_type
+from ratchet.environments.tool_use.base import make_tool_schema
 from ratchet.errors import DataError
 from ratchet.types import Message, ToolCall
 
@@ -38,7 +39,12 @@ def read_input(params: Mapping[str, Any], where: str) -> tuple[Message, ...]:
         raise DataError(
             f"{where}: responses_create_params.input is {actual}, must be text or an array of items"
         )
-    messages = [Message("system", instructions)] if isinstance(instructions, str) else []
+    if not isinstance(instructions, str | None):
+        raise DataError(
+            f"{where}: responses_create_params.instructions is {describe_type(instructions)}, must "
+            "be text"
+        )
+    messages = [] if instructions is None else [Message("system", instructions)]
     previous_type = ""
     for index, item in enumerate(items):
         message = _read_item(item, f"{where}, item {index}")
@@ -60,19 +66,21 @@ def read_input(params: Mapping[str, Any], where: str) -> tuple[Message, ...]:
 
 def _read_item(item: Any, where: str) -> Message:
     kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind in ("function_call", "function_call_output") and not item.get("call_id"):
+        raise DataError(f"{where} has no call_id, which tells the outputs of calls apart")
     if kind == "message":
         kept = {name: item[name] for name in ("role", "content") if name in item}
         return read_messages([kept], where)[0]
     if kind == "function_call":
-        call = {"id": item.get("call_id"), "function": item}
+        call = {"id": str(item["call_id"]), "function": item}
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
         return read_messages([message], where)[0]
     if kind == "function_call_output" and isinstance(item.get("output"), str):
-        return Message("tool", item["output"], tool_call_id=str(item.get("call_id")))
+        return Message("tool", item["output"], tool_call_id=str(item["call_id"]))
     if kind == "reasoning":
         parts = item.get("summary") or ()
         text = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
-        return Message("assistant", text.join(REASONING[0]) if text else "")
+        return Message("assistant", mark_thought(text) if text else "")
     raise DataError(
         f"{where} is of type {kind!r:.40}, must be message, function_call, function_call_output "
         "(with text) or reasoning"
@@ -82,18 +90,18 @@ def _read_item(item: Any, where: str) -> Message:
 def read_function_tools(params: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
     """Return the tools of a request in the form of chat completions.
 
-    Raises DataError for a tool that is no function.
+    Raises DataError if the tools are no array of functions.
     """
+    values = params.get("tools") or []
+    if not isinstance(values, list):
+        raise DataError(f"{where}: tools is {describe_type(values)}, must be an array of functions")
     tools: list[Mapping[str, Any]] = []
-    for tool in params.get("tools") or ():
+    for tool in values:
         if not isinstance(tool, dict) or tool.get("type") != "function" or not tool.get("name"):
             raise DataError(f"{where} has the tool {tool!r:.80}, must be a function with a name")
-        function = {
-            "name": str(tool["name"]),
-            "description": tool.get("description") or "",
-            "parameters": tool.get("parameters") or {"type": "object", "properties": {}},
-        }
-        tools.append({"type": "function", "function": function})
+        tools.append(
+            make_tool_schema(str(tool["name"]), tool.get("description"), tool.get("parameters"))
+        )
     return tuple(tools)
 
 

@@ -80,7 +80,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a buyer wants.
+    """A purchase that a buyer wants.
 
     `options` are the wanted values by the name of the option, and `max_price` is in dollars.
     """

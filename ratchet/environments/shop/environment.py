@@ -105,7 +105,9 @@ class Shop(Procedural):
         if state.page == "results":
             n_results = len(search_products(self.catalogue, state.query))
             is_last = state.offset + self.config.page_size >= n_results
-            return [*[PREVIOUS] * (state.offset > 0), *[NEXT] * (not is_last), BACK]
+            previous = [PREVIOUS] if state.offset else []
+            following = [] if is_last else [NEXT]
+            return [*previous, *following, BACK]
         if state.page == "description":
             return [PREVIOUS, BACK]
         return [DESCRIPTION, BUY, PREVIOUS, BACK]

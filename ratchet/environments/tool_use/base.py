@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -96,14 +96,7 @@ class Toolbox:
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
         """The descriptions of the tools in OpenAI's format."""
         return tuple(
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                },
-            }
+            make_tool_schema(tool.name, tool.description, tool.parameters)
             for tool in self._tools.values()
         )
 
@@ -128,9 +121,7 @@ class Toolbox:
         try:
             tool = self._tools.get(call.name)
             if tool is None:
-                raise ToolError(
-                    f"there is no tool '{call.name}'; there are {', '.join(self._tools)}"
-                )
+                raise ToolError(describe_unknown_tool(call.name, self._tools))
             check_arguments(tool.parameters, call.arguments)
             content = read_answer(await self._run(tool, call.arguments))
             if isinstance(content, str):
@@ -163,6 +154,26 @@ class Toolbox:
             if len(text) <= self.max_chars
             else f"{text[: self.max_chars]}\n[cut after {self.max_chars} characters]"
         )
+
+
+def make_tool_schema(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    """Return the description of a tool in OpenAI's format.
+
+    `parameters` is the JSON schema of an object; None or {}: the tool has no parameters.
+    """
+    function = {
+        "name": name,
+        "description": description or "",
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
+def describe_unknown_tool(name: str, names: Iterable[str]) -> str:
+    """Return the error of a call of the tool `name`, which is not among the offered `names`."""
+    return f"there is no tool '{name}'; there are {', '.join(names) or 'none'}"
 
 
 def read_answer(value: Any) -> str | tuple[Part, ...]:

@@ -19,7 +19,12 @@ from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.formats.media import embed
 from ratchet.environments.games.rendering import COLOURS, WHITE, create_image, draw
 from ratchet.environments.single_turn import Problem, Procedural
-from ratchet.environments.tool_use.base import ToolError, check_arguments
+from ratchet.environments.tool_use.base import (
+    ToolError,
+    check_arguments,
+    describe_unknown_tool,
+    make_tool_schema,
+)
 from ratchet.protocols import Step
 from ratchet.types import Message, Part, Task, ToolCall
 
@@ -105,7 +110,7 @@ class ImageZoom(Procedural):
         return (Message("user", (overview, Part("text", problem.prompt))),)
 
     def _draw(self, squares: Sequence[Sequence[Any]], *, with_digits: bool = True) -> Any:
-        """Return the full picture. A digit is at most a quarter of its cell's side."""
+        """Return the full picture. A digit takes about a quarter of its cell's side."""
         cell = self.config.cell_px
         image = create_image(self.config.grid * cell, self.config.grid * cell)
         for colour, row, column, digit in squares:
@@ -137,9 +142,7 @@ class ImageZoom(Procedural):
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         if not self._uses_tools:
             return ()
-        description = "Shows a cell of the picture closely."
-        function = {"name": "zoom", "description": description, "parameters": PARAMETERS}
-        return ({"type": "function", "function": function},)
+        return (make_tool_schema("zoom", "Shows a cell of the picture closely.", PARAMETERS),)
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self._current_task, self._n_zooms = task, 0
@@ -170,7 +173,7 @@ class ImageZoom(Procedural):
 
     def _zoom(self, task: Task, call: ToolCall) -> Message:
         if call.name != "zoom":
-            raise ToolError(f"there is no tool '{call.name}'; there is zoom")
+            raise ToolError(describe_unknown_tool(call.name, ["zoom"]))
         check_arguments(PARAMETERS, call.arguments)
         return self._reply(call, (self._crop(task, **call.arguments),))
 

@@ -31,6 +31,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def list_names(text: str) -> list[str]:
+    """Return the names of system calls in a text, in which spaces separate them."""
     return text.split()
 
 
@@ -139,6 +140,36 @@ def build_lock_filter(numbers: Mapping[str, int], can_fork: bool) -> list[Instru
     return if_call(numbers["fcntl"], steps) + if_call(numbers["flock"], [granted])
 
 
+def allow_unix_streams() -> list[Instruction]:
+    """Return the filter that lets socketpair make AF_UNIX sockets of SOCK_STREAM only.
+
+    asyncio wakes itself by such a pair. It stays connected to itself, so it leads nowhere.
+    """
+    return [
+        load_argument(0),
+        (JUMP_EQUAL, 1, 0, 1),
+        return_error(),
+        load_argument(1),
+        (BIT_AND, 0, 0, 0xF),  # without the flags of the socket's type
+        (JUMP_EQUAL, 1, 0, 1),
+        return_error(),
+        return_action(ALLOW),
+    ]
+
+
+def allow_reading_own_limits() -> list[Instruction]:
+    """Return the filter that lets prlimit read the caller's limits, and set none.
+
+    The process id must be 0, and the pointer to new limits null (in both halves).
+    """
+    requires_zeros = [
+        step
+        for word in (16, 32, 36)
+        for step in ((LOAD, 0, 0, word), (JUMP_EQUAL, 1, 0, 0), return_error())
+    ]
+    return [*requires_zeros, return_action(ALLOW)]
+
+
 def allow_signals_to_self(index: int) -> list[Instruction]:
     """Return the filter that lets a single-process program send signals only to itself.
 
@@ -200,27 +231,8 @@ def build_filter_template(level: int, can_fork: bool, machine: str = MACHINE) ->
         numbers["ioctl"], allow_values(1, IOCTL_COMMANDS, errno.ENOTTY)
     )
     code += if_call(numbers["prctl"], allow_values(0, PRCTL_COMMANDS))
-    # Only AF_UNIX with SOCK_STREAM, which asyncio uses to wake itself: such a pair stays connected
-    # to itself, so it leads nowhere.
-    socketpair_rules = [
-        load_argument(0),
-        (JUMP_EQUAL, 1, 0, 1),
-        return_error(),
-        load_argument(1),
-        (BIT_AND, 0, 0, 0xF),  # without the flags of the socket's type
-        (JUMP_EQUAL, 1, 0, 1),
-        return_error(),
-        return_action(ALLOW),
-    ]
-    code += if_call(numbers["socketpair"], socketpair_rules)
-    # prlimit may only read the caller's own limits: pid 0, and a null pointer (both halves) to new
-    # limits.
-    requires_zeros = [
-        step
-        for word in (16, 32, 36)
-        for step in ((LOAD, 0, 0, word), (JUMP_EQUAL, 1, 0, 0), return_error())
-    ]
-    code += if_call(numbers["prlimit64"], [*requires_zeros, return_action(ALLOW)])
+    code += if_call(numbers["socketpair"], allow_unix_streams())
+    code += if_call(numbers["prlimit64"], allow_reading_own_limits())
     allowed = list(ALWAYS_ALLOWED)
     if can_fork:
         allowed += FORKING

@@ -7,7 +7,7 @@ import socket
 
 import numpy as np
 import pytest
-from commands.report.made_runs import CONFIG, grow, make_run
+from commands.report.made_runs import CONFIG, grow, make_run, rows_of, write_record
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -36,6 +36,18 @@ def test_a_frame_shows_curves_attempts_and_alarms(tmp_path):
     assert "attempts of step 6" in text
     assert "scored" in text
     assert "alarm at step 3: step 3: good" in text
+
+
+def test_attempts_without_messages_or_with_images_are_shown(tmp_path):
+    directory = make_run(tmp_path / "run")
+    rows = rows_of(7, other=False, say="good")
+    rows[0]["messages"] = []
+    parts = [{"type": "text", "value": "Seen: "}, {"type": "image", "value": "media:0;image/png"}]
+    rows[2]["messages"][-1] |= {"content": None, "parts": parts}
+    write_record(directory.steps, [7], rows)
+    text = text_of(RunFrames(directory.path))
+    assert "attempts of step 7" in text
+    assert "Seen: (image)" in text
 
 
 def test_the_next_frame_has_what_was_added(tmp_path):

@@ -144,6 +144,7 @@ def test_a_row_with_an_image_names_it_and_copies_no_source(
         ({"FAIL_TO_PASS": "test_a (module.Case)"}, "must be a list of tests"),
         ({"FAIL_TO_PASS": ["test_a (module.Case)"]}, "not an id of pytest"),
         ({"PASS_TO_PASS": ["../a.py::test_b"]}, "not an id of pytest"),
+        ({"FAIL_TO_PASS": ["::test_b"]}, "not an id of pytest"),
         ({"patch": None}, "the column patch must be text"),
     ],
 )
