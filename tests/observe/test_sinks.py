@@ -234,7 +234,7 @@ def test_without_tensorboard_auto_says_so_and_true_names_the_extra(
     with caplog.at_level("INFO"):
         assert open_tensorboard("auto", tmp_path) is None
     assert "ratchet-rl[tensorboard]" in caplog.text
-    with pytest.raises(MissingDependency, match=r"ratchet\[tensorboard\]"):
+    with pytest.raises(MissingDependency, match=r"ratchet-rl\[tensorboard\]"):
         open_tensorboard(True, tmp_path)
 
 

@@ -107,5 +107,5 @@ def test_damaged_bytes_are_an_error_that_names_the_row():
 def test_without_the_package_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     for decode in (decode_video, decode_audio):
-        with pytest.raises(MissingDependency, match=r"'av'.*ratchet\[video\]"):
+        with pytest.raises(MissingDependency, match=r"'av'.*ratchet-rl\[video\]"):
             decode(b"\0\0\0\x18ftypmp42" + bytes(12), where=WHERE, limits=LIMITS)

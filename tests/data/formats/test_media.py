@@ -407,7 +407,7 @@ def test_changed_bytes_of_a_clip_never_raise_anything_but_a_data_error() -> None
 
 def test_audio_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    with pytest.raises(MissingDependency, match=r"reading audio.*soundfile.*ratchet\[audio\]"):
+    with pytest.raises(MissingDependency, match=r"reading audio.*soundfile.*ratchet-rl\[audio\]"):
         decode_audio(wav(bytes(2)), where=WHERE, limits=LIMITS)
 
 

@@ -203,7 +203,7 @@ def test_settings_of_the_environment_end_with_the_start(monkeypatch):
 
 def test_without_vllm_the_extra_is_named(monkeypatch, decoder):
     monkeypatch.setattr(vllm, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"ratchet\[vllm\]"):
+    with pytest.raises(MissingDependency, match=r"ratchet-rl\[vllm\]"):
         VLLMGenerator(VLLMConfig(), DecoderPolicy(decoder))
 
 
