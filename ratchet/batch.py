@@ -205,6 +205,7 @@ class Batch:
         return selected if selected.masks_MB is None else selected._without_unused_masks()
 
     def _without_unused_masks(self) -> Batch:
+        """Return the batch with only those masks that its tokens refer to."""
         assert self.masks_MB is not None
         used, index_T = torch.unique(self.need(ALLOWED), return_inverse=True)
         n_unconstrained = int((used < 0).sum())  # 0 or 1: the smallest value is -1

@@ -52,7 +52,7 @@ class StructuredOutput:
         elif isinstance(value, str) and value:
             text = value
         else:
-            raise ValueError(f"has a {NAMES[kind]} that is not text, or is empty")
+            raise ValueError(f"has a {NAMES[kind]} that is empty or not text")
         if len(text) > MAX_TEXT_CHARS:
             raise ValueError(
                 f"has a {NAMES[kind]} of {len(text):,} characters, more than {MAX_TEXT_CHARS:,}"
@@ -124,5 +124,5 @@ def _write_choices(value: Any) -> str:
         and all(isinstance(choice, str) and choice for choice in value)
     )
     if not is_valid:
-        raise ValueError(f"has choices that are not a list of 1 to {MAX_CHOICES} texts")
+        raise ValueError(f"has choices that are not a list of 1 to {MAX_CHOICES} non-empty texts")
     return json.dumps(value)

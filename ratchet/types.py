@@ -201,8 +201,9 @@ class Completion:
         routes: If `Sampling.routes` is set, the experts that computed each token in each layer with
             experts; -1 for the last token, which has not been computed yet. Else None.
         extras: Further values from the generator, by name.
-        allowed: The tokens that `Sampling.structured` allowed at each position. Log-probabilities
-            are those of the distribution over them.
+        allowed: The tokens that `Sampling.structured` allowed at each position; `logprobs` are
+            those of the distribution over them. None without a grammar, or if the generator does
+            not record them.
     """
 
     tokens: NDArray[np.int64]

@@ -50,10 +50,8 @@ def pack(groups: Sequence[Group]) -> Batch:
         sequence_column([use == name for use in purposes], np.bool_)
         for name in ("train", "baseline", "reference")
     )
-    trainable_T, lengths_S = (
-        token_column(lambda t: t.trainable, np.bool_),
-        torch.from_numpy(lengths),
-    )
+    trainable_T = token_column(lambda t: t.trainable, np.bool_)
+    lengths_S = torch.from_numpy(lengths)
     allowed = AllowedTokens.concatenate([(t.allowed, len(t)) for t in trajectories])
     return Batch(
         tokens_T=token_column(lambda t: t.tokens, np.int64),

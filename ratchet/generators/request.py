@@ -131,6 +131,8 @@ class RequestValidator:
                 has no token besides the `sampling.drawn` ones, which belong to the completion.
             ConfigError: This generator can't apply the sampling settings or read the media.
             MissingDependency: The package for `sampling.structured` is missing.
+            RequestFailed: The grammar does not allow the `sampling.drawn` tokens, or the tokenizer
+                can't decode them for stop strings.
         """
         prompt = _to_token_array(tokens)
         if len(prompt) > self.max_context:
@@ -159,43 +161,40 @@ class RequestValidator:
                 else "it serves only the policy's own adapter. Set generator.kind=engine"
             )
             raise ConfigError(f"the generator has no adapter '{sampling.adapter}': {served_text}")
-        if sampling.stop and self.tokenizer is None:
-            raise ConfigError(
-                "sampling.stop has strings, but the generator has no tokenizer: give it one, or "
-                "use stop_ids"
-            )
-        stop_strings = (
-            StopStrings(sampling.stop, self.tokenizer)
-            if sampling.stop and self.tokenizer is not None
-            else None
-        )
         if sampling.drawn >= len(prompt):
             raise DataError(
                 f"sampling.drawn={sampling.drawn} leaves no prompt, because the prompt has only "
                 f"{len(prompt)} tokens. Set sampling.drawn=0."
             )
-        if stop_strings is not None:
-            for token in prompt[len(prompt) - sampling.drawn :].tolist():
-                stop_strings.feed(token)
-        grammar = self._start_grammar(sampling, prompt)
+        drawn = prompt[len(prompt) - sampling.drawn :].tolist()
+        stop_strings = self._start_stop_strings(sampling, drawn)
+        grammar = self._start_grammar(sampling, drawn)
         limit = min(len(prompt) + sampling.max_new_tokens, self.max_context)
         return GenerationRequest(
             prompt, sampling, limit, deliver, fail, stop_strings, tuple(media), grammar
         )
 
-    def _start_grammar(
-        self, sampling: Sampling, prompt: NDArray[np.int64]
-    ) -> GrammarMatcher | None:
-        if sampling.structured is None:
+    def _start_stop_strings(self, sampling: Sampling, drawn: Sequence[int]) -> StopStrings | None:
+        if not sampling.stop:
             return None
-        if self.passes_grammars:
+        if self.tokenizer is None:
+            raise ConfigError(
+                "sampling.stop has strings, but the generator has no tokenizer: give it one, or "
+                "use stop_ids"
+            )
+        stop_strings = StopStrings(sampling.stop, self.tokenizer)
+        for token in drawn:
+            stop_strings.feed(token)
+        return stop_strings
+
+    def _start_grammar(self, sampling: Sampling, drawn: Sequence[int]) -> GrammarMatcher | None:
+        if sampling.structured is None or self.passes_grammars:
             return None
         if self.grammars is None:
             raise ConfigError(
                 "sampling.structured needs the model's tokenizer, and the generator has none. Give "
                 "it a tokenizer of ratchet.data.chat.tokenizer."
             )
-        drawn = prompt[len(prompt) - sampling.drawn :].tolist()
         return self.grammars.start(sampling.structured, sampling.stop_ids, drawn)
 
     def _check_media(self, prompt: NDArray[np.int64], media: Sequence[Placed]) -> None:

@@ -115,7 +115,7 @@ class DistillationConfig(AlgorithmConfig):
         return self
 
     def _check_teachers(self) -> None:
-        """Raise ValueError for keys that the kind of comparison does not read."""
+        """Raise ValueError for a repeated teacher, and for keys that `teacher_tokens` rules out."""
         if isinstance(self.teacher, tuple):
             paths = self.teacher_paths
             repeated = next((path for path in paths if paths.count(path) > 1), None)

@@ -12,7 +12,8 @@ from ratchet.algorithms.losses.common import Metrics
 from ratchet.batch import Batch
 from ratchet.protocols import Outputs
 
-# Log-likelihoods are kept this far below 0: the divergence of a certain span has no finite value.
+# Log-likelihoods are kept this far below 0 (in nats), because the divergence from a span that the
+# student is certain of can be infinite.
 GAP = 1e-6
 
 

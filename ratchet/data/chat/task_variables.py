@@ -9,11 +9,8 @@ from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from jinja2 import meta
-
-from ratchet.data.chat.chat_templates import parse_template
 from ratchet.data.chat.renderer import Renderer
-from ratchet.errors import DataError
+from ratchet.data.chat.template_defaults import check_variables
 from ratchet.types import TEMPLATE_VARIABLES, Task
 
 # The derived renderers of each renderer, by the variables as JSON.
@@ -36,16 +33,10 @@ def get_task_renderer(renderer: Renderer, task: Task) -> Renderer:
 
 
 def _derive_renderer(renderer: Renderer, variables: Mapping[str, Any]) -> Renderer:
-    names = meta.find_undeclared_variables(parse_template(renderer.template.source))
-    unread = next((name for name in variables if name not in names), None)
-    if unread is not None:
-        raise DataError(
-            f"{unread}={variables[unread]} is set for the task, and the chat template does not "
-            f"read it; it reads {', '.join(sorted(names)) or 'no variables'}"
-        )
+    check_variables(renderer.template.source, variables, "variables of the task")
     derived = copy.copy(renderer)
     for name in list(vars(derived)):
-        # What the renderer has found out about its template may differ with the variables.
+        # Cached properties of the template may differ with its variables.
         if isinstance(getattr(Renderer, name, None), cached_property):
             del vars(derived)[name]
     derived.template = renderer.template.with_variables(variables)

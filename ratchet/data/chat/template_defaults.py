@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jinja2 import meta
@@ -32,19 +32,27 @@ def set_defaults(source: str, variables: Mapping[str, Any]) -> str:
     if not variables:
         return source
     template = remove_defaults(source)
-    names = meta.find_undeclared_variables(parse_template(template))
-    unread = next((name for name in variables if name not in names), None)
-    if unread is not None:
-        raise DataError(
-            f"tokenizer.chat_template_kwargs: the chat template does not read '{unread}'; it reads "
-            f"{', '.join(sorted(names)) or 'no variables'}"
-        )
+    check_variables(template, variables, "tokenizer.chat_template_kwargs")
     lines = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_literal(value)} %}}"
         "{%- endif %}\n"
         for name, value in variables.items()
     ]
     return "".join(lines) + template
+
+
+def check_variables(source: str, variables: Iterable[str], setter: str) -> None:
+    """Raise DataError for a variable that the template does not read.
+
+    setter: The recipe's key, or the data, that sets the variables.
+    """
+    names = meta.find_undeclared_variables(parse_template(source))
+    unread = next((name for name in variables if name not in names), None)
+    if unread is not None:
+        raise DataError(
+            f"{setter}: the chat template does not read '{unread}'; it reads "
+            f"{', '.join(sorted(names)) or 'no variables'}. Remove or rename '{unread}'"
+        )
 
 
 def remove_defaults(source: str) -> str:

@@ -54,7 +54,8 @@ def make_call_grammar(rules: CallRules, tool_format: ToolFormat, tokenizer: Toke
     if tool_format.name != "hermes":
         raise ConfigError(
             f"calls can't be forced in the format '{tool_format.name}': only those of Hermes and "
-            "Qwen have a grammar. Let the model choose, with tool_choice=auto and without strict"
+            "Qwen have a grammar. Set tool_choice=auto, and leave out strict and the format of the "
+            "answer"
         )
     # llguidance matches a mark that is a token of its own by its name, not by its text.
     opening, closing = (

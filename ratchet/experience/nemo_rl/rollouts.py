@@ -61,6 +61,8 @@ __all__ = [
 ]
 
 NO_TURN_LIMIT = 999_999
+
+
 # --- one turn
 
 

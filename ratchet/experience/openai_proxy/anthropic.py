@@ -249,10 +249,10 @@ class CountTokensRequest(SamplingFields):
     tool_choice: _ToolChoice | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool | None = None
-    # These would change tokens in ways that are not supported, so only their defaults pass.
-    thinking: _NoThinking | None = None
     output_config: _OutputConfig | None = None
     output_format: FlatJsonSchemaFormat | None = None  # the name before `output_config.format`
+    # These would change tokens in ways that are not supported, so only their defaults pass.
+    thinking: _NoThinking | None = None
     context_management: _ContextManagement | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     container: None = None
@@ -281,6 +281,13 @@ class CountTokensRequest(SamplingFields):
                 code="invalid_value",
             )
         output_config = self.output_config or _OutputConfig()
+        if self.output_format is not None and output_config.format is not None:
+            raise ApiError(
+                400,
+                "output_format: output_config.format gives a format too; send one of them",
+                param="output_format",
+                code="invalid_value",
+            )
         system = [ChatMessage(role="system", content=self.system)] if self.system else []
         tools = None if self.tools is None else [tool.to_chat() for tool in self.tools]
         return ChatRequest.from_fields(

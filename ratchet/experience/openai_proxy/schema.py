@@ -257,9 +257,10 @@ class ChatRequest(SamplingFields):
         )
 
     def find_call_rules(self) -> CallRules | None:
-        """Return the rules of tool calls, if there are any but to call a tool or not.
+        """Return the rules of tool calls; None if the model may call or not, with any arguments.
 
-        An answer to a request with tools and a format is calls, or follows the format.
+        If a request has tools and a format, the answer consists of calls or follows the format. A
+        forced call takes precedence over the format.
         """
         tools = self.offered_tools or ()
         if isinstance(self.tool_choice, NamedTool):

@@ -272,13 +272,16 @@ class StructuredOutputs(WireModel):
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the grammar as `StructuredOutput.from_mapping` reads it."""
-        schema = {"type": "object"} if self.json_object and self.json_ is None else self.json_
-        return {
-            "json": schema,
+        mapping: dict[str, Any] = {
+            "json": self.json_,
             "regex": self.regex,
             "choice": self.choice,
             "grammar": self.grammar,
         }
+        if self.json_object:
+            # Beside a schema, `json_object` is a second grammar, which `from_mapping` refuses.
+            mapping["json" if self.json_ is None else "json_object"] = {"type": "object"}
+        return mapping
 
 
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ratchet.config.experience import CurriculumConfig
 from ratchet.errors import DataError
 from ratchet.experience.seeds import derive_seed
-from ratchet.experience.sources.tasks import TaskStream
+from ratchet.experience.sources.tasks import TaskStream, get_task_key
 from ratchet.protocols import Environment
 from ratchet.types import Group, Task
 
@@ -54,7 +54,7 @@ class Curriculum(TaskStream):
         super().__init__(environment, seed=seed, examples=examples, pool_seed=pool_seed)
         self.config = config
         self.tasks_per_step = tasks_per_step
-        self._index_by_prompt = {task.messages: index for index, task in enumerate(self._pool)}
+        self._index_by_key = {get_task_key(task): index for index, task in enumerate(self._pool)}
         self._rates_N = np.full(len(self._pool), UNTRIED_RATE)
         self._tried_N = np.zeros(len(self._pool), dtype=np.bool_)
         ranks = (
@@ -69,7 +69,7 @@ class Curriculum(TaskStream):
         rewards = group.rewards
         if not rewards:
             return
-        index = self._index_by_prompt[group.task.messages]
+        index = self._index_by_key[get_task_key(group.task)]
         memory = self.config.memory
         successes = fmean(reward >= self.config.success for reward in rewards)
         self._rates_N[index] = memory * self._rates_N[index] + (1 - memory) * successes
@@ -88,7 +88,7 @@ class Curriculum(TaskStream):
         task_by_position = dict(unfinished)
         state = super().snapshot(unfinished)
         indices = [
-            self._index_by_prompt[task_by_position[position].messages]
+            self._index_by_key[get_task_key(task_by_position[position])]
             for position in state["pending"]
         ]
         return {

@@ -150,16 +150,20 @@ class SupervisedSource(StreamSource):
         environment = self.stream.environment
         tools = environment.tools(task) or None
         demonstration = environment.demonstration(task)
-        if self.history_window is None or not task.messages:
+        has_end = bool(demonstration) and demonstration[-1].role == "assistant"
+        if self.history_window is None or not task.messages or not has_end:
+            # This refuses a demonstration without an answer at its end.
             return (self.text_renderer.row(task, demonstration, train=self.train, tools=tools),)
         turns = split_turns(demonstration)
+        n_before = len(demonstration) - sum(map(len, turns))
+        first = (*task.messages, *demonstration[:n_before])
+        # Earlier answers train in rows of their own.
+        train = "text" if self.train == "text" else "last"
         rows: list[Trajectory] = []
         for i in range(len(turns) - 1 if self.train == "last" else 0, len(turns)):
             past_turns = turns[max(0, i - self.history_window) : i]
-            prompt = tuple(environment.observe(task, task.messages, past_turns))
+            prompt = tuple(environment.observe(task, first, past_turns))
             answer = [message for message in turns[i] if message.role in ("assistant", "inline")]
-            # Earlier answers train in rows of their own.
-            train = "text" if self.train == "text" else "last"
             step = replace(task, messages=prompt)
             rows.append(self.text_renderer.row(step, answer, train=train, tools=tools))
         return tuple(rows)

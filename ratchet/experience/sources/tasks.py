@@ -16,6 +16,15 @@ from ratchet.types import TEMPLATE_VARIABLES, Group, Message, Task
 
 # After this many tasks in a row without a new prompt, the pool is taken to be complete.
 MAX_REPEATS = 10_000
+TaskKey = tuple[tuple[Message, ...] | str, str]  # see `get_task_key`
+
+
+def get_task_key(task: Task) -> TaskKey:
+    """Return what tells the tasks of a pool apart: the prompt and the variables of its rendering.
+
+    Plain text has no prompt, so its key has the task's id.
+    """
+    return task.messages or task.id, str(task.meta.get(TEMPLATE_VARIABLES))
 
 
 class TaskStream:
@@ -96,11 +105,10 @@ class TaskStream:
 
     def _collect_distinct(self, seed: int, count: int) -> list[Task]:
         """Return the first `count` tasks with distinct prompts, or all if there are fewer."""
-        pool: dict[tuple[tuple[Message, ...] | str, str], Task] = {}
+        pool: dict[TaskKey, Task] = {}
         repeats = 0  # in a row
         for task in self.environment.tasks("train", seed=seed):
-            # Plain text has no prompt. Equal prompts at two levels of effort are two tasks.
-            key = (task.messages or task.id, str(task.meta.get(TEMPLATE_VARIABLES)))
+            key = get_task_key(task)
             repeats = repeats + 1 if key in pool else 0
             pool.setdefault(key, task)
             if len(pool) == count or repeats > MAX_REPEATS:

@@ -17,6 +17,7 @@ from itertools import accumulate, islice
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.errors import ConfigError, ModelError, RequestFailed
@@ -192,13 +193,21 @@ class Scheduler:
             masks = BatchMasks.compute(active.grammars, self.slots.vocab_size)
         draws = self.sampler(hidden_Nd, active.chunks, active.token_index_N, masks)
         tokens_N = self.slots.record(active, draws)
-        end_reasons = self._find_ended(active, tokens_N)
-        if masks is not None:
-            end_reasons |= self._feed_grammars(active, tokens_N, masks, end_reasons)
+        end_reasons = self._find_at_limit(active)
+        # Requests with a grammar have stop ids.
+        if active.watched_slots or active.has_stop_ids:
+            tokens = tokens_N.cpu().numpy()  # the step's only wait for the device
+            end_reasons |= self._find_stopped(active, tokens)
+            if masks is not None:
+                end_reasons |= self._feed_grammars(active, tokens, masks, end_reasons)
         self._retire(end_reasons)
 
     def _feed_grammars(
-        self, active: ActiveSlots, tokens_N: Tensor, masks: BatchMasks, end_reasons: EndReasons
+        self,
+        active: ActiveSlots,
+        tokens: NDArray[np.int64],
+        masks: BatchMasks,
+        end_reasons: EndReasons,
     ) -> dict[int, RequestFailed]:
         """Feed the drawn tokens to the grammars of requests that go on.
 
@@ -206,8 +215,7 @@ class Scheduler:
         """
         first = active.first_slot
         errors = {first + row: error for row, error in masks.errors.items()}
-        tokens_R = tokens_N[torch.from_numpy(masks.rows).to(tokens_N.device)].tolist()
-        for row, token in zip(masks.rows.tolist(), tokens_R, strict=True):
+        for row, token in zip(masks.rows.tolist(), tokens[masks.rows].tolist(), strict=True):
             grammar = self.running[first + row].grammar
             if grammar is None or first + row in end_reasons or first + row in errors:
                 continue
@@ -217,24 +225,24 @@ class Scheduler:
                 errors[first + row] = error
         return errors
 
-    def _find_ended(
-        self, active: ActiveSlots, tokens_N: Tensor
-    ) -> dict[int, StopReason | RequestFailed]:
-        """Return the slots that have ended, with the reason.
-
-        Later reasons overwrite earlier ones: a stop id overrides a stop string, which overrides a
-        limit. Text that can't be decoded fails its request.
-        """
+    def _find_at_limit(self, active: ActiveSlots) -> dict[int, StopReason | RequestFailed]:
+        """Return the slots whose sequences have their full length, with the reason."""
         first = active.first_slot
         end = first + active.n_slots
         is_at_limit = self.slots.lengths[first:end] >= self.slots.limits[first:end]
-        end_reasons: dict[int, StopReason | RequestFailed] = {
+        return {
             slot: self.running[slot].reason_at_limit
             for slot in (np.flatnonzero(is_at_limit) + first).tolist()
         }
-        if not active.watched_slots and not active.has_stop_ids:
-            return end_reasons
-        tokens = tokens_N.cpu().numpy()  # the step's only wait for the device
+
+    def _find_stopped(self, active: ActiveSlots, tokens: NDArray[np.int64]) -> EndReasons:
+        """Return the slots that stop strings or stop ids ended, with the reason.
+
+        A stop id overrides a stop string. Text that can't be decoded fails its request.
+        """
+        first = active.first_slot
+        end = first + active.n_slots
+        end_reasons: dict[int, StopReason | RequestFailed] = {}
         if active.watched_slots:
             watched_tokens = tokens[np.array(active.watched_slots) - first].tolist()
             for slot, token in zip(active.watched_slots, watched_tokens, strict=True):

@@ -63,7 +63,7 @@ def check_structured(structured: StructuredOutput, sampling: Sampling, eos_id: i
 
 
 def make_structured_params(structured: StructuredOutput | None) -> Any:
-    """Return vLLM's `StructuredOutputsParams` of a grammar; None for none."""
+    """Return vLLM's `StructuredOutputsParams` of a grammar, or None without one."""
     if structured is None:
         return None
     params = import_module("vllm.sampling_params").StructuredOutputsParams

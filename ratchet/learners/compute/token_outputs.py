@@ -270,7 +270,7 @@ def _compute_predictions(
             masks_MB,
         )
         if len(starts) > 1 and torch.is_grad_enabled():
-            # The backward recomputes the logits of each chunk.
+            # The backward recomputes the logits of each chunk, which draw no random numbers.
             chunks.append(
                 checkpoint(
                     _compute_chunk, *arguments, use_reentrant=False, preserve_rng_state=False

@@ -103,10 +103,10 @@ def pack_inputs(
     """Return the decoder's inputs for packed sequences.
 
     Args:
-        device: The device for which attention is planned; None: that of the tokens.
         lengths: Number of tokens of each sequence, at least 1. They sum to T.
         routing: Expert routing of the T tokens.
         shares_prefixes: True to compute prefixes that sequences share only once.
+        device: The device for which attention is planned; None: that of the tokens.
     """
     assert sum(lengths) == len(tokens_T), (
         f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"

@@ -77,5 +77,5 @@ def test_a_column_sets_the_level_of_a_row_in_every_rendering(tmp_path) -> None:
 
 def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
     task = Task("t", (Message("user", "1"),), meta={"template variables": {"thinking": True}})
-    with pytest.raises(DataError, match=r"thinking=True .* reads .*reasoning_effort"):
+    with pytest.raises(DataError, match=r"does not read 'thinking'; it reads .*reasoning_effort"):
         prompt(task)

@@ -255,6 +255,7 @@ def test_other_families_refuse_to_force_a_call():
         ({"guided_json": {"type": "none"}}, "guided_json: the JSON schema can't be followed"),
         ({"guided_json": {"enum": []}}, "guided_json: the JSON schema can't be followed"),
         ({"structured_outputs": {}}, "structured_outputs: has the keys none"),
+        ({"structured_outputs": {"json": SCHEMA, "json_object": True}}, "structured_outputs: has the keys json, json_object"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag: "),
         ({"tools": tools_with(), "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice: the request offers no tool 'f'"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex: can't be followed together with response_format"),
@@ -263,3 +264,10 @@ def test_other_families_refuse_to_force_a_call():
 def test_what_can_not_be_followed_is_refused(served, body, message):
     status, answer = post(served, CHAT, {"messages": HI, **body})
     assert (status, answer["error"]["message"][: len(message)]) == (400, message)
+
+
+def test_two_formats_of_a_message_are_refused(served):
+    formatted = {"type": "json_schema", "schema": SCHEMA}
+    body = {"messages": HI, "output_format": formatted, "output_config": {"format": formatted}}
+    status, answer = post(served, MESSAGES, body)
+    assert (status, "send one of them" in answer["error"]["message"]) == (400, True)

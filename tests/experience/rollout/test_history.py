@@ -1,12 +1,14 @@
 """Step-wise episodes: each turn is a row with its own prompt, made of a window of history."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from experience.rollout.test_episode import EOS, Digits
 
 from ratchet.data.chat.builtin_tokenizers import BUILTIN_TEMPLATES, character_tokenizer
 from ratchet.data.chat.renderer import Renderer
+from ratchet.errors import DataError
 from ratchet.evals.message_player import MessagePlayer, Reply
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.sources.offline import SupervisedSource, TextRenderer
@@ -114,36 +116,63 @@ def test_a_player_of_messages_shows_the_same_prompts():
         assert seen == ["".join(map(str, row.tokens[:-2].tolist())) for row in rows]
 
 
-@pytest.mark.parametrize("train", ["all", "last", "text"])
-def test_demonstrations_are_rows_with_the_prompts_of_rollouts(train):
-    """The rows of supervised training have the tokens that the same answers have in rollouts."""
+class Taught(FakeEnvironment):
+    """It has one task, with the answers of a demonstration at even places of `texts`."""
 
-    class Taught(FakeEnvironment):
-        def tasks(self, split, *, seed, start=0):
-            return iter([TASK])
+    texts = "3747576"
+    roles: tuple[Any, Any] = ("assistant", "user")
 
-        def demonstration(self, task):
-            texts = "3747576"
-            return [Message("user" if i % 2 else "assistant", text) for i, text in enumerate(texts)]
+    def tasks(self, split, *, seed, start=0):
+        return iter([TASK])
 
-    tokenizer = character_tokenizer("01234567", template=BUILTIN_TEMPLATES["turns"])
-    renderer, environment = Renderer(tokenizer), Taught(count)
-    end = renderer.stop_ids[0]
-    generator = FakeGenerator(
-        lambda tokens, sampling: [*tokenizer.encode(str(2 + len(generator.requests))), end]
-    )
-    player = EpisodePlayer(generator, renderer, max_context=64, history_window=2)
-    sampling = Sampling(max_new_tokens=4, stop_ids=renderer.stop_ids)
-    rollout = asyncio.run(player.play(TASK, environment, sampling, attempt=0))
+    def demonstration(self, task):
+        return [Message(self.roles[i % 2], text) for i, text in enumerate(self.texts)]
+
+
+DIGITS = Renderer(character_tokenizer("01234567", template=BUILTIN_TEMPLATES["turns"]))
+
+
+def render_demonstration(environment, train):
     source = SupervisedSource(
         TaskStream(environment, seed=0),
         "rows",
-        TextRenderer(renderer, max_context=64),
+        TextRenderer(DIGITS, max_context=64),
         train=train,
         history_window=2,
     )
     ((group),) = asyncio.run(source.make([("g", TASK)], 0))
-    rows = list(group.trajectories)
+    return list(group.trajectories)
+
+
+@pytest.mark.parametrize("texts", ["", "37"])
+def test_a_demonstration_without_an_answer_at_its_end_is_refused(texts):
+    environment = Taught(count)
+    environment.texts = texts
+    with pytest.raises(DataError, match=r"^task t: a supervised conversation ends with"):
+        render_demonstration(environment, "last")
+
+
+def test_messages_before_the_first_answer_are_in_every_prompt():
+    environment = Taught(count)
+    environment.texts, environment.roles = "03747576", ("user", "assistant")
+    rows = render_demonstration(environment, "all")
+    texts = [DIGITS.tokenizer.decode(row.tokens.tolist()) for row in rows]
+    assert texts == ["1203", "120374", "12037475", "12047576"]
+
+
+@pytest.mark.parametrize("train", ["all", "last", "text"])
+def test_demonstrations_are_rows_with_the_prompts_of_rollouts(train):
+    """The rows of supervised training have the tokens that the same answers have in rollouts."""
+
+    tokenizer, environment = DIGITS.tokenizer, Taught(count)
+    end = DIGITS.stop_ids[0]
+    generator = FakeGenerator(
+        lambda tokens, sampling: [*tokenizer.encode(str(2 + len(generator.requests))), end]
+    )
+    player = EpisodePlayer(generator, DIGITS, max_context=64, history_window=2)
+    sampling = Sampling(max_new_tokens=4, stop_ids=DIGITS.stop_ids)
+    rollout = asyncio.run(player.play(TASK, environment, sampling, attempt=0))
+    rows = render_demonstration(environment, train)
     expected = rollout[-1:] if train == "last" else rollout
     assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in expected]
     if train != "text":

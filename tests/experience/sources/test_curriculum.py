@@ -14,7 +14,7 @@ from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.fakes import FakeEnvironment
-from ratchet.types import Failed, Group, Message, Sampling, Task
+from ratchet.types import TEMPLATE_VARIABLES, Failed, Group, Message, Sampling, Task
 
 
 class Levels(FakeEnvironment):
@@ -97,6 +97,22 @@ def test_failed_attempts_say_nothing_of_a_task():
     (_, task), *_ = stream.take(1)
     stream.observe(Group("g", task, (make_trajectory([1], [2], outcome=Failed("timeout")),)))
     assert stream.measure() == {"curriculum/open_share": 1.0}
+
+
+def test_levels_of_effort_are_tasks_with_rates_of_their_own():
+    class Efforts(FakeEnvironment):
+        def tasks(self, split, *, seed, start=0):
+            for i in range(start, 1000):
+                meta = {TEMPLATE_VARIABLES: {"reasoning_effort": ("low", "high")[i % 2]}}
+                yield Task(f"t/{i}", (Message("user", "1"),), meta=meta)
+
+    config = CurriculumConfig(memory=0.0)
+    stream = Curriculum(Efforts(), config, tasks_per_step=4, seed=0, examples=2)
+    for task, rewards in zip(stream._pool, ([1.0, 0.0], [0.0, 0.0]), strict=True):
+        stream.observe(ended(task, *rewards))
+    assert stream._rates_N.tolist() == [0.5, 0.0]
+    pending = stream.take(4)
+    assert stream.restore(stream.snapshot(pending)) == pending
 
 
 def test_easy_tasks_come_first_and_all_in_the_end():
