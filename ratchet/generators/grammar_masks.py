@@ -160,16 +160,18 @@ class GrammarMatcher:
     def finish_mask(self, mask_B: NDArray[np.uint8]) -> None:
         """Correct and record llguidance's mask of the next token, in place.
 
-        Where the completion may end, exactly its stop ids end it. Raises RequestFailed if no token
-        is allowed.
+        Stop ids are allowed exactly where the completion may end, and no other EOS token is. Raises
+        RequestFailed if no token is allowed.
         """
         if self.matcher.is_error():
             raise self._make_error(self.matcher.get_error())
-        if self.matcher.is_accepting():
-            for token in self._unused_eos_ids:
-                mask_B[token // 8] &= ~np.uint8(1 << token % 8)
-            for token in self._stop_ids:
-                mask_B[token // 8] |= np.uint8(1 << token % 8)
+        is_complete = self.matcher.is_accepting()
+        for token in (*self._unused_eos_ids, *self._stop_ids):
+            bit = np.uint8(1 << token % 8)
+            if is_complete and token in self._stop_ids:
+                mask_B[token // 8] |= bit
+            else:
+                mask_B[token // 8] &= ~bit
         if not mask_B.any():
             raise self._make_error(NO_CONTINUATION)
         mask = mask_B.tobytes()

@@ -193,6 +193,14 @@ def test_an_interrupted_completion_continues_under_its_grammar(engine):
     assert find_allowed(rest, 0).tolist() == find_allowed(whole, n_drawn).tolist()
 
 
+def test_a_stop_id_inside_the_grammar_ends_no_part_of_a_text(engine):
+    two = TOKENIZER.encode("2")[0]
+    sampling = replace(sampling_under(regex="[12]{8}"), stop_ids=(two, *TOKENIZER.eos_ids))
+    for seed in range(4):
+        completion = engine.generate_all([PROMPT], [replace(sampling, seed=seed)])[0]
+        assert TOKENIZER.decode(completion.tokens[:8].tolist()) == "11111111"
+
+
 def test_a_truncated_completion_ends_by_length(engine):
     completion = engine.generate_all([PROMPT], [sampling_under(4, json=SCHEMA)])[0]
     assert (completion.stop, len(completion.allowed.index)) == ("length", 4)
