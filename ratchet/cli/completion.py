@@ -20,7 +20,7 @@ def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
     """Return YAML files, directories, and the names of Ratchet's recipes with their summaries."""
     words = []
     for path in _list_entries(incomplete):
-        if path.is_dir():
+        if os.path.isdir(path):
             words.append((f"{path}/", ""))
         elif path.suffix in (".yaml", ".yml"):
             words.append((str(path), ""))
@@ -38,8 +38,9 @@ def complete_run(incomplete: str) -> list[str]:
     """
     if not incomplete and os.path.isdir(RUNS):
         incomplete = f"{RUNS}/"
-    directories = [path for path in _list_entries(incomplete) if path.is_dir()]
-    words = [str(path) if (path / "config.yaml").is_file() else f"{path}/" for path in directories]
+    # Unlike Path's methods, those of os.path are False for what may not be read.
+    directories = [str(path) for path in _list_entries(incomplete) if os.path.isdir(path)]
+    words = [d if os.path.isfile(os.path.join(d, "config.yaml")) else f"{d}/" for d in directories]
     is_only_directory = len(words) == 1 and words[0].endswith("/")
     return complete_run(words[0]) if is_only_directory else words
 

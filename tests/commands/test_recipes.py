@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from ratchet.cli.completion import complete_run
 from ratchet.cli.main import app
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
@@ -80,6 +82,20 @@ def test_the_shell_completes_recipes_runs_and_keys(here, monkeypatch, words, exp
     monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
     result = CliRunner().invoke(app, [], prog_name="ratchet")
     assert expected in result.output.splitlines()
+
+
+def test_completion_survives_directories_that_may_not_be_entered(here, monkeypatch):
+    for name in ("others", "ours"):
+        (here / "runs" / name).mkdir(parents=True)
+    stat = os.stat
+
+    def refuse(path, **options):
+        if str(path).endswith("config.yaml"):
+            raise PermissionError
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert complete_run("runs/o") == ["runs/others/", "runs/ours/"]
 
 
 def test_the_list_has_a_line_for_each_recipe():
