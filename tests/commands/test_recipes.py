@@ -43,6 +43,9 @@ def test_a_recipe_is_loaded_and_extended_by_name(here):
     assert load_config("quickstart").name == "quickstart"
     (here / "longer.yaml").write_text("extends: quickstart\nstages: {grpo: {steps: 200}}\n")
     assert load_config("longer", ["stages.sft.steps=40"]).stages[1].steps == 200
+    (here / "quickstart.yaml").write_text("extends: quickstart\n")
+    with pytest.raises(ConfigError, match=r"or rename quickstart.yaml to extend the recipe"):
+        load_config("quickstart")
 
 
 @pytest.mark.parametrize("name", ["quickstrat", "quickstrat.yaml", "recipes/quickstart.yaml"])
