@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ratchet.cli.completion import complete_run
+from ratchet.cli.completion import complete_key, complete_run
 from ratchet.cli.main import app
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
@@ -46,6 +46,12 @@ def test_a_recipe_is_loaded_and_extended_by_name(here):
     (here / "quickstart.yaml").write_text("extends: quickstart\n")
     with pytest.raises(ConfigError, match=r"or rename quickstart.yaml to extend the recipe"):
         load_config("quickstart")
+
+
+@pytest.mark.parametrize("name", ["/", "."])
+def test_a_directory_is_no_recipe(name):
+    with pytest.raises(ConfigError, match="is a directory; a recipe is a YAML file"):
+        load_config(name)
 
 
 @pytest.mark.parametrize("name", ["quickstrat", "quickstrat.yaml", "recipes/quickstart.yaml"])
@@ -99,6 +105,10 @@ def test_completion_survives_directories_that_may_not_be_entered(here, monkeypat
 
     monkeypatch.setattr(os, "stat", refuse)
     assert complete_run("runs/o") == ["runs/others/", "runs/ours/"]
+
+
+def test_completion_names_no_default_where_kinds_differ():
+    assert [word for word, _ in complete_key("algorithm.group_s")] == ["algorithm.group_size="]
 
 
 def test_the_list_has_a_line_for_each_recipe():
