@@ -38,15 +38,15 @@ class Guess(Procedural):
 
     def demonstration(self, task):
         """Halve the range: at most four guesses."""
-        low, high, said = 1, 9, []
+        low, high, dialogue = 1, 9, []
         while True:
             guess = (low + high) // 2
-            said.append(rt.Message("assistant", str(guess)))
+            dialogue.append(rt.Message("assistant", str(guess)))
             if guess == task.meta["secret"]:
-                return said
+                return dialogue
             is_below = task.meta["secret"] < guess
             low, high = (low, guess - 1) if is_below else (guess + 1, high)
-            said.append(rt.Message("user", "<" if is_below else ">"))
+            dialogue.append(rt.Message("user", "<" if is_below else ">"))
 
 
 # %% [markdown]

@@ -10,8 +10,8 @@ from command_line import ratchet
 
 
 def written(page, directory):
-    """The files that a page shows, by name, and written into a directory: each begins with its name
-    in a comment."""
+    """Write the files that a page shows into a directory, and return their texts by name: each begins
+    with its name in a comment."""
     text = page.read_text(encoding="utf-8")
     files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
     assert len(files) == text.count("```") // 2
@@ -38,7 +38,7 @@ def follow(page, directory):
 
 
 def run(directory, *command):
-    """Python with these arguments, there: what it prints."""
+    """Run Python with these arguments in a directory, and return what it prints."""
     if command[:2] == ("-m", "ratchet"):
         with contextlib.chdir(directory):
             done = ratchet(*command[2:], timeout=300)

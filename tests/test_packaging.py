@@ -352,8 +352,8 @@ def tracked_text() -> Iterator[tuple[str, str]]:
 
 
 MACHINE = re.compile(
-    r"(?<![\w.$\-/}])/(?:work|root|opt|workspace|mnt|data|scratch)/[\w.]"
-    r"|(?<![\w.$\-/}])/(?:home|Users)/\w"
+    r"(?<![\w.$\-/}*])/(?:work|root|opt|workspace|mnt|data|scratch)/[\w.]"
+    r"|(?<![\w.$\-/}*])/(?:home|Users)/\w"
     r"|[A-Z]:\\\\?Users"
     r"|--(?:extra-)?index-url|--trusted-host|find-links"
     r"|\b(?:pypi\.org|pythonhosted\.org|registry\.npmjs\.org|download\.pytorch\.org)\b"
@@ -378,7 +378,10 @@ def test_the_machine_rule_catches(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["frame/work/x", "https://x.org/data/a", "runs/home/x", "recipes/opt/a.yaml", "$HOME/data/x"],
+    [
+        *("frame/work/x", "https://x.org/data/a", "runs/home/x", "recipes/opt/a.yaml"),
+        *("$HOME/data/x", "servers/*/data/x"),
+    ],
 )
 def test_the_machine_rule_allows(text: str) -> None:
     assert not MACHINE.search(text)

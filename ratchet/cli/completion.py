@@ -20,7 +20,7 @@ def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
     """Return YAML files, directories, and the names of Ratchet's recipes with their summaries."""
     words = []
     for path in _list_entries(incomplete):
-        if path.is_dir():
+        if os.path.isdir(path):
             words.append((f"{path}/", ""))
         elif path.suffix in (".yaml", ".yml"):
             words.append((str(path), ""))
@@ -38,8 +38,9 @@ def complete_run(incomplete: str) -> list[str]:
     """
     if not incomplete and os.path.isdir(RUNS):
         incomplete = f"{RUNS}/"
-    directories = [path for path in _list_entries(incomplete) if path.is_dir()]
-    words = [str(path) if (path / "config.yaml").is_file() else f"{path}/" for path in directories]
+    # Unlike Path's methods, those of os.path are False for what may not be read.
+    directories = [str(path) for path in _list_entries(incomplete) if os.path.isdir(path)]
+    words = [d if os.path.isfile(os.path.join(d, "config.yaml")) else f"{d}/" for d in directories]
     is_only_directory = len(words) == 1 and words[0].endswith("/")
     return complete_run(words[0]) if is_only_directory else words
 
@@ -47,14 +48,17 @@ def complete_run(incomplete: str) -> list[str]:
 def complete_key(incomplete: str) -> list[tuple[str, str]]:
     """Return keys of a recipe as `key=`, and sections as `section.`, one level at a time.
 
-    A key that is the only one is returned with its default too, if it has one.
+    A key that is the only one is returned with its default too, if all kinds have the same.
     """
-    from ratchet.commands.help.entries import list_entries
+    from ratchet.commands.help.entries import KeyEntry, list_entries
 
     match = re.match(r"stages\.[^.]+\.", incomplete)
     stage = match[0] if match else ""
     path = incomplete.removeprefix(stage)
-    entries = {entry.path: entry for entry in list_entries()}
+    all_entries = list_entries()
+    entries: dict[str, KeyEntry] = {}
+    for entry in all_entries:  # kinds may have the same key: the first one describes it
+        entries.setdefault(entry.path, entry)
     sections = {name.rpartition(".")[0] for name in entries}
     names = [n for n in entries if n.startswith(path) and n.count(".") == path.count(".")]
     if len(names) == 1 and names[0] in sections:
@@ -63,7 +67,8 @@ def complete_key(incomplete: str) -> list[tuple[str, str]]:
         (f"{stage}{name}{'.' if name in sections else '='}", entries[name].description)
         for name in names
     ]
-    if len(names) == 1 and (default := entries[names[0]].default):
+    defaults = {entry.default for entry in all_entries if entry.path in names}
+    if len(names) == len(defaults) == 1 and (default := entries[names[0]].default):
         words.append((f"{words[0][0]}{default}", "the default"))
     return words
 

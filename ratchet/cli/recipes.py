@@ -59,13 +59,13 @@ def copy(
 
 def describe_choices() -> str:
     """Return what `ratchet train` could train here: files, Ratchet's recipes, the next command."""
-    here = {path.name: path for path in list_recipes(Path()).values() if _is_recipe(path)}
+    local_recipes = {p.name: p for p in list_recipes(Path()).values() if _is_recipe(p)}
     shipped = textwrap.fill(", ".join(list_recipes()), 98)
     lines = ["no recipe is named, and no run to continue (--resume RUN)", ""]
-    if here:
-        lines += ["recipes in this directory:", *describe_recipes(here), ""]
+    if local_recipes:
+        lines += ["recipes in this directory:", *describe_recipes(local_recipes), ""]
     lines += ["recipes that come with Ratchet (`ratchet recipes` describes them):", shipped, ""]
-    return "\n".join([*lines, f"next: ratchet train {next(iter(here), 'quickstart')}"])
+    return "\n".join([*lines, f"next: ratchet train {next(iter(local_recipes), 'quickstart')}"])
 
 
 def _is_recipe(path: Path) -> bool:

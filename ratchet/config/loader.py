@@ -41,7 +41,7 @@ from ratchet.config.yaml_tree import (
     write_text,
 )
 from ratchet.errors import ConfigError
-from ratchet.recipes import find_recipe
+from ratchet.recipes import find_recipe, list_recipes
 from ratchet.utils.terminal_text import shorten_text
 
 EXTENDS = "extends"
@@ -162,7 +162,10 @@ def _read_with_bases(path: Path, problems: list[RecipeProblem], budget: Budget) 
             raise ConfigError(f"{str(path)!r} can't be read: {error}") from error
         if resolved in chain:
             names = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
-            raise ConfigError(f"recipes extend each other in a circle: {names}")
+            remedy = "remove one extends"
+            if resolved.stem in list_recipes():
+                remedy += f", or rename {resolved.name} to extend the recipe that Ratchet brings"
+            raise ConfigError(f"recipes extend each other in a circle: {names}: {remedy}")
         chain.append(resolved)
         if len(chain) > MAX_FILES:
             raise ConfigError(

@@ -43,7 +43,6 @@ class LocalExecutor:
         preload: Sequence[str] = PRELOAD,
     ) -> None:
         self.config = config
-        self.device = device
         self.cluster = VirtualCluster(ResourceManager([find_node(threads, device, config.devices)]))
         self.preload = tuple(preload)
         # The last server is in use. Earlier ones were killed with all their processes.

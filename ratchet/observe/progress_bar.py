@@ -25,12 +25,12 @@ def show_bar(
 ) -> Iterator[Callable[[int], None]]:
     """Yield a function that counts things that are done.
 
-    On a terminal, a bar appears on standard error once the work takes longer than BAR_DELAY_S, and
-    goes at the end. Elsewhere nothing is shown.
+    On a terminal, a bar appears once the work takes longer than BAR_DELAY_S, and goes at the end.
+    Elsewhere nothing is shown.
 
     Args:
         unit: What is counted, in the plural.
-        total: Number of all things; None if it is unknown, and then no time remains to be shown.
+        total: Number of all things; None if it is unknown, and then the bar has no remaining time.
         console: The terminal; None: standard error.
         clock: A clock in seconds.
     """

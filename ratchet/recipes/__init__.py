@@ -33,7 +33,7 @@ def find_recipe(recipe: str | Path, directory: Path = Path()) -> Path:
     if len(Path(recipe).parts) != 1 or path.suffix or os.path.isfile(path):
         return path
     file_name = f"{path.name}{SUFFIX}"
-    candidates = (path.with_name(file_name), RECIPES_DIR / file_name)
+    candidates = (path.parent / file_name, RECIPES_DIR / file_name)
     return next(filter(os.path.isfile, candidates), path)
 
 

@@ -298,12 +298,13 @@ def check_changed_inputs(
         if not saved.keys() & inputs.keys():
             # The run never began, or these are inputs of a later stage that began at step 0 too.
             return
-        since = "the run began, and it has no checkpoint yet"
+        start, reason = "the run began", "and it has no checkpoint yet"
         remedy = "Restore the files, or begin again on the changed ones with --changed-data"
         consequence = "it begins again on the changed data"
     else:
         saved = checkpoint.meta["data"]
-        since = f"step {checkpoint.step}, so the run would not go on as it began"
+        start = f"step {checkpoint.step}"
+        reason = "so the run would not go on as it began"
         remedy = (
             "Restore the files, allow the change with --changed-data, or start a new run from this "
             "run's weights (--from)"
@@ -311,9 +312,9 @@ def check_changed_inputs(
         consequence = "rows may be repeated or skipped, or judged in another way"
     changed_paths = ", ".join(path for path, value in saved.items() if inputs.get(path) != value)
     if changed_paths and not changed_data:
-        raise DataError(f"{changed_paths} changed since {since}. {remedy}")
+        raise DataError(f"{changed_paths} changed since {start}, {reason}. {remedy}")
     if changed_paths:
-        log.warning("%s changed since %s: %s", changed_paths, since.split(",")[0], consequence)
+        log.warning("%s changed since %s: %s", changed_paths, start, consequence)
 
 
 def refuse_lost_checkpoints(

@@ -41,7 +41,10 @@ def upload_together(tensors: Sequence[Tensor], device: torch.device | str) -> li
 
 
 def fetch_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return contiguous copies of the tensors in main memory, after one wait for the device."""
+    """Return the tensors in main memory, after one wait for the device.
+
+    Tensors that are all there already are returned as they are; copies are contiguous.
+    """
     if all(tensor.is_cpu for tensor in tensors):
         return list(tensors)
     flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]

@@ -33,8 +33,8 @@ class Server:
     would spin at full speed when the process has no descriptor left.
 
     Args:
-        access_log: True to log one line for each request, in uvicorn's format. Lines that nobody
-            reads are dropped.
+        access_log: True to log one line for each request, in uvicorn's format. A line that
+            would wait for the reader of a full pipe is dropped.
     """
 
     def __init__(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from ratchet.cli.completion import complete_key, complete_run
 from ratchet.cli.main import app
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
@@ -41,6 +43,15 @@ def test_a_recipe_is_loaded_and_extended_by_name(here):
     assert load_config("quickstart").name == "quickstart"
     (here / "longer.yaml").write_text("extends: quickstart\nstages: {grpo: {steps: 200}}\n")
     assert load_config("longer", ["stages.sft.steps=40"]).stages[1].steps == 200
+    (here / "quickstart.yaml").write_text("extends: quickstart\n")
+    with pytest.raises(ConfigError, match=r"or rename quickstart.yaml to extend the recipe"):
+        load_config("quickstart")
+
+
+@pytest.mark.parametrize("name", ["/", "."])
+def test_a_directory_is_no_recipe(name):
+    with pytest.raises(ConfigError, match="is a directory; a recipe is a YAML file"):
+        load_config(name)
 
 
 @pytest.mark.parametrize("name", ["quickstrat", "quickstrat.yaml", "recipes/quickstart.yaml"])
@@ -80,6 +91,24 @@ def test_the_shell_completes_recipes_runs_and_keys(here, monkeypatch, words, exp
     monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
     result = CliRunner().invoke(app, [], prog_name="ratchet")
     assert expected in result.output.splitlines()
+
+
+def test_completion_survives_directories_that_may_not_be_entered(here, monkeypatch):
+    for name in ("others", "ours"):
+        (here / "runs" / name).mkdir(parents=True)
+    stat = os.stat
+
+    def refuse(path, **options):
+        if str(path).endswith("config.yaml"):
+            raise PermissionError
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert complete_run("runs/o") == ["runs/others/", "runs/ours/"]
+
+
+def test_completion_names_no_default_where_kinds_differ():
+    assert [word for word, _ in complete_key("algorithm.group_s")] == ["algorithm.group_size="]
 
 
 def test_the_list_has_a_line_for_each_recipe():

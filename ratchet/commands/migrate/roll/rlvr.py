@@ -197,7 +197,7 @@ RLVR = (
     *rows_covered_by(
         "rewards.*.worker_cls",
         *(f"rewards.*.{key}" for key in JUDGE_KEYS),
-        *(f"{place}.{key}" for place in ("rewards.*", "reward_model") for key in JUDGE_MODEL_KEYS),
+        *(f"{role}.{key}" for role in ("rewards.*", "reward_model") for key in JUDGE_MODEL_KEYS),
         convert=reward.inert_judge_key,
     ),
     KeyRow("rewards.*.judge_api_key", note="the environment variable JUDGE_API_KEY has it here"),

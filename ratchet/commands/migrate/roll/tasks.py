@@ -20,7 +20,7 @@ ENVIRONMENT_FIXES: Mapping[str, str] = {
     "environment.kind=shop is like it, with other data.",
     "deepeyes": "Write an environment whose tool answers with images (docs/environments.md).",
     "atropos_env": "Ratchet has no client of Atropos.",
-    "openreward_env": "Ratchet has no client of OpenReward.",
+    "openreward_env": "Write a recipe with environment.kind=open_reward.",
     "rock_tb_native_env": "It needs ROCK's sandboxes: environment.kind=harbor plays such tasks in "
     "containers.",
     "sokoban_sandbox": "It needs ROCK's sandboxes: environment.kind=sokoban plays without them.",
