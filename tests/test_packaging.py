@@ -222,7 +222,7 @@ def test_the_source_rules_allow() -> None:
 DATED = {
     "data/chat/chat_templates.py",
     "experience/openai_proxy/answers.py",
-    "experience/openai_proxy/responses_format.py",
+    "experience/openai_proxy/responses_api/format.py",
     "observe/provenance.py",
     "observe/sinks.py",
     "observe/trackers.py",

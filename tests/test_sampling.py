@@ -70,6 +70,7 @@ WRONG = {
     "routes": [1, 0, None, "yes"],
     "adapter": [1, b"one", ["one"]],
     "structured": [
+        {"json": {"items": [{"multipleOf": 999_983}]}},
         "[ab]",
         {},
         {"json": {}, "regex": "a"},

@@ -1,4 +1,4 @@
-"""What a shell completes behind `ratchet train` and other commands: recipes, runs and keys.
+"""Complete recipes, runs and keys behind `ratchet train` and other commands in a shell.
 
 `ratchet --install-completion` sets it up. Each function returns the words that begin with
 `incomplete`, some with a description, which zsh and fish show. A shell writes a space after the

@@ -52,7 +52,7 @@ def new(
 
     --like, --data and --model together write a recipe for your own file and model.
     """
-    from ratchet.commands.new import RecipeRequest, scaffold, scaffold_recipe
+    from ratchet.commands.new.command import RecipeRequest, scaffold, scaffold_recipe
 
     if name is not None:
         name = name.removesuffix(".yaml" if kind == "recipe" else ".py")

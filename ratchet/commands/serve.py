@@ -21,7 +21,7 @@ from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 from ratchet.executors.signals import STOP_SIGNALS
 from ratchet.experience.openai_proxy.answers import TokenScores
-from ratchet.experience.openai_proxy.response_store import MAX_SERVED_BYTES, ResponseStore
+from ratchet.experience.openai_proxy.responses_api.store import MAX_SERVED_BYTES, ResponseStore
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.server import make_chat_app
 from ratchet.experience.openai_proxy.session import AgentSession

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratchet.evals.markdown import format_table
 from ratchet.evals.paired_test import SIGNIFICANCE_LEVEL, EvalComparison, name_better
 from ratchet.evals.results import EvalResults, Measure, list_powers_of_two
 from ratchet.evals.statistics import PairedDifference
 from ratchet.observe.write_files import replace_text
-from ratchet.utils.markdown import format_table
 
 REPORT = "report.md"
 MAX_SHOWN_FAILURES = 3

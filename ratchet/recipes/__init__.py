@@ -42,8 +42,8 @@ def require_recipe(name: str) -> Path:
     recipes = list_recipes()
     if name not in recipes:
         raise ConfigError(
-            f"no recipe named '{name}' comes with Ratchet{suggest_recipe(name)}. `ratchet recipes` "
-            "lists them"
+            f"no recipe named '{name}' comes with Ratchet{suggest_recipe(name) or '.'} "
+            "`ratchet recipes` lists them"
         )
     return recipes[name]
 

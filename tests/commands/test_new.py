@@ -11,7 +11,7 @@ from pages import run
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app, main
-from ratchet.commands.new import KINDS, scaffold
+from ratchet.commands.new.command import KINDS, scaffold
 from ratchet.errors import ConfigError
 from ratchet.training.start import start_run
 

@@ -14,8 +14,8 @@ from tiny_llama import make_llama
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
-from ratchet.commands.new import RecipeRequest, scaffold_recipe
-from ratchet.commands.new_recipe import _choose_batch, _choose_rate
+from ratchet.commands.new.command import RecipeRequest, scaffold_recipe
+from ratchet.commands.new.recipe import _choose_batch, _choose_rate
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError, DataError, RunDirectoryError
 from ratchet.training.start import start_run

@@ -12,11 +12,11 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import DataError
+from ratchet.evals.markdown import format_table
 from ratchet.evals.results import RESULTS, EvalResults, Measure
 from ratchet.observe.provenance import read_provenance
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.utils.markdown import format_table
 
 MAX_CURVE_ROWS = 12
 # Metric -> heading in the table of curves

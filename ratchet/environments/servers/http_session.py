@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -138,7 +139,13 @@ class HTTPSession:
                         raise ServerFault(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
         except (TimeoutError, self._httpx2.TimeoutException):
             raise ServerFault(f"{url} did not answer within {self.timeout_s:g} s") from None
-        except (self._httpx2.HTTPError, self._httpx2.InvalidURL, OSError) as error:
+        # UnicodeEncodeError: a header from the server, such as a session's id, is not ASCII.
+        except (
+            self._httpx2.HTTPError,
+            self._httpx2.InvalidURL,
+            OSError,
+            UnicodeEncodeError,
+        ) as error:
             raise ServerFault(f"{url} gave no answer: {error!r}") from error
         answer_headers = {name.lower(): value for name, value in response.headers.items()}
         return HTTPAnswer(url, response.status_code, answer_headers, bytes(data))
@@ -149,21 +156,26 @@ def ask_server(url: str, body: Any, timeout_s: float) -> Any:
 
     It blocks until the answer is there. Raises ServerFault.
     """
-    import httpx2
 
-    method = "GET" if body is None else "POST"
-    try:
-        response = httpx2.request(method, url, json=body, timeout=timeout_s, trust_env=False)
-    except httpx2.TimeoutException:
-        raise ServerFault(f"{url} did not answer within {timeout_s:g} s") from None
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise ServerFault(f"{url} gave no answer: {error!r}") from error
-    return HTTPAnswer(url, response.status_code, {}, response.content).read_json()
+    async def ask() -> HTTPAnswer:
+        session = HTTPSession(url, timeout_s)
+        try:
+            return await (session.get("") if body is None else session.post("", body))
+        finally:
+            await session.close()
+
+    # In a thread, because the caller may be in an event loop.
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(asyncio.run, ask()).result().read_json()
 
 
 def read_reward(reward: Any, url: str) -> float:
     """Return a server's reward. Raises ServerFault unless it is a finite number."""
     is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    if not is_number or not math.isfinite(reward):
+    try:
+        number = float(reward) if is_number else math.nan
+    except OverflowError:  # an integer beyond the range of floats
+        number = math.inf
+    if not math.isfinite(number):
         raise ServerFault(f"the reward of {url} is {reward!r:.80}, but must be a finite number")
-    return float(reward)
+    return number

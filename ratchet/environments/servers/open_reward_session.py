@@ -169,6 +169,8 @@ def _read_result(answer: HTTPAnswer) -> ToolResult:
     values = answer.read_object()
     if values.get("ok") is False and values.get("reason") in POLICY_ERRORS:
         return ToolResult(f"Error: {values.get('error')}", is_error=True)
+    if values.get("ok") is not True:
+        raise answer.make_fault("a call that failed")
     output = values.get("output")
     if not isinstance(output, dict) or not isinstance(output.get("finished", False), bool):
         raise answer.make_fault("no result of a tool")

@@ -8,7 +8,7 @@ from typing import Protocol
 from ratchet.allowed_tokens import AllowedTokens
 from ratchet.data.chat.renderer import Renderer
 from ratchet.experience.openai_proxy.answers import TokenScores
-from ratchet.experience.openai_proxy.response_store import ResponseStore
+from ratchet.experience.openai_proxy.responses_api.store import ResponseStore
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.strands import AgentAnswer
 from ratchet.experience.openai_proxy.wire import SamplingFields

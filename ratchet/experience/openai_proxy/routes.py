@@ -30,9 +30,9 @@ from ratchet.experience.openai_proxy.replies import (
     score_completion,
     stream_reply,
 )
-from ratchet.experience.openai_proxy.response_store import StoredResponse
-from ratchet.experience.openai_proxy.responses import ResponsesRequest
-from ratchet.experience.openai_proxy.responses_format import ResponsesFormat
+from ratchet.experience.openai_proxy.responses_api.format import ResponsesFormat
+from ratchet.experience.openai_proxy.responses_api.request import ResponsesRequest
+from ratchet.experience.openai_proxy.responses_api.store import StoredResponse
 from ratchet.experience.openai_proxy.schema import ChatMessage, ChatRequest
 from ratchet.experience.openai_proxy.wire import MODEL, ApiError, IgnoredFields, SamplingFields
 from ratchet.web.guard import get_api_key

@@ -32,7 +32,7 @@ from ratchet.experience.openai_proxy.rendering import (
     render_prompt,
     run_in_thread,
 )
-from ratchet.experience.openai_proxy.response_store import MAX_ATTEMPT_BYTES, ResponseStore
+from ratchet.experience.openai_proxy.responses_api.store import MAX_ATTEMPT_BYTES, ResponseStore
 from ratchet.experience.openai_proxy.schema import ChatRequest
 from ratchet.experience.openai_proxy.strands import (
     AgentAnswer,

@@ -122,6 +122,7 @@ def test_the_verifier_judges_the_calls_of_a_session(play):
         ({"verify": {}}, "is None, but must be a finite number"),
         ({"verify": {"reward": True}}, "is True, but must be a finite number"),
         ({"verify": '{"reward": NaN}'}, "is nan, but must be a finite number"),
+        ({"verify": {"reward": 10**400}}, "is 1000.*, but must be a finite number"),
         ({"verify": {"reward": 0.0, "_ng_failure_class": "judge_failed"}}, "judge_failed"),
     ],
 )

@@ -119,7 +119,8 @@ def test_a_conversation_and_images_are_read(play):
         ({"call": events(("end", "{"))}, "which is no JSON"),
         ({"call": events(("end", '{"ok": true}'))}, "which is no result of a tool"),
         ({"call": events(("end", result(reward="1")))}, "must be a finite number"),
-        ({"call": events(("end", '{"ok": false, "reason": "name_collision"}'))}, "no result"),
+        ({"call": events(("end", '{"ok": false, "reason": "name_collision"}'))}, "that failed"),
+        ({"call": events(("end", result(reward=1).replace("true", "1")))}, "that failed"),
     ],
 )
 def test_a_fault_of_a_server_fails_the_attempt(play, fault, sentence):

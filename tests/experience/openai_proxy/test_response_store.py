@@ -9,7 +9,7 @@ import pytest
 from experience.openai_proxy.dialects import ask, raw_client
 from experience.openai_proxy.talk import Scripted
 
-from ratchet.experience.openai_proxy.response_store import ResponseStore, StoredResponse
+from ratchet.experience.openai_proxy.responses_api.store import ResponseStore, StoredResponse
 from ratchet.experience.openai_proxy.schema import ChatMessage
 from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.types import Message, ToolCall

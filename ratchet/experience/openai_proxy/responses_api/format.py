@@ -15,8 +15,8 @@ from ratchet.experience.openai_proxy.answers import (
     format_named_event,
     write_arguments,
 )
-from ratchet.experience.openai_proxy.response_store import ResponseStore, StoredResponse
-from ratchet.experience.openai_proxy.responses import ResponsesRequest
+from ratchet.experience.openai_proxy.responses_api.request import ResponsesRequest
+from ratchet.experience.openai_proxy.responses_api.store import ResponseStore, StoredResponse
 from ratchet.experience.openai_proxy.schema import ChatMessage
 from ratchet.experience.openai_proxy.wire import ApiError
 

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ratchet.commands.new import RecipeRequest
+from ratchet.commands.new.command import RecipeRequest
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import build, import_object, resolve
 from ratchet.config.yaml_tree import Budget, read_file, write_flow

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-from ratchet.commands.new_project import make_project_files
+from ratchet.commands.new.project import make_project_files
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import shorten_text
 
@@ -301,7 +301,7 @@ def scaffold_recipe(
 
     Raises ConfigError or DataError, and then nothing is written.
     """
-    from ratchet.commands.new_recipe import write_recipe  # it imports torch
+    from ratchet.commands.new.recipe import write_recipe  # it imports torch
 
     name = name or request.like.removesuffix(".yaml")
     _check_recipe_name(name)
