@@ -257,7 +257,13 @@ class _StageCheck:
         self, environment: Environment, task: Task, rewards: Sequence[Section]
     ) -> None:
         """Reset a copy of the environment to the task, and judge the task's demonstration."""
-        messages = asyncio.run(_reset(copy.copy(environment), task))
+        player_environment = copy.copy(environment)
+        messages = asyncio.run(_reset(player_environment, task))
+        if self.stage.rollouts.history_window is not None and player_environment.raw_observations:
+            raise ConfigError(
+                "raw observations extend the tokens of the turns before them, and "
+                "rollouts.history_window drops these: remove rollouts.history_window"
+            )
         if self.renderer is not None:
             tokens = get_task_renderer(self.renderer, task).prompt(list(messages))
             self.report.opened.append(f"{self.stage.name}: a prompt has {len(tokens):,} tokens")

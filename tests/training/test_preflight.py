@@ -208,3 +208,23 @@ def test_an_environment_that_exits_is_a_problem(folder, where):
     )
     with pytest.raises(ConfigError, match=rf"SystemExit: 0 \(.*{module}.py, line 10, in {where}\)"):
         report.raise_problems()
+
+
+def test_raw_observations_need_the_turns_that_a_window_drops(folder):
+    (folder / "raw.py").write_text(
+        textwrap.dedent(
+            """
+            from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
+
+            class Config(ArithmeticConfig):
+                builds = "raw:Raw"
+
+            class Raw(Arithmetic):
+                raw_observations = True
+            """
+        )
+    )
+    keys = {"algorithm": {"kind": "grpo"}, "rollouts": {"history_window": 2}}
+    report = run_preflight(load(folder, environment={"kind": "raw:Config"}, **keys))
+    with pytest.raises(ConfigError, match=r"remove rollouts\.history_window"):
+        report.raise_problems()

@@ -227,7 +227,9 @@ def to_json(verdict: ReplayVerdict) -> dict[str, Any]:
 
 def print_verdict(verdict: ReplayVerdict, changes: Sequence[str], console: Console) -> None:
     loss, norm = (verdict.replayed.metrics.get(f"policy/{name}") for name in ("loss", "grad_norm"))
-    lines = [*describe_comparison(verdict), f"  loss {loss!r}, gradient norm {norm!r}"]
+    has_gradient = loss is not None or norm is not None
+    gradient = f"loss {loss!r}, gradient norm {norm!r}" if has_gradient else "no token trained"
+    lines = [*describe_comparison(verdict), f"  {gradient}"]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if verdict.changed_step is not None:
         console.print(_make_change_table(verdict, changes))
