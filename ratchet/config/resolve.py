@@ -80,7 +80,7 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
             Field(
                 {},
                 description="Variables of the chat template for this part's tasks: "
-                "{reasoning_effort: low}.",
+                "{reasoning_effort: low}. Those of a row (chat_template_columns) go before them.",
             ),
         ),
     },

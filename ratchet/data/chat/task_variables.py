@@ -14,6 +14,7 @@ from ratchet.data.chat.template_defaults import check_variables
 from ratchet.types import TEMPLATE_VARIABLES, Task
 
 # The derived renderers of each renderer, by the variables as JSON.
+MAX_DERIVED = 64  # kept at once; a column may have another value in every row
 _renderers: WeakKeyDictionary[Renderer, dict[str, Renderer]] = WeakKeyDictionary()
 
 
@@ -28,6 +29,8 @@ def get_task_renderer(renderer: Renderer, task: Task) -> Renderer:
     derived = _renderers.setdefault(renderer, {})
     key = json.dumps(variables, sort_keys=True)
     if key not in derived:
+        if len(derived) >= MAX_DERIVED:
+            del derived[next(iter(derived))]  # the oldest
         derived[key] = _derive_renderer(renderer, variables)
     return derived[key]
 

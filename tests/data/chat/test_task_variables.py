@@ -71,6 +71,9 @@ def test_a_column_sets_the_level_of_a_row_in_every_rendering(tmp_path) -> None:
         player.play(low, environment, Sampling(max_new_tokens=4), attempt=0)
     )
     assert read(trajectory.tokens).startswith("effort low.1+1\n")
+    part = {**section, "chat_template_kwargs": {"reasoning_effort": "high"}}
+    tasks = take({"kind": "mixture", "parts": [part]}, 2)
+    assert {prompt(task) for task in tasks} == {"effort low.1+1\n", "effort high.1+2\n"}
     with pytest.raises(DataError, match="names the column 'level'"):
         take({**section, "chat_template_columns": {"reasoning_effort": "level"}}, 1)
 
