@@ -8,6 +8,7 @@ import pickle
 import tempfile
 import traceback
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 # What ranks import: transformers takes a rank over a second, Megatron Core over two.
@@ -25,7 +26,8 @@ RANK_MODULES = (
     "ratchet.testing.builders",
 )
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([*RANK_MODULES, "ratchet.learners.megatron.learner"])
+MEGATRON = ["ratchet.learners.megatron.learner"] if find_spec("megatron") else []
+CONTEXT.set_forkserver_preload([*RANK_MODULES, *MEGATRON])
 
 
 def run_ranks(world, target, *arguments, timeout_s=120):
