@@ -183,8 +183,8 @@ class Worker:
 
     def _send(self, kind: FrameKind, number: int, parcel: Parcel) -> None:
         assert self._writer is not None, "a call to a process that is not ready"
-        # A lost connection fails the calls where replies are read. Here some versions of Python 3.12
-        # would raise TypeError for it.
+        # A lost connection fails the calls where replies are read. Here some versions of Python
+        # (3.12.1 among them) would raise TypeError for it.
         if not self._writer.transport.is_closing():
             self._writer.writelines(encode_frame(kind, number, parcel))
 
