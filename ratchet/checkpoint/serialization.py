@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ratchet.errors import CheckpointError
+from ratchet.models.weights.tensor_files import save_tensors
 from ratchet.utils import failpoints, safe_read
-from ratchet.utils.atomic_files import grant_default_mode
 
 TAG = "$"
 # The dtypes that every version of safetensors supports. Tensors of other dtypes are stored as
@@ -93,9 +93,7 @@ def _write(directory: Path, name: str, structure: Any, tensors: Mapping[str, Ten
             json.dumps(structure, allow_nan=False), encoding="utf-8"
         )
         failpoints.point("checkpoint.between_files")
-        weights_path = directory / f"{name}.safetensors"
-        save_file(_unshare_memory(tensors), weights_path)
-        grant_default_mode(weights_path)
+        save_tensors(_unshare_memory(tensors), directory / f"{name}.safetensors")
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         raise CheckpointError(f"'{name}' can't be written to {directory}: {error}") from error
 

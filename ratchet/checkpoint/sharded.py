@@ -15,13 +15,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ratchet.errors import CheckpointError
+from ratchet.models.weights.tensor_files import save_tensors
 from ratchet.protocols import Shard
 from ratchet.utils import safe_read
-from ratchet.utils.atomic_files import grant_default_mode
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,7 @@ def save_blocks(
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        weights_path = directory / f"rank-{rank}.safetensors"
-        save_file(tensors, weights_path)
-        grant_default_mode(weights_path)
+        save_tensors(tensors, directory / f"rank-{rank}.safetensors")
         # The file keeps the metadata under "numbers", as the files of older checkpoints do.
         (directory / f"rank-{rank}.json").write_text(
             json.dumps({"blocks": index, "numbers": dict(metadata)}), encoding="utf-8"

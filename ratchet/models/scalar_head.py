@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError
 from ratchet.models.weights.hf_weights import SCORE, WeightFiles
+from ratchet.models.weights.tensor_files import save_tensors
 from ratchet.utils.atomic_files import atomic_path
 
 HEAD_FILE = "score.safetensors"
@@ -45,7 +45,7 @@ def save_head(head: ScalarHead, directory: Path) -> None:
     """Write the head to `score.safetensors` in the model's directory, in float32."""
     directory.mkdir(parents=True, exist_ok=True)
     with atomic_path(directory / HEAD_FILE) as temporary:
-        save_file(
+        save_tensors(
             {SCORE: head.weight.detach().to("cpu", torch.float32, copy=True)},
             temporary,
             metadata={"format": "pt"},

@@ -7,7 +7,6 @@ from typing import Any
 
 from ratchet.config.schema import RunConfig
 from ratchet.executors.signals import shield_programs
-from ratchet.learners.config import DistributedConfig
 from ratchet.observe.records.writer import Recorder
 from ratchet.observe.sinks import JsonlSink, Sink, Sinks, open_tensorboard
 from ratchet.observe.trackers import TrackedRun, build_trackers, get_run_id
@@ -51,7 +50,7 @@ def open_sinks(
 def open_recorder(config: RunConfig, directory: RunDirectory, *, keep_through: int) -> Recorder:
     """Return the recorder of a run's steps, which drops the steps after `keep_through`."""
     is_background = config.device != "cpu" or any(
-        isinstance(stage.learner, DistributedConfig) for stage in config.stages
+        stage.learner.is_distributed for stage in config.stages
     )
     return Recorder(
         config.record,

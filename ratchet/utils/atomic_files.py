@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,25 +32,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield draft
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
-        grant_default_mode(draft)
         failpoints.point("file.drafted")
         draft.replace(path)
         failpoints.point("file.replaced")
     finally:
         draft.unlink(missing_ok=True)
-
-
-def grant_default_mode(path: Path) -> None:
-    """Give a file the mode of new files, as the umask sets it.
-
-    safetensors creates its files with mode 0600, so that no other user could read a finished model.
-    """
-    probe = path.with_name(f".{path.name}.mode")
-    try:
-        with probe.open("w") as file:
-            path.chmod(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

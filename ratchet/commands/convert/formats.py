@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ratchet.checkpoint.sharded import BlockFiles
@@ -34,6 +33,7 @@ from ratchet.models.weights.hf_weights import (
     WEIGHTS,
     WeightFiles,
 )
+from ratchet.models.weights.tensor_files import save_tensors
 from ratchet.models.weights.weight_layout import WeightPiece
 from ratchet.protocols import Shard
 from ratchet.utils.atomic_files import atomic_path, write_json
@@ -141,7 +141,7 @@ class HuggingFace:
 
     def write(self, path: Path, entries: Sequence[WriteEntry]) -> list[Record]:
         with atomic_path(path) as draft:
-            save_file(
+            save_tensors(
                 {entry.key: entry.make().contiguous() for entry in entries},
                 draft,
                 metadata={"format": "pt"},

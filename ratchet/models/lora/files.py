@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from xxhash import xxh3_128
 
@@ -21,6 +21,7 @@ from ratchet.config.lora import LoRAConfig
 from ratchet.errors import CheckpointError, MissingDependency, ModelError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.weights.hf_weights import SavableTensor
+from ratchet.models.weights.tensor_files import save_tensors
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import atomic_path
@@ -86,7 +87,7 @@ def save_adapter(
         for name, weight in weights.items()
     }
     with atomic_path(directory / WEIGHTS) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        save_tensors(tensors, temporary, metadata={"format": "pt"})
     config.save_pretrained(str(directory))
 
 

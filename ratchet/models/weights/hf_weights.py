@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
@@ -23,6 +22,7 @@ from ratchet.models.decoder import Decoder
 from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.memory import require_memory
 from ratchet.models.parallel.sharding import WHOLE, ModelShard
+from ratchet.models.weights.tensor_files import save_tensors
 from ratchet.models.weights.weight_layout import cut_blocks, list_pieces
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import atomic_path, write_json
@@ -366,7 +366,7 @@ def save_weights(
         # does not accept views that share memory.
         tensors = {name: weight.to("cpu", dtype, copy=True).contiguous() for name, weight in group}
         with atomic_path(directory / file) as temporary:
-            save_file(tensors, temporary, metadata={"format": "pt"})
+            save_tensors(tensors, temporary, metadata={"format": "pt"})
     if len(files) > 1:
         total = sum(tensor.numel() for group in groups for _, tensor in group)
         index = {

@@ -172,7 +172,7 @@ def test_a_failed_save_leaves_the_old_file_and_no_partial_one(tmp_path, monkeypa
         path.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("ratchet.models.weights.hf_weights.save_file", broken)
+    monkeypatch.setattr("ratchet.models.weights.hf_weights.save_tensors", broken)
     with pytest.raises(OSError, match="no space"):
         save_decoder(small(1), tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == before
