@@ -256,7 +256,10 @@ NUMBER = float | Real
 
 def is_finite_number(number: Any) -> bool:
     """True if the value is a finite number: a valid reward, reward part or metric."""
-    return isinstance(number, NUMBER) and math.isfinite(number)
+    try:
+        return isinstance(number, NUMBER) and math.isfinite(number)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
 
 
 # --- how an attempt ends. A failure is never a reward: only Scored, and Truncated with a reward,

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_128
-
 from ratchet import __version__
 from ratchet.errors import DataError
+from ratchet.observe.records.media import hash_content
 from ratchet.observe.records.reader import Record
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.types import Group, Message, Part, Trajectory, Turn
@@ -177,7 +176,7 @@ def _write_medium(part: Part, folder: Path) -> dict[str, str]:
         ) from error
     # A media type may come from a server of tools, so it is no part of the file's name.
     suffix = mimetypes.guess_extension(media_type, strict=False) or ""
-    path = Path("media", f"{xxh3_128(content).hexdigest()}{suffix}")
+    path = Path("media", f"{hash_content(content)}{suffix}")
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     (folder / path).write_bytes(content)
     return {"media_type": media_type, "path": path.as_posix()}

@@ -20,7 +20,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import Slot
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.build import build_environment
-from ratchet.environments.tool_use.base import Tool, Tools, ToolUnavailable, build_tools
+from ratchet.environments.tool_use.base import Tools, ToolUnavailable, build_tools, make_tool_schema
 from ratchet.environments.tool_use.function_tool import describe_function
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.protocols import Environment, Step
@@ -126,8 +126,12 @@ class TRLEnvironment(Environment):
         }
         self._further_tools = {tool.name: tool for tool in build_tools(config.tools)}
         self._instances = {name: factory() for name, factory in self.factories.items()}
+        further_schemas = [
+            make_tool_schema(tool.name, tool.description, tool.parameters)
+            for tool in self._further_tools.values()
+        ]
         self._schemas = {
-            name: (*map(_describe_tool, self._further_tools.values()), *_describe_methods(instance))
+            name: (*further_schemas, *_describe_methods(instance))
             for name, instance in self._instances.items()
         }
 
@@ -314,14 +318,3 @@ def _describe_methods(instance: Any) -> list[dict[str, Any]]:
             f"{type(instance).__name__} is no environment of TRL: it has no method `reset`"
         )
     return [describe_function(getattr(instance, name)) for name in _list_tool_names(instance)]
-
-
-def _describe_tool(tool: Tool) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.parameters,
-        },
-    }

@@ -22,19 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ratchet.data.jsonl import check_columns
 from ratchet.data.tables import read_rows
 from ratchet.errors import ConfigError, DataError
 from ratchet.executors.env_vars import inherit_environment
 from ratchet.utils.atomic_files import require_empty_directory
 
-COLUMNS: Mapping[str, type] = {
-    "instance_id": str,
-    "repo": str,
-    "base_commit": str,
-    "problem_statement": str,
-    "patch": str,
-    "test_patch": str,
-}
+COLUMNS: Mapping[str, type] = dict.fromkeys(
+    ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch"), str
+)
 IMAGE_COLUMNS = ("image", "image_name", "docker_image")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*")
 COMMIT_PATTERN = re.compile(r"[0-9a-fA-F]{7,64}")
@@ -134,9 +130,7 @@ class SweRow:
     @classmethod
     def from_values(cls, values: Mapping[str, Any], where: str) -> SweRow:
         """Return a row. Raises DataError for a missing or malformed column."""
-        for column, kind in COLUMNS.items():
-            if not isinstance(values.get(column), kind):
-                raise DataError(f"{where}: the column {column} must be text")
+        check_columns(values, COLUMNS, where)
         name, base_commit = values["instance_id"], values["base_commit"]
         if not NAME_PATTERN.fullmatch(name):
             raise DataError(
@@ -200,10 +194,11 @@ def write_swe_tasks(
     require_empty_directory(folder)
     count = 0
     for row in read_rows(rows):
-        swe_row = SweRow.from_values(row.values, row.where)
+        where = f"{rows}, {row.where}"
+        swe_row = SweRow.from_values(row.values, where)
         task = folder / swe_row.name
         if task.exists():
-            raise ConfigError(f"{row.where}: instance_id={swe_row.name} names two rows")
+            raise ConfigError(f"{where}: instance_id={swe_row.name} names two rows")
         write_swe_task(swe_row, repositories, task, command=command, timeout_s=timeout_s)
         count += 1
     return count

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ratchet.errors import DataError, RatchetError
+from ratchet.types import is_finite_number
 from ratchet.utils.websockets import import_websockets
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -162,7 +162,7 @@ def _read_answer(content: Mapping[str, Any]) -> Answer:
     observation, reward, done = (content.get(key) for key in ("observation", "reward", "done"))
     if not isinstance(observation, dict) or not isinstance(done, bool):
         raise OpenEnvError(f"the server's answer lacks observation or done: {str(content)[:200]}")
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+    if reward is not None and not is_finite_number(reward):
         raise OpenEnvError(f"the server's reward is {reward!r}, but must be a finite number")
     return Answer(observation, float(reward or 0.0), done)
 

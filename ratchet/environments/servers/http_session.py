@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ratchet.errors import RatchetError
+from ratchet.types import is_finite_number
 from ratchet.utils.safe_read import parse_json
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -171,11 +171,6 @@ def ask_server(url: str, body: Any, timeout_s: float) -> Any:
 
 def read_reward(reward: Any, url: str) -> float:
     """Return a server's reward. Raises ServerFault unless it is a finite number."""
-    is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    try:
-        number = float(reward) if is_number else math.nan
-    except OverflowError:  # an integer beyond the range of floats
-        number = math.inf
-    if not math.isfinite(number):
+    if isinstance(reward, bool) or not is_finite_number(reward):
         raise ServerFault(f"the reward of {url} is {reward!r:.80}, but must be a finite number")
-    return number
+    return float(reward)

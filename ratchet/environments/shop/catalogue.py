@@ -134,11 +134,12 @@ def draw_goal(product: Product, rng: random.Random) -> Goal:
     )
 
 
-def search_products(products: Sequence[Product], query: str) -> list[Product]:
+def search_products(products: Sequence[Product], query: str) -> tuple[Product, ...]:
     """Return the products that share a word with a query, those with the most words first."""
     words = frozenset(split_words(query))
     matching = [product for product in products if words & product.words]
-    return sorted(matching, key=lambda product: (-len(words & product.words), product.id))
+    matching.sort(key=lambda product: (-len(words & product.words), product.id))
+    return tuple(matching)
 
 
 def split_words(text: str) -> list[str]:

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache, partial
 from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -36,6 +37,7 @@ BUY, DESCRIPTION, NEXT, PREVIOUS, BACK = (
     "< prev",
     "back to search",
 )
+N_CACHED_SEARCHES = 64
 RULES = (
     "You are in a shop. Answer with one action: search[WORDS] on the search page, or click[BUTTON] "
     "for a button that the page shows in brackets. Choose the options of a product before you "
@@ -87,6 +89,8 @@ class Shop(Procedural):
     def __init__(self, config: ShopConfig) -> None:
         self.config = config
         self.catalogue = make_catalogue(config.products, config.catalogue_seed)
+        # A page needs its results several times, and a search goes through all products.
+        self._search = lru_cache(N_CACHED_SEARCHES)(partial(search_products, self.catalogue))
         self._product_by_id = {product.id: product for product in self.catalogue}
 
     def sample(self, rng: random.Random) -> Problem:
@@ -103,7 +107,7 @@ class Shop(Procedural):
         if state.page == "search":
             return []
         if state.page == "results":
-            n_results = len(search_products(self.catalogue, state.query))
+            n_results = len(self._search(state.query))
             is_last = state.offset + self.config.page_size >= n_results
             previous = [PREVIOUS] if state.offset else []
             following = [] if is_last else [NEXT]
@@ -127,7 +131,7 @@ class Shop(Procedural):
             return "Search page: search[WORDS]"
         lines: list[str] = []
         if state.page == "results":
-            lines.append(f"{len(search_products(self.catalogue, state.query))} results")
+            lines.append(f"{len(self._search(state.query))} results")
             for product in self._list_results(state):
                 lines.append(f"[{product.id.lower()}] {product.title}, ${product.price}")
         else:
@@ -144,7 +148,7 @@ class Shop(Procedural):
 
     def _list_results(self, state: ShopState) -> Sequence[Product]:
         """Return the products of a page of results."""
-        results = search_products(self.catalogue, state.query)
+        results = self._search(state.query)
         return results[state.offset : state.offset + self.config.page_size]
 
     def _get_product(self, state: ShopState) -> Product:
@@ -231,7 +235,7 @@ class Shop(Procedural):
         """
         goal, product = Goal.from_meta(task.meta), self._product_by_id[task.meta["product"]]
         query = " ".join((product.brand, product.kind, *product.attributes)).lower()
-        results = search_products(self.catalogue, query)
+        results = self._search(query)
         n_pages = results.index(product) // self.config.page_size
         actions = [
             f"search[{query}]",

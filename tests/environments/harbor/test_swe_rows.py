@@ -145,7 +145,8 @@ def test_a_row_with_an_image_names_it_and_copies_no_source(
         ({"FAIL_TO_PASS": ["test_a (module.Case)"]}, "not an id of pytest"),
         ({"PASS_TO_PASS": ["../a.py::test_b"]}, "not an id of pytest"),
         ({"FAIL_TO_PASS": ["::test_b"]}, "not an id of pytest"),
-        ({"patch": None}, "the column patch must be text"),
+        ({"patch": None}, "column 'patch' is null, must be"),
+        ({"problem_statement": "\ud800"}, "half of a surrogate pair"),
     ],
 )
 def test_a_wrong_row_is_refused(
