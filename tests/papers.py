@@ -13,7 +13,7 @@ from ratchet.config.base import Section
 from ratchet.config.loader import load_config
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
-from ratchet.recipes import RECIPES_DIR
+from ratchet.recipes import list_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "papers.md"
@@ -66,11 +66,11 @@ def read_source() -> dict[str, str]:
     }
 
 
-def list_recipes() -> dict[str, list[str]]:
+def group_recipes() -> dict[str, list[str]]:
     """Return the recipes by the algorithm of their last stage."""
     recipes: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(RECIPES_DIR.glob("*.yaml")):
-        recipes[load_config(path).stages[-1].algorithm.kind].append(path.stem)
+    for name, path in list_recipes().items():
+        recipes[load_config(path).stages[-1].algorithm.kind].append(name)
     return recipes
 
 
@@ -117,7 +117,7 @@ def make_rows(source: dict[str, str]) -> tuple[list[str], set[str]]:
     for text in source.values():
         for paper, place in PLACE.findall(text):
             places[paper].add(place)
-    recipes, rows, papers = list_recipes(), [], set[str]()
+    recipes, rows, papers = group_recipes(), [], set[str]()
     for kind in KINDS["algorithm"]:
         about = " ".join((section_class("algorithm", kind).__doc__ or "").split())
         # The title is the first sentence; that of "Dr. GRPO" has a full stop of its own.

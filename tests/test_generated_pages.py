@@ -4,7 +4,6 @@ import importlib
 
 import gallery
 import papers
-import pytest
 import site_index
 
 
@@ -28,14 +27,8 @@ def test_the_papers_are_those_of_the_source():
     assert papers.PAGE.read_text(encoding="utf-8") == papers.make_page(), "tests/papers.py"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-30B-A3B"])
-def test_the_hardware_table_is_what_the_planner_computes(repository, monkeypatch, model):
-    """Two of its models: all ten take a minute."""
+def test_the_hardware_tables_are_what_the_planner_computes(repository, monkeypatch):
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
     hardware = importlib.import_module("hardware")
     text = hardware.PAGE.read_text(encoding="utf-8")
-    assert all(text.count(f"| {name} |") == 2 for name in hardware.MODELS)
-    monkeypatch.setattr(hardware, "MODELS", {model: hardware.MODELS[model]})
-    (row,) = hardware.list_rows("")
-    assert row in text.splitlines(), "run `python benchmarks/hardware.py`"
+    assert text == hardware.make_page(text), "run `python benchmarks/hardware.py`"

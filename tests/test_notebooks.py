@@ -1,10 +1,10 @@
 """The notebooks run whole, each in a process of its own: their assertions hold what they show."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.programs import run_program
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.py"))
 
@@ -12,15 +12,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.py"))
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_runs_whole(notebook, tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(notebook)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(sys.executable, notebook, cwd=tmp_path)
 
 
 def test_the_page_lists_every_notebook(repository):

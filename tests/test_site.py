@@ -7,15 +7,15 @@ import functools
 import http.server
 import re
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin
 
 import pytest
-from commands.report.test_browser import browser  # noqa: F401
 from site_index import list_pages
+from support.browser import collect_complaints
+from support.programs import run_program
 
 import ratchet
 
@@ -43,9 +43,7 @@ def site(repository, tmp_path_factory):
     shutil.copytree(repository / "docs", folder / "docs")
     shutil.copy(repository / "mkdocs.yml", folder)
     (folder / "ratchet").symlink_to(repository / "ratchet")
-    command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(sys.executable, "-m", "zensical", "build", "--strict", cwd=folder)
     handler = functools.partial(QuietHandler, directory=str(folder / "build" / "site"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -54,7 +52,7 @@ def site(repository, tmp_path_factory):
 
 
 @pytest.fixture
-def page(browser, site, request):  # noqa: F811
+def page(browser, site, request):
     """A page of the browser, in the scheme of the parameter. The test fails for an error on the console, an answer of status 400 or
     more, and a request to another host."""
     context = browser.new_context(
@@ -62,13 +60,7 @@ def page(browser, site, request):  # noqa: F811
     )
     page = context.new_page()
     complaints: list[str] = []
-    page.on(
-        "console",
-        lambda message: (
-            complaints.append(message.text) if message.type in ("error", "warning") else None
-        ),
-    )
-    page.on("pageerror", lambda error: complaints.append(str(error)))
+    collect_complaints(page, complaints)
     page.on(
         "response",
         lambda answer: complaints.append(answer.url) if answer.status >= 400 else None,

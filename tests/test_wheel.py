@@ -10,9 +10,11 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
+from support.programs import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
@@ -36,25 +38,19 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     # Its .pth files are not read, so a checkout that is installed there is not seen.
     others = [path for path in sys.path if Path(path).name == "site-packages"]
     (packages / "others.pth").write_text("\n".join(others))
-    script = venv / "bin" / "ratchet"
-    script.write_text(f"#!{venv}/bin/python3\nfrom ratchet.cli.main import main\n\nmain()\n")
+    (metadata,) = packages.glob("ratchet_rl-*.dist-info")
+    (entry,) = PathDistribution(metadata).entry_points
+    script = venv / "bin" / entry.name
+    script.write_text(
+        f"#!{venv}/bin/python3\nfrom {entry.module} import {entry.attr}\n\n{entry.attr}()\n"
+    )
     script.chmod(0o755)
     work.mkdir()
     environment = {name: text for name, text in os.environ.items() if "PYTHON" not in name}
     environment["PATH"] = f"{venv / 'bin'}:{environment['PATH']}"
 
     def run(command: str) -> str:
-        done = subprocess.run(
-            ["sh", "-c", command],
-            cwd=work,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return run_program("sh", "-c", command, cwd=work, env=environment)
 
     return run
 

@@ -31,6 +31,7 @@ def test_a_decoding_step_waits_only_to_see_stop_ids(rows):
     assert waits["the same with stop ids"] == 1
     assert waits["the same with top-p, top-k and min-p"] == 0
     assert rows["each further layer"].kernel <= 22
+    assert decode(6).count("sync") == 2, "in the step in which its requests end"
 
 
 def test_micro_batches_wait_for_nothing(rows):

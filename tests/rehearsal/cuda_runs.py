@@ -4,16 +4,17 @@ That every recipe trains on the accelerator is shown by tests/recipes/test_every
 rehearsal's session.
 """
 
+import itertools
 import json
 
 import pytest
 import torch
-import yaml
+from commands.replay.test_command import trained
 from safetensors.torch import load_file
 
 from ratchet.commands.eval import evaluate_target
 from ratchet.commands.eval_setup import EvaluationSettings
-from ratchet.training.start import resume_run, start_run
+from ratchet.training.start import resume_run
 
 RECIPE = {
     "name": "rehearsed",
@@ -43,15 +44,8 @@ PARITY = "parity={every: 1, threshold: 0.1}"
 def train(tmp_path_factory):
     """`train(*overrides)`: the directory of a new run that has ended well."""
     directory = tmp_path_factory.mktemp("runs")
-    recipe = directory / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(RECIPE))
-
-    def train(*overrides):
-        run = directory / str(len(list(directory.iterdir())))
-        assert start_run(recipe, list(overrides), run, command="test") == 0
-        return run
-
-    return train
+    numbers = itertools.count()
+    return lambda *overrides: trained(directory / str(next(numbers)), RECIPE, *overrides)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ without this wrapper:
     PYTHONPATH=tests/support/pretend_cuda/startup:tests .venv/bin/python -m pytest FILE
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.pretend_cuda import make_environment
 from support.pretend_cuda.build import build_backend
+from support.programs import run_program
 
 TESTS = Path(__file__).parents[1]
 SESSIONS = {
@@ -28,12 +28,5 @@ SESSIONS = {
 @pytest.mark.parametrize("name", SESSIONS)
 def test_rehearse(name, repository):
     build_backend()
-    session = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", "--durations=5", *SESSIONS[name]],
-        cwd=repository,
-        env=make_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert session.returncode == 0, session.stdout + session.stderr
+    words = ["-m", "pytest", "-q", "--no-header", "--durations=5", *SESSIONS[name]]
+    run_program(sys.executable, *words, cwd=repository, env=make_environment(), timeout=None)

@@ -9,6 +9,7 @@ import shutil
 import pytest
 from commands.report.made_runs import grow, make_run, row_of, write_record, write_results
 from commands.report.picture_run import make_picture_run
+from support.browser import collect_complaints
 
 from ratchet.commands.report import write_report
 from ratchet.commands.report.server import HOST, bind, make_app
@@ -29,19 +30,6 @@ INKED = """canvas => { // pixels that are not the background, by colour
 }"""
 
 
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # which Chromium's sandbox refuses
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=arguments
-        )
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def show(browser):
     """Opens an address in a page of its own. Ends with the test, which fails for an error on the
@@ -51,13 +39,7 @@ def show(browser):
     def opened(address, view="curves", scheme="light"):
         context = browser.new_context(viewport=SIZE, color_scheme=scheme)
         page = context.new_page()
-        page.on(
-            "console",
-            lambda message: (
-                complaints.append(message.text) if message.type in ("error", "warning") else None
-            ),
-        )
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        collect_complaints(page, complaints)
         context.route(
             re.compile("^(?!data:)"),
             lambda route: (requests.append(route.request.url), route.continue_()),

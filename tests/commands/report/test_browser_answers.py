@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands.report.made_runs import make_run, write_results
-from commands.report.test_browser import browser, show, until  # noqa: F401
+from commands.report.test_browser import show, until  # noqa: F401
 
 from ratchet.commands.report import write_report
 from ratchet.commands.report.server import HOST, bind, make_app

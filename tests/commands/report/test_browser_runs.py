@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from commands.report.made_runs import make_run
 from commands.report.test_browser import (  # noqa: F401
-    browser,
     card,
     inked,
     ready,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from commands.report.made_runs import make_run
 
-# Its browser, and its page that fails a test for any complaint.
-from commands.report.test_browser import browser, card, inked, show, until  # noqa: F401
+# Its page that fails a test for any complaint.
+from commands.report.test_browser import card, inked, show, until  # noqa: F401
 
 from ratchet.commands.report import write_report
 
