@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from ratchet.errors import ConfigError, MissingDependency
@@ -18,6 +19,7 @@ KINDS: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar")
 MAX_TEXT_CHARS, MAX_CHOICES = 2**16, 1024
 # Largest `multipleOf` of a schema. llguidance makes a state of each remainder: 1,000,000 take 7 s.
 MAX_MULTIPLE = 10_000
+MAX_COMPILED = 32  # grammars that are kept compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,34 +69,39 @@ class StructuredOutput:
         return json.loads(self.text) if self.kind in ("json", "choice") else self.text
 
     def compile(self) -> str:
-        """Return the grammar in llguidance's format.
+        """Return the grammar in llguidance's format. That of equal grammars is computed once.
 
         Raises:
             MissingDependency: llguidance is not installed.
             ConfigError: llguidance refuses the grammar.
         """
-        try:
-            from llguidance import LLMatcher, grammar_from
-        except ImportError as error:
-            raise MissingDependency(
-                "llguidance", extra="structured", needed_for="structured output"
-            ) from error
-        try:
-            if self.kind == "choice":
-                choices = [json.dumps(choice, ensure_ascii=False) for choice in self.value]
-                compiled = LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
-            else:
-                compiled = grammar_from(self.kind, self.text)
-            is_invalid, messages = LLMatcher.validate_grammar_with_warnings(compiled)
-        except ValueError as error:
-            compiled, is_invalid, messages = "", True, [str(error)]
-        if is_invalid:
-            reason = " ".join(messages[0].split())  # it may quote lines of the grammar
-            raise ConfigError(
-                f"the {NAMES[self.kind]} can't be followed: {reason:.500}. Correct it, or leave "
-                "the part out (docs/structured-output.md lists what is supported)"
-            )
-        return compiled
+        return _compile(self)
+
+
+@lru_cache(maxsize=MAX_COMPILED)
+def _compile(structured: StructuredOutput) -> str:
+    try:
+        from llguidance import LLMatcher, grammar_from
+    except ImportError as error:
+        raise MissingDependency(
+            "llguidance", extra="structured", needed_for="structured output"
+        ) from error
+    try:
+        if structured.kind == "choice":
+            choices = [json.dumps(choice, ensure_ascii=False) for choice in structured.value]
+            compiled = LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+        else:
+            compiled = grammar_from(structured.kind, structured.text)
+        is_invalid, messages = LLMatcher.validate_grammar_with_warnings(compiled)
+    except ValueError as error:
+        compiled, is_invalid, messages = "", True, [str(error)]
+    if is_invalid:
+        reason = " ".join(messages[0].split())  # it may quote lines of the grammar
+        raise ConfigError(
+            f"the {NAMES[structured.kind]} can't be followed: {reason:.500}. Correct it, or leave "
+            "the part out (docs/structured-output.md lists what is supported)"
+        )
+    return compiled
 
 
 NAMES: Mapping[GrammarKind, str] = {

@@ -35,49 +35,41 @@ def pack(groups: Sequence[Group]) -> Batch:
     lengths = np.asarray([len(t) for t in trajectories], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
     turn_columns = _TurnColumns(rows, starts.tolist(), int(lengths.sum()))
-
-    def token_column(column: Callable[[Trajectory], np.ndarray], dtype: type) -> Tensor:
-        parts = [column(t) for t in trajectories]
-        return torch.from_numpy(
-            np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
-        )
-
-    def sequence_column(column: Sequence[float], dtype: type) -> Tensor:
-        return torch.from_numpy(np.asarray(column, dtype=dtype))
-
     purposes, rewards = [t.use for t in trajectories], [t.reward for t in trajectories]
     train_S, baseline_S, reference_S = (
-        sequence_column([use == name for use in purposes], np.bool_)
+        _make_column([use == name for use in purposes], np.bool_)
         for name in ("train", "baseline", "reference")
     )
-    trainable_T = token_column(lambda t: t.trainable, np.bool_)
+    trainable_T = _make_token_column(trajectories, lambda t: t.trainable, np.bool_)
     lengths_S = torch.from_numpy(lengths)
     allowed = AllowedTokens.concatenate([(t.allowed, len(t)) for t in trajectories])
     return Batch(
-        tokens_T=token_column(lambda t: t.tokens, np.int64),
+        tokens_T=_make_token_column(trajectories, lambda t: t.tokens, np.int64),
         positions_T=torch.from_numpy(np.arange(turn_columns.n_tokens) - np.repeat(starts, lengths)),
         turn_T=torch.from_numpy(turn_columns.make_turn_indices()),
         turn_rewards_T=torch.from_numpy(turn_columns.make_turn_rewards()),
         state_T=torch.from_numpy(turn_columns.make_state_numbers()),
         trainable_T=trainable_T & train_S.repeat_interleave(lengths_S),
         predicted_T=trainable_T & ~baseline_S.repeat_interleave(lengths_S),
-        rollout_logprobs_T=token_column(lambda t: t.rollout_logprobs, np.float32),
-        log_kept_mass_T=token_column(_get_log_kept_mass, np.float32),
-        versions_T=token_column(lambda t: t.versions, np.int32),
+        rollout_logprobs_T=_make_token_column(
+            trajectories, lambda t: t.rollout_logprobs, np.float32
+        ),
+        log_kept_mass_T=_make_token_column(trajectories, _get_log_kept_mass, np.float32),
+        versions_T=_make_token_column(trajectories, lambda t: t.versions, np.int32),
         lengths_S=lengths_S,
-        group_S=sequence_column([g for g, _ in rows], np.int64),
-        attempt_S=sequence_column([t.attempt for t in trajectories], np.int64),
+        group_S=_make_column([g for g, _ in rows], np.int64),
+        attempt_S=_make_column([t.attempt for t in trajectories], np.int64),
         train_S=train_S,
         baseline_S=baseline_S,
         reference_S=reference_S,
-        scored_S=sequence_column([reward is not None for reward in rewards], np.bool_),
-        truncated_S=sequence_column([t.truncated for t in trajectories], np.bool_),
-        cut_S=sequence_column(_find_cut_off_rows(rows), np.bool_),
-        rewards_S=sequence_column(
+        scored_S=_make_column([reward is not None for reward in rewards], np.bool_),
+        truncated_S=_make_column([t.truncated for t in trajectories], np.bool_),
+        cut_S=_make_column(_find_cut_off_rows(rows), np.bool_),
+        rewards_S=_make_column(
             [math.nan if reward is None else reward for reward in rewards], np.float64
         ),
-        temperature_S=sequence_column([t.temperature for t in trajectories], np.float64),
-        tag_S=sequence_column([tags.index(kept_groups[g][0].task.tag) for g, _ in rows], np.int64),
+        temperature_S=_make_column([t.temperature for t in trajectories], np.float64),
+        tag_S=_make_column([tags.index(kept_groups[g][0].task.tag) for g, _ in rows], np.int64),
         group_ids=tuple(group.id for group, _ in kept_groups),
         tags=tags,
         media_S=tuple(t.media for t in trajectories) if any(t.media for t in trajectories) else (),
@@ -87,6 +79,17 @@ def pack(groups: Sequence[Group]) -> Batch:
         sequence_columns=_make_reward_part_columns(trajectories),
         masks_MB=None if allowed is None else torch.from_numpy(allowed.masks.copy()),
     )
+
+
+def _make_token_column(
+    trajectories: Sequence[Trajectory], column: Callable[[Trajectory], np.ndarray], dtype: type
+) -> Tensor:
+    parts = [column(t) for t in trajectories]
+    return _make_column(np.concatenate(parts) if parts else [], dtype)
+
+
+def _make_column(values: Sequence[float] | np.ndarray, dtype: type) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=dtype))
 
 
 def _find_cut_off_rows(rows: Sequence[tuple[int, Trajectory]]) -> list[bool]:

@@ -22,13 +22,12 @@ from torch import Tensor
 from ratchet.allowed_tokens import AllowedTokens, unpack_masks
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError, DataError, RequestFailed
-from ratchet.structured_output import StructuredOutput
+from ratchet.structured_output import MAX_COMPILED, StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 NO_CONTINUATION = "no token of the tokenizer can continue the completion"
-MAX_COMPILED = 32  # grammars that are kept compiled
 
 
 class GrammarCompiler:

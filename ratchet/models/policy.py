@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,28 +297,16 @@ class DecoderPolicy(PolicyModel):
         output_mask_T: Tensor | None = None,
     ) -> Tensor:
         device = next(self.parameters()).device
-        shares_prefixes = self.shares_prefixes
         if routing is not None:
             routing.check(self.shape)
-        if output_mask_T is None or routing is not None or not output_mask_T.any():
-            packed = pack_inputs(
-                tokens_T,
-                positions_T,
-                lengths,
-                routing,
-                shares_prefixes=shares_prefixes,
-                device=device,
-            )
-        else:
-            packed = pack_output_inputs(
-                tokens_T,
-                positions_T,
-                lengths,
-                output_mask_T,
-                shares_prefixes=shares_prefixes,
-                device=device,
-            )
-        packed = packed.to(device)
+        pack = (
+            partial(pack_inputs, routing=routing)
+            if output_mask_T is None or routing is not None or not output_mask_T.any()
+            else partial(pack_output_inputs, output_mask_T=output_mask_T)
+        )
+        packed = pack(
+            tokens_T, positions_T, lengths, shares_prefixes=self.shares_prefixes, device=device
+        ).to(device)
         hidden = self.decoder(
             packed.tokens_U,
             packed.positions_U,

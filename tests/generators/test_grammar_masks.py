@@ -23,6 +23,7 @@ from ratchet.generators.hf import HFGenerator
 from ratchet.learners.compute.forward import Forward
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
+from ratchet.structured_output import StructuredOutput
 from ratchet.types import Group, Owner, Sampling, Task, Trajectory
 
 TOKENIZER = byte_bpe_tokenizer(['{"name": "abc", "n": [1, 2, 3]}, true, null'] * 8, 320)
@@ -204,6 +205,11 @@ def test_a_stop_id_inside_the_grammar_ends_no_part_of_a_text(engine):
 def test_a_truncated_completion_ends_by_length(engine):
     completion = engine.generate_all([PROMPT], [sampling_under(4, json=SCHEMA)])[0]
     assert (completion.stop, len(completion.allowed.index)) == ("length", 4)
+
+
+def test_equal_grammars_are_compiled_once():
+    first, second = (StructuredOutput.from_mapping({"json": SCHEMA}) for _ in range(2))
+    assert first.compile() is second.compile()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, TypeVar, get_args
 
 import jinja2
 from jinja2 import nodes
@@ -26,6 +26,7 @@ from ratchet.types import ChatRole, Message
 from ratchet.utils.safe_read import format_size, read_text
 from ratchet.utils.terminal_text import shorten_text
 
+T = TypeVar("T")
 ROLES: tuple[str, ...] = get_args(ChatRole)
 
 MAX_INDENT = 100  # spaces by which `tojson` may indent
@@ -233,6 +234,15 @@ def may_print_date(choice: str | None, *, has_template: bool) -> bool:
     return has_template if choice is None else choice not in BUILTIN_TEMPLATES
 
 
+def copy_without_cache(value: T) -> T:
+    """Return a shallow copy that computes its cached properties anew."""
+    copied = copy.copy(value)
+    for name in list(vars(copied)):
+        if isinstance(getattr(type(copied), name, None), cached_property):
+            del vars(copied)[name]
+    return copied
+
+
 class ChatTemplate:
     """A compiled chat template with its variables.
 
@@ -247,9 +257,7 @@ class ChatTemplate:
 
     def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """Return the template with further variables, which replace those of the same name."""
-        changed = copy.copy(self)
-        for name in ("_writes_role", "_tool_dialect"):  # cached for the old variables
-            vars(changed).pop(name, None)
+        changed = copy_without_cache(self)
         changed._variables = {**self._variables, **variables}
         return changed
 

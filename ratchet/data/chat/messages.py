@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ratchet.data.formats.media_columns import read_content
+from ratchet.data.formats.media_columns import join_parts, read_content
 from ratchet.data.jsonl import describe_type
 from ratchet.errors import DataError
 from ratchet.types import Message, Part, Role, ToolCall
@@ -124,14 +124,6 @@ def _read_content(
     content = item.get("content", item.get("value"))
     if content is None and may_be_null:
         return ""
-    parts = read_content(content, where) if isinstance(content, list) else ()
-    if isinstance(content, list) and all(part.type == "text" for part in parts):
-        content = "".join(part.value for part in parts)
-    text = (
-        content
-        if isinstance(content, str)
-        else "".join(part.value for part in parts if part.type == "text")
-    )
     if not isinstance(content, str | list):
         problem = (
             "has no 'content'"
@@ -139,12 +131,18 @@ def _read_content(
             else f"has {describe_type(content)} as 'content'"
         )
         raise DataError(f"{where} {problem}: write it as a string")
+    parsed = content if isinstance(content, str) else join_parts(read_content(content, where))
+    text = (
+        parsed
+        if isinstance(parsed, str)
+        else "".join(part.value for part in parsed if part.type == "text")
+    )
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise DataError(
             f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is not text: "
             "remove it"
         )
-    return content if isinstance(content, str) else parts
+    return parsed
 
 
 def _read_call(call: Any, index: int, where: str) -> ToolCall:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ratchet.data.chat.chat_templates import copy_without_cache
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.template_defaults import check_variables
 from ratchet.types import TEMPLATE_VARIABLES, Task
@@ -37,10 +36,6 @@ def get_task_renderer(renderer: Renderer, task: Task) -> Renderer:
 
 def _derive_renderer(renderer: Renderer, variables: Mapping[str, Any]) -> Renderer:
     check_variables(renderer.template.source, variables, "variables of the task")
-    derived = copy.copy(renderer)
-    for name in list(vars(derived)):
-        # Cached properties of the template may differ with its variables.
-        if isinstance(getattr(Renderer, name, None), cached_property):
-            del vars(derived)[name]
+    derived = copy_without_cache(renderer)
     derived.template = renderer.template.with_variables(variables)
     return derived

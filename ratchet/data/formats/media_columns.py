@@ -44,6 +44,13 @@ def read_content(value: list[Any], where: str) -> tuple[Part, ...]:
     return tuple(_read_part(item, f"{where}, part {index}") for index, item in enumerate(value))
 
 
+def join_parts(parts: Sequence[Part]) -> str | tuple[Part, ...]:
+    """Return the joined text of the parts, or the parts if some of them are not text."""
+    if all(part.type == "text" for part in parts):
+        return "".join(part.value for part in parts)
+    return tuple(parts)
+
+
 def _read_part(item: Any, where: str) -> Part:
     if isinstance(item, str):
         return Part("text", item)

@@ -96,14 +96,7 @@ class RowPlayer:
             "failed": _describe_failure(trajectory),
             "idx": row,
         }
-        for name, value in dialogue.parts.items():
-            if name in final_state:
-                raise DataError(
-                    f"an environment's reward has a part '{name}', and the batch has a column of "
-                    "that name. Rename one"
-                )
-            total = math.nan if metrics["failed"] else value
-            final_state[name] = torch.tensor(total, dtype=torch.float32)
+        _add_reward_parts(final_state, dialogue.parts, failed=bool(metrics["failed"]))
         return final_state, {**metrics, "reward_parts": tuple(dialogue.parts)}
 
     def _get_sampling(self, row: int) -> Sampling:
@@ -156,6 +149,18 @@ def make_answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) ->
     if not np.isnan(logprobs).any():
         entry["generation_logprobs"] = torch.from_numpy(logprobs.copy())
     return entry
+
+
+def _add_reward_parts(
+    final_state: dict[str, Any], parts: Mapping[str, float], *, failed: bool
+) -> None:
+    for name, value in parts.items():
+        if name in final_state:
+            raise DataError(
+                f"an environment's reward has a part '{name}', and the batch has a column of that "
+                "name. Rename one"
+            )
+        final_state[name] = torch.tensor(math.nan if failed else value, dtype=torch.float32)
 
 
 def _truncate(trajectory: Trajectory, length: int) -> Trajectory:

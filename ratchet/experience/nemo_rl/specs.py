@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ratchet.data.formats.media import embed, is_pillow_image
-from ratchet.data.formats.media_columns import read_content
+from ratchet.data.formats.media_columns import join_parts, read_content
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.types import Message, Role
@@ -137,9 +137,7 @@ def as_message(entry: Mapping[str, Any]) -> Message:
     if isinstance(content, str):
         return Message(ROLES[role], content)
     parts = read_content(embed_images(content), f"content of role {role}")
-    if all(part.type == "text" for part in parts):
-        return Message(ROLES[role], "".join(part.value for part in parts))
-    return Message(ROLES[role], parts)
+    return Message(ROLES[role], join_parts(parts))
 
 
 def embed_images(content: Any) -> Any:

@@ -17,13 +17,14 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from ratchet.data.formats.media_columns import join_parts
 from ratchet.experience.openai_proxy.answers import (
     ChatReply,
     format_named_event,
     get_finish_reason,
     write_arguments,
 )
-from ratchet.experience.openai_proxy.content import join_parts, join_text_parts, make_image
+from ratchet.experience.openai_proxy.content import join_text_parts, make_image
 from ratchet.experience.openai_proxy.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,

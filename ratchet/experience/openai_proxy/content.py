@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ratchet.data.formats.media_columns import join_parts
 from ratchet.types import Part
 
 Content = str | tuple[Part, ...]
@@ -56,13 +57,6 @@ def read_content(content: Any, kinds: Sequence[str]) -> Content:
             for part in content
         ]
     )
-
-
-def join_parts(parts: Sequence[Part]) -> Content:
-    """Return the joined text of the parts, or the parts if they include an image."""
-    if all(part.type == "text" for part in parts):
-        return "".join(part.value for part in parts)
-    return tuple(parts)
 
 
 def make_image(media_type: str, data: str) -> Part:

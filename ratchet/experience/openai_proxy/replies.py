@@ -51,11 +51,19 @@ async def make_reply(
     handler: RequestHandler, request: ChatRequest
 ) -> tuple[AgentAnswer, ChatReply]:
     """Return the policy's answer to a conversation, and the reply for the client."""
+    n_top = (request.top_logprobs or 0) if request.logprobs else 0
+    if n_top and any(message.media for message in request.conversation):
+        raise ApiError(
+            400,
+            "top_logprobs are not computed for a conversation with images: leave them out",
+            param="top_logprobs",
+            code="unsupported_value",
+        )
     answer = await handler.answer(request)
     completion = answer.completion
     logprobs = None
     if request.logprobs:
-        scores = await score_completion(handler, answer, request.top_logprobs or 0)
+        scores = await score_completion(handler, answer, n_top)
         names = make_token_names(handler, request.return_tokens_as_token_ids)
         logprobs = answers.list_logprobs(completion.tokens.tolist(), scores, names)
     stop_string = None
@@ -97,13 +105,6 @@ async def score_completion(handler: RequestHandler, answer: AgentAnswer, n_top: 
     recorded_scores = TokenScores.from_completion(answer.completion)
     if not n_top or not len(answer.completion.tokens):
         return recorded_scores
-    if answer.media:
-        raise ApiError(
-            400,
-            "top_logprobs are not computed for a conversation with images: leave them out",
-            param="top_logprobs",
-            code="unsupported_value",
-        )
     allowed = AllowedTokens.concatenate(
         [(None, len(answer.prompt)), (answer.completion.allowed, len(answer.completion.tokens))]
     )

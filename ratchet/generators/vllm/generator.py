@@ -85,7 +85,7 @@ class VLLMGenerator(AsyncEngine):
             raise MissingDependency("vllm", extra="vllm", needed_for="generator.kind=vllm")
         warn_of_version(import_module("vllm").__version__)
         on_cpu = import_module("vllm.platforms").current_platform.is_cpu()
-        shapes = {name: tuple(weight.shape) for name, weight in model.canonical_weights()}
+        self._shapes = {name: tuple(weight.shape) for name, weight in model.canonical_weights()}
         dtype = choose_dtype(config, on_cpu=on_cpu)
         self.precision = config.quantise or str(dtype).removeprefix("torch.")
         max_context = min(config.max_context or model.max_positions, model.max_positions)
@@ -94,7 +94,7 @@ class VLLMGenerator(AsyncEngine):
         )
         self._directory = self._folder.path
         self.config = config
-        self._weight_writer = WeightFileWriter(self._directory, shapes, dtype)
+        self._weight_writer = WeightFileWriter(self._directory, self._shapes, dtype)
         self._adapters = AdapterSender(self._directory)
         self._broken_reason = ""  # why the weights can't be used; "" if they can
         try:
@@ -122,19 +122,13 @@ class VLLMGenerator(AsyncEngine):
         except BaseException:
             self._folder.close()
             raise
-        core.sparse_layers = (
-            model.shape.sparse_layers
-            if config.returns_routes and isinstance(model, DecoderPolicy)
-            else ()
-        )
-        vocab_size = model.vocab_size
-        self._shapes = shapes
+        core.sparse_layers = _list_recorded_layers(config, model)
         super().__init__(
             core,
             tuple,  # vLLM holds the weights, so `WeightStaging` gets none
             tuple,
             tokenizer,
-            vocab_size=vocab_size,
+            vocab_size=model.vocab_size,
             max_context=max_context,
             keep_kv=config.keep_kv,
             records_routes=bool(core.sparse_layers),
@@ -452,6 +446,13 @@ def explain_misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool
         n_layers=text_config["num_hidden_layers"],
         on_cpu=on_cpu,
     )
+
+
+def _list_recorded_layers(config: VLLMConfig, model: PolicyModel) -> Sequence[int]:
+    """Return the layers whose experts vLLM returns as routes."""
+    if config.returns_routes and isinstance(model, DecoderPolicy):
+        return model.shape.sparse_layers
+    return ()
 
 
 def _remove_start_files(start_directory: Path, *, only_weights: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,11 @@ from experience.openai_proxy.talk import Scripted
 from pictures import picture, processor, renderer
 
 from ratchet.errors import DataError
+from ratchet.experience.openai_proxy.handler import RequestHandler
 from ratchet.experience.openai_proxy.rendering import MAX_IMAGES, render_prompt
+from ratchet.experience.openai_proxy.replies import make_reply
+from ratchet.experience.openai_proxy.schema import ChatRequest
+from ratchet.experience.openai_proxy.wire import ApiError
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.types import Message, Part, Trajectory
 
@@ -105,6 +110,17 @@ def test_an_image_that_cannot_be_read_is_refused(path: str) -> None:
                 assert reason in answer.json()["error"]["message"]
 
     asyncio.run(scene())
+
+
+def test_alternatives_with_images_are_refused_before_an_answer() -> None:
+    message = {"role": "user", "content": write_parts(PATHS[0], "what?", PIXEL)}
+    request = ChatRequest.model_validate(
+        {"messages": [message], "logprobs": True, "top_logprobs": 2}
+    )
+    handler = Mock(RequestHandler)
+    with pytest.raises(ApiError, match="top_logprobs are not computed for a conversation with im"):
+        asyncio.run(make_reply(handler, request))
+    handler.answer.assert_not_called()
 
 
 @pytest.mark.slow
