@@ -57,6 +57,15 @@ RunDir = Annotated[
     str | None,
     typer.Option(help="Directory of the run, or s3://bucket/run; default: runs/<name>-<number>."),
 ]
+Supervise = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Start the run again after a crash, at most N times in a row without a new "
+        "checkpoint.",
+    ),
+]
 
 
 def train(
@@ -87,6 +96,7 @@ def train(
         int | None,
         typer.Option(min=1, metavar="N", help="Only try the recipe: end each stage after N steps."),
     ] = None,
+    supervise: Supervise = None,
 ) -> None:
     """Train with a recipe, or continue an interrupted run."""
     changes = list(overrides or [])
@@ -116,6 +126,13 @@ def train(
         raise ConfigError(
             "--with-optimizer is only for --from RUN: give --from too, or remove --with-optimizer"
         )
+    if supervise is not None:
+        if try_s is not None:
+            raise ConfigError(
+                "--try limits the seconds of one start: give --try-steps with --supervise"
+            )
+        place = resume or run_dir or _choose_run_dir(recipe, changes, start_from)
+        raise typer.Exit(_supervise(place, supervise, changed_data=changed_data))
     # Set before torch is imported, because torch's tracer would print progress notes.
     if profile is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -145,3 +162,57 @@ def _refuse_on_resume(options: list[str], resume: str | None) -> None:
     """Raise ConfigError for options of a new run, if a run is resumed."""
     if options and resume is not None:
         raise ConfigError(f"{options[0]} is only for a new run: remove it, or remove --resume")
+
+
+def _choose_run_dir(recipe: Path | None, changes: list[str], start_from: str | None) -> str:
+    """Return the directory or address in which a new run of a recipe trains."""
+    from ratchet.config.loader import load_config
+    from ratchet.runs.without_steps import find_free_run_dir
+
+    assert recipe is not None
+    option = "" if start_from is None else "--from"
+    config = load_config(recipe, changes, model_path=start_from, model_option=option)
+    return str(config.run_dir or find_free_run_dir(config.name))
+
+
+def _supervise(place: str, max_restarts: int, *, changed_data: bool) -> int:
+    """Run this command in a child process, and `ratchet train --resume` after each crash.
+
+    Args:
+        place: The directory or address of the run.
+        max_restarts: As of `Supervisor`.
+        changed_data: True if data may have changed since the run's last start.
+
+    Returns:
+        The exit status of the last start.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "--supervise can't start the processes of torchrun again: remove it, and give torchrun "
+            "--max-restarts"
+        )
+    from ratchet.runs.remote_sync import get_mirror_work_dir
+    from ratchet.training.supervise import Supervisor
+    from ratchet.utils.object_store import is_address
+
+    arguments = _remove_option(sys.argv[1:], "--supervise")
+    names = {argument.partition("=")[0] for argument in arguments}
+    if not names & {"--run-dir", "--resume"}:
+        arguments += ["--run-dir", place]
+    supervisor = Supervisor(
+        get_mirror_work_dir(place) if is_address(place) else Path(place),
+        arguments,
+        ["train", "--resume", place, *(["--changed-data"] * changed_data)],
+        max_restarts=max_restarts,
+        say=lambda line: typer.echo(escape_controls(line), err=True),
+    )
+    return supervisor.run()
+
+
+def _remove_option(arguments: list[str], name: str) -> list[str]:
+    """Return command-line arguments without an option and its value (`--x 1` or `--x=1`)."""
+    kept = [argument for argument in arguments if not argument.startswith(f"{name}=")]
+    if name in kept:
+        index = kept.index(name)
+        del kept[index : index + 2]
+    return kept

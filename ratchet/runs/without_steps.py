@@ -90,6 +90,20 @@ def remove_run_without_steps(directory: RunDirectory) -> None:
         directory.path.rmdir()
 
 
+def find_free_run_dir(name: str) -> Path:
+    """Return `runs/<name>`, or the first of `runs/<name>-2`, `runs/<name>-3`, ... that is free.
+
+    Free are directories that do not exist or hold a run that never finished a step, which a new run
+    may replace.
+    """
+    candidate = Path("runs") / name
+    number = 1
+    while candidate.exists() and not has_no_finished_step(RunDirectory(candidate)):
+        number += 1
+        candidate = candidate.with_name(f"{name}-{number}")
+    return candidate
+
+
 def _list_files(directory: RunDirectory) -> list[Path] | None:
     """Return all files of a run without steps.
 

@@ -21,7 +21,11 @@ from ratchet.runs.recipe_changes import check_changes, list_changes, load_change
 from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.resolve import open_run
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.runs.without_steps import clear_run_without_steps, has_no_finished_step
+from ratchet.runs.without_steps import (
+    clear_run_without_steps,
+    find_free_run_dir,
+    has_no_finished_step,
+)
 from ratchet.training.preflight import run_preflight
 from ratchet.training.saved_weights import (
     SavedWeights,
@@ -81,7 +85,7 @@ def start_run(
     lengths = resolve_lengths(unfrozen)
     config = freeze(lengths.config, notes)
     directory, store, mirror = _open_new_run(
-        run_dir or config.run_dir or _find_free_path(Path("runs") / config.name), notes
+        run_dir or config.run_dir or find_free_run_dir(config.name), notes
     )
     directory.check_recipe(dump_plain(unfrozen))
     with directory.locked():
@@ -268,16 +272,3 @@ def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -
         raise RunDirectoryError(
             f"{place} can't be used: {error}. Fix this, then continue with --resume"
         ) from error
-
-
-def _find_free_path(path: Path) -> Path:
-    """Return `path`, or the first of `path-2`, `path-3`, ... that does not exist.
-
-    An existing run that never finished a step counts as free: a new run may replace it.
-    """
-    candidate = path
-    number = 1
-    while candidate.exists() and not has_no_finished_step(RunDirectory(candidate)):
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -327,3 +328,39 @@ def test_what_a_link_leaves_lies_in_the_runs_directory(recipe, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (run / "weight_sync").is_dir()
+
+
+def test_seconds_of_a_try_are_not_supervised(recipe):
+    refused = ratchet("train", recipe, "--supervise", 1, "--try", 5)
+    assert refused.returncode == 2
+    assert "--try-steps" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_supervised_run_that_is_killed_again_and_again_ends_in_the_same_bits(
+    whole, recipe, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    done = ratchet("train", recipe, "--supervise", 1, faults="step.update:4:kill")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("starting it again") >= 2
+    assert_equal_runs(whole[0], tmp_path / "runs" / "probe")
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_supervisor_saves_and_ends_the_run(recipe, tmp_path):
+    run = tmp_path / "run"
+    options = ["stages.rl.steps=100000", "checkpoint.every=100000", "--supervise", "3"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ratchet", "train", recipe, "--run-dir", run, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None and (not metrics.exists() or metrics.stat().st_size < 5000):
+        time.sleep(0.05)
+    process.terminate()
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "starting it again" not in stderr
+    assert list((run / "checkpoints").glob("step-*"))

@@ -1,0 +1,128 @@
+"""Start a run again after a crash, from its newest checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from ratchet.executors.signals import STOP_SIGNALS
+from ratchet.processes.exit_status import describe_exit
+from ratchet.runs.checkpoints import CheckpointStore
+from ratchet.runs.run_dir import RunDirectory
+from ratchet.utils.retry import get_retry_wait_s
+
+FAILED = 1  # exit status of a run that broke on the way
+FIRST_WAIT_S = 1.0
+MAX_WAIT_S = 300.0
+POLL_S = 0.1
+
+
+class Supervisor:
+    """The parent process of a run, which starts it again after a crash.
+
+    A crash is a run's end by a signal that the supervisor did not pass on, or with exit status 1.
+    All other ends are final: the run is done, was told to stop, or has wrong input, which the next
+    start would find too. SIGINT, SIGTERM and SIGHUP are passed on; the run saves and ends.
+
+    The run is not in the terminal's foreground process group. Otherwise Ctrl-C would reach it
+    twice, and a second signal ends it without a save.
+
+    Args:
+        place: The run's directory.
+        start: Arguments of `ratchet` for the first start.
+        resume: Arguments of `ratchet` for each start once the directory holds a run.
+        max_restarts: Number of restarts in a row without a new checkpoint, after which the next
+            crash is final.
+        say: Called with one line for each restart.
+    """
+
+    def __init__(
+        self,
+        place: Path,
+        start: Sequence[str],
+        resume: Sequence[str],
+        *,
+        max_restarts: int,
+        say: Callable[[str], object],
+    ) -> None:
+        self._directory = RunDirectory(place)
+        self._start = start
+        self._resume = resume
+        self._max_restarts = max_restarts
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._signal: int | None = None  # the first signal that was passed on
+
+    def run(self) -> int:
+        """Train until the run's final end, and return its exit status.
+
+        Call it in the main thread, whose signal handlers it replaces meanwhile.
+        """
+        previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number, handler in previous.items():
+            if handler is not signal.SIG_IGN:  # `nohup` ignores SIGHUP, and the run should too
+                signal.signal(number, self._pass_on)
+        try:
+            return self._run_until_final_end()
+        finally:
+            for number, handler in previous.items():
+                # None means that the handler was not installed from Python.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _run_until_final_end(self) -> int:
+        arguments, restarts = self._start, 0
+        while True:
+            saved_step = self._find_saved_step()
+            status = self._run_once(arguments)
+            if self._signal is not None or not (status < 0 or status == FAILED):
+                break
+            if self._find_saved_step() > saved_step:
+                restarts = 0
+            end = f"the run in {self._directory.path} ended ({describe_exit(status)[0]})"
+            if restarts == self._max_restarts:
+                self._say(f"{end}, after {restarts} restarts without a new checkpoint: giving up")
+                break
+            wait_s = get_retry_wait_s(restarts, FIRST_WAIT_S, max_s=MAX_WAIT_S)
+            restarts += 1
+            self._say(
+                f"{end} after its checkpoint of step {self._find_saved_step()}: starting it again "
+                f"in {wait_s:.1f} s (restart {restarts} of at most {self._max_restarts} without a "
+                "new checkpoint)"
+            )
+            if self._wait(wait_s):
+                status = -signal.Signals(self._signal or signal.SIGTERM)
+                break
+            arguments = self._resume if self._directory.used else self._start
+        return 128 - status if status < 0 else status
+
+    def _run_once(self, arguments: Sequence[str]) -> int:
+        """Run `ratchet` with the arguments, and return its exit status as in `subprocess`."""
+        # Without -P a file of the user's directory could take the place of one of Python's modules.
+        command = [sys.executable, "-P", "-m", "ratchet", *arguments]
+        self._process = subprocess.Popen(command, process_group=0)
+        if self._signal is not None:  # it came while the process was started
+            self._process.send_signal(self._signal)
+        return self._process.wait()
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait; True if a signal came."""
+        end = time.monotonic() + seconds
+        while self._signal is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, POLL_S))
+        return self._signal is not None
+
+    def _find_saved_step(self) -> int:
+        """Return the step of the newest complete checkpoint; 0 without one."""
+        complete = CheckpointStore(self._directory.checkpoints).list_complete()
+        return complete[0].step if complete else 0
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is None:
+            self._signal = number
+        if self._process is not None:
+            self._process.send_signal(number)  # does nothing once the process has ended

@@ -1,0 +1,64 @@
+"""A supervised run starts again after a crash, within bounds, and after nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from ratchet.training import supervise
+from ratchet.training.supervise import Supervisor
+
+
+class ScriptedSupervisor(Supervisor):
+    """A supervisor whose starts end with given statuses, after saving given steps."""
+
+    def __init__(self, place: Path, ends: list[tuple[int, int]], max_restarts: int = 2) -> None:
+        self.said: list[str] = []
+        self.started: list[str] = []
+        self._ends = ends
+        self._step = 0
+        super().__init__(
+            place, ["start"], ["resume"], max_restarts=max_restarts, say=self.said.append
+        )
+
+    def _run_once(self, arguments):
+        self.started += arguments
+        (self._directory.path / "config.yaml").touch()
+        status, self._step = self._ends.pop(0)
+        return status
+
+    def _find_saved_step(self):
+        return self._step
+
+
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch):
+    monkeypatch.setattr(supervise, "FIRST_WAIT_S", 0.0)
+
+
+def test_a_crash_starts_the_run_again(tmp_path):
+    supervisor = ScriptedSupervisor(tmp_path, [(-9, 0), (1, 2), (0, 5)])
+    assert supervisor.run() == 0
+    assert supervisor.started == ["start", "resume", "resume"]
+    first, second = supervisor.said
+    assert "SIGKILL" in first
+    assert "exit status 1" in second
+    assert "step 2" in second
+    assert "restart 1 of at most 2" in second  # a new checkpoint begins the count anew
+
+
+@pytest.mark.parametrize("status", [0, 2, 74, 75, 77, 130, 143])
+def test_other_ends_are_final(tmp_path, status):
+    supervisor = ScriptedSupervisor(tmp_path, [(status, 0)])
+    assert (supervisor.run(), supervisor.said) == (status, [])
+
+
+def test_crashes_without_a_new_checkpoint_are_bounded(tmp_path):
+    supervisor = ScriptedSupervisor(tmp_path, [(-11, 4), (1, 4), (-11, 4)])
+    assert supervisor.run() == 128 + 11
+    assert len(supervisor.started) == 3
+    assert supervisor.said[-1].endswith("after 2 restarts without a new checkpoint: giving up")
+
+
+def test_a_run_that_saves_may_crash_any_number_of_times(tmp_path):
+    ends = [(1, step) for step in range(1, 9)]
+    assert ScriptedSupervisor(tmp_path, [*ends, (0, 9)], max_restarts=1).run() == 0
