@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -114,18 +115,9 @@ def train(
         "--try-steps": try_steps,
         "--from": start_from,
     }
-    _refuse_on_resume(
-        [name for name, value in new_run_options.items() if value is not None], resume
-    )
-    if changed_data and resume is None:
-        raise ConfigError(
-            "--changed-data is only for a run that continues: give --resume RUN_DIRECTORY, or "
-            "remove it"
-        )
-    if with_optimizer and start_from is None:
-        raise ConfigError(
-            "--with-optimizer is only for --from RUN: give --from too, or remove --with-optimizer"
-        )
+    _refuse_on_resume(new_run_options, resume)
+    _refuse_without("--changed-data", changed_data, "--resume RUN_DIRECTORY", resume)
+    _refuse_without("--with-optimizer", with_optimizer, "--from RUN", start_from)
     if supervise is not None:
         if try_s is not None:
             raise ConfigError(
@@ -158,10 +150,17 @@ def train(
     )
 
 
-def _refuse_on_resume(options: list[str], resume: str | None) -> None:
-    """Raise ConfigError for options of a new run, if a run is resumed."""
-    if options and resume is not None:
-        raise ConfigError(f"{options[0]} is only for a new run: remove it, or remove --resume")
+def _refuse_on_resume(options: Mapping[str, object], resume: str | None) -> None:
+    """Raise ConfigError for options of a new run (by name; None: not given) if one is resumed."""
+    given = [name for name, value in options.items() if value is not None]
+    if given and resume is not None:
+        raise ConfigError(f"{given[0]} is only for a new run: remove it, or remove --resume")
+
+
+def _refuse_without(option: str, is_given: bool, needed: str, value: str | None) -> None:
+    """Raise ConfigError for an option that is given without the one that it belongs to."""
+    if is_given and value is None:
+        raise ConfigError(f"{option} is only for {needed}: give that too, or remove {option}")
 
 
 def _choose_run_dir(recipe: Path | None, changes: list[str], start_from: str | None) -> str:
