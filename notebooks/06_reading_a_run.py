@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from ratchet.notebook import RunView
 from ratchet.observe.records.reader import Record
 from ratchet.training.start import start_run
 
@@ -58,6 +59,23 @@ run = Path("runs/read")
 rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 rewards = {row["step"]: row["rollout/reward"] for row in rows if "rollout/reward" in row}
 print({step: round(reward, 2) for step, reward in rewards.items()})
+
+# %% [markdown]
+# ## Seen
+#
+# In Jupyter, VS Code and marimo these draw themselves: the curves, a group with its tokens coloured by advantage, and the report with all of it.
+
+# %%
+view = RunView(run)
+view
+
+# %%
+group_view = view.show_group(40, color_by="advantage")
+group_view
+
+# %%
+report = view.show_report(rollouts=32)
+report
 
 # %% [markdown]
 # ## The record
@@ -113,6 +131,9 @@ directions = [row["direction"] for row in explanation["groups"]]
 print(f"{len(directions)} groups; the strongest has {max(directions):.0%} of the gradient")
 
 # %%
+assert view._repr_html_().count("<svg") >= 5
+assert len(group_view.attempts) == 8
+assert report.page.startswith("<!doctype html>")
 assert len(rewards) == 10
 assert table.num_rows == 32 * 8
 assert len(group.trajectories) == 8
