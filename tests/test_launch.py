@@ -18,7 +18,7 @@ from ratchet.config.loader import load_config
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "docs" / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sbatch"))
-MANIFESTS = sorted(LAUNCH.glob("*.yaml"))
+MANIFESTS = sorted(LAUNCH.glob("kubernetes-*.yaml"))
 RECIPE = ROOT / "ratchet" / "recipes" / "quickstart.yaml"
 
 # Each logs how it was called; srun runs what it is given, here.
@@ -206,6 +206,31 @@ def test_manifests_have_their_parts(manifest):
         assert {volume["name"] for volume in pod["volumes"]} == {"runs", "shm"}
     if said["kind"] == "RayJob":
         assert said["spec"]["rayClusterSpec"]["authOptions"]["mode"] == "token"
+
+
+@pytest.mark.parametrize(("status", "starts"), [(0, 1), (1, 1), (2, 2), (143, 1)])
+def test_the_skypilot_job_starts_a_run_only_where_there_is_none(tmp_path, status, starts):
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    log, program = tmp_path / "log", tmp_path / "ratchet"
+    program.write_text(
+        f'#!/bin/bash\necho "$*" >> {log}\n[[ $* != *--resume* ]] || exit {status}\nexit 7\n'
+    )
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": "s3://b/run"}
+    done = subprocess.run(["bash", "-c", task["run"]], env=environment, timeout=60, check=False)
+    calls = [shlex.split(line) for line in log.read_text().splitlines()]
+    assert calls[0] == ["train", "--resume", "s3://b/run", "--supervise", "3"]
+    assert (done.returncode, len(calls)) == (7 if starts == 2 else status, starts)
+    if starts == 2:
+        assert calls[1][:6] == [
+            "train",
+            "quickstart",
+            "--run-dir",
+            "s3://b/run",
+            "--supervise",
+            "3",
+        ]
+        assert load_config(RECIPE, calls[1][6:]).stages[0].learner.dp_shard == 8
 
 
 def pods(value):
