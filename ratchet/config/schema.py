@@ -91,7 +91,8 @@ class OptimizerConfig(Section):
     Steps are optimizer steps here: batches x minibatches x epochs.
 
     Attributes:
-        needs_whole_matrices: True if a step needs each weight matrix whole, in one process.
+        needs_whole_matrices: True if a step computes with whole weight matrices, each of which a
+            divided learner gathers on one rank.
         required_package: The package that implements the optimizer; None for PyTorch or Ratchet.
     """
 

@@ -210,7 +210,7 @@ def _make_remote_roles(
             f"algorithm {algorithm.name} was made in Python, but learner.kind={section.kind_name} "
             "builds its losses again in other processes. Set StageSpec.algorithm to its section"
         )
-    _check_remote(section.kind_name, model, algorithm, optimizer)
+    _check_remote(section, model, algorithm, optimizer)
     shapes = {name: _read_shape(role.path, model) for name, role in algorithm.roles.items()}
     compared_sizes = (shapes[name][0] for name, role in algorithm.roles.items() if not role.aligned)
     shared_vocab = min([model.vocab_size, *compared_sizes])
@@ -258,13 +258,14 @@ def _make_remote_roles(
 
 
 def _check_remote(
-    kind: str, model: PolicyModel, algorithm: Algorithm, optimizer: OptimizerConfig
+    section: DistributedConfig, model: PolicyModel, algorithm: Algorithm, optimizer: OptimizerConfig
 ) -> None:
-    """Raise ConfigError for an optimizer or a copied role that remote learners do not support."""
-    if optimizer.needs_whole_matrices:
+    """Raise ConfigError for an optimizer or a copied role that the learner does not support."""
+    kind = section.kind_name
+    if section.has_own_adamw and optimizer.needs_whole_matrices:
         raise ConfigError(
-            f"{type(optimizer).__name__} computes with whole matrices, but learner.kind={kind} "
-            "divides them. Set optimizer.kind=adamw, or learner.kind=local"
+            f"learner.kind={kind} has only its own AdamW, and {type(optimizer).__name__} is "
+            "another optimizer. Set optimizer.kind=adamw, or learner.kind=dtensor"
         )
     copied_role = next((name for name, role in algorithm.roles.items() if role.path is None), None)
     if copied_role is not None and not isinstance(model, DecoderPolicy):

@@ -259,10 +259,6 @@ CLASHES = [
         "never decays: set optimizer.decay_steps=10 (a fifth of the stage's 50",
     ),
     (
-        {"optimizer": "{kind: muon}", "learner": "{kind: dtensor}"},
-        "optimizer.kind=muon computes with whole matrices, and learner.kind=dtensor shards them over processes: set",
-    ),
-    (
         {"optimizer": "{decay_steps: 5}"},
         "optimizer.decay_steps=5 is not read with optimizer.schedule=constant",
     ),

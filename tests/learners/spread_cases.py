@@ -23,6 +23,7 @@ from ratchet.learners.distributed.mesh import Mesh
 from ratchet.learners.distributed.param_shards import fill_param_shards
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.local import LocalLearner
+from ratchet.learners.optim.config import MuonConfig
 from ratchet.models.load import init_policy
 from ratchet.models.parallel.sharded_policy import DistributedPolicy, DistributedShard
 from ratchet.models.scalar_head import ScalarHead
@@ -52,6 +53,7 @@ SPARSE = replace(
     expert_intermediate_size=12,
     dense_layers=(1,),
 )
+MUON = MuonConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, max_grad_norm=0.5, weight_decay=0.1)
 
 
@@ -112,12 +114,14 @@ def first(shape, dtype, adapter=None):
     return policy, ScalarHead(policy.hidden_size).to(dtype).init_weights(4, std=0.3)
 
 
-def alone(shape, steps, dtype=torch.float64, autocast=False, adapter=None, workers=1):
+def alone(
+    shape, steps, dtype=torch.float64, autocast=False, adapter=None, workers=1, optimizer=OPTIMIZER
+):
     """What one process makes of it: (metrics by step, weights, columns of the last batch)."""
     policy, head = first(shape, dtype, adapter)
     config = LocalConfig(micro_batch_tokens=40, workers=workers)
     learner = LocalLearner(
-        config, policy, optimizer=OPTIMIZER, total_steps=10, head=head, autocast=autocast
+        config, policy, optimizer=optimizer, total_steps=10, head=head, autocast=autocast
     )
     metrics = []
     for step in range(steps):
@@ -131,7 +135,7 @@ CPU = torch.device("cpu")
 WANTED = ["logprobs", "entropy", "values", "scores", "topk_logprobs", "topk_ids"]
 
 
-def made(mesh, shape, dtype, config, autocast=False, adapter=None):
+def made(mesh, shape, dtype, config, autocast=False, adapter=None, optimizer=OPTIMIZER):
     whole, head = first(shape, dtype, adapter)
     weights = whole_weights(whole, head)
     if isinstance(shape, Path):
@@ -160,7 +164,7 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
         mesh,
         policy,
         device=CPU,
-        optimizer=OPTIMIZER,
+        optimizer=optimizer,
         total_steps=10,
         head=head,
         autocast=autocast,
@@ -184,12 +188,21 @@ def micros_of(mesh, batch, terms=None):
 
 
 def spread(
-    rank, topology, shape, steps, options, dtype, directory=None, autocast=False, adapter=None
+    rank,
+    topology,
+    shape,
+    steps,
+    options,
+    dtype,
+    directory=None,
+    autocast=False,
+    adapter=None,
+    optimizer=OPTIMIZER,
 ):
     """On one rank: (metrics by step, blocks of weights, (rows, columns) of the last batch where the
     rank is_reporting_rank)."""
     mesh = Mesh(Topology(**topology), "cpu")
-    learner = made(mesh, shape, dtype, DTensorConfig(**options), autocast, adapter)
+    learner = made(mesh, shape, dtype, DTensorConfig(**options), autocast, adapter, optimizer)
     metrics = []
     for step in range(steps):
         batch, terms = weighed(step)

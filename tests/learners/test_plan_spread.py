@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from learners.ranks import run_ranks
-from learners.spread_cases import VOCAB, alone, check_alike
+from learners.spread_cases import MUON, VOCAB, alone, check_alike
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ratchet.learners.distributed.topology import Topology
@@ -88,6 +88,14 @@ def test_ranks_compute_what_one_process_does(directory, expected, kind, name):
     )
     # Some norms of transformers round to float32 whatever comes.
     check_alike(results, topology, expected(kind), rtol=1e-6 if kind == "gpt_neox" else 1e-5)
+
+
+@pytest.mark.slow
+def test_muon_on_ranks_takes_the_steps_of_one_process(directory):
+    topology = {"shards": 2, "tensor": 2}
+    arguments = (topology, directory("gpt_neox"), STEPS, {}, torch.float64, None, False, None, MUON)
+    results = run_ranks(4, "learners.spread_cases:spread", *arguments)
+    check_alike(results, topology, alone(directory("gpt_neox"), STEPS, optimizer=MUON))
 
 
 CHANGES = [

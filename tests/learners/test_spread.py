@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from learners.ranks import run_ranks
-from learners.spread_cases import SHAPE, SPARSE, UNTIED, alone, check_alike
+from learners.spread_cases import MUON, SHAPE, SPARSE, UNTIED, alone, check_alike
 
 from ratchet.learners.distributed.topology import Topology
 
@@ -96,3 +96,34 @@ def test_under_autocast_matrices_of_layers_travel_in_bfloat16():
         )
         assert seen["layers.0.input_layernorm.weight"] == seen["norm.weight"] == torch.float32
         assert held == {torch.float32}
+
+
+MUON_CASES = [
+    ("tied", "fsdp2"),
+    ("tied", "pp2 x fsdp2"),
+    ("untied", "fsdp2 x tp2"),
+    ("untied", "hsdp2x2"),
+    ("sparse", "ep2 of fsdp4"),
+    ("sparse", "ep2 x tp2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(*case, marks=[] if case == ("tied", "fsdp2") else [pytest.mark.slow])
+        for case in MUON_CASES
+    ],
+)
+def test_muon_on_ranks_takes_the_steps_of_one_process(kind, name):
+    topology, options = (OF_EXPERTS if kind == "sparse" else TOPOLOGIES)[name]
+    world = Topology(**topology).world_size
+    arguments = (topology, SHAPES[kind], STEPS, options, torch.float64, None, False, None, MUON)
+    results = run_ranks(world, "learners.spread_cases:spread", *arguments)
+    check_alike(results, topology, alone(SHAPES[kind], STEPS, optimizer=MUON))
+
+
+def test_ranks_with_muon_go_on_from_what_they_saved_bit_by_bit(tmp_path):
+    for rank in run_ranks(2, "learners.state_cases:goes_on", str(tmp_path), MUON):
+        assert rank["keys"]["layers.0.self_attn.qkv_proj.weight"] == ["momentum"]
+        assert all(rank["same"])

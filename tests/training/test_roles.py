@@ -15,7 +15,7 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
-from ratchet.learners.config import DTensorConfig, LocalConfig
+from ratchet.learners.config import DTensorConfig, LocalConfig, MegatronConfig
 from ratchet.learners.optim.config import MuonConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.policy import DecoderPolicy
@@ -65,16 +65,16 @@ def test_a_learner_of_several_processes_without_any_is_refused():
         )
 
 
-def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_divided():
+def test_another_optimizer_is_refused_where_the_learner_has_its_own():
     algo, spec = algorithm("sft"), resolve("algorithm", {"kind": "sft"})
     options = {
-        "section": DTensorConfig(),
+        "section": MegatronConfig(),
         "optimizer": MuonConfig(),
         "ranks": object(),
         "algorithm_section": spec,
     }
     with pytest.raises(
-        ConfigError, match=r"MuonConfig computes with whole matrices.*Set optimizer.kind=adamw"
+        ConfigError, match=r"has only its own AdamW, and MuonConfig.*Set optimizer.kind=adamw"
     ):
         make_roles(model(), TOKENIZER, algo, steps=1, **options)
 

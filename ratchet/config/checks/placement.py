@@ -34,14 +34,6 @@ def _check_sequence_parallel(stage: StageConfig, config: RunConfig) -> Iterator[
 
 def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner = stage.learner.kind_name
-    if stage.optimizer.needs_whole_matrices and stage.learner.is_distributed:
-        yield clash(
-            f"optimizer.kind={stage.optimizer.kind_name} computes with whole matrices, and "
-            f"learner.kind={learner} shards them over processes: set optimizer.kind=adamw, or "
-            "learner.kind=local",
-            "optimizer.kind",
-            "learner.kind",
-        )
     if stage.learner.has_own_adamw:
         if stage.optimizer.kind_name != "adamw":
             yield clash(

@@ -43,6 +43,7 @@ from ratchet.learners.distributed.param_shards import (
     scale_gradients,
 )
 from ratchet.learners.distributed.pipeline import Pipeline
+from ratchet.learners.distributed.whole_matrices import WholeMatrices, select_matrices
 from ratchet.learners.export import export_blocks
 from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
@@ -167,9 +168,22 @@ class DTensorLearner(RankLearner):
                 )
         self.optimizer: AdamW | None = None
         if optimizer is not None:
-            named_parameters = [(shard.name, shard.parameter) for shard in self.trained]
-            self.optimizer = build(optimizer, named_parameters, to_local=get_local_tensor)
+            self.optimizer = self._make_optimizer(optimizer)
         self._offloader = Offloader([model, head], self.optimizer)
+
+    def _make_optimizer(self, config: OptimizerConfig) -> AdamW:
+        named_parameters = [(shard.name, shard.parameter) for shard in self.trained]
+        if not config.needs_whole_matrices:
+            return build(config, named_parameters, to_local=get_local_tensor)
+        shards = select_matrices(self.trained, self.model)
+        wholes = WholeMatrices(shards, self.mesh.stage_group, self.forward.device)
+        return build(
+            config,
+            named_parameters,
+            matrices={shard.name: [len(piece.rows) for piece in shard.pieces] for shard in shards},
+            to_local=get_local_tensor,
+            map_matrices=wholes.map,
+        )
 
     def _score(
         self, micros: Sequence[Batch], output_names: Sequence[str], top_k: int
@@ -283,7 +297,9 @@ class DTensorLearner(RankLearner):
     def save(self, directory: Path) -> None:
         numbers: dict[str, Any] = {}
         if self.optimizer is not None and self.step_rules is not None:
-            steps = {name: int(moments["step"]) for name, moments in self.optimizer.state.items()}
+            steps = {
+                name: int(moments.get("step", 0)) for name, moments in self.optimizer.state.items()
+            }
             numbers = {
                 "taken": self.step_rules.steps_taken,
                 "bad": self.step_rules.bad_steps,
@@ -325,7 +341,8 @@ class DTensorLearner(RankLearner):
                 shard for shard in self.trained if shard.name in block_files.metadata["steps"]
             ):
                 moments = self.optimizer.init_state(shard.name, shard.parameter)
-                moments["step"].fill_(block_files.metadata["steps"][shard.name])
+                if "step" in moments:
+                    moments["step"].fill_(block_files.metadata["steps"][shard.name])
                 stored_moments = self.optimizer.get_moments(shard.name)
                 for key, moment in stored_moments.items():
                     for block in shard.blocks(moment):

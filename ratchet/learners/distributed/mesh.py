@@ -42,6 +42,10 @@ class Mesh:
         self.gradient_group = self._create_group(
             lambda c: (c.pipeline, c.tensor), topology.gradient_ranks
         )
+        # The ranks that hold parts of the same parameters.
+        self.stage_group = self._create_group(
+            lambda c: (c.pipeline,), topology.world_size // topology.pipeline
+        )
         row_index = self.coordinates.shard * topology.context + self.coordinates.context
         # Number of ranks over which FSDP divides the rows of an expert's parameters.
         expert_row_ranks = row_ranks // topology.experts

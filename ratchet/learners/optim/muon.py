@@ -5,7 +5,7 @@ The step of a matrix has singular values of about 1, whatever the singular value
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from ratchet.learners.optim.config import MuonConfig
 # values still end within about 0.3 of 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+
+MapMatrices = Callable[[str, Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 
 class Muon(AdamW):
@@ -37,6 +39,10 @@ class Muon(AdamW):
             Matrices that the decoder stacks in one parameter (queries, keys and values; all experts
             of a layer) are orthogonalised separately. AdamW updates all parameters that are not
             listed here (embeddings, heads, norms, biases).
+        to_local: As of `AdamW`.
+        map_matrices: Applies a function to each whole matrix of a parameter, given the parameter's
+            name and this rank's part, and returns this rank's part of the results. None: this rank
+            has the whole parameters, as `matrices` describes them.
 
     Raises:
         ConfigError: If `matrices` is empty.
@@ -50,8 +56,11 @@ class Muon(AdamW):
         named_parameters: Sequence[tuple[str, nn.Parameter]],
         *,
         matrices: Mapping[str, Sequence[int]],
+        to_local: Callable[[Tensor], Tensor] = lambda whole: whole,
+        map_matrices: MapMatrices | None = None,
     ) -> None:
-        super().__init__(config, named_parameters, matrices=matrices)
+        super().__init__(config, named_parameters, matrices=matrices, to_local=to_local)
+        self._map_matrices = map_matrices or self._map_local_matrices
         if not matrices:
             raise ConfigError(
                 "optimizer.kind=muon finds no matrices of hidden layers in this model. Set "
@@ -69,13 +78,22 @@ class Muon(AdamW):
     def _update_matrices(self, name: str, p: Tensor, gradient: Tensor, lr: float) -> None:
         """Take a Muon step for the matrices of one parameter."""
         config = self.config
-        rows = self.matrices[name]
+        weights, gradient = self.to_local(p), self.to_local(gradient)
         momentum = (self.state.get(name) or self.init_state(name, p))["momentum"]
         momentum.mul_(config.momentum).add_(gradient)
         update = gradient.add(momentum, alpha=config.momentum)
-        p.mul_(1 - lr * config.weight_decay)
-        for matrix, direction in zip(_unstack(p, rows), _unstack(update, rows), strict=True):
-            matrix.add_(orthogonalise(direction), alpha=-lr * 0.2 * max(matrix.shape[-2:]) ** 0.5)
+        weights.mul_(1 - lr * config.weight_decay)
+        weights.add_(self._map_matrices(name, update, compute_direction), alpha=-lr)
+
+    def _map_local_matrices(
+        self, name: str, local: Tensor, compute: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Apply a function to the matrices of a parameter that this rank has whole."""
+        rows = self.matrices[name]
+        result = torch.empty_like(local)
+        for matrix, target in zip(_unstack(local, rows), _unstack(result, rows), strict=True):
+            target.copy_(compute(matrix))
+        return result
 
     def init_moments(self, name: str, local: Tensor) -> Moments:
         return (
@@ -83,6 +101,11 @@ class Muon(AdamW):
             if name in self.matrices
             else super().init_moments(name, local)
         )
+
+
+def compute_direction(x: Tensor) -> Tensor:
+    """Return the direction of a Muon step for x [..., r, c]: orthogonalised, and scaled."""
+    return orthogonalise(x) * (0.2 * max(x.shape[-2:]) ** 0.5)
 
 
 def orthogonalise(x: Tensor) -> Tensor:
