@@ -81,7 +81,11 @@ FIRST = {
 SECOND = {
     "threads": 1,
     "run_dir": "second",
-    "model": {"path": "runs/first/model", "backend": "transformers"},
+    "model": {
+        "path": "runs/first/model",
+        "backend": "transformers",
+        "freeze": ["*layernorm.weight"],
+    },
     "generator": {"kind": "hf"},
     "algorithm": {"kind": "grpo", "group_size": 2, "correction": {}},
     "environment": {"kind": "gsm8k", "train": "questions.jsonl", "shots": 1},
@@ -418,6 +422,18 @@ def test_a_knob_of_rollouts_changes_what_it_says(key, low, high, what, around):
 @pytest.mark.parametrize(("key", "low", "high", "what", "around"), SFT_KNOBS)
 def test_a_knob_of_rows_changes_what_it_says(sft, key, low, high, what, around):
     assert_knob_turns(sft, key, low, high, what, around)
+
+
+def test_frozen_weights_of_the_model_stay_in_a_run():
+    recipe = grpo()
+    recipe["model"] = {**TINY, "freeze": ["*norm.weight", "*.mlp"]}
+    names = dict(build_policy(RunConfig.model_validate(recipe)).model.named_parameters())
+    start = build_policy(RunConfig.model_validate(grpo())).model.named_parameters()
+    sizes = [len(p.flatten()) for p in names.values()]
+    after = outcome(recipe).weights.split(sizes)
+    for (name, before), weights in zip(start, after, strict=True):
+        is_frozen = name.endswith("norm.weight") or ".mlp." in name
+        assert torch.equal(before.detach().flatten(), weights) == is_frozen, name
 
 
 def test_max_bad_steps_is_how_many_are_borne():
