@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.micro_batches import (
     DynamicBatchingArgs,
-    MicroBatch,
     SequencePackingArgs,
+    ShardMicroBatch,
     get_lengths,
     plan_dynamic_batches,
     plan_packed_batches,
@@ -209,7 +209,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         self,
         shards: int,
         starts: range,
-        plan: Callable[[Sequence[int]], list[list[MicroBatch]]],
+        plan: Callable[[Sequence[int]], list[list[ShardMicroBatch]]],
         lengths: Sequence[int],
     ) -> tuple[list[Self], list[int]]:
         """Return the shards and the rows of this batch that they have, in their order.
@@ -348,7 +348,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         return self
 
 
-def _list_bounds(micro_batches: Sequence[MicroBatch]) -> list[list[int]]:
+def _list_bounds(micro_batches: Sequence[ShardMicroBatch]) -> list[list[int]]:
     """Return the first row of each micro-batch and the row after its last."""
     ends = accumulate(len(micro.rows) for micro in micro_batches)
     return [[begin, end] for begin, end in pairwise([0, *ends])]

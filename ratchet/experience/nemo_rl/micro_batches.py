@@ -56,7 +56,7 @@ class ShardingError(DataError, ValueError):
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class ShardMicroBatch:
     """A micro-batch: the numbers of its rows, and its length in tokens, rounded up.
 
     `length` is that of the padded rows with dynamic batching, and of all rows with packing.
@@ -68,7 +68,7 @@ class MicroBatch:
 
 def plan_dynamic_batches(
     lengths: Sequence[int], shards: int, args: DynamicBatchingArgs, *, width: int
-) -> list[list[MicroBatch]]:
+) -> list[list[ShardMicroBatch]]:
     """Return the micro-batches of each shard, which have the same sizes and lengths in all shards.
 
     The rows are sorted by length, and dealt to the shards in turns.
@@ -92,7 +92,7 @@ def plan_dynamic_batches(
             planned.append((range(place, place + 1), length))
     return [
         [
-            MicroBatch([order[place * shards + shard] for place in places], length)
+            ShardMicroBatch([order[place * shards + shard] for place in places], length)
             for places, length in planned
         ]
         for shard in range(shards)
@@ -101,7 +101,7 @@ def plan_dynamic_batches(
 
 def plan_packed_batches(
     lengths: Sequence[int], shards: int, args: SequencePackingArgs
-) -> list[list[MicroBatch]]:
+) -> list[list[ShardMicroBatch]]:
     """Return the micro-batches of each shard, as many in each.
 
     Raises ShardingError if a row is longer than a micro-batch, if there are fewer rows than
@@ -118,7 +118,7 @@ def plan_packed_batches(
     else:
         bins = _pack_first_fit(padded, limit)
     _fill_up(bins, _round_up(max(len(bins), shards), shards))
-    micro_batches = [MicroBatch(rows, sum(padded[row] for row in rows)) for rows in bins]
+    micro_batches = [ShardMicroBatch(rows, sum(padded[row] for row in rows)) for rows in bins]
     by_shard = [micro_batches[shard::shards] for shard in range(shards)]
     if order == "largest_first":
         return [sorted(shard, key=lambda micro: -micro.length) for shard in by_shard]
