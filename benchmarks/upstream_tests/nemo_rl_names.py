@@ -35,6 +35,7 @@ from ratchet.experience.nemo_rl import (
     rollouts,
 )
 from ratchet.experience.nemo_rl.metrics import compute_percentile
+from ratchet.experience.nemo_rl.micro_batches import DynamicBatchingArgs, SequencePackingArgs
 
 
 class Config(BaseModel, extra="allow"):
@@ -466,7 +467,11 @@ NAMES: dict[str, dict[str, Any]] = {
     "nemo_rl.algorithms.utils": {"calculate_kl": calculate_kl},
     "nemo_rl.algorithms.advantage_estimator": ESTIMATORS,
     "nemo_rl.algorithms.grpo": ESTIMATORS,
-    "nemo_rl.distributed.batched_data_dict": {"BatchedDataDict": BatchedDataDict},
+    "nemo_rl.distributed.batched_data_dict": {
+        "BatchedDataDict": BatchedDataDict,
+        "DynamicBatchingArgs": DynamicBatchingArgs,
+        "SequencePackingArgs": SequencePackingArgs,
+    },
     "nemo_rl.distributed.virtual_cluster": {"RayVirtualCluster": RayVirtualCluster},
     "nemo_rl.data.llm_message_utils": {
         "batched_message_log_to_flat_message": batched_message_log_to_flat_message

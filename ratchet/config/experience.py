@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ratchet.config.base import Section
+from ratchet.config.resolve import Slot
 from ratchet.errors import SamplingError
 from ratchet.sampling import check_setting
 
@@ -212,11 +220,19 @@ class RolloutsConfig(Section):
         description="Replace each group whose rewards are all equal by a new group (DAPO, "
         "arXiv:2503.14476).",
     )
+    group_filter: Annotated[
+        SerializeAsAny[Section] | None, Slot("group_filter", is_optional=True)
+    ] = Field(
+        default=None,
+        description="Filter of groups: a new group replaces each one that does not pass. Its kind "
+        "may be the import path of a function (group) -> bool, or of a class with such a method "
+        "`keep`; their other parameters are keys. null: all groups pass.",
+    )
     max_replaced: int = Field(
         default=3,
         ge=1,
-        description="Maximum number of groups that dynamic_sampling replaces in a step, as a "
-        "multiple of batch_size. Further groups of equal rewards are kept.",
+        description="Maximum number of groups that dynamic_sampling and group_filter replace in a "
+        "step, as a multiple of batch_size. Further groups are kept.",
     )
     replay: ReplayConfig | None = Field(
         default=None,
@@ -226,7 +242,12 @@ class RolloutsConfig(Section):
     @property
     def prefetches(self) -> bool:
         """True if groups are generated ahead of the step that trains on them."""
-        return self.max_staleness > 0 or self.dynamic_sampling
+        return self.max_staleness > 0 or self.replaces_groups
+
+    @property
+    def replaces_groups(self) -> bool:
+        """True if groups may be replaced by others instead of training."""
+        return self.dynamic_sampling or self.group_filter is not None
 
 
 class CurriculumConfig(Section):

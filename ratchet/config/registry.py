@@ -166,6 +166,9 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "verl": "ratchet.rewards.integrations.verl:VerlRewardConfig",
         "openrlhf": "ratchet.rewards.integrations.openrlhf:OpenRLHFRewardConfig",
     },
+    "group_filter": {
+        "reward_std": "ratchet.experience.async_rollouts.group_filter:RewardStdConfig"
+    },
     "judge": {
         "language_model": "ratchet.rewards.judge_models.config:LanguageModelJudgeConfig",
         "reward_model": "ratchet.rewards.judge_models.config:RewardModelJudgeConfig",

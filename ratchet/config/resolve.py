@@ -303,6 +303,7 @@ FUNCTION_ARGUMENTS = {
     "policy_loss": 2,
     "shaping": 2,
     "agent": 3,
+    "group_filter": 1,
 }
 
 

@@ -80,6 +80,12 @@ class ModelConfig(Section):
         default=False,
         description="Also train the image, audio and video encoders of a multimodal model.",
     )
+    freeze: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        description="Weights that no update changes, by their names in a Hugging Face checkpoint: "
+        "the name of a module, with all below it, or a pattern: [model.embed_tokens, "
+        "'*.layernorm.weight'].",
+    )
     trust_remote_code: bool = Field(
         default=False, description="Let transformers run code that comes with the model."
     )

@@ -133,6 +133,7 @@ class LearnerSection(Section):
         can_offload: True if the learner can be offloaded from its accelerator (colocation).
         supports_cpu_kernels: True if the learner can use Ratchet's CPU kernels.
         supports_pipeline_lora: True if the learner supports `lora` with several pipeline ranks.
+        supports_freeze: True if the learner supports `model.freeze`.
     """
 
     is_distributed: ClassVar[bool] = False
@@ -140,6 +141,7 @@ class LearnerSection(Section):
     can_offload: ClassVar[bool] = True
     supports_cpu_kernels: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = False
+    supports_freeze: ClassVar[bool] = True
 
     @property
     def tensor_ranks(self) -> int:

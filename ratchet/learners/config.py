@@ -159,6 +159,7 @@ class MegatronConfig(DistributedConfig):
     has_own_adamw: ClassVar[bool] = True
     can_offload: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = True
+    supports_freeze: ClassVar[bool] = False
 
     kind: Literal["megatron"] = "megatron"
     data_parallel: int = Field(1, ge=1, description="Ranks over which rows are divided.")

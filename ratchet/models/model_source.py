@@ -34,6 +34,7 @@ class ModelSource:
     trust_remote_code: bool = False
     revision: str | None = None
     train_encoders: bool = False
+    freeze: tuple[str, ...] = ()  # the patterns of `PolicyModel.freeze`
 
     def directory(self) -> Path:
         """Return the local directory of the model, downloading it if needed."""
@@ -54,15 +55,18 @@ class ModelSource:
         """Return the whole model in float32. Raises ModelError if it can't be loaded."""
         if self.path is None:
             assert self.shape is not None, "a model source has a shape or a path"
-            return init_policy(self.shape, self.seed, device=device)
-        return load_policy(
-            self.path,
-            backend=self.backend,
-            device=device,
-            trust_remote_code=self.trust_remote_code,
-            revision=self.revision,
-            train_encoders=self.train_encoders,
-        )
+            model: PolicyModel = init_policy(self.shape, self.seed, device=device)
+        else:
+            model = load_policy(
+                self.path,
+                backend=self.backend,
+                device=device,
+                trust_remote_code=self.trust_remote_code,
+                revision=self.revision,
+                train_encoders=self.train_encoders,
+            )
+        model.freeze(self.freeze)
+        return model
 
     def reader(self) -> ReadBlock:
         """Return a function that reads single blocks of weights without loading the model."""

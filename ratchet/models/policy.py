@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.errors import ConfigError
 from ratchet.models.decoder import Decoder
 from ratchet.models.flops import DecoderCost, TokenCost
 from ratchet.models.layers.expert_routing import Routing
@@ -41,6 +43,8 @@ class PolicyModel(nn.Module, ABC):
     tp_division: TPDivision | None = None
     # The adapter that is trained instead of the weights; None: the weights are trained.
     adapter: Adapter | None = None
+    # Names of the parameters (as in `named_parameters`) that no update changes.
+    frozen_parameters: frozenset[str] = frozenset()
 
     @property
     @abstractmethod
@@ -184,24 +188,70 @@ class PolicyModel(nn.Module, ABC):
     def without_adapter(self) -> AbstractContextManager[None]:
         """Switch the adapter off inside the context."""
 
+    # --- trained parameters
+
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """Exclude the weights that `patterns` select from training, besides those frozen before.
+
+        Args:
+            patterns: Names as in a Hugging Face checkpoint. The name of a module selects all
+                weights below it; * matches any text.
+
+        Raises:
+            ConfigError: A pattern selects only some of the weights that one parameter fuses.
+        """
+        frozen_parameters: set[str] = set()
+        for name, weight_names in self.weights_by_parameter().items():
+            selected = [weight for weight in weight_names if _is_selected(weight, patterns)]
+            if selected and len(selected) < len(weight_names):
+                others = [weight for weight in weight_names if weight not in selected]
+                raise ConfigError(
+                    f"model.freeze selects {selected[0]}, but not {others[0]}, which is in the "
+                    "same parameter here. Select both, or none"
+                )
+            if selected:
+                frozen_parameters.add(name)
+        self.frozen_parameters |= frozen_parameters
+        self.requires_grad_(True)
+
+    def weights_by_parameter(self) -> Mapping[str, Sequence[str]]:
+        """Return the canonical names of the weights in each parameter, by the parameter's name.
+
+        The model has no adapter.
+        """
+        # The name of a parameter is a canonical name after the wrapper's prefix "model.".
+        return {name: (name.partition(".")[2],) for name, _ in self.named_parameters()}
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        super().requires_grad_(requires_grad)
+        for name, parameter in self.named_parameters():
+            if name in self.frozen_parameters:
+                parameter.requires_grad_(False)
+        return self
+
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, parameter) of all parameters that an update changes.
 
-        They are the adapter's parameters if there is an adapter, otherwise all.
+        They are the adapter's parameters if there is an adapter, otherwise all but the frozen ones.
         """
         return [
             (name, p)
             for name, p in self.named_parameters()
-            if self.adapter is None or is_adapter_parameter(name)
+            if (
+                name not in self.frozen_parameters
+                if self.adapter is None
+                else is_adapter_parameter(name)
+            )
         ]
 
     def frozen_names(self) -> frozenset[str]:
         """Return the canonical names of the weights that no update changes."""
-        return (
-            frozenset()
-            if self.adapter is None
-            else frozenset(name for name, _ in self.canonical_weights())
-        )
+        if self.adapter is not None:
+            return frozenset(name for name, _ in self.canonical_weights())
+        if not self.frozen_parameters:
+            return frozenset()
+        weights = self.weights_by_parameter()
+        return frozenset(name for frozen in self.frozen_parameters for name in weights[frozen])
 
     def merged_weights(self) -> Mapping[str, SavableTensor]:
         """Return the canonical weights with the adapter merged into them."""
@@ -219,6 +269,27 @@ class PolicyModel(nn.Module, ABC):
         """
 
 
+def check_freeze(model: PolicyModel, patterns: Sequence[str]) -> None:
+    """Raise ConfigError for a pattern of `freeze` without weights, or if nothing would train."""
+    names = [name for weights in model.weights_by_parameter().values() for name in weights]
+    for pattern in patterns:
+        if not any(_is_selected(name, [pattern]) for name in names):
+            raise ConfigError(
+                f"model.freeze={pattern} selects no weight of the model, which has names such as "
+                f"{names[0]} and {names[-1]}. Mend it, or remove it"
+            )
+    if set(names) <= model.frozen_names():
+        raise ConfigError(
+            "model.freeze selects every weight that would train. Remove a pattern from it"
+        )
+
+
+def _is_selected(name: str, patterns: Sequence[str]) -> bool:
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns
+    )
+
+
 class DecoderPolicy(PolicyModel):
     """A policy that runs the built-in decoder."""
 
@@ -230,6 +301,12 @@ class DecoderPolicy(PolicyModel):
     def shape(self) -> DecoderConfig:
         """The shape of the whole model, not of a shard."""
         return self.decoder.config
+
+    def weights_by_parameter(self) -> Mapping[str, Sequence[str]]:
+        return {
+            f"decoder.{name}": list(dict.fromkeys(piece.name for piece in parameter_pieces))
+            for name, parameter_pieces in list_pieces(self.decoder).items()
+        }
 
     @property
     def token_cost(self) -> TokenCost:

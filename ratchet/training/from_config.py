@@ -29,7 +29,7 @@ from ratchet.models.accelerator import use_accelerator
 from ratchet.models.load import find_model, init_policy, load_policy
 from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
-from ratchet.models.policy import DecoderPolicy, PolicyModel
+from ratchet.models.policy import DecoderPolicy, PolicyModel, check_freeze
 from ratchet.training.roles import check_media_readers, check_roles, check_routers
 from ratchet.training.stage import Policy
 from ratchet.training.workers.generators import get_generator_resources, start_generators
@@ -170,13 +170,14 @@ def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
     source = config.model
     if source.path is None:
         assert isinstance(model, DecoderPolicy), "presets are decoders"
-        return ModelSource(shape=model.decoder.config, seed=config.seed)
+        return ModelSource(shape=model.decoder.config, seed=config.seed, freeze=config.model.freeze)
     return ModelSource(
         path=source.path,
         backend=source.backend,
         trust_remote_code=source.trust_remote_code,
         revision=source.revision,
         train_encoders=source.train_encoders,
+        freeze=source.freeze,
     )
 
 
@@ -249,6 +250,8 @@ def build_policy(config: RunConfig) -> Policy:
         )
         shape = get_preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
         model = init_policy(shape, seed=config.seed, device=model_device)
+    model.freeze(source.freeze)
+    check_freeze(model, source.freeze)
     return Policy.create(
         model,
         tokenizer,

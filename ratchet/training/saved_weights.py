@@ -314,7 +314,9 @@ def localize_model(config: RunConfig, run: Path) -> RunConfig:
     start = run / START
     if not start.is_dir():
         return config
-    model_options = {key: getattr(config.model, key) for key in ("backend", "train_encoders")}
+    model_options = {
+        key: getattr(config.model, key) for key in ("backend", "train_encoders", "freeze")
+    }
     return config.model_copy(update={"model": ModelConfig(path=str(start), **model_options)})
 
 

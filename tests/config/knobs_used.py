@@ -447,6 +447,8 @@ def environments_of_rows() -> None:
 def with_tools(questions: str) -> None:
     """Calls of every tool, and a program that is repaired."""
     search = {"kind": "search", "corpus": lines("corpus.jsonl", {"text": "one"})}
+    with pytest.raises(DataError, match="can't be loaded"):
+        build(resolve("tool", {"kind": "search", "hub": "absent/absent"}))
     server = {"kind": "mcp", "command": [sys.executable, str(ENVIRONMENTS / "mcp_server.py")]}
     tools = [{"kind": "calculator"}, {"kind": "python"}, search, server]
     draw = Message("assistant", tool_calls=(ToolCall("call_0", "draw", {}),))

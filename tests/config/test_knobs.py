@@ -81,7 +81,11 @@ FIRST = {
 SECOND = {
     "threads": 1,
     "run_dir": "second",
-    "model": {"path": "runs/first/model", "backend": "transformers"},
+    "model": {
+        "path": "runs/first/model",
+        "backend": "transformers",
+        "freeze": ["*layernorm.weight"],
+    },
     "generator": {"kind": "hf"},
     "algorithm": {"kind": "grpo", "group_size": 2, "correction": {}},
     "environment": {"kind": "gsm8k", "train": "questions.jsonl", "shots": 1},
@@ -90,6 +94,7 @@ SECOND = {
         "order": "ready",
         "dynamic_sampling": True,
         "max_replaced": 1,
+        "group_filter": {"kind": "reward_std", "above": 0.1},
         "replay": {},
     },
     "sampling": {"max_new_tokens": 2},
@@ -389,6 +394,7 @@ GRPO_KNOBS = [
     ("examples", 1, None, "tokens", {}),
     ("batch_size", 3, 6, "tokens", {}),
     ("rollouts__max_replaced", 1, 3, "tokens", {"rollouts__dynamic_sampling": True, "rewards": SELDOM}),
+    ("rollouts__group_filter", None, {"kind": "reward_std", "above": 0.1}, "tokens", {"rewards": SELDOM}),
     ("rollouts__tail_batching", 0, 2, "tokens", {"sampling__max_new_tokens": 60, "sampling__stop": ["1"]}),
     ("rollouts__adaptive", None, {"staleness": 0.5}, "tokens", {"rollouts__max_staleness": 1}),
     ("rollouts__replay", None, {"groups": 2}, "weights", {"algorithm__correction": {}}),
@@ -416,6 +422,18 @@ def test_a_knob_of_rollouts_changes_what_it_says(key, low, high, what, around):
 @pytest.mark.parametrize(("key", "low", "high", "what", "around"), SFT_KNOBS)
 def test_a_knob_of_rows_changes_what_it_says(sft, key, low, high, what, around):
     assert_knob_turns(sft, key, low, high, what, around)
+
+
+def test_frozen_weights_of_the_model_stay_in_a_run():
+    recipe = grpo()
+    recipe["model"] = {**TINY, "freeze": ["*norm.weight", "*.mlp"]}
+    names = dict(build_policy(RunConfig.model_validate(recipe)).model.named_parameters())
+    start = build_policy(RunConfig.model_validate(grpo())).model.named_parameters()
+    sizes = [len(p.flatten()) for p in names.values()]
+    after = outcome(recipe).weights.split(sizes)
+    for (name, before), weights in zip(start, after, strict=True):
+        is_frozen = name.endswith("norm.weight") or ".mlp." in name
+        assert torch.equal(before.detach().flatten(), weights) == is_frozen, name
 
 
 def test_max_bad_steps_is_how_many_are_borne():

@@ -301,6 +301,21 @@ CLASHES = [
         "model.train_encoders=true needs a multimodal model",
     ),
     (
+        {"model": "{preset: tiny, freeze: [model.norm]}", "lora": "{rank: 2}"},
+        "model.freeze clashes with lora, which freezes all weights",
+    ),
+    (
+        {"model": "{preset: tiny, freeze: [model.norm]}", "learner": "{kind: megatron}"},
+        "learner.kind=megatron can't freeze weights of the model: set learner.kind=dtensor or local",
+    ),
+    (
+        {
+            "model": "{preset: tiny, freeze: [model.norm]}",
+            "learner": "{kind: dtensor, pipeline_parallel: 2}",
+        },
+        "learner.pipeline_parallel=2 can't freeze weights of the model",
+    ),
+    (
         {"model": "{path: x, train_encoders: true}", "lora": "{rank: 2}"},
         "model.train_encoders=true clashes with lora, which adapts the language model",
     ),

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build, resolve
@@ -249,13 +250,43 @@ def test_and_by_meaning_where_embeddings_are_given(tmp_path):
     ) == [PASSAGES[1]]
 
 
-def test_a_corpus_is_read_from_a_file(tmp_path):
+def test_k1_and_b_weigh_repetitions_and_lengths():
+    """By hand: the first passage repeats the word but is long; the second is short."""
+    passages = [Passage("cat cat cat " + "pet " * 9), Passage("cat"), Passage("a dog")]
+
+    def find(**keys):
+        return passages.index(RetrieverTool(passages, results=1, **keys).search("cat")[0])
+
+    # tf / (tf + k1 * (1 - b + b * length / mean length)), Robertson & Zaragoza 2009, eq. 3.15
+    assert find(b=0.0) == 0  # 3 / 4.5 against 1 / 2.5
+    assert find(b=1.0) == 1  # 3 / (3 + 1.5 * 12 * 3 / 14) against 1 / (1 + 1.5 * 3 / 14)
+    assert find(k1=0.0, b=0.0) == 0  # 1 and 1: the first of two that are equal
+    assert find(k1=0.01, b=1.0) == 1  # 3 / 3.026 against 1 / 1.002
+
+
+def test_a_corpus_is_a_file_a_directory_or_a_dataset(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "a cat", "title": "Pets"}\n{"text": "a dog"}\n')
     assert tool("search", corpus=str(corpus)).call("dog") == "[1] a dog"
-    corpus.write_text('{"txt": "a cat"}\n')
-    with pytest.raises(DataError, match=r"corpus.jsonl, line 1"):
-        tool("search", corpus=str(corpus))
+    (tmp_path / "more.csv").write_text("text\na frog\n")
+    joined = tool("search", corpus=str(tmp_path))
+    assert (joined.call("frog"), joined.call("cat")) == ("[1] a frog", "[1] Pets\na cat")
+    with pytest.raises(DataError, match=r"corpus.jsonl, line 1.*'body'"):
+        tool("search", corpus=str(corpus), text_column="body")
+    for keys in ({}, {"corpus": str(corpus), "hub": "wiki"}):
+        with pytest.raises(ValidationError, match="either corpus or hub"):
+            tool("search", **keys)
+
+
+@pytest.mark.needs("datasets")
+def test_a_corpus_is_a_split_of_a_dataset(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for split, animal in (("train", "cat"), ("test", "dog")):
+        (tmp_path / f"{split}.jsonl").write_text(f'{{"body": "a {animal}"}}\n')
+    search = tool("search", hub=str(tmp_path), split="test", text_column="body")
+    assert (search.call("dog"), search.call("cat")) == ("[1] a dog", "nothing was found")
+    with pytest.raises(DataError, match="can't be loaded"):
+        tool("search", hub=str(tmp_path), subset="absent")
 
 
 # --- MCP

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from learners.ranks import run_ranks
 
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl import BatchedDataDict, DatumSpec, collate
@@ -90,6 +91,101 @@ def test_shards():
     ] == [1, 1, 1, 0]
 
 
+DYNAMIC = {
+    "max_tokens_per_microbatch": 16,
+    "sequence_length_round": 4,
+    "input_key": "ids",
+    "input_lengths_key": "length",
+}
+PACKED = {
+    "max_tokens_per_microbatch": 12,
+    "sequence_length_pad_multiple": 4,
+    "input_key": "ids",
+    "input_lengths_key": "length",
+    "algorithm": "first_fit_decreasing",
+}
+
+
+def of_lengths(*lengths):
+    n = len(lengths)
+    return BatchedDataDict(
+        {
+            "ids": torch.arange(n * 10).reshape(n, 10),
+            "length": torch.tensor(lengths),
+            "row": list(range(n)),
+        }
+    )
+
+
+def test_dynamic_micro_batches_are_cut_to_their_rounded_length():
+    """By hand: sorted 1 2 3 3 5 9; dealt to two shards as 1 3 5 and 2 3 9, padded to 4 4 10."""
+    batch = of_lengths(9, 1, 3, 2, 5, 3)
+    shards, rows = batch.shard_by_batch_size(2, dynamic_batching_args=DYNAMIC)
+    assert [shard["row"] for shard in shards] == [[1, 2, 4], [3, 5, 0]]
+    assert rows == [1, 2, 4, 3, 5, 0]
+    for shard in shards:
+        assert shard.micro_batch_indices == [[[0, 2], [2, 3]]]
+        assert shard.micro_batch_lengths == [[4, 10]], "12 is more than the columns have"
+        micros = list(shard.make_microbatch_iterator_with_dynamic_shapes())
+        assert [micro["ids"].shape for micro in micros] == [(2, 4), (1, 10)]
+        assert shard.get_microbatch_iterator_dynamic_shapes_len() == 2
+    restored = BatchedDataDict.from_batches(shards).reorder_data(rows)
+    assert restored["row"] == batch["row"]
+    assert torch.equal(restored["ids"], batch["ids"])
+
+
+def test_packed_micro_batches_sum_to_their_padded_lengths():
+    """By hand: 5 1 8 4 are padded to 8 4 8 4; bins of 12 are 8 + 4 twice, one a shard."""
+    batch = of_lengths(5, 1, 8, 4)
+    shards, rows = batch.shard_by_batch_size(2, sequence_packing_args=PACKED)
+    assert rows == [0, 1, 2, 3]
+    assert [shard.micro_batch_lengths for shard in shards] == [[[12]], [[12]]]
+    assert shards[0].get_microbatch_iterator_for_packable_sequences_len() == (1, 12)
+    in_order = {**PACKED, "algorithm": "concatenative"}
+    (whole,), _ = of_lengths(5, 8, 1, 4).shard_by_batch_size(1, sequence_packing_args=in_order)
+    assert whole.micro_batch_lengths == [[8, 12, 4]]
+    micros = whole.make_microbatch_iterator_for_packable_sequences()
+    assert [micro["row"] for micro in micros] == [[0], [1, 2], [3]]
+    largest = {**in_order, "microbatch_order": "largest_first"}
+    (whole,), _ = of_lengths(5, 8, 1, 4).shard_by_batch_size(1, sequence_packing_args=largest)
+    assert whole["row"] == [1, 2, 0, 3]
+
+
+def test_chunks_keep_their_rows_and_shards_have_as_many_micro_batches():
+    batch = of_lengths(1, 1, 1, 9, 2, 2, 2, 2)
+    shards, rows = batch.shard_by_batch_size(2, 4, sequence_packing_args=PACKED)
+    for place, chunk in enumerate((range(4), range(4, 8))):
+        parts = [shard.get_batch(place) for shard in shards]
+        assert sorted(row for part in parts for row in part["row"]) == list(chunk)
+        counts = [part.get_microbatch_iterator_for_packable_sequences_len()[0] for part in parts]
+        assert len(set(counts)) == 1
+    assert BatchedDataDict.from_batches(shards).reorder_data(rows)["row"] == batch["row"]
+    with pytest.raises(DataError, match="micro-batches of one chunk"):
+        list(shards[0].make_microbatch_iterator_for_packable_sequences())
+
+
+def gathered(rank):
+    """On one rank: rows of all ranks, whose numbers differ."""
+    n = (2, 0, 1)[rank]
+    batch = BatchedDataDict(
+        {
+            "ids": torch.full((n, 2), rank),
+            "score": torch.arange(n, dtype=torch.float64) + rank,
+            "log": [[{"role": "user", "token_ids": torch.tensor([rank])}] for _ in range(n)],
+        }
+    )
+    whole = batch.all_gather()
+    logs = [int(log[0]["token_ids"]) for log in whole["log"]]
+    return whole["ids"].tolist(), whole["score"].tolist(), logs
+
+
+def test_all_gather_joins_the_rows_of_ranks_in_order():
+    for ids, scores, logs in run_ranks(3, "experience.test_batched:gathered"):
+        assert ids == [[0, 0], [0, 0], [2, 2]]
+        assert scores == [0.0, 1.0, 2.0]
+        assert logs == [0, 0, 2]
+
+
 def test_to_moves_tensors_in_place():
     batch = letters()
     assert batch.to("meta") is batch
@@ -132,6 +228,27 @@ def test_samples_become_a_batch():
             "make them alike",
         ),
         (lambda: BatchedDataDict({"a": [1], "b": []}).size, "differ in length"),
+        (lambda: letters().get_batch(0), "without micro-batches needs batch_size"),
+        (
+            lambda: of_lengths(1, 13).shard_by_batch_size(1, sequence_packing_args=PACKED),
+            "a row of 16 tokens, rounded up, exceeds max_tokens_per_microbatch=12",
+        ),
+        (
+            lambda: of_lengths(1).shard_by_batch_size(2, sequence_packing_args=PACKED),
+            "1 rows can't fill 2 micro-batches",
+        ),
+        (
+            lambda: of_lengths(1).shard_by_batch_size(
+                1, sequence_packing_args={**PACKED, "microbatch_order": "smallest"}
+            ),
+            "microbatch_order='smallest' must be",
+        ),
+        (
+            lambda: of_lengths(1).shard_by_batch_size(
+                1, sequence_packing_args={**PACKED, "input_lengths_key": "size"}
+            ),
+            "input_lengths_key=size is no column",
+        ),
     ],
 )
 def test_what_has_no_answer_says_so(broken, message):

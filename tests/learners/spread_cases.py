@@ -100,6 +100,14 @@ def whole_weights(policy, head):
     return {**found, "head.weight": head.weight.detach().clone()}
 
 
+def restrict(policy, adapter):
+    """Train an adapter alone, or all but the weights that patterns freeze; None: everything."""
+    if isinstance(adapter, tuple):
+        policy.freeze(adapter)
+    elif adapter is not None:
+        policy.attach(adapter)
+
+
 def first(shape, dtype, adapter=None):
     """The whole policy and its head, before the first step. shape: a path is of a model that
     transformers runs."""
@@ -109,8 +117,7 @@ def first(shape, dtype, adapter=None):
         policy = TransformersPolicy.load(shape, dtype=dtype)
     else:
         policy = init_policy(shape, seed=3, dtype=dtype)
-    if adapter is not None:
-        policy.attach(adapter)
+    restrict(policy, adapter)
     return policy, ScalarHead(policy.hidden_size).to(dtype).init_weights(4, std=0.3)
 
 
@@ -156,8 +163,7 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None, optimizer=OPT
         )
         for stage in policy.local_stages:
             shard_model(stage, list(stage.decoder.layers.values()), mesh, autocast=autocast)
-    if adapter is not None:
-        policy.attach(adapter)
+    restrict(policy, adapter)
     shard_model(head, [], mesh)
     learner = DTensorLearner(
         config,

@@ -168,6 +168,7 @@ def test_what_can_not_be_played_elsewhere_is_refused():
     for key, value in (
         ("max_staleness", 1),
         ("dynamic_sampling", True),
+        ("group_filter", {"kind": "reward_std", "above": 0.1}),
         ("redundant_attempts", 1),
         ("tail_batching", 1),
     ):

@@ -17,6 +17,7 @@ ATTEMPT_KEYS = (
     "adaptive",
     "tail_batching",
     "dynamic_sampling",
+    "group_filter",
     "replay",
 )
 
@@ -49,7 +50,8 @@ def _abbreviate(value: object) -> object:
 def _check_prefetching(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     rollouts = stage.rollouts
     if rollouts.prefetches and rollouts.redundant_groups:
-        key = "max_staleness" if rollouts.max_staleness else "dynamic_sampling"
+        keys = ("max_staleness", "dynamic_sampling", "group_filter")
+        key = next(key for key in keys if getattr(rollouts, key))
         yield clash(
             f"rollouts.{key} trains on every group that was started, so rollouts.redundant_groups "
             "saves no time: remove rollouts.redundant_groups; to avoid waiting for the slowest "
@@ -81,6 +83,7 @@ def _check_tail_batching(stage: StageConfig, config: RunConfig) -> Iterator[Conf
     reasons = {
         "max_staleness": "already avoids waiting for them, with rollouts.order=ready",
         "dynamic_sampling": "waits for every group that was started",
+        "group_filter": "waits for every group that was started",
         "redundant_groups": "starts more groups too, but gives slow ones no step of their own",
         "redundant_attempts": "drops long attempts, which tail batching is meant to keep",
     }
@@ -152,10 +155,11 @@ def _check_dynamic_sampling(stage: StageConfig, config: RunConfig) -> Iterator[C
             "rollouts.dynamic_sampling",
             "algorithm.kind",
         )
-    if rollouts.max_replaced != RolloutsConfig().max_replaced and not rollouts.dynamic_sampling:
+    if rollouts.max_replaced != RolloutsConfig().max_replaced and not rollouts.replaces_groups:
         yield clash(
-            "rollouts.max_replaced has no effect without rollouts.dynamic_sampling: set "
-            "rollouts.dynamic_sampling=true, or remove rollouts.max_replaced",
+            "rollouts.max_replaced has no effect without rollouts.dynamic_sampling or "
+            "rollouts.group_filter: set rollouts.dynamic_sampling=true, or remove "
+            "rollouts.max_replaced",
             "rollouts.max_replaced",
         )
 

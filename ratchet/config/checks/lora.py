@@ -1,4 +1,4 @@
-"""Check that `lora` is combined with settings that support it."""
+"""Check that `lora` and `model.freeze` are combined with settings that support them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,33 @@ def _check_encoders(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
             "freezes everything else: remove one",
             "model.train_encoders",
             "lora",
+        )
+
+
+def _check_freeze(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    if not config.model.freeze:
+        return
+    if stage.lora is not None:
+        yield clash(
+            "model.freeze clashes with lora, which freezes all weights: remove one, or choose the "
+            "adapted layers by lora.target_modules",
+            "model.freeze",
+            "lora",
+        )
+    learner = stage.learner
+    if not learner.supports_freeze:
+        yield clash(
+            f"learner.kind={learner.kind_name} can't freeze weights of the model: set "
+            "learner.kind=dtensor or local, or remove model.freeze",
+            "model.freeze",
+            "learner.kind",
+        )
+    elif learner.is_distributed and learner.pipeline_ranks > 1:
+        yield clash(
+            f"learner.pipeline_parallel={learner.pipeline_ranks} can't freeze weights of the "
+            "model: set learner.pipeline_parallel=1, and learner.dp_shard to the number of ranks",
+            "model.freeze",
+            "learner.pipeline_parallel",
         )
 
 
@@ -98,6 +125,7 @@ def _check_served_rank(stage: StageConfig, config: RunConfig) -> Iterator[Confli
 LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
     _check_target_modules,
     _check_encoders,
+    _check_freeze,
     _check_learner,
     _check_following_stage,
     _check_served_rank,

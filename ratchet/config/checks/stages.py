@@ -373,6 +373,7 @@ def _check_worker_runs(stage: StageConfig, config: RunConfig) -> Iterator[Confli
     keys = {
         "rollouts.max_staleness": rollouts.max_staleness > 0,
         "rollouts.dynamic_sampling": rollouts.dynamic_sampling,
+        "rollouts.group_filter": rollouts.group_filter is not None,
         "rollouts.tail_batching": rollouts.tail_batching > 0,
         "rollouts.redundant_attempts": rollouts.redundant_attempts > 0,
         "rollouts.redundant_groups": rollouts.redundant_groups > 0,

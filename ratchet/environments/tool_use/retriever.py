@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ratchet.config.resolve import import_object
-from ratchet.data.jsonl import read_jsonl
+from ratchet.data.files import DataFile
+from ratchet.data.formats.hf_datasets import HubTable
+from ratchet.data.jsonl import check_columns
+from ratchet.data.tables import open_table
 from ratchet.environments.tool_use.base import ToolConfig
 from ratchet.errors import DataError, MissingDependency
 
@@ -28,16 +30,44 @@ class SearchConfig(ToolConfig):
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.retriever:search_tool"
 
-    corpus: Path = Field(
-        description="JSON Lines file with the column `text`, and optionally `title`."
+    corpus: DataFile | None = Field(
+        None,
+        description="File, pattern, directory or address (s3://, gs://, hf://) of the passages: "
+        "rows with `text_column`, and optionally `title`; null: hub.",
     )
+    hub: str | None = Field(
+        None, description="Id of a dataset of passages on the Hub; null: corpus."
+    )
+    subset: str | None = Field(
+        None, description="Configuration of the dataset on the Hub; null: the default one."
+    )
+    split: str = Field("train", description="Split of the dataset on the Hub.")
+    text_column: str = Field("text", description="Column of a passage's text.")
     results: int = Field(3, gt=0, description="Number of passages in an answer.")
     max_chars: int = Field(1000, gt=0, description="Maximum characters of a passage.")
+    k1: float = Field(
+        1.5,
+        ge=0,
+        description="How much the repetitions of a word in a passage count in BM25; 0: not at all.",
+    )
+    b: float = Field(
+        0.75,
+        ge=0,
+        le=1,
+        description="How much BM25 divides a word's count by the length of its passage; 0: not "
+        "at all.",
+    )
     embeddings: str | None = Field(
         None,
         description="Import path of a function (N texts -> [N, d] array), or a model's directory. "
         "The tool then searches by these embeddings too; null: by words only.",
     )
+
+    @model_validator(mode="after")
+    def _check_corpus(self) -> Self:
+        if (self.corpus is None) == (self.hub is None):
+            raise ValueError("the passages come from one place: set either corpus or hub")
+        return self
 
 
 Embed = Callable[[Sequence[str]], NDArray[Any]]
@@ -71,6 +101,8 @@ class RetrieverTool:
         *,
         results: int = 3,
         max_chars: int = 1000,
+        k1: float = 1.5,
+        b: float = 0.75,
         embed: Embed | None = None,
     ) -> None:
         """Index the passages.
@@ -79,6 +111,8 @@ class RetrieverTool:
             passages: The corpus.
             results: Number of passages in an answer.
             max_chars: Maximum number of characters of a passage in an answer.
+            k1: How much the repetitions of a word in a passage count; 0: not at all.
+            b: How much a word's count is divided by the length of its passage; 0: not at all.
             embed: Maps texts to vectors [N, d]; None: ranks by words only.
 
         Raises DataError for an empty corpus, and MissingDependency if bm25s is not installed.
@@ -96,7 +130,7 @@ class RetrieverTool:
             "required": ["query"],
         }
         self._tokenize = bm25s.tokenize
-        self._index = bm25s.BM25()
+        self._index = bm25s.BM25(k1=k1, b=b)
         self._index.index(
             self._split_into_words([f"{p.title} {p.text}" for p in passages]), show_progress=False
         )
@@ -169,24 +203,32 @@ class RetrieverTool:
 def search_tool(config: SearchConfig) -> RetrieverTool:
     """Return the search tool that a section describes."""
     return RetrieverTool(
-        read_passages(config.corpus),
+        read_passages(config),
         results=config.results,
         max_chars=config.max_chars,
+        k1=config.k1,
+        b=config.b,
         embed=None if config.embeddings is None else load_embedder(config.embeddings),
     )
 
 
-def read_passages(path: Path) -> list[Passage]:
-    """Return the passages of a JSON Lines file.
+def read_passages(config: SearchConfig) -> list[Passage]:
+    """Return the passages of the files or the dataset that a section names.
 
     Raises DataError if there are none, or if a row can't be read.
     """
+    if config.hub is None:
+        table = open_table(config.corpus or "")
+    else:
+        table = HubTable(config.hub, config.split, subset=config.subset)
     passages: list[Passage] = []
-    for row in read_jsonl(path, {"text": str}):
-        title = row.values.get("title", "")
-        passages.append(Passage(row.values["text"], title if isinstance(title, str) else ""))
-    if not passages:
-        raise DataError(f"{path}: a corpus without passages can't be searched")
+    for index in range(len(table)):
+        values = table.row(index).values
+        check_columns(values, {config.text_column: str}, table.where(index))
+        title = values.get("title", "")
+        passages.append(
+            Passage(values[config.text_column], title if isinstance(title, str) else "")
+        )
     return passages
 
 

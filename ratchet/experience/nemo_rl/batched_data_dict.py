@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ratchet.errors import DataError
+from ratchet.experience.nemo_rl.micro_batches import (
+    DynamicBatchingArgs,
+    SequencePackingArgs,
+    ShardMicroBatch,
+    get_lengths,
+    plan_dynamic_batches,
+    plan_packed_batches,
+)
 
 Row = TypeVar("Row")
 Rows = Sequence[int] | Tensor
@@ -32,7 +43,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
     Example: `BatchedDataDict[DatumSpec]({"idx": [0, 1], "length": torch.tensor([3, 5])})`. The type
     parameter names the fields of a row. Operations raise DataError if columns differ in length or
     an argument does not fit the batch.
+
+    Attributes:
+        micro_batch_indices: Of a shard that was divided by lengths, for each chunk: the first row
+            of each micro-batch and the row after its last, counted from the chunk's first. None for
+            other batches.
+        micro_batch_lengths: For each chunk: the length of each micro-batch in tokens, rounded up.
+        elem_counts_per_gb: The number of rows of each chunk.
     """
+
+    micro_batch_indices: Sequence[Sequence[Sequence[int]]] | None = None
+    micro_batch_lengths: Sequence[Sequence[int]] = ()
+    elem_counts_per_gb: Sequence[int] = ()
 
     @classmethod
     def from_batches(
@@ -107,9 +129,34 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         self.data = {name: _select_rows(column, inverse) for name, column in self.data.items()}
         return self
 
+    @overload
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
-    ) -> list[Self]:
+    ) -> list[Self]: ...
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        *,
+        dynamic_batching_args: DynamicBatchingArgs,
+    ) -> tuple[list[Self], list[int]]: ...
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        *,
+        sequence_packing_args: SequencePackingArgs,
+    ) -> tuple[list[Self], list[int]]: ...
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> list[Self] | tuple[list[Self], list[int]]:
         """Split the batch into `shards` shards.
 
         The batch is cut into chunks of `batch_size` rows (None: one chunk), and each chunk into
@@ -118,21 +165,33 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
 
         With `allow_uneven_shards`, which requires batch_size=None, the last shards may be smaller
         or empty.
+
+        With `dynamic_batching_args` or `sequence_packing_args`, each chunk is divided by the
+        lengths of its rows instead, and the shards have micro-batches: see `get_batch` and the
+        iterators. The result is then the shards, and the row in this batch of each of their rows:
+        `from_batches(shards).reorder_data(rows)` is this batch.
         """
         chunk = self.size if batch_size is None else batch_size
         if allow_uneven_shards and batch_size is not None:
             raise DataError("allow_uneven_shards excludes batch_size. Remove one")
-        if (
-            shards < 1
-            or (chunk and self.size % chunk)
-            or (chunk % shards and not allow_uneven_shards)
-        ):
+        if dynamic_batching_args is not None and sequence_packing_args is not None:
+            raise DataError("dynamic_batching_args excludes sequence_packing_args. Remove one")
+        may_be_uneven = allow_uneven_shards or sequence_packing_args is not None
+        if shards < 1 or (chunk and self.size % chunk) or (chunk % shards and not may_be_uneven):
             raise DataError(
                 f"{self.size} rows can't be cut into chunks of {chunk} rows, and each chunk into "
                 f"{shards} equal slices"
             )
-        width = -(-chunk // shards)
         starts = range(0, self.size, chunk) if chunk else range(0)
+        if dynamic_batching_args is not None:
+            args, width = dynamic_batching_args, self[dynamic_batching_args["input_key"]].shape[1]
+            plan = partial(plan_dynamic_batches, shards=shards, args=args, width=width)
+            return self._shard_by_length(shards, starts, plan, get_lengths(self, args))
+        if sequence_packing_args is not None:
+            plan = partial(plan_packed_batches, shards=shards, args=sequence_packing_args)
+            lengths = get_lengths(self, sequence_packing_args)
+            return self._shard_by_length(shards, starts, plan, lengths)
+        width = -(-chunk // shards)
         return [
             self.select_indices(
                 [
@@ -146,6 +205,39 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             for shard in range(shards)
         ]
 
+    def _shard_by_length(
+        self,
+        shards: int,
+        starts: range,
+        plan: Callable[[Sequence[int]], list[list[ShardMicroBatch]]],
+        lengths: Sequence[int],
+    ) -> tuple[list[Self], list[int]]:
+        """Return the shards and the rows of this batch that they have, in their order.
+
+        Args:
+            starts: The first row of each chunk, one chunk apart.
+            plan: Returns the micro-batches of each shard for the lengths of a chunk's rows.
+        """
+        chunks = [(start, plan(lengths[start : start + starts.step])) for start in starts]
+        results: list[Self] = []
+        all_rows: list[int] = []
+        for shard in range(shards):
+            planned = [(start, by_shard[shard]) for start, by_shard in chunks]
+            rows = [
+                start + row for start, micros in planned for micro in micros for row in micro.rows
+            ]
+            all_rows += rows
+            result = self.select_indices(rows)
+            result.micro_batch_indices = [_list_bounds(micros) for _, micros in planned]
+            result.micro_batch_lengths = [
+                [micro.length for micro in micros] for _, micros in planned
+            ]
+            result.elem_counts_per_gb = [
+                sum(len(micro.rows) for micro in micros) for _, micros in planned
+            ]
+            results.append(result)
+        return results, all_rows
+
     def chunk(self, rank: int, chunks: int) -> Self:
         """Return part `rank` of the batch cut into `chunks` equal parts of consecutive rows."""
         if chunks < 1 or self.size % chunks or not 0 <= rank < chunks:
@@ -153,9 +245,22 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         rows = self.size // chunks
         return self.slice(rank * rows, (rank + 1) * rows)
 
-    def get_batch(self, batch_idx: int, batch_size: int) -> Self:
-        """Return rows [batch_idx * batch_size, (batch_idx + 1) * batch_size)."""
-        return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> Self:
+        """Return rows [batch_idx * batch_size, (batch_idx + 1) * batch_size).
+
+        If the batch is a shard with micro-batches, it returns the rows of chunk `batch_idx` with
+        their micro-batches; `batch_size` is not needed then.
+        """
+        if self.micro_batch_indices is None:
+            if batch_size is None:
+                raise DataError("a batch without micro-batches needs batch_size. Pass it")
+            return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+        start = sum(self.elem_counts_per_gb[:batch_idx])
+        batch = self.slice(start, start + self.elem_counts_per_gb[batch_idx])
+        batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
+        batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+        batch.elem_counts_per_gb = [self.elem_counts_per_gb[batch_idx]]
+        return batch
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
         """Iterate over the batch in slices of `microbatch_size` consecutive rows."""
@@ -166,6 +271,54 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         return (
             self.slice(start, start + microbatch_size)
             for start in range(0, self.size, microbatch_size)
+        )
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
+        """Iterate over the micro-batches of dynamic batching.
+
+        Tensors are cut in dimension `sequence_dim` to the micro-batch's length, rounded up.
+        """
+        for (start, end), length in self._list_microbatches():
+            micro_batch = self.slice(start, end)
+            micro_batch.truncate_tensors(sequence_dim, length)
+            yield micro_batch
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
+        """Iterate over the micro-batches of sequence packing. Their rows are not yet packed."""
+        for (start, end), _ in self._list_microbatches():
+            yield self.slice(start, end)
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """Return the number of micro-batches of dynamic batching."""
+        return len(self._list_microbatches())
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """Return the number of micro-batches, and the length of the longest one when packed."""
+        lengths = [length for _, length in self._list_microbatches()]
+        return len(lengths), max(lengths)
+
+    def _list_microbatches(self) -> list[tuple[Sequence[int], int]]:
+        """Return ([first row, row after the last], length) of each micro-batch of the chunk."""
+        if self.micro_batch_indices is None or len(self.micro_batch_indices) != 1:
+            raise DataError(
+                "this batch does not have the micro-batches of one chunk. Shard it with "
+                "dynamic_batching_args or sequence_packing_args, and take a chunk by `get_batch`"
+            )
+        return list(zip(self.micro_batch_indices[0], self.micro_batch_lengths[0], strict=True))
+
+    def all_gather(self, group: dist.ProcessGroup | None = None) -> Self:
+        """Return the rows of all ranks of a group, in the order of the ranks.
+
+        Every rank calls it with the same columns. Ranks may have different numbers of rows. The
+        other dimensions of tensors must be equal.
+        """
+        return type(self)(
+            {
+                name: _gather_tensor(column, group)
+                if isinstance(column, Tensor)
+                else _gather_list(column, group)
+                for name, column in self.data.items()
+            }
         )
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
@@ -193,6 +346,34 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             for name, column in self.data.items()
         }
         return self
+
+
+def _list_bounds(micro_batches: Sequence[ShardMicroBatch]) -> list[list[int]]:
+    """Return the first row of each micro-batch and the row after its last."""
+    ends = accumulate(len(micro.rows) for micro in micro_batches)
+    return [[begin, end] for begin, end in pairwise([0, *ends])]
+
+
+def _gather_tensor(column: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the rows of all ranks, on the column's device."""
+    n_ranks = dist.get_world_size(group)
+    counts = [torch.zeros(1, dtype=torch.int64, device=column.device) for _ in range(n_ranks)]
+    dist.all_gather(counts, torch.tensor([len(column)], device=column.device), group=group)
+    sizes = [int(count) for count in counts]
+    # Collectives need equal shapes, so every rank sends as many rows as the largest.
+    padded = column.new_zeros((max(sizes), *column.shape[1:]))
+    padded[: len(column)] = column
+    received = [torch.empty_like(padded) for _ in range(n_ranks)]
+    dist.all_gather(received, padded, group=group)
+    return torch.cat([rows[:size] for rows, size in zip(received, sizes, strict=True)])
+
+
+def _gather_list(column: Sequence[Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the items of all ranks."""
+    # Ranks of one group are processes of one run, which trust each other's pickles.
+    received: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(received, list(column), group=group)
+    return [item for items in received for item in items]
 
 
 def _count_rows(batch: Mapping[str, Any]) -> int:

@@ -30,10 +30,10 @@ class HubTokenizer(Protocol):
 
 
 class DecodingTokenizer(Protocol):
-    """A tokenizer for functions that only decode answers and render no messages."""
+    """A tokenizer for functions that only decode answers and render no messages.
 
-    eos_token_id: int | None
-    pad_token_id: int | None
+    It may have `eos_token_id` and `pad_token_id`, which may be None.
+    """
 
     def batch_decode(self, sequences: Any, *, skip_special_tokens: bool = ...) -> list[str]: ...
 
@@ -86,10 +86,11 @@ def get_answer_decoder(tokenizer: TokenizerType | DecodingTokenizer) -> AnswerDe
             lambda tokens, stop: renderer.parse(tokens, stop).text,
         )
     decoding: Any = tokenizer
-    end = decoding.eos_token_id
+    # A tokenizer of a user need not have these tokens.
+    end, pad = (getattr(decoding, f"{name}_token_id", None) for name in ("eos", "pad"))
     return AnswerDecoder(
         () if end is None else (end,),
-        decoding.pad_token_id or 0,
+        pad or 0,
         lambda tokens, _: decoding.batch_decode([list(tokens)], skip_special_tokens=True)[0],
     )
 

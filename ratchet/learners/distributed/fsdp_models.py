@@ -38,6 +38,7 @@ class DTensorModels:
             return self._load_transformers(origin)
         model = self._allocate(shape)
         fill_param_shards(collect_param_shards(model, None, self.mesh), origin.reader())
+        model.freeze(origin.freeze)
         return model
 
     def copy(self, policy: PolicyModel) -> PolicyModel:
@@ -46,6 +47,7 @@ class DTensorModels:
             "the driver never requests a copy of a transformers model"
         )
         model = self._allocate(policy.decoder.config)
+        model.frozen_parameters = policy.frozen_parameters
         if policy.adapter is not None:
             model.attach(policy.adapter)
             self._move_unsharded(model)
@@ -121,6 +123,7 @@ class DTensorModels:
             trust_remote_code=origin.trust_remote_code,
             train_encoders=origin.train_encoders,
         )
+        model.freeze(origin.freeze)
         if self.mesh.tensor is not None:
             model.divide(self.mesh.tensor, self.device)
         shard_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
@@ -21,6 +21,7 @@ from ratchet.models.parallel.sharding import ModelShard, ShardIndex
 from ratchet.models.parallel.tensor_parallel import TensorParallelComm, VocabParallelLogits
 from ratchet.models.policy import DecoderPolicy
 from ratchet.models.weights.hf_weights import empty_decoder
+from ratchet.models.weights.weight_layout import list_pieces
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,13 @@ class DistributedPolicy(DecoderPolicy):
         # the pipeline. Setting the attribute in this way keeps torch from registering the module a
         # second time.
         object.__setattr__(self, "decoder", self.local_stages[-1].decoder)
+
+    def weights_by_parameter(self) -> Mapping[str, Sequence[str]]:
+        return {
+            f"stages.{number}.decoder.{name}": list(dict.fromkeys(piece.name for piece in pieces))
+            for number, stage in enumerate(self.local_stages)
+            for name, pieces in list_pieces(stage.decoder).items()
+        }
 
     @property
     def local_stages(self) -> list[DecoderStage]:

@@ -82,6 +82,8 @@ class MultimodalPolicy(TransformersPolicy):
         self.packs = self.packs and len(probes) > 1 and self._keeps_media_apart(probes)
         if probes:
             self._check_media(probes)
+        if not train_encoders:
+            self.frozen_parameters = frozenset(f"model.{n}" for n, _ in self.tower_parameters())
         self.requires_grad_(True)
 
     @classmethod
@@ -161,24 +163,6 @@ class MultimodalPolicy(TransformersPolicy):
             id(self.model.get_parameter(self.head_name))
         }
         return [(name, p) for name, p in self.model.named_parameters() if id(p) not in language_ids]
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        super().requires_grad_(requires_grad)
-        if not self.train_encoders:
-            for _, parameter in self.tower_parameters():
-                parameter.requires_grad_(False)
-        return self
-
-    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        frozen = (
-            {id(p) for _, p in self.tower_parameters()} if not self.train_encoders else set[int]()
-        )
-        return [(name, p) for name, p in super().trained_parameters() if id(p) not in frozen]
-
-    def frozen_names(self) -> frozenset[str]:
-        if self.adapter is None and not self.train_encoders:
-            return frozenset(name for name, _ in self.tower_parameters())
-        return super().frozen_names()
 
     def attach(self, adapter: Adapter) -> None:
         transformers_lora.attach(

@@ -16,9 +16,11 @@ algorithm: {kind: grpo}
 """
 WRONG = {
     "rollouts={max_staleness: 1, redundant_groups: 2}": "rollouts.max_staleness trains on every group that was started, so rollouts.redundant_groups saves no time: remove rollouts.redundant_groups",
+    "rollouts={group_filter: {kind: reward_std, above: 0.1}, redundant_groups: 2}": "rollouts.group_filter trains on every group that was started",
+    "rollouts={group_filter: {kind: reward_std, above: 0.1}, tail_batching: 2}": "rollouts.group_filter waits for every group that was started",
     "rollouts={dynamic_sampling: true, redundant_groups: 2}": "rollouts.dynamic_sampling trains on every group that was started",
     "rollouts={order: ready}": "with rollouts.max_staleness=0 only the groups of one step are in flight: set rollouts.max_staleness to 1 or more",
-    "rollouts={max_replaced: 2}": "rollouts.max_replaced has no effect without rollouts.dynamic_sampling: set rollouts.dynamic_sampling=true",
+    "rollouts={max_replaced: 2}": "rollouts.max_replaced has no effect without rollouts.dynamic_sampling or rollouts.group_filter: set rollouts.dynamic_sampling=true",
     "rollouts={max_staleness: 1} algorithm={kind: sft}": "rollouts.max_staleness=1 has no effect, because algorithm sft generates no attempts",
     "rollouts={dynamic_sampling: true} algorithm={kind: on_policy_distillation, teacher: x, "
     "group_size: 2}": "compares "
