@@ -60,7 +60,7 @@ TasksKind = Annotated[
     ),
 ]
 TasksRecipe = Annotated[
-    Path | None,
+    str | None,
     typer.Option(help="Recipe with the environment to evaluate on; default: the run's recipe."),
 ]
 Against = Annotated[

@@ -182,7 +182,7 @@ def schema() -> None:
 @app.command()
 def plan(
     recipe: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="A recipe (YAML, or a name of `ratchet recipes`).",
             autocompletion=complete_recipe,

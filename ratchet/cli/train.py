@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,7 +15,7 @@ from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_controls
 
 Recipe = Annotated[
-    Path | None,
+    str | None,  # not a path, which would drop the "./" of "./quickstart"
     typer.Argument(
         help="A recipe (YAML, or a name of `ratchet recipes`); none with --resume.",
         autocompletion=complete_recipe,
@@ -91,8 +90,8 @@ def train(
     """Train with a recipe, or continue an interrupted run."""
     changes = list(overrides or [])
     # With --resume the first argument is not a recipe but a key to change.
-    if resume is not None and recipe is not None and "=" in str(recipe):
-        changes, recipe = [str(recipe), *changes], None
+    if resume is not None and recipe is not None and "=" in recipe:
+        changes, recipe = [recipe, *changes], None
     if recipe is None and resume is None:
         typer.echo(escape_controls(describe_choices()), err=True)
         raise typer.Exit(WRONG_INPUT)
