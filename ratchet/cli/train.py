@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ratchet.cli.completion import complete_key, complete_recipe, complete_run
-from ratchet.cli.errors import WRONG_INPUT
+from ratchet.cli.errors import WRONG_INPUT, require_finite
 from ratchet.cli.recipes import describe_choices
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_controls
@@ -79,7 +79,11 @@ def train(
     try_s: Annotated[
         float | None,
         typer.Option(
-            "--try", min=0, metavar="SECONDS", help="Only try the recipe: limit each stage's time."
+            "--try",
+            min=0,
+            metavar="SECONDS",
+            callback=require_finite,
+            help="Only try the recipe: limit each stage's time.",
         ),
     ] = None,
     try_steps: Annotated[
