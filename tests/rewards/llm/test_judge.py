@@ -423,11 +423,16 @@ def test_a_result_that_is_no_reward_fails_its_own_attempt():
         {"reward": None},
         {"reward": 1.0, "parts": {"x": "y"}},
         7,
+        {"reward": 10**400},
+        {"reward": 3, "error": None},
     ]
     with serve(lambda body, number: {"results": results}) as fake:
-        outcomes = scores(build(resolve("rewards", {"kind": "remote", "url": fake.url})), *"abcdef")
+        outcomes = scores(
+            build(resolve("rewards", {"kind": "remote", "url": fake.url})), *"abcdefgh"
+        )
         assert outcomes[0] == Scored(2.0, {"remote": 2.0})
-        assert [type(o) for o in outcomes[1:]] == [Failed] * 5
+        assert [type(o) for o in outcomes[1:-1]] == [Failed] * 6
+        assert outcomes[-1] == Scored(3.0, {"remote": 3.0})
         assert "no such problem" in outcomes[1].detail
 
 
