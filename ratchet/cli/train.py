@@ -56,6 +56,16 @@ RunDir = Annotated[
     str | None,
     typer.Option(help="Directory of the run, or s3://bucket/run; default: runs/<name>-<number>."),
 ]
+TryTime = Annotated[
+    float | None,
+    typer.Option(
+        "--try",
+        min=0,
+        metavar="SECONDS",
+        callback=require_finite,
+        help="Only try the recipe: limit each stage's time.",
+    ),
+]
 
 
 def train(
@@ -76,16 +86,7 @@ def train(
         ),
     ] = False,
     profile: Profile = None,
-    try_s: Annotated[
-        float | None,
-        typer.Option(
-            "--try",
-            min=0,
-            metavar="SECONDS",
-            callback=require_finite,
-            help="Only try the recipe: limit each stage's time.",
-        ),
-    ] = None,
+    try_s: TryTime = None,
     try_steps: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Only try the recipe: end each stage after N steps."),
