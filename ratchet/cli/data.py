@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ratchet.cli.errors import require_finite
+
 data = typer.Typer(no_args_is_help=True, help="Look at data before training on them.")
 
 
@@ -86,7 +88,10 @@ def swe_tasks(
         str, typer.Option(help="Shell command that starts pytest.")
     ] = "python -m pytest",
     timeout_s: Annotated[
-        float, typer.Option(min=1, help="Time limit of a task's tests in seconds.")
+        float,
+        typer.Option(
+            min=1, callback=require_finite, help="Time limit of a task's tests in seconds."
+        ),
     ] = 1800.0,
 ) -> None:
     """Write rows of SWE-bench's form as task directories, for the environment `harbor`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import select
 import sys
@@ -53,6 +54,13 @@ def say(text: object) -> None:
     Otherwise the text of a model or a file could control the terminal.
     """
     typer.echo(escape_controls(str(text)))
+
+
+def require_finite(value: float | None) -> float | None:
+    """Return the value of an option. Raise BadParameter, exit status 2, for nan and infinities."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 def explain_error(error: BaseException) -> tuple[str, int] | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ratchet.cli.completion import complete_run
+from ratchet.cli.errors import require_finite
 from ratchet.errors import ConfigError
 from ratchet.utils.safe_read import parse_json
 
@@ -28,7 +29,10 @@ Samples = Annotated[
     int, typer.Option(min=0, help="Sampled attempts per task, beside the greedy one.")
 ]
 PassThreshold = Annotated[
-    float, typer.Option(help="Minimum reward of a sampled attempt that counts as passed.")
+    float,
+    typer.Option(
+        callback=require_finite, help="Minimum reward of a sampled attempt that counts as passed."
+    ),
 ]
 Temperature = Annotated[
     float | None, typer.Option(help="Temperature of the sampled attempts; default: the recipe's.")
@@ -46,7 +50,12 @@ ApiKeyEnv = Annotated[
 ]
 ApiConcurrency = Annotated[int, typer.Option(min=1, help="For an API: concurrent requests.")]
 ApiTimeout = Annotated[
-    float, typer.Option(min=0.01, help="For an API: time limit of a request, in seconds.")
+    float,
+    typer.Option(
+        min=0.01,
+        callback=require_finite,
+        help="For an API: time limit of a request, in seconds.",
+    ),
 ]
 ApiBody = Annotated[
     str,
@@ -60,7 +69,7 @@ TasksKind = Annotated[
     ),
 ]
 TasksRecipe = Annotated[
-    Path | None,
+    str | None,
     typer.Option(help="Recipe with the environment to evaluate on; default: the run's recipe."),
 ]
 Against = Annotated[

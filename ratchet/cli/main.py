@@ -18,7 +18,13 @@ import ratchet
 from ratchet.cli.completion import complete_recipe, complete_run
 from ratchet.cli.convert import convert
 from ratchet.cli.data import data
-from ratchet.cli.errors import exit_with_error, is_reader_gone, prepare_streams, say
+from ratchet.cli.errors import (
+    exit_with_error,
+    is_reader_gone,
+    prepare_streams,
+    require_finite,
+    say,
+)
 from ratchet.cli.evaluation import evaluate
 from ratchet.cli.new import new
 from ratchet.cli.push import push
@@ -182,7 +188,7 @@ def schema() -> None:
 @app.command()
 def plan(
     recipe: Annotated[
-        Path,
+        str,
         typer.Argument(
             help="A recipe (YAML, or a name of `ratchet recipes`).",
             autocompletion=complete_recipe,
@@ -192,7 +198,10 @@ def plan(
     probe: Annotated[
         float | None,
         typer.Option(
-            min=1, metavar="SECONDS", help="Train each stage for this time and measure its steps."
+            min=1,
+            metavar="SECONDS",
+            callback=require_finite,
+            help="Train each stage for this time and measure its steps.",
         ),
     ] = None,
     cluster: Annotated[

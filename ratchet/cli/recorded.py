@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ratchet.cli.completion import complete_run
-from ratchet.cli.errors import say
+from ratchet.cli.errors import require_finite, say
 from ratchet.cli.runs import Json
 
 Steps = Annotated[
@@ -115,7 +115,10 @@ def watch(
     run: Run,
     once: Annotated[bool, typer.Option("--once", help="Print one frame.")] = False,
     every: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two frames.")
+        float,
+        typer.Option(
+            min=0.1, metavar="SECONDS", callback=require_finite, help="Time between two frames."
+        ),
     ] = 2.0,
 ) -> None:
     """Show a run in the terminal while it trains: curves, attempts, alarms, what it waits for, and

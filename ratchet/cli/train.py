@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 
 from ratchet.cli.completion import complete_key, complete_recipe, complete_run
-from ratchet.cli.errors import WRONG_INPUT
+from ratchet.cli.errors import WRONG_INPUT, require_finite
 from ratchet.cli.recipes import describe_choices
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_controls
 
 Recipe = Annotated[
-    Path | None,
+    str | None,  # not a path, which would drop the "./" of "./quickstart"
     typer.Argument(
         help="A recipe (YAML, or a name of `ratchet recipes`); none with --resume.",
         autocompletion=complete_recipe,
@@ -67,6 +67,16 @@ Supervise = Annotated[
         "checkpoint.",
     ),
 ]
+TryTime = Annotated[
+    float | None,
+    typer.Option(
+        "--try",
+        min=0,
+        metavar="SECONDS",
+        callback=require_finite,
+        help="Only try the recipe: limit each stage's time.",
+    ),
+]
 
 
 def train(
@@ -87,12 +97,7 @@ def train(
         ),
     ] = False,
     profile: Profile = None,
-    try_s: Annotated[
-        float | None,
-        typer.Option(
-            "--try", min=0, metavar="SECONDS", help="Only try the recipe: limit each stage's time."
-        ),
-    ] = None,
+    try_s: TryTime = None,
     try_steps: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Only try the recipe: end each stage after N steps."),
@@ -102,8 +107,8 @@ def train(
     """Train with a recipe, or continue an interrupted run."""
     changes = list(overrides or [])
     # With --resume the first argument is not a recipe but a key to change.
-    if resume is not None and recipe is not None and "=" in str(recipe):
-        changes, recipe = [str(recipe), *changes], None
+    if resume is not None and recipe is not None and "=" in recipe:
+        changes, recipe = [recipe, *changes], None
     if recipe is None and resume is None:
         typer.echo(escape_controls(describe_choices()), err=True)
         raise typer.Exit(WRONG_INPUT)
@@ -163,7 +168,7 @@ def _refuse_without(option: str, is_given: bool, needed: str, value: str | None)
         raise ConfigError(f"{option} is only for {needed}: give that too, or remove {option}")
 
 
-def _choose_run_dir(recipe: Path | None, changes: list[str], start_from: str | None) -> str:
+def _choose_run_dir(recipe: str | None, changes: list[str], start_from: str | None) -> str:
     """Return the directory or address in which a new run of a recipe trains."""
     from ratchet.config.loader import load_config
     from ratchet.runs.without_steps import find_free_run_dir

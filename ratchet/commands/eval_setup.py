@@ -69,7 +69,7 @@ class EvaluationSettings:
         endpoint: Settings for a target that is an endpoint.
     """
 
-    recipe: Path | None = None
+    recipe: str | Path | None = None
     on: str | None = None
     overrides: Sequence[str] = ()
     tasks: int | None = None

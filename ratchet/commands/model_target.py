@@ -54,7 +54,11 @@ class Target:
 
 
 def open_target(
-    path: Path, recipe: Path | None = None, generator: str | None = None, *, step: int | None = None
+    path: Path,
+    recipe: str | Path | None = None,
+    generator: str | None = None,
+    *,
+    step: int | None = None,
 ) -> Target:
     """Open a target.
 
@@ -142,7 +146,9 @@ def _load_run_policy(config: RunConfig, model_dir: Path, generator: str | None) 
     return build_policy(freeze(config.model_copy(update=settings)))
 
 
-def _open_checkpoint(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
+def _open_checkpoint(
+    path: Path, step: int, recipe: str | Path | None, generator: str | None
+) -> Target:
     """Open the checkpoint of a run's step, exported to a temporary model directory."""
     if not RunDirectory(path).used:
         raise RunNotFound(

@@ -20,7 +20,7 @@ import yaml
 
 from ratchet.config.diagnostics import RecipeProblem
 from ratchet.errors import ConfigError
-from ratchet.recipes import suggest_recipe
+from ratchet.recipes import list_recipes, suggest_recipe
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import shorten_text
 
@@ -399,6 +399,8 @@ def _suggest_file(path: Path) -> str:
     missing too; "" if none applies.
     """
     directory = path.parent
+    if path.name in list_recipes():
+        return f" at this path: `{path.name}`, without a directory, is one that comes with Ratchet"
     if not directory.is_dir():
         return suggest_recipe(path.stem) or f": there is no directory {directory}"
     try:

@@ -20,12 +20,21 @@ from typing import Any, Literal, NamedTuple, get_args
 from ratchet.errors import DataError
 from ratchet.evals.statistics import bootstrap_interval, estimate_consensus, estimate_pass_at_k
 from ratchet.observe.write_files import replace_text
-from ratchet.types import Task
+from ratchet.types import Task, is_finite_number
 from ratchet.utils.safe_read import read_json
 
 FORMAT = 2
 RESULTS = "results.json"
 MAX_PROMPT_CHARS = 2000  # maximum number of characters that are kept of a prompt
+PROMPT_TYPES = {"votes": (bool,), **dict.fromkeys(("id", "tag", "digest", "prompt"), (str,))}
+ATTEMPT_TYPES = {
+    "end": (str,),
+    "reward": (int, float, type(None)),
+    "answer": (str, int, float, type(None)),
+    "tokens": (int,),
+    "text": (str,),
+    "detail": (str,),
+}
 AttemptEnd = Literal["scored", "truncated", "unjudged", "failed", "cancelled"]
 
 
@@ -298,6 +307,7 @@ class EvalResults:
                     "Evaluate again"
                 )
             prompts = tuple(_parse_prompt(row) for row in content["prompts"])
+            _check_types(content, {"pass_threshold": (int, float), "about": (dict,)})
             return cls(prompts, content["pass_threshold"], content["seed"], content["about"])
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from error
@@ -341,6 +351,7 @@ def _as_rows(measures: Sequence[Measure]) -> list[dict[str, Any]]:
 
 
 def _parse_prompt(row: Mapping[str, Any]) -> PromptResult:
+    _check_types(row, PROMPT_TYPES)
     greedy = None if row["greedy"] is None else _parse_attempt(row["greedy"])
     return PromptResult(
         **{
@@ -352,7 +363,17 @@ def _parse_prompt(row: Mapping[str, Any]) -> PromptResult:
 
 
 def _parse_attempt(row: Mapping[str, Any]) -> AttemptResult:
+    _check_types(row, ATTEMPT_TYPES)
     attempt = AttemptResult(**row)
     if attempt.end not in get_args(AttemptEnd):
         raise ValueError(f"an attempt ended as '{attempt.end}'")
+    if attempt.reward is not None and not is_finite_number(attempt.reward):
+        raise ValueError(f"an attempt has the reward {attempt.reward}")
     return attempt
+
+
+def _check_types(row: Mapping[str, Any], types: Mapping[str, tuple[type, ...]]) -> None:
+    """Raise ValueError for a value of another type. Absent keys are left to the constructor."""
+    for name, kinds in types.items():
+        if name in row and not isinstance(row[name], kinds):
+            raise ValueError(f"{name} is {str(row[name])[:80]!r}")

@@ -24,13 +24,14 @@ def find_recipe(recipe: str | Path, directory: Path = Path()) -> Path:
 
     Args:
         recipe: A path relative to `directory`, or a name without a suffix: NAME.yaml in
-            `directory`, or else the recipe of this name that comes with Ratchet.
+            `directory`, or else the recipe of this name that comes with Ratchet. A text with a
+            slash is a path; `Path` drops that of "./quickstart".
         directory: The directory that paths are relative to.
 
     Returns the path as it was given if there is no such recipe.
     """
     path = directory / recipe
-    if len(Path(recipe).parts) != 1 or path.suffix or os.path.isfile(path):
+    if os.sep in str(recipe) or path.suffix or os.path.isfile(path):
         return path
     file_name = f"{path.name}{SUFFIX}"
     candidates = (path.parent / file_name, RECIPES_DIR / file_name)

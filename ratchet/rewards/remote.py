@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,7 +12,17 @@ from ratchet.errors import DataError
 from ratchet.protocols import Reward
 from ratchet.rewards.base import answer_text
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig, Url
-from ratchet.types import Cancelled, Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
+from ratchet.types import (
+    Cancelled,
+    Failed,
+    Message,
+    Outcome,
+    Scored,
+    Task,
+    Trajectory,
+    Truncated,
+    is_finite_number,
+)
 
 
 class RemoteConfig(EndpointConfig):
@@ -110,7 +119,7 @@ def _parse_results(response: Any, n_results: int) -> list[Any]:
 
 
 def _parse_result(result: Any, trajectory: Trajectory) -> Outcome:
-    if isinstance(result, Mapping) and "error" in result:
+    if isinstance(result, Mapping) and result.get("error") is not None:
         return Failed("reward", f"remote: {str(result['error'])[:2000]}")
     reward: Any = result.get("reward") if isinstance(result, Mapping) else None
     parts: Any = result.get("parts") or {"remote": reward} if isinstance(result, Mapping) else None
@@ -126,4 +135,4 @@ def _parse_result(result: Any, trajectory: Trajectory) -> Outcome:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return not isinstance(value, bool) and is_finite_number(value)

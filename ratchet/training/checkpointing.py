@@ -12,12 +12,16 @@ from typing import Any
 
 from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.serialization import WriteFiles, defer_writes, load_state, save_state
+from ratchet.config.base import Section
 from ratchet.config.outputs import CheckpointConfig
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.jsonl import fingerprint
 from ratchet.errors import CheckpointError, DataError, RunDirectoryError
 from ratchet.evals.early_stopping import get_signed_metric
-from ratchet.models.weights.file_fingerprint import fingerprint_weight_files
+from ratchet.models.weights.file_fingerprint import (
+    fingerprint_weight_files,
+    list_small_files,
+)
 from ratchet.observe.provenance import read_first_data
 from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.summary import StageSummary
@@ -44,8 +48,8 @@ class CheckpointSaver:
         summaries: Results of the finished stages, saved with each checkpoint.
         command: The command line that began the run, saved with each checkpoint.
         saved_step: The step at which the stage starts, or from whose checkpoint it resumes.
-        inputs: Fingerprints of the stage's data files, judges and teachers, by path. They are
-            saved, because a run goes on as it began only with the same files.
+        inputs: Fingerprints of the files that the stage reads (`fingerprint_inputs`), by path. They
+            are saved, because a run goes on as it began only with the same files.
         recipe: The resolved recipe, saved so that later changes of it are reported.
         mirror: Uploads each checkpoint once it is complete.
     """
@@ -264,15 +268,43 @@ def get_last_logged_step(checkpoint: Checkpoint | None) -> int:
 
 
 def fingerprint_inputs(config: RunConfig, stage: StageConfig) -> dict[str, str]:
-    """Return the fingerprints of a stage's data files, judges and teachers, by path.
+    """Return the fingerprints of a stage's data, judges, teachers and templates, by path.
 
-    Models at the Hub are left out: `revision` pins these.
+    Models at the Hub are left out: `revision` pins these. So are the weights of `model.path`,
+    which only the first step reads (`fingerprint_start`).
     """
-    models = [*(judge.path for judge in config.judges), *stage.algorithm.teacher_paths]
-    return {
-        **{str(path): fingerprint(path) for path in stage.environment.list_data_files()},
-        **{path: fingerprint_weight_files(Path(path)) for path in models if Path(path).is_dir()},
+    rewards = (stage.rewards, stage.eval_rewards, stage.sentinels.second_opinion)
+    models = {
+        *(judge.path for judge in config.judges),
+        *stage.algorithm.teacher_paths,
+        *_list_values((config.judges, *rewards), "path"),
     }
+    directories = [path for path in sorted(models) if Path(path).is_dir()]
+    templates = _list_values((config.tokenizer, config.judges, *rewards), "template")
+    files = [
+        *stage.environment.list_data_files(),
+        *(path for path in (*models, *templates) if os.path.isfile(path)),
+    ]
+    for path in [*directories, config.model.path, *_list_values(config.tokenizer, "path")]:
+        if path is not None and Path(path).is_dir():
+            files += list_small_files(Path(path))
+    return {
+        **{str(path): fingerprint(path) for path in files},
+        **{path: fingerprint_weight_files(Path(path)) for path in directories},
+    }
+
+
+def _list_values(value: object, key: str) -> Iterator[str]:
+    """Yield every text at `key` in nested sections."""
+    if isinstance(value, Section):
+        value = dict(value)
+    if isinstance(value, dict):
+        if isinstance(text := value.get(key), str):
+            yield text
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _list_values(item, key)
 
 
 def check_changed_inputs(

@@ -14,7 +14,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
+from ratchet.algorithms.config.shaping import EffortLength
 from ratchet.config.base import Section
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig, StageConfig
@@ -23,6 +25,7 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.environments.build import build_environment
+from ratchet.environments.mixture import MixtureConfig, get_part_tag
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 from ratchet.executors import env_vars
 from ratchet.experience.sources.offline import TextRenderer
@@ -43,6 +46,7 @@ from ratchet.utils.user_frames import describe_user_error
 
 RESET_TIMEOUT_S = 60.0
 JUDGE_TIMEOUT_S = 600.0  # tests of programs may take minutes
+MAX_TAGGED_TASKS = 1000  # tasks of an endless stream whose tags are read
 MADE_UP_ANSWER = "0"  # judged where the environment has no demonstration
 
 
@@ -192,12 +196,36 @@ class _StageCheck:
             task = self._open_split(environment, "train")
             if task is None:
                 raise DataError(f"{type(environment).__name__} has no training task")
+            self._check_shaping_tags(environment)
             if stage.source in OFFLINE_SOURCES:
                 self._render(environment, task)
             else:
                 self._reset_and_judge(environment, task, stage.rewards)
         finally:
             asyncio.run(environment.close())
+
+    def _check_shaping_tags(self, environment: Environment) -> None:
+        """Raise ConfigError for tags of `effort_length` that no task has: they shape nothing."""
+        parts = getattr(self.stage.algorithm, "shaping", ())
+        tags = {tag for part in parts if isinstance(part, EffortLength) for tag in part.tags}
+        known_tags: set[str] = set()
+        if not tags:
+            return
+        if isinstance(self.stage.environment, MixtureConfig):
+            known_tags = {get_part_tag(part) for part in self.stage.environment.parts}
+        else:
+            n_tasks = environment.task_count()
+            tasks = environment.tasks("train", seed=self.config.seed)
+            for task in islice(tasks, MAX_TAGGED_TASKS if n_tasks is None else n_tasks):
+                known_tags.add(task.tag)
+                if tags <= known_tags:
+                    break
+        if not tags <= known_tags:
+            unknown, known = (", ".join(sorted(names)) for names in (tags - known_tags, known_tags))
+            raise ConfigError(
+                f"effort_length.tags has {unknown}, and the tasks have {known}: name these, or "
+                "set the tag of a part or a row"
+            )
 
     def open_evaluation(self) -> None:
         """Open the split of the evaluation, and render or judge its first task."""

@@ -38,7 +38,7 @@ from ratchet.training.session import DISK_ERRORS, TrainingSession
 
 
 def start_run(
-    recipe: Path,
+    recipe: str | Path,
     overrides: Sequence[str],
     run_dir: str | Path | None,
     *,
@@ -147,7 +147,7 @@ def _open_new_run(
 
 
 def _load_recipe(
-    recipe: Path, overrides: Sequence[str], start_from: str | None, *, with_optimizer: bool
+    recipe: str | Path, overrides: Sequence[str], start_from: str | None, *, with_optimizer: bool
 ) -> tuple[RunConfig, SavedWeights | None]:
     """Return the recipe, and the run whose weights it starts from; None for any other model.
 

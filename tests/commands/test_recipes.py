@@ -35,8 +35,16 @@ def test_a_name_is_a_file_here_or_a_shipped_recipe(here):
     assert find_recipe("below/quickstart") == Path("below/quickstart")
     (here / "quickstart").mkdir()
     assert find_recipe("quickstart") == QUICKSTART
+    assert find_recipe("./quickstart") == Path("quickstart")
     (here / "quickstart.yaml").touch()
     assert find_recipe("quickstart") == Path("quickstart.yaml")
+
+
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["check", "--offline"]])
+def test_a_path_that_is_no_file_is_no_shipped_recipe(here, command):
+    result = CliRunner().invoke(app, [*command, "./quickstart"])
+    assert isinstance(result.exception, ConfigError)
+    assert "without a directory, is one that comes with Ratchet" in str(result.exception)
 
 
 def test_a_recipe_is_loaded_and_extended_by_name(here):

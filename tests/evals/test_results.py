@@ -151,6 +151,32 @@ def test_what_is_written_is_read_back(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt", 0),
+        ("digest", {}),
+        ("votes", "yes"),
+        ("greedy.text", -1),
+        ("greedy.reward", "1"),
+        ("greedy.reward", math.nan),
+        ("greedy.reward", 10**400),
+        ("greedy.tokens", None),
+        ("greedy.answer", [1]),
+    ],
+)
+def test_values_of_another_type_are_named(tmp_path: Path, name: str, value: object) -> None:
+    EvalResults((prompt("a", 1.0),), pass_threshold=0.5, seed=3, about={}).write(tmp_path)
+    path = tmp_path / "results.json"
+    content = json.loads(path.read_text())
+    section, _, key = f"row.{name}".rpartition(".")
+    row = content["prompts"][0]
+    (row["greedy"] if "greedy" in section else row)[key] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=key):
+        EvalResults.read(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "can't be read"),

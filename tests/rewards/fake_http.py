@@ -85,10 +85,16 @@ def serve(answer: Callable[[Any, int], Any]) -> Iterator[Fake]:
         server.server_close()
 
 
-def chat(text: str | None) -> dict[str, Any]:
-    """As an OpenAI-compatible endpoint answers."""
+def chat(text: str | None, finish_reason: str = "stop") -> dict[str, Any]:
+    """Return a reply as an OpenAI-compatible endpoint sends it."""
     return {
         "id": "x",
         "object": "chat.completion",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}}],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text},
+                "finish_reason": finish_reason,
+            }
+        ],
     }

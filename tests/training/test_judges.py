@@ -12,6 +12,7 @@ from ratchet.commands.score_run import score_run
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
+from ratchet.data.chat.chat_templates import BUILTIN_TEMPLATES
 from ratchet.errors import ConfigError, DataError, WorkerError
 from ratchet.models.load import init_policy
 from ratchet.models.scalar_head import ScalarHead, save_head
@@ -81,6 +82,31 @@ def test_a_run_with_a_judge_in_its_process_is_resumed_to_the_same_bits(here):
         for name in ("run", "parts")
     )
     assert parts == whole
+
+
+def test_each_file_that_rewards_read_is_held_at_a_resumption(here):
+    scoring(here / "scorer")
+    (here / "turns.jinja").write_text(BUILTIN_TEMPLATES["turns"])
+    keys = {
+        "tokenizer": {"kind": "characters", "template": "turns.jinja"},
+        "rewards": [
+            {"kind": "by_tag", "domains": {"*": [{"kind": "reward_model", "path": "scorer"}]}}
+        ],
+        "eval_rewards": RECIPE["rewards"],
+        "evaluation": {"tasks": 1},
+    }
+    start_run(written("run", **keys), ["steps=1"], "runs/run", command="test")
+    for name in (
+        *("scorer/model.safetensors", "scorer/tokenizer.json", "scorer/config.json"),
+        *("judge/chat_template.jinja", "turns.jinja"),
+    ):
+        content = (here / name).read_bytes()
+        (here / name).write_bytes(content[:-1] + b"#")
+        changed = "scorer" if name.endswith("safetensors") else name
+        with pytest.raises(DataError, match=f"^{changed} changed since step 1"):
+            resume_run("runs/run", ["steps=2"], command="test")
+        (here / name).write_bytes(content)
+    assert resume_run("runs/run", ["steps=2"], command="test") == 0
 
 
 def test_a_recorded_run_is_scored_again_by_its_judge(here, capsys):

@@ -228,3 +228,19 @@ def test_raw_observations_need_the_turns_that_a_window_drops(folder):
     report = run_preflight(load(folder, environment={"kind": "raw:Config"}, **keys))
     with pytest.raises(ConfigError, match=r"remove rollouts\.history_window"):
         report.raise_problems()
+
+
+def test_tags_of_effort_that_no_task_has_are_refused(folder):
+    def check(environment, *tags):
+        shaping = [{"kind": "effort_length", "max_length": 9, "tags": tags}]
+        algorithm = {"kind": "grpo", "shaping": shaping}
+        report = run_preflight(load(folder, algorithm=algorithm, environment=environment))
+        return [str(problem) for _, problem in report.problems]
+
+    arithmetic, sorting = ({"kind": kind} for kind in ("arithmetic", "sorting"))
+    mixture = {"kind": "mixture", "parts": [{**arithmetic, "tag": "low"}, {**sorting, "weight": 9}]}
+    assert check(mixture, "low") == check(mixture, "sorting", "low") == check(arithmetic) == []
+    (problem,) = check(mixture, "low", "hgih")
+    assert "effort_length.tags has hgih, and the tasks have low, sorting" in problem
+    (problem,) = check(arithmetic, "low")
+    assert "effort_length.tags has low, and the tasks have arithmetic" in problem

@@ -11,6 +11,7 @@ from typing import Any
 
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate import trl_values as to
+from ratchet.commands.migrate.other_tasks import find_other_trl_task
 from ratchet.commands.migrate.table import (
     KeyRow,
     Method,
@@ -368,5 +369,6 @@ TRL = Peer(
         "KTOConfig": Method({"algorithm.kind": "kto", **DATASET}, KTO),
         "RLOOConfig": Method({"algorithm.kind": "rloo", **JUDGED_DATASET}, (LEARNING_RATE, *RLOO)),
     },
+    find_other_trl_task,
     dialect="yaml",
 )

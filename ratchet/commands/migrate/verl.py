@@ -8,6 +8,7 @@ from typing import Any
 
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate import verl_values as to
+from ratchet.commands.migrate.other_tasks import find_other_verl_task
 from ratchet.commands.migrate.table import (
     KeyRow,
     Method,
@@ -461,4 +462,5 @@ VERL = Peer(
             {"algorithm.kind": "grpo", **QUESTIONS}, (*ALGORITHM, *RUN, *DROPPED_ROWS)
         )
     },
+    find_other_verl_task,
 )

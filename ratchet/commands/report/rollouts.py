@@ -13,18 +13,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ratchet.commands.report.media import add_media_names, make_data_url
 from ratchet.commands.report.schema import pack
 from ratchet.commands.report.texts import TokenTexts, find_tokenizer
 from ratchet.errors import DataError
-from ratchet.observe.records.reader import INDEX, Record, RecordFile
+from ratchet.observe.records.reader import (
+    INDEX,
+    ODD_VALUE_ERRORS,
+    Record,
+    RecordFile,
+    read_rows,
+)
 from ratchet.observe.records.schema import SCALARS, SCHEMA
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.types import MediaKind
-from ratchet.utils.safe_read import require_file
 
 pc: Any = pyarrow.compute  # its functions are created on import, so type checkers see none
 
@@ -144,10 +148,16 @@ class Rollouts:
             raise DataError(f"step {step} has {table.num_rows} rollouts in the record")
         total_gradient_size = float(_compute_gradient_sizes(table).sum())
         rows = table.take(pa.array(positions, pa.int64())).to_pylist()
-        return [
-            self._make_detail(position, row, total_gradient_size)
-            for position, row in zip(positions, rows, strict=True)
-        ]
+        details: list[dict[str, Any]] = []
+        for position, row in zip(positions, rows, strict=True):
+            try:
+                details.append(self._make_detail(position, row, total_gradient_size))
+            except ODD_VALUE_ERRORS as error:
+                raise DataError(
+                    f"{record.directory / record.find_file(step).name}, step {step}, rollout "
+                    f"{position} has values that no rollout has: {type(error).__name__}: {error}"
+                ) from error
+        return details
 
     def make_media_urls(self, step: int, kind_by_name: Mapping[str, MediaKind]) -> dict[str, str]:
         """Return `data:` URLs of a step's media by name.
@@ -279,14 +289,7 @@ def _read_scalars(directory: Path, files: Sequence[RecordFile]) -> pa.Table:
         name: SCALARS[name] for name in NUMBERS
     }
     parts = [pa.schema(kinds.items()).empty_table()]
-    for file in files:
-        path = directory / file.name
-        try:
-            require_file(path)
-            with pq.ParquetFile(path, read_dictionary=list(WORDS)) as parquet:
-                parts.append(parquet.read(names).replace_schema_metadata(None))
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path} can't be read: {error}") from error
+    parts += [read_rows(directory, file, names, words=WORDS) for file in files]
     return pa.concat_tables(parts)
 
 
@@ -319,12 +322,7 @@ def _shrink_integers(column: pa.ChunkedArray) -> NDArray[Any]:
 
 def _find_matches(directory: Path, file: RecordFile, text: str) -> Iterator[tuple[int, int]]:
     """Yield (step, position in the step) of each row whose messages contain the text."""
-    try:
-        require_file(directory / file.name)
-        with pq.ParquetFile(directory / file.name) as parquet:
-            table = parquet.read(["step", "messages"])
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{directory / file.name} can't be read: {error}") from error
+    table = read_rows(directory, file, ["step", "messages"])
     messages = table["messages"].combine_chunks()
     flat_messages = pc.list_flatten(messages)
     matches = pc.match_substring(pc.struct_field(flat_messages, "content"), text, ignore_case=True)

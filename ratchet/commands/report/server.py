@@ -166,9 +166,15 @@ class Pages:
             return 404, TEXT, b"no such page"
         try:
             return 200, *answer(query)
-        # OSError is raised if a file was removed meanwhile.
-        except (RatchetError, KeyError, ValueError, OSError) as error:
-            return 400, TEXT, f"{type(error).__name__}: {error}".encode(errors="replace")
+        except RatchetError as error:
+            problem = str(error)
+        except KeyError as error:
+            problem = f"the request lacks {error.args[0]}"
+        except ValueError as error:
+            problem = f"a value of the request can't be read: {error}"
+        except OSError as error:  # a file was removed meanwhile
+            problem = f"{error.filename or 'a file of the run'} can't be read: {error.strerror}"
+        return 400, TEXT, problem.encode(errors="replace")
 
 
 def make_app(root: Path) -> Guard:

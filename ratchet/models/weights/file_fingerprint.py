@@ -1,4 +1,4 @@
-"""Recognise whether the weight files of a model directory changed, without reading them whole."""
+"""Recognise whether the files of a model directory changed, without reading its weights whole."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from ratchet.errors import ModelError
 
 BLOCK_BYTES = 4096
 N_BLOCKS = 64  # of each file
+# The small files of a model directory on which its tokens and outputs depend.
+SMALL_FILES = (
+    *("config.json", "adapter_config.json", "tokenizer*", "*.model", "*.jinja"),
+    *("vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+)
 
 
 def fingerprint_weight_files(directory: Path) -> str:
@@ -32,3 +37,9 @@ def fingerprint_weight_files(directory: Path) -> str:
         except OSError as error:
             raise ModelError(f"{path}: can't be read: {error.strerror}") from error
     return digest.hexdigest()
+
+
+def list_small_files(directory: Path) -> list[Path]:
+    """Return a model directory's configuration, tokenizer and chat template, sorted by path."""
+    paths = {path for pattern in SMALL_FILES for path in directory.glob(pattern)}
+    return sorted(path for path in paths if path.is_file())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,12 @@ from ratchet.types import Group
 from ratchet.utils.safe_read import open_file, parse_json, require_file
 
 INDEX = "index.jsonl"
+COUNTS = ("step", "rows", "groups", "drawn")
+MAX_COUNT = 2**31 - 1  # the columns of a record hold numbers of steps and rows as int32
+RESTORE = "copy the run's steps/ again, or restore a backup"
+WITHOUT_NULLS = ("step", "group_index", "task", "length", "tokens")
+# Errors of a value that a record can't have, in a file of the right types.
+ODD_VALUE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +113,87 @@ def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
         if not RECORD_NAME.fullmatch(body["name"]):
             raise ValueError(f"{body['name']!r} is no name of a record file")
         steps = tuple(StepFacts(**facts) for facts in body.pop("steps"))
-        return RecordFile(**body, steps=steps)
+        file = RecordFile(**body, steps=steps)
+        _check_facts(file)
+        return file
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{path}, line {number} was changed: {error}; copy the run's steps/ again, or restore "
-            "a backup"
-        ) from None
+        raise DataError(f"{path}, line {number} was changed: {error}; {RESTORE}") from None
+
+
+def _check_facts(file: RecordFile) -> None:
+    """Raise ValueError for an entry of another type, a negative number, or a file without steps."""
+    if not file.steps:
+        raise ValueError("it names no step")
+    numbers = [("size", file.size), ("media_size", file.media_size)]
+    texts = [("sha256", file.sha256), ("media_sha256", file.media_sha256)]
+    for facts in file.steps:
+        numbers += [(name, getattr(facts, name)) for name in COUNTS]
+        texts += [("stage", facts.stage)]
+        texts += [("fingerprints", value) for value in facts.fingerprints.values()]
+    for name, value in numbers:
+        limit = MAX_COUNT if name in COUNTS else math.inf
+        if type(value) is not int or not 0 <= value <= limit:
+            raise ValueError(f"its {name} is {str(value)[:80]!r}")
+    for name, value in texts:
+        if not isinstance(value, str):
+            raise ValueError(f"its {name} is {str(value)[:80]!r}")
+
+
+def read_rows(
+    directory: Path, file: RecordFile, columns: Sequence[str], *, words: Sequence[str] = ()
+) -> pa.Table:
+    """Return columns of all rows of a Parquet file.
+
+    Args:
+        directory: The run's `steps/`.
+        file: The index entry of the file.
+        columns: Names of columns of SCHEMA.
+        words: The columns of text to read as dictionaries.
+
+    Raises:
+        DataError: The file can't be read, lacks a column, has one of another type than SCHEMA, or
+            has not the number of rows that the index says.
+    """
+    path = directory / file.name
+    try:
+        require_file(path)
+        with pq.ParquetFile(path, read_dictionary=list(words)) as parquet:
+            missing = {*columns} - {*parquet.schema_arrow.names} - DEFAULT_BY_ADDED_COLUMN.keys()
+            if missing:
+                raise DataError(f"{path} lacks column {min(missing)}: {RESTORE}")
+            table = parquet.read(list(columns)).replace_schema_metadata(None)
+        table = _select_columns(list(columns), table)
+    except KeyError as error:  # one of `words`: pyarrow gives its name as bytes
+        raise DataError(f"{path} lacks column {error.args[0].decode()}: {RESTORE}") from error
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} can't be read: {error}") from error
+    for column in table.schema:
+        expected = SCHEMA.field(column.name).type
+        if not _has_type(column.type, expected):
+            raise DataError(
+                f"{path}, column {column.name} has type {column.type}, and a record has {expected} "
+                f"there: {RESTORE}"
+            )
+        if column.name in WITHOUT_NULLS and table[column.name].null_count:
+            raise DataError(f"{path}, column {column.name} lacks a value: {RESTORE}")
+    n_rows = sum(facts.rows for facts in file.steps)
+    if table.num_rows != n_rows:
+        raise DataError(f"{path} has {table.num_rows} rows, and {INDEX} says {n_rows}: {RESTORE}")
+    return table
+
+
+def _has_type(kind: pa.DataType, expected: pa.DataType) -> bool:
+    """Return True if a column is of the type, or of an older version without some fields of it."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not pa.types.is_nested(expected):
+        return kind == expected
+    schemas = [pa.schema([pa.field("column", column)]) for column in (expected, kind)]
+    try:
+        unified = pa.unify_schemas(schemas, promote_options="permissive")
+    except pa.ArrowException:
+        return False
+    return unified.field("column").type == expected
 
 
 class Record:
@@ -149,14 +231,7 @@ class Record:
             is_chosen = [chosen_steps is None or facts.step in chosen_steps for facts in file.steps]
             if not any(is_chosen):
                 continue
-            try:
-                require_file(self.directory / file.name)
-                with pq.ParquetFile(self.directory / file.name) as parquet:
-                    table = _select_columns(
-                        columns, parquet.read(columns).replace_schema_metadata(None)
-                    )
-            except (OSError, KeyError, pa.ArrowException) as error:
-                raise DataError(f"{self.directory / file.name} can't be read: {error}") from error
+            table = read_rows(self.directory, file, columns)
             end_rows = itertools.accumulate(facts.rows for facts in file.steps)
             for facts, end_row, chosen in zip(file.steps, end_rows, is_chosen, strict=True):
                 if chosen:
@@ -167,10 +242,11 @@ class Record:
 
         Raises DataError if the step is missing or its file was changed.
         """
-        self.verify(self._find_file(step))
+        self.verify(self.find_file(step))
         return self.table(SCHEMA.names, steps=[step])
 
-    def _find_file(self, step: int) -> RecordFile:
+    def find_file(self, step: int) -> RecordFile:
+        """Return the index entry of the file with a step. Raise DataError if there is none."""
         file = next(
             (file for file in self.files for facts in file.steps if facts.step == step), None
         )
@@ -186,7 +262,7 @@ class Record:
 
         Raises DataError if the media can't be read or were changed.
         """
-        file = self._find_file(step)
+        file = self.find_file(step)
         if not file.media_size:
             return {}
         path = self.directory / MEDIA / file.name
@@ -206,7 +282,15 @@ class Record:
                 f"step {step} has only {facts.groups} of its {facts.drawn} groups in the record "
                 "(record.groups), so it can be inspected but not recomputed"
             )
-        return read_groups(table, self.media(step))
+        media = self.media(step)
+        try:
+            return read_groups(table, media)
+        except (*ODD_VALUE_ERRORS, AssertionError, pa.ArrowException) as error:
+            path = self.directory / self.find_file(step).name
+            raise DataError(
+                f"{path}, step {step} has values that no rollout has: {type(error).__name__}: "
+                f"{error}"
+            ) from error
 
     def verify(self, file: RecordFile) -> None:
         """Raise DataError if a file differs from what was written."""
@@ -232,7 +316,6 @@ def _select_columns(columns: list[str], table: pa.Table) -> pa.Table:
     """Return the table with these columns only.
 
     A column of `DEFAULT_BY_ADDED_COLUMN` that an older file lacks is filled with its default.
-    Raises KeyError for any other missing column.
     """
     for name in DEFAULT_BY_ADDED_COLUMN.keys() & set(columns) - set(table.column_names):
         field = SCHEMA.field(name)

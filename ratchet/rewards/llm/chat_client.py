@@ -12,7 +12,8 @@ import os
 import re
 import tempfile
 from collections import OrderedDict
-from collections.abc import Awaitable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -92,6 +93,8 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
         return self
 
 
+# Values of `finish_reason` of a reply that is not whole, in OpenAI's API and servers like it.
+UNFINISHED = ("length", "max_tokens", "content_filter", "error", "abort")
 MAX_CACHED_REPLIES = 100_000  # maximum number of replies kept in memory
 
 
@@ -109,7 +112,7 @@ class ReplyCache:
         if self.directory is not None:
             try:
                 return self._path(key).read_text(encoding="utf-8")
-            except FileNotFoundError:
+            except (FileNotFoundError, UnicodeDecodeError):
                 return None
         return None
 
@@ -148,18 +151,21 @@ class ChatJudge:
             self._endpoint = Endpoint(f"{config.url.rstrip('/')}/chat/completions", config)
         self._judge: Judge | None = None
         self._replies = ReplyCache(config.cache)
-        self._pending: dict[str, asyncio.Future[str]] = {}
+        self._pending: dict[str, asyncio.Future[float]] = {}
 
     def use_judges(self, judges: Mapping[str, Any]) -> None:
         """Take the model that the config names from the models of the run."""
         if self.config.judge is not None:
             self._judge = find_judge(judges, self.config.judge)
 
-    async def query(self, question: str) -> str:
-        """Return the model's reply.
+    async def query(self, question: str, parse: Callable[[str], float]) -> float:
+        """Return the verdict that `parse` reads out of the model's reply.
 
-        Raises EndpointError, DataError if there is no whole reply, or the errors of the model's
-        generator.
+        Only replies with a verdict are cached, so that the question is put again when an attempt
+        is repeated or the run is resumed.
+
+        Raises EndpointError, DataError if there is no whole reply, the errors of `parse`, or those
+        of the model's generator.
         """
         config = self.config
         body = {
@@ -173,19 +179,23 @@ class ChatJudge:
         key = hashlib.sha256(json.dumps([place, body], sort_keys=True).encode()).hexdigest()
         cached = self._replies.get(key)
         if cached is not None:
-            return cached
+            with suppress(DataError):  # a file of an earlier version may hold no verdict
+                return parse(cached)
         pending = self._pending.get(key)
         if pending is None or pending.get_loop() is not asyncio.get_running_loop():
-            fetch = self._fetch(question, body)
-            pending = self._pending[key] = asyncio.ensure_future(self._keep(key, fetch))
+            verdict = self._fetch_verdict(key, question, body, parse)
+            pending = self._pending[key] = asyncio.ensure_future(verdict)
             pending.add_done_callback(lambda _: self._pending.pop(key, None))
         # Shielded, so that a cancelled caller does not cancel the request for the other callers.
         return await asyncio.shield(pending)
 
-    async def _keep(self, key: str, fetch: Awaitable[str]) -> str:
-        reply = await fetch
+    async def _fetch_verdict(
+        self, key: str, question: str, body: Mapping[str, object], parse: Callable[[str], float]
+    ) -> float:
+        reply = await self._fetch(question, body)
+        verdict = parse(reply)
         self._replies.put(key, reply)
-        return reply
+        return verdict
 
     async def _fetch(self, question: str, body: Mapping[str, object]) -> str:
         config = self.config
@@ -197,9 +207,16 @@ class ChatJudge:
             )
         answer = await self._endpoint.post(body)
         try:
-            reply = answer["choices"][0]["message"]["content"]
-        except (LookupError, TypeError):
-            reply = None
+            choice = answer["choices"][0]
+            reply, finish_reason = choice["message"]["content"], choice.get("finish_reason")
+        except (AttributeError, LookupError, TypeError):
+            reply, finish_reason = None, None
+        # The verdict may be what is missing, or a part of it: "Score: 1" of "Score: 10".
+        if finish_reason in UNFINISHED:
+            raise DataError(
+                f"{self._endpoint.url} did not finish its reply (finish_reason={finish_reason}): "
+                f"{str(reply)[-300:]!r}. Raise max_tokens if it was cut off"
+            )
         if not isinstance(reply, str) or not reply.strip():
             raise DataError(
                 f"{self._endpoint.url} answered without a message: {json.dumps(answer)[:300]}"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ratchet.errors import DataError
 from ratchet.protocols import Reward
 from ratchet.rewards.base import PerTrajectory, answer_text
 from ratchet.rewards.llm.chat_client import (
@@ -22,6 +21,7 @@ from ratchet.rewards.llm.chat_client import (
     format_request,
     shorten_answer,
 )
+from ratchet.rewards.llm.verdicts import parse_score, parse_verdict, parse_yes_no
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
 QUESTION = (
@@ -102,12 +102,6 @@ class PairwiseJudgeConfig(ChatJudgeConfig):
     )
 
 
-SCORE_PATTERN = re.compile(r"score[^\w-]{0,8}(-?\d+(?:\.\d+)?)(?![\w.]*\d)", re.IGNORECASE)
-VERDICT_PATTERN = re.compile(
-    r"(?:better|winner|verdict)[^\w\[]{0,8}(A|B|tie)\b|\[\[(A|B|C|tie)\]\]", re.IGNORECASE
-)
-YES_NO_PATTERN = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
-TIES = ("tie", "c")
 TASK_ANSWER = -1  # stands for the task's answer among the indices of compared attempts
 
 
@@ -144,35 +138,11 @@ class RubricJudge(PerTrajectory):
             "high": f"{high:g}",
         }
         prompt = self.config.prompt or PROMPTS[self.config.verdict]
-        reply = await self._chat.query(fill_template(prompt, values))
+        question = fill_template(prompt, values)
         if self.config.verdict == "yes_no":
-            return parse_yes_no(reply)
-        return (parse_score(reply, low, high) - low) / (high - low)
-
-
-def parse_score(reply: str, low: float, high: float) -> float:
-    """Return the last "Score: N" of a reply, or the "score" of its JSON.
-
-    Raise DataError if there is none, or if it lies outside the scale.
-    """
-    scores = SCORE_PATTERN.findall(reply)
-    if not scores:
-        raise DataError(f"the judge's reply holds no score: {reply[-300:]!r}")
-    score = float(scores[-1])
-    if not low <= score <= high:
-        raise DataError(
-            f"the judge's score {score:g} lies outside of the scale {low:g} to {high:g}: "
-            f"{reply[-300:]!r}"
-        )
-    return score
-
-
-def parse_yes_no(reply: str) -> float:
-    """Return 1 if the last YES or NO of a reply is YES, else 0. Raise DataError if it has none."""
-    words = YES_NO_PATTERN.findall(reply)
-    if not words:
-        raise DataError(f"the judge's reply holds neither YES nor NO: {reply[-300:]!r}")
-    return float(words[-1].lower() == "yes")
+            return await self._chat.query(question, parse_yes_no)
+        score = await self._chat.query(question, partial(parse_score, low=low, high=high))
+        return (score - low) / (high - low)
 
 
 class PairwiseJudge(Reward):
@@ -239,25 +209,14 @@ class PairwiseJudge(Reward):
             for a, b in orders
         ]
         try:
-            replies = await asyncio.gather(*(self._chat.query(question) for question in questions))
-            wins = [parse_verdict(reply) for reply in replies]
+            wins = await asyncio.gather(
+                *(self._chat.query(question, parse_verdict) for question in questions)
+            )
         # Any error of the judge fails only the two attempts that it compares.
         except Exception:
             return Failed("reward", f"pairwise_judge, task '{task.id}':\n{traceback.format_exc()}")
         first_wins = wins[0] if len(wins) == 1 else (wins[0] + 1.0 - wins[1]) / 2
         return first_wins if first == text else 1.0 - first_wins
-
-
-def parse_verdict(reply: str) -> float:
-    """Return 1 if the last verdict of a reply is for A, 0 for B, and 0.5 for a tie.
-
-    Raise DataError if there is none.
-    """
-    verdicts = [first or second for first, second in VERDICT_PATTERN.findall(reply)]
-    if not verdicts:
-        raise DataError(f"the judge's reply holds no verdict: {reply[-300:]!r}")
-    last_verdict = verdicts[-1].lower()
-    return 0.5 if last_verdict in TIES else float(last_verdict == "a")
 
 
 def _get_initial_outcome(trajectory: Trajectory, task: Task) -> Outcome:

@@ -8,11 +8,23 @@ from ratchet.commands.migrate.importer import UnconvertedTask, read_config
 
 NEMO_RL = "policy: {model_name: m}\ngrpo: {num_prompts_per_step: 8}\ncluster: {gpus_per_node: 1}\n"
 ROLL = "pretrain: m\nrollout_batch_size: 8\nactor_train: {model_args: {dtype: bf16}}\n"
+VERL = "data: {train_files: a.parquet}\nalgorithm: {adv_estimator: grpo}\n"
+ROLLOUT = VERL + "actor_rollout_ref: {rollout: "
+TRL = "model_name_or_path: m\ndataset_name: d\n"
+TRL_GRPO = TRL + "num_generations: 4\n"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        (VERL + "distillation: {enabled: true}", "distills on-policy"),
+        (ROLLOUT + "{multi_turn: {enable: true}}}", "several turns.*kind=tool_use"),
+        (ROLLOUT + "{agent: {default_agent_loop: tool_agent}}}", "agent loop is tool_agent"),
+        (TRL + "beta: 0.1\nloss_type: sigmoid\nreward_model_path: r", "samples answers"),
+        (TRL + "beta: 0.1\nloss_type: sigmoid\nmissing_eos_penalty: 1.0", "missing_eos_penalty"),
+        (TRL_GRPO + "reward_model_name_or_path: r", "kind: reward_model, path: r"),
+        (TRL_GRPO + "environment_factory: my.E", "several turns .environment_factory"),
+        (ROLL.replace("bf16", "bf16, model_type: diffusion_module"), "diffusion model"),
         (
             ROLL + "train_env_manager: {tags: [A]}\ncustom_envs: {A: {env_type: sokoban}}",
             r"plays ROLL's environment sokoban.*environment.kind=sokoban",
@@ -57,6 +69,8 @@ def test_another_task_is_refused(tmp_path: Path, text: str, words: str) -> None:
     "text",
     [
         ROLL + "is_pure_opd: false",
+        ROLLOUT + "{multi_turn: {enable: false}, agent: {default_agent_loop: single_turn_agent}}}",
+        TRL_GRPO + "reward_model_name_or_path: r\nreward_funcs: [accuracy_reward]",
         NEMO_RL + "env: {math: {num_workers: 8}}",
         NEMO_RL + "data: {default: {env_name: dapo}}\nenv: {dapo: {num_workers: 8}}",
         "policy: {model_name: m}\nsft: {max_num_steps: 8}\nenv: {nemo_gym: {a: 1}}\n",

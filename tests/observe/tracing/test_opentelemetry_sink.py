@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from ratchet.observe.tracing import opentelemetry_sink
 from ratchet.observe.tracing.opentelemetry_sink import OpenTelemetrySink, get_traces_url
 from ratchet.observe.trackers import TrackedRun
 from ratchet.training.start import start_run
-from ratchet.utils.tracer import TRACER, Tracer
+from ratchet.utils.tracer import TRACER, Span, Tracer
 
 pytestmark = pytest.mark.needs("opentelemetry")
 
@@ -104,6 +106,37 @@ def test_parts_of_a_step_are_one_trace(limit: int) -> None:
             assert span.attributes is not None
             assert span.attributes["gen_ai.usage.output_tokens"] == 3
             assert span.attributes["gen_ai.operation.name"] == "chat"
+
+
+def test_a_jumping_clock_changes_no_length_and_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    jumps = itertools.cycle([0, 7 * 3600, -5 * 3600, 3 * 86400 * 365, -86400])
+
+    def jump() -> float:
+        return 1.7e9 + next(jumps)
+
+    monkeypatch.setattr(time, "time", jump)
+    monkeypatch.setattr(time, "time_ns", lambda: round(jump() * 1e9))
+    exporter, tracer = InMemorySpanExporter(), Tracer(Clock())
+    sink = OpenTelemetrySink(OpenTelemetryConfig(attempts=2), RUN, exporter, tracer)
+    lengths: dict[str, float] = {}
+
+    def note_length(span: Span) -> Callable[[], None]:
+        return lambda: lengths.update({f"{span.track} {span.name}": span.seconds})
+
+    tracer.subscribe(note_length)
+    play(tracer, sink, attempts=1)
+    sink.close()
+    by_id = {span.context.span_id: span for span in exporter.get_finished_spans()}
+    exported = [(span.start_time or 0, span.end_time or 0) for span in by_id.values()]
+    assert sorted((end - start) / 1e9 for start, end in exported) == sorted(lengths.values())
+    for span in by_id.values():
+        # A reward is judged after its attempt has ended.
+        if span.parent and span.name != "rl.reward":
+            parent = by_id[span.parent.span_id]
+            assert (parent.start_time or 0) < (span.start_time or 0)
+            assert (span.end_time or 0) < (parent.end_time or 0)
 
 
 class _Collector(BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ from ratchet.config.resolve import build, resolve
 from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.llm.chat_client import fill_template
 from ratchet.rewards.llm.http_client import RateLimit
-from ratchet.rewards.llm.judge import parse_score, parse_verdict
+from ratchet.rewards.llm.verdicts import parse_score, parse_verdict
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing import answered, check_reward
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated
@@ -53,6 +53,24 @@ def rates(body, number=0):
         ("Score: -1", None),
         ("Score: 11", None),
         ("Score: N", None),
+        ("Score: .5", 0.5),
+        ("Score: 7, as it is right", 7.0),
+        ('{"score":7,"why":"right"}', 7.0),
+        ("Score: 7\u2014right", 7.0),
+        ("<think>Score: 9?</think>\nScore: 3", 3.0),
+        # More than one plain number of the scale is no score.
+        ("Score: 7/100", None),
+        ("Score: 7,5", None),
+        ("Score: 5-10", None),
+        ("Score: \u22125", None),
+        ("Score: \u20135", None),
+        ("Score: 5%", None),
+        ("Score: \u0663", None),
+        ("Score: 1e1", None),
+        ("Score: 3 is low. Score: N/A", None),
+        ("Score: 3 is low. Score: NaN", None),
+        ("<think>Score: 9", None),
+        ("<think>Score: 9</think>", None),
         ("seven", None),
         ("", None),
     ],
@@ -74,6 +92,12 @@ def test_the_last_score_of_a_reply_counts_if_the_scale_has_it(reply, score):
         ("My verdict: [[A]]", 1.0),
         ("[[C]]", 0.5),
         ('{"winner": "B"}', 0.0),
+        ("Better: a tie", 0.5),
+        ("B is better. A fails. Better: b", 0.0),
+        ("Better: A, B is wrong", 1.0),
+        ("B is better. A fails.", None),
+        ("Better: B at first. Better: A and B", None),
+        ("Better: a bit of both", None),
         ("both are fine", None),
         ("Better: Apples", None),
     ],
@@ -171,6 +195,20 @@ def test_equal_answers_are_one_question_while_it_is_under_way_and_a_cache_outliv
         assert len(fake.seen) == 3  # another question
 
 
+def test_a_reply_without_a_verdict_is_not_kept(tmp_path):
+    replies = ["I can't say.", "Score: 4", "Score: 7", "Score: 7", "Score: 7"]
+    with serve(lambda body, number: chat(replies[number])) as fake:
+        reward = made("judge", fake, cache=str(tmp_path))
+        assert isinstance(scores(reward, "85")[0], Failed)
+        assert list(tmp_path.rglob("*.txt")) == []
+        assert scores(reward, "85")[0].reward == 3 / 9
+        (kept,) = tmp_path.rglob("*.txt")
+        for damage in (b"", b"no verdict", b"\xff"):
+            kept.write_bytes(damage)
+            assert scores(made("judge", fake, cache=str(tmp_path)), "85")[0].reward == 6 / 9
+            assert kept.read_text() == "Score: 7"
+
+
 def test_a_key_comes_from_the_named_variable_and_stands_in_no_file():
     with serve(rates) as fake:
         credentials.set_environment({"MY_KEY": "s3cret"})
@@ -209,6 +247,8 @@ def test_what_may_pass_is_tried_again():
         (chat(None), {}, 1, "answered without a message"),
         (chat("I can't say."), {}, 1, "holds no score"),
         (chat("Score: 99"), {}, 1, "lies outside of the scale 1 to 10"),
+        (chat("Score: 1", finish_reason="length"), {}, 1, "did not finish its reply"),
+        (chat("Score: 9", finish_reason="content_filter"), {}, 1, "finish_reason=content_filter"),
     ],
 )
 def test_what_can_not_be_judged_is_failed_and_never_zero(given, keys, requests, why):
@@ -383,11 +423,16 @@ def test_a_result_that_is_no_reward_fails_its_own_attempt():
         {"reward": None},
         {"reward": 1.0, "parts": {"x": "y"}},
         7,
+        {"reward": 10**400},
+        {"reward": 3, "error": None},
     ]
     with serve(lambda body, number: {"results": results}) as fake:
-        outcomes = scores(build(resolve("rewards", {"kind": "remote", "url": fake.url})), *"abcdef")
+        outcomes = scores(
+            build(resolve("rewards", {"kind": "remote", "url": fake.url})), *"abcdefgh"
+        )
         assert outcomes[0] == Scored(2.0, {"remote": 2.0})
-        assert [type(o) for o in outcomes[1:]] == [Failed] * 5
+        assert [type(o) for o in outcomes[1:-1]] == [Failed] * 6
+        assert outcomes[-1] == Scored(3.0, {"remote": 3.0})
         assert "no such problem" in outcomes[1].detail
 
 

@@ -53,6 +53,10 @@ def find_other_task(values: Mapping[str, Any]) -> str | None:
             "the run distills off-policy, which is not converted from ROLL. Write a recipe with "
             "algorithm.kind=distill_off_policy, whose page has the counterpart of each key."
         )
+    if any(
+        key.endswith(".model_type") and "diffusion" in str(value) for key, value in values.items()
+    ):
+        return "the run trains a diffusion model, which Ratchet does not."
     if any(key.endswith(MEDIA_ENDINGS) for key in values) or "DetectionRewardWorker" in workers:
         return (
             "the run's data have images, video or audio, whose columns and rewards are not "

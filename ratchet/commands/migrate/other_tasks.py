@@ -1,0 +1,61 @@
+"""Find the tasks of verl's and TRL's files that have no conversion.
+
+Their keys without a counterpart are listed anyway. What is refused here would be another task or
+another method without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ROLLOUT = "actor_rollout_ref.rollout"
+AGENT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
+TOOLS_FIX = "Write a recipe with environment.kind=tool_use, or with agent."
+# Keys of the configurations of TRL's trainers that sample answers for preference losses.
+ONLINE_PREFERENCE_KEYS = ("reward_model_path", "missing_eos_penalty", "mixture_coef", "judge")
+INTERACTIVE_KEYS = ("environment_factory", "rollout_func", "tools")
+
+
+def find_other_verl_task(values: Mapping[str, Any]) -> str | None:
+    """Return a sentence on the file's task and one on its remedy; None if it is converted.
+
+    Args:
+        values: The file's values by dotted key.
+    """
+    if values.get("distillation.enabled") is True:
+        return (
+            "the run distills on-policy, which is not converted. Write a recipe with "
+            "algorithm.kind=on_policy_distillation."
+        )
+    loop = values.get(AGENT_LOOP)
+    if loop not in (None, "single_turn_agent"):
+        return f"the run's agent loop is {loop}, which is not converted. {TOOLS_FIX}"
+    if values.get(f"{ROLLOUT}.multi_turn.enable") is True:
+        return f"the run's attempts have several turns, which is not converted. {TOOLS_FIX}"
+    return None
+
+
+def find_other_trl_task(values: Mapping[str, Any]) -> str | None:
+    """Return a sentence on the file's task and one on its remedy; None if it is converted.
+
+    Args:
+        values: The file's values by key.
+    """
+    for key in ONLINE_PREFERENCE_KEYS:
+        if values.get(key) is not None:
+            return (
+                f"{key} is of a trainer that samples answers for a preference loss, which is not "
+                "converted. Write a recipe with algorithm.kind=grpo and rewards."
+            )
+    for key in INTERACTIVE_KEYS:
+        if values.get(key):
+            return f"the run's attempts have several turns ({key}), which are not converted. " + (
+                "Write a recipe with environment.kind=trl or tool_use."
+            )
+    if (path := values.get("reward_model_name_or_path")) and not values.get("reward_funcs"):
+        return (
+            f"the run's reward is the model {path}, which is not converted. Write a recipe with "
+            f"rewards: [{{kind: reward_model, path: {path}}}]."
+        )
+    return None
