@@ -13,10 +13,6 @@ ROLL = "pretrain: m\nrollout_batch_size: 8\nactor_train: {model_args: {dtype: bf
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            ROLL + "train_env_manager: {tags: [A]}\ncustom_envs: {A: {env_type: sokoban}}",
-            r"plays ROLL's environment sokoban.*environment.kind=sokoban",
-        ),
         (ROLL + "student_train: {model_args: {dtype: bf16}}", "distills on-policy"),
         (ROLL + "is_pure_opd: true", "distills on-policy"),
         ("student_pretrain: m\nstudent: {model_args: {dtype: bf16}}", "distills off-policy"),
