@@ -148,6 +148,8 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "boxed": "ratchet.rewards.answers.boxed:BoxedConfig",
         "multiple_choice": "ratchet.rewards.answers.multiple_choice:MultipleChoiceConfig",
         "crossthinkqa": "ratchet.rewards.integrations.roll_crossthinkqa:CrossThinkQAConfig",
+        "detection": "ratchet.rewards.integrations.roll_detection:DetectionConfig",
+        "video_r1": "ratchet.rewards.integrations.roll_video:VideoR1Config",
         "format": "ratchet.rewards.answers.format:FormatConfig",
         "regex": "ratchet.rewards.answers.regex:RegexConfig",
         "similarity": "ratchet.rewards.answers.similarity:SimilarityConfig",

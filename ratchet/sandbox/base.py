@@ -103,6 +103,8 @@ class Limits:
         output_kib: Size of stdout, and separately of stderr.
         processes: Number of processes; 1 allows threads only, more allows fork and exec.
         threads: Number of threads of a program that may not fork (`processes` is 1).
+        executable: True if files of the scratch directory can be executed; `processes` must be
+            above 1.
     """
 
     wall_s: float = 5.0
@@ -112,13 +114,16 @@ class Limits:
     output_kib: int = 1024
     processes: int = 1
     threads: int = 32
+    executable: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not (math.isfinite(value) and value > 0):
+            if not isinstance(value, bool) and not (math.isfinite(value) and value > 0):
                 raise SandboxError(f"Limits.{name} must be a positive number, not {value!r}")
         if self.memory_mib < 64:
             raise SandboxError(f"Limits.memory_mib is {self.memory_mib}; Python itself needs 64")
+        if self.executable and self.processes < 2:
+            raise SandboxError("Limits.executable needs Limits.processes above 1")
 
 
 DEFAULT_LIMITS = Limits()

@@ -210,7 +210,7 @@ class ForkServerSlot:
         assert self._channel is not None
         request: dict[str, Any] = {
             name: getattr(limits, name)
-            for name in ("wall_s", "memory_mib", "disk_mib", "processes", "threads")
+            for name in ("wall_s", "memory_mib", "disk_mib", "processes", "threads", "executable")
         }
         request |= {"cpu_s": max(1, -int(-limits.cpu_s // 1)), "is_command": is_command}
         socket.send_fds(self._channel, [json.dumps(request).encode()], files)

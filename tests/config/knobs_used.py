@@ -73,8 +73,17 @@ REWARDS = {
     "bounding_box": ("[0, 0, 1, 1]", {"task_units": "unit"}),
     "ifeval": ("A", {}),
     "crossthinkqa": ("A", {}),
+    "detection": (
+        "<answer>[{'bbox_2d': [0, 0, 1, 1], 'label': 'a'}]</answer>",
+        {"answer_units": "pixels"},
+    ),
+    "video_r1": ("A", {"kind_column": "question_type"}),
     "code": ("print(1)", {"sandbox": {"kind": "local"}}),
     "by_tag": ("A", {"domains": {"*": [{"kind": "exact_match"}]}}),
+}
+TASK_ANSWERS = {
+    "bounding_box": "[0, 0, 1, 1]",
+    "detection": '[{"bbox_2d": [0, 0, 1, 1], "label": "a"}]',
 }
 
 
@@ -254,6 +263,9 @@ def judged(kind: str, text: str, answer: str, **keys):
         "target": 8,
         "use_all": True,
         "instruction_id_list": ["startend:quotation"],
+        "question_type": "OCR",
+        "width": 10,
+        "height": 10,
     }
     meta |= {"tests": [{"stdin": "", "stdout": "1"}]}
     task = Task("t", answer=answer, messages=messages[:1], meta=meta)
@@ -264,7 +276,7 @@ def judged_here() -> None:
     for kind in ("numeric_answer", "countdown"):  # random weights give no answer that ends
         graded(kind)
     for kind, (text, keys) in REWARDS.items():
-        judged(kind, text, "[0, 0, 1, 1]" if kind == "bounding_box" else "B", **keys)
+        judged(kind, text, TASK_ANSWERS.get(kind, "B"), **keys)
 
 
 def judged_by_functions() -> None:

@@ -38,6 +38,7 @@ UNBOUNDED = {
     "by_tag": "has those of its rewards",
     "crossthinkqa": "has ROLL's scores, from -1 to 1",
     "malformed_tool_calls": "counts",
+    "video_r1": "adds the form of the tags to the answer, from 0 to 2",
     "pairwise_judge": "judges groups, as shares of comparisons that it counts itself",
     "reward_model": "gives any number",
     "remote": "gives any number",

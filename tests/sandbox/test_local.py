@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,6 +110,15 @@ def test_commands_run_where_there_are_namespaces(sandbox: LocalSandbox) -> None:
         COMMANDS,
     )
     assert piped.stdout == b"b'3\\n'\n"
+
+
+def test_files_are_executed_where_the_limits_allow_it(sandbox: LocalSandbox) -> None:
+    need(Isolation.NAMESPACES)
+    copied = "import os, shutil\nshutil.copy('/bin/echo', 'e')\nos.execv('./e', ['e', 'hello'])"
+    assert run(sandbox, copied, b"", replace(COMMANDS, executable=True)).stdout == b"hello\n"
+    assert b"Permission denied" in run(sandbox, copied, b"", COMMANDS).stderr
+    with pytest.raises(SandboxError, match=r"needs Limits\.processes above 1"):
+        Limits(executable=True)
 
 
 def test_commands_and_processes_are_refused_where_nobody_could_end_them_all() -> None:

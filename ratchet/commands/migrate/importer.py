@@ -167,6 +167,8 @@ def read_config(path: Path, peer: str | None = None) -> ImportResult:
             f"{path}: {problem} To convert its other keys, run `ratchet import` on a copy that "
             "trains on questions."
         )
+    if chosen_peer.keep_used is not None:
+        source = replace(source, values=chosen_peer.keep_used(source.values))
     method_name = chosen_peer.detect_method(source.values)
     if not method_name:
         raise ConfigError(
@@ -174,7 +176,8 @@ def read_config(path: Path, peer: str | None = None) -> ImportResult:
             f"has {', '.join(chosen_peer.methods)}"
         )
     result = convert(chosen_peer, method_name, source)
-    if not {f"environment.{key}" for key in ("train", "hub", "preset")} & set(result.flat):
+    data_keys = {"environment", *(f"environment.{key}" for key in ("train", "hub", "preset"))}
+    if not data_keys & set(result.flat):
         result.flat["environment.train"] = ["data/train.jsonl"]
     result.flat.setdefault("name", re.sub(r"[^\w.+-]+", "-", path.stem).lstrip("_.+-") or "run")
     _remove_refused(result)

@@ -180,6 +180,8 @@ class Peer:
         find_other_task: A function that returns sentences on a task that is not converted, and on
             its remedy; None if the task is converted. None: all tasks are.
         dialect: The YAML dialect of the library's files.
+        keep_used: A function that returns the values without definitions that the file does not
+            use; None: all count.
     """
 
     name: str
@@ -190,6 +192,7 @@ class Peer:
     methods: Mapping[str, Method]
     find_other_task: Callable[[Mapping[str, Any]], str | None] | None = None
     dialect: Dialect = "omegaconf"
+    keep_used: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def count_marks(self, values: Mapping[str, Any]) -> int:
         """Return how many of the peer's marks a configuration has."""

@@ -96,9 +96,9 @@ def plan_cluster(
     """
     limit_bytes, smallest_peak_gib = spec.accelerator.memory * USABLE_MEMORY_SHARE, float("inf")
     for layout in _list_layouts(cost, workload, spec):
-        memory = _estimate_memory(cost, workload, n_trained, n_frozen, layout)
+        memory = _estimate_memory(cost, workload, n_trained, n_frozen, layout, limit_bytes)
         if memory.peak_bytes <= limit_bytes:
-            seconds_by_phase, bottleneck = _estimate_seconds(cost, workload, layout, spec)
+            seconds_by_phase, bottleneck = _estimate_seconds(cost, workload, layout, spec, memory)
             return ClusterPlan(layout, memory, seconds_by_phase, bottleneck)
         smallest_peak_gib = min(smallest_peak_gib, memory.peak_bytes / GIB)
     raise ConfigError(
@@ -155,9 +155,17 @@ def _list_layouts(
 
 
 def _estimate_memory(
-    cost: DecoderCost, workload: Workload, n_trained: int, n_frozen: int, layout: ParallelLayout
+    cost: DecoderCost,
+    workload: Workload,
+    n_trained: int,
+    n_frozen: int,
+    layout: ParallelLayout,
+    limit_bytes: float,
 ) -> MemoryPlan:
-    """Return the bytes that a layout takes on each accelerator."""
+    """Return the bytes that a layout takes on each accelerator.
+
+    The KV cache takes what the usable memory `limit_bytes` leaves, if the attempts need as much.
+    """
     ranks = layout.tensor_parallel * layout.dp_shard
     micro_batch_tokens = min(layout.micro_batch_tokens, workload.max_trained_tokens)
     layer_parameters = cost.parameters / max(1, cost.shape.n_layers) / layout.tensor_parallel
@@ -176,31 +184,30 @@ def _estimate_memory(
         // layout.tensor_parallel,
         "logits": LOGITS_BYTES,
     }
-    # Sequences that a generator runs at a time, rounded up; 0 without generation.
-    n_running = -(
-        -max(workload.max_running_attempts, workload.max_running_eval_attempts)
-        // layout.n_generators
-    )
-    sample = (
-        {
-            "keys and values": n_running
-            * workload.max_sequence_tokens
-            * cost.kv_bytes(BF16_BYTES)
-            // layout.generator_tensor_parallel
-        }
-        if n_running
-        else {}
-    )
-    sample |= (
-        {"generator's weights": cost.parameters * BF16_BYTES // layout.generator_tensor_parallel}
-        if n_running
-        else {}
-    )
+    sample: dict[str, int] = {}
+    n_attempts = max(workload.max_running_attempts, workload.max_running_eval_attempts)
+    if n_attempts:
+        weights = cost.parameters * BF16_BYTES // layout.generator_tensor_parallel
+        sequence_bytes = _get_sequence_bytes(cost, workload, layout)
+        room = int(limit_bytes) - sum(resident.values()) - weights
+        # Sequences of a generator, rounded up. Those without room for their keys and values wait.
+        n_running = min(-(-n_attempts // layout.n_generators), max(1, room // sequence_bytes))
+        sample = {"keys and values": n_running * sequence_bytes, "generator's weights": weights}
     return MemoryPlan(resident, {"update": update, "sample": sample}, phases_take_turns=True)
 
 
+def _get_sequence_bytes(cost: DecoderCost, workload: Workload, layout: ParallelLayout) -> int:
+    """Return the bytes of the longest sequence's keys and values on an accelerator."""
+    kv_bytes = workload.max_sequence_tokens * cost.kv_bytes(BF16_BYTES)
+    return max(1, kv_bytes // layout.generator_tensor_parallel)
+
+
 def _estimate_seconds(
-    cost: DecoderCost, workload: Workload, layout: ParallelLayout, spec: ClusterSpec
+    cost: DecoderCost,
+    workload: Workload,
+    layout: ParallelLayout,
+    spec: ClusterSpec,
+    memory: MemoryPlan,
 ) -> tuple[dict[str, float], str]:
     """Return the seconds of a step by phase, and the longest phase with its limit."""
     accelerator, flop_by_phase = spec.accelerator, workload.count_flop(cost)
@@ -208,7 +215,10 @@ def _estimate_seconds(
     score = flop_by_phase["score"] / (spec.count * accelerator.flop_s * SCORE_SHARE)
     if not workload.max_running_attempts:
         return {"update": update, "score": score}, "update: arithmetic"
-    n_running = -(-workload.max_running_attempts // layout.n_generators)
+    n_attempts = -(-workload.max_running_attempts // layout.n_generators)
+    kv_bytes = memory.phases["sample"]["keys and values"]
+    n_running = min(n_attempts, kv_bytes // _get_sequence_bytes(cost, workload, layout))
+    n_waves = -(-n_attempts // n_running)
     # Decoding one token of each row reads all weights once, and the KV cache at its mean length.
     mean_length = (workload.max_prompt_tokens + workload.max_sequence_tokens) / 2
     bytes_read = cost.parameters * BF16_BYTES + n_running * mean_length * cost.kv_bytes(BF16_BYTES)
@@ -218,9 +228,8 @@ def _estimate_seconds(
     arithmetic_s = cost.forward_flop(n_running, workload.max_sequence_tokens / 2) / (
         layout.generator_tensor_parallel * accelerator.flop_s * SCORE_SHARE
     )
-    sample = (workload.max_sequence_tokens - workload.max_prompt_tokens) * max(
-        bandwidth_s, arithmetic_s
-    )
+    answer_tokens = workload.max_sequence_tokens - workload.max_prompt_tokens
+    sample = n_waves * answer_tokens * max(bandwidth_s, arithmetic_s)
     # Weight sync. The data sheet's rate of a link is the sum of both directions.
     sync = cost.parameters * BF16_BYTES / layout.generator_tensor_parallel / (accelerator.link / 2)
     seconds_by_phase = {"sample": sample, "score": score, "update": update, "sync": sync}

@@ -18,10 +18,11 @@ from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build
 from ratchet.config.schema import RecordConfig, RunConfig, StageConfig
-from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.errors import ConfigError, ModelError
+from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.experience.sources.tasks import TaskStream
+from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.sampler import CHUNK_ELEMENTS
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.compute.microbatching import resolve_micro_batch_tokens
@@ -31,11 +32,10 @@ from ratchet.models.load import find_model
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MAX_STEPS, MAX_TOKENS
 from ratchet.training.from_config import build_renderer
-from ratchet.training.stage import EnvSetup
 from ratchet.training.stage_from_config import build_env_setup
-from ratchet.types import Task
 
 MIB = 2**20
+GIB = 2**30
 # Bytes of a weight, of its gradient and of each optimizer moment: all are float32.
 FP32_BYTES = 4
 # Tensors of the logits' size that exist at a time: the logits, their softmax and its gradient.
@@ -223,8 +223,9 @@ def measure_workload(
 ) -> Workload:
     """Return the work of one step of stage `index`."""
     stage = config.stages[index]
-    max_prompt_tokens, max_sequence_tokens = measure_lengths(config, index, algorithm, shape)
-    rows_per_attempt = 2 if algorithm.source == "pairs" else 1
+    max_prompt_tokens, max_sequence_tokens, rows_per_attempt = measure_lengths(
+        config, index, algorithm, shape
+    )
     n_rows = stage.batch_size * stage.algorithm.n_attempts * rows_per_attempt
     max_running = stage.generator.request_limit or 2**30
     n_eval_attempts = (
@@ -245,8 +246,13 @@ def measure_workload(
 
 def measure_lengths(
     config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig
-) -> tuple[int, int]:
-    """Return (tokens of the longest prompt, tokens of the longest sequence) of N_TASKS tasks."""
+) -> tuple[int, int, int]:
+    """Return what N_TASKS tasks need: the tokens of the longest prompt and of the longest sequence,
+    and the rows of an attempt.
+
+    A preference pair has two rows, and with `rollouts.history_window` a demonstration has one for
+    each turn.
+    """
     stage = config.stages[index]
     env_setup = build_env_setup(stage)
     tokenizer = build(config.tokenizer, config.model.path)
@@ -256,34 +262,27 @@ def measure_lengths(
         len(get_task_renderer(renderer, task).prompt(task.messages)) if task.messages else 0
         for task in tasks
     ]
-    if algorithm.source == "rollouts":
+    rows_per_attempt = 1
+    if algorithm.source in OFFLINE_SOURCES:
+        rows_by_task = [
+            render_task(
+                env_setup.environment,
+                task,
+                renderer,
+                algorithm.source,
+                turns=algorithm.turns,
+                history_window=stage.rollouts.history_window,
+            )
+            for task in tasks
+        ]
+        max_length = max(len(row.tokens) for rows in rows_by_task for row in rows)
+        rows_per_attempt = max(map(len, rows_by_task))
+    else:
         max_length = max(prompt_lengths) + stage.sampling.max_new_tokens
-    else:
-        max_length = max(
-            _measure_longest_row(env_setup, renderer, task, algorithm) for task in tasks
-        )
-    return min(max(prompt_lengths), shape.max_positions), min(max_length, shape.max_positions)
-
-
-def _measure_longest_row(
-    env_setup: EnvSetup, renderer: Renderer, task: Task, algorithm: Algorithm
-) -> int:
-    """Return the tokens of a task's longest row, for an algorithm that does not generate."""
-    environment = env_setup.environment
-    renderer = get_task_renderer(renderer, task)
-    if algorithm.source == "pairs" and environment.has_pairs:
-        pair = environment.comparison(task)
-        answers = [pair.chosen, pair.rejected]
-    elif algorithm.source == "labelled" and environment.has_labelled_answers:
-        answers = [environment.labelled_answer(task).messages]
-    elif algorithm.source == "steps" and environment.has_step_labels:
-        return len(renderer.prompt(task.messages)) + sum(
-            len(renderer.tokenizer.encode(text)) for text, _ in environment.steps(task)
-        )
-    else:
-        answers = [environment.demonstration(task)]
-    return max(
-        len(renderer.supervised((*task.messages, *answer), train="last")[0]) for answer in answers
+    return (
+        min(max(prompt_lengths), shape.max_positions),
+        min(max_length, shape.max_positions),
+        rows_per_attempt,
     )
 
 
@@ -335,9 +334,13 @@ def estimate_memory(
         token_slots = _round_up_to_power_of_two(n_running) * _round_up_to_power_of_two(
             workload.max_sequence_tokens
         )
+        cache_bytes = token_slots * cost.kv_bytes(process.compute_bytes)
+        if isinstance(stage.generator, EngineConfig) and stage.generator.kv_cache_gib != "auto":
+            # Attempts without room in the cache wait.
+            cache_bytes = min(cache_bytes, int(stage.generator.kv_cache_gib * GIB))
         n_logits = min(n_running * shape.vocab_size, CHUNK_ELEMENTS)
         phases["sample"] = {
-            "keys and values": token_slots * cost.kv_bytes(process.compute_bytes),
+            "keys and values": cache_bytes,
             "histories": token_slots * HISTORY_BYTES,
             "logits": LOGITS_TENSORS * n_logits * FP32_BYTES,
         }

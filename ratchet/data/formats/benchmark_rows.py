@@ -280,21 +280,24 @@ def _indent(lines: Sequence[str]) -> list[str]:
 
 
 def convert_kodcode(values: Values, where: str) -> Values:
-    """Convert a row whose `test` holds pytest functions that import one function of `solution`.
+    """Convert a row whose `test` holds pytest functions that import functions of `solution`.
 
-    `test_info` names the function and has its declaration, which the prompt gives: the question
-    alone seldom names it.
+    `test_info` names the functions and has their declarations, which the prompt gives: the question
+    alone seldom names them.
     """
     check_columns(values, {"question": str, "test": str, "test_info": list}, where)
     infos = [info for info in values["test_info"] if isinstance(info, dict)]
     names = [info.get("function_name") for info in infos]
-    if len(names) != 1 or not isinstance(names[0], str) or not names[0].isidentifier():
+    if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise DataError(
-            f"{where}: column 'test_info' must name one function, which the tests call: drop the "
-            "row"
+            f"{where}: column 'test_info' must name the functions that the tests call: drop the row"
         )
-    declaration = infos[0].get("function_declaration") or f"def {names[0]}"
-    request = f"\n\nThe tests call `{str(declaration).strip()}`.{CODE_BLOCK_REQUEST}"
+    declarations = [
+        str(info.get("function_declaration") or f"def {name}").strip()
+        for info, name in zip(infos, names, strict=True)
+    ]
+    called = ", ".join(f"`{declaration}`" for declaration in declarations)
+    request = f"\n\nThe tests call {called}.{CODE_BLOCK_REQUEST}"
     return {
         **values,
         PROMPT_COLUMN: values["question"].strip() + request,

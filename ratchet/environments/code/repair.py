@@ -17,6 +17,7 @@ from ratchet.rewards.code.extract_program import has_expected_output
 from ratchet.rewards.code.function_tests import FunctionTask
 from ratchet.rewards.code.reward import Code, CodeConfig, get_tests, parse_io_tests
 from ratchet.rewards.deadline import ProgramRunner
+from ratchet.sandbox import Result
 from ratchet.types import Message, Split, Task
 
 
@@ -109,14 +110,18 @@ class CodeRepair(Environment):
     async def _make_hint(self, text: str, task: Task) -> str:
         judge = self.config.judge
         tests = get_tests(task)
-        program = self._code.read_program(text, tests)
+        language = self._code.read_language(text, tests, task)
+        program = self._code.read_program(text, tests, language)
         if program is None:
-            return "There is no program in your answer: write it between ```python and ```."
+            return f"There is no program in your answer: write it between ```{language} and ```."
         if isinstance(tests, FunctionTask):
             return await self._make_call_hint(program, tests)
         pairs = parse_io_tests(tests["tests"], task.id)
+        prepared = await self._code.prepare(program, language, ProgramRunner(self._code.sandbox))
+        if isinstance(prepared, Result):
+            return self._shorten_error(describe_failure(prepared))
         for stdin, expected in pairs:
-            result = await ProgramRunner(self._code.sandbox).run(program, stdin, self._code.limits)
+            result = await ProgramRunner(self._code.sandbox).run(prepared[0], stdin, prepared[1])
             if result.ok and has_expected_output(result, expected, judge.compare, judge.tolerance):
                 continue
             heading = f"For the input\n{_shorten(stdin.decode('utf-8', 'replace'))}\n"

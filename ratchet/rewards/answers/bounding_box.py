@@ -139,8 +139,8 @@ class BoundingBox(FinalAnswer):
             return self.lowest
         if self.config.task_units != self.config.answer_units:
             (task_width, task_height), (answer_width, answer_height) = (
-                self._get_size(self.config.task_units, task),
-                self._get_size(self.config.answer_units, task),
+                get_side_lengths(self.config.task_units, task),
+                get_side_lengths(self.config.answer_units, task),
             )
             box = box.scale(task_width / answer_width, task_height / answer_height)
         value = compute_iou(box, gold) if self.config.measure == "iou" else compute_giou(box, gold)
@@ -166,22 +166,26 @@ class BoundingBox(FinalAnswer):
             )
         return gold
 
-    def _get_size(self, units: str, task: Task) -> tuple[float, float]:
-        """Return the picture's width and height in these units."""
-        if units != "pixels":
-            return SIDE_BY_UNIT[units], SIDE_BY_UNIT[units]
-        width, height = task.meta.get("width"), task.meta.get("height")
-        if (
-            isinstance(width, int | float)
-            and isinstance(height, int | float)
-            and min(width, height) > 0
-        ):
-            return float(width), float(height)
-        image = next((part for part in list_media(task.messages) if part.type == "image"), None)
-        size = None if image is None else check_media(image, where=task.where, limits=MediaLimits())
-        if size is None:
-            raise DataError(
-                f"{task.where} has neither a picture nor the columns width and height, which are "
-                "needed to convert pixels: add them"
-            )
-        return size
+
+def get_side_lengths(units: str, task: Task) -> tuple[float, float]:
+    """Return the width and height of the task's picture in these units.
+
+    Raises DataError for pixels if the picture's size is unknown.
+    """
+    if units != "pixels":
+        return SIDE_BY_UNIT[units], SIDE_BY_UNIT[units]
+    width, height = task.meta.get("width"), task.meta.get("height")
+    if (
+        isinstance(width, int | float)
+        and isinstance(height, int | float)
+        and min(width, height) > 0
+    ):
+        return float(width), float(height)
+    image = next((part for part in list_media(task.messages) if part.type == "image"), None)
+    size = None if image is None else check_media(image, where=task.where, limits=MediaLimits())
+    if size is None:
+        raise DataError(
+            f"{task.where} has neither a picture nor the columns width and height, which are "
+            "needed to convert pixels: add them"
+        )
+    return size

@@ -34,6 +34,18 @@ CASE_TYPES = ("assert", "pytest", "check_based", "text")
 MODULE = "solution"  # the module that tests import the judged function from
 TEXT_FUNCTION = "response"  # stands for the answer in text tests
 TEXT_PLACEHOLDER = "{response}"
+CALL_FUNCTION = "_call_function"  # calls one of several functions of a program
+CALL_PROGRAM = f"""
+
+def {CALL_FUNCTION}(name, *arguments, **keywords):
+    if name not in globals():
+        raise NameError(f"name {{name!r}} is not defined")
+    return globals()[name](*arguments, **keywords)
+"""
+CALL_TEST = f"""
+def {{name}}(*arguments, **keywords):
+    return {CALL_FUNCTION}({{name!r}}, *arguments, **keywords)
+"""
 
 
 def convert_tests(case_type: str, cases: Sequence[Any], label: str) -> FunctionTask:
@@ -54,22 +66,21 @@ def convert_tests(case_type: str, cases: Sequence[Any], label: str) -> FunctionT
     if not sources:
         raise DataError(f"task '{label}': test_cases is empty: leave the row out")
     if case_type == "check_based":
-        return _convert_check(cases[0], sources[0], label)
+        return _convert_checks(cases, sources, label)
     if case_type == "text":
         lines = [source.replace(TEXT_PLACEHOLDER, f"{TEXT_FUNCTION}()") for source in sources]
         return FunctionTask("", TEXT_FUNCTION, _write_check(lines, label), label, judges_text=True)
     return convert_source("\n".join(sources), label)
 
 
-def convert_source(source: str, label: str, entry_point: str = "") -> FunctionTask:
+def convert_source(source: str, label: str) -> FunctionTask:
     """Return tests that are `assert` statements, pytest functions, or both.
 
-    Args:
-        entry_point: The function that the tests call; "": the one that they call without defining
-            it.
+    The tests call the functions that they import from the module, or else those that they do not
+    define.
     """
     tree = _parse(source, label)
-    entry_point = entry_point or _find_entry_point(tree, label)
+    functions = _find_functions(tree, label)
     statements = [_rewrite_import(statement, label) for statement in tree.body]
     body = [statement for group in statements for statement in group]
     tests = [node.name for node in body if _is_test(node)]
@@ -88,7 +99,15 @@ def convert_source(source: str, label: str, entry_point: str = "") -> FunctionTa
     calls = [*map(ast.unparse, moved), *(f"_run_test({name})" for name in tests)]
     shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
     text = "\n".join([shim, *map(ast.unparse, top), "", _write_check(calls, label)])
-    return FunctionTask(USUAL_IMPORTS, entry_point, text, label)
+    return _make_task(USUAL_IMPORTS, functions, text, label)
+
+
+def _make_task(prompt: str, functions: Sequence[str], text: str, label: str) -> FunctionTask:
+    """Return tests that call these functions."""
+    if len(functions) == 1:
+        return FunctionTask(prompt, functions[0], text, label)
+    stubs = "".join(CALL_TEST.format(name=name) for name in functions)
+    return FunctionTask(prompt, CALL_FUNCTION, stubs + text, label, functions=tuple(functions))
 
 
 def write_text_program(answer: str) -> str:
@@ -106,14 +125,35 @@ def _read_source(case: Any, label: str) -> str:
     return source
 
 
-def _convert_check(case: Any, source: str, label: str) -> FunctionTask:
-    values: Mapping[str, Any] = case if isinstance(case, Mapping) else {}
-    entry_point, prefix = values.get("entry_point", "candidate"), values.get("import_prefix", "")
-    if not isinstance(entry_point, str) or not isinstance(prefix, str):
-        raise DataError(
-            f"task '{label}': entry_point and import_prefix of a check-based test must be text"
-        )
-    return FunctionTask(f"{USUAL_IMPORTS}{prefix}\n", entry_point, source, label)
+def _convert_checks(cases: Sequence[Any], sources: Sequence[str], label: str) -> FunctionTask:
+    """Return tests whose functions `check` take the function that they judge.
+
+    Several cases, of one function or of several, are judged together.
+    """
+    functions: list[str] = []
+    prompt = USUAL_IMPORTS
+    for case in cases:
+        values: Mapping[str, Any] = case if isinstance(case, Mapping) else {}
+        name, prefix = values.get("entry_point", "candidate"), values.get("import_prefix", "")
+        if not isinstance(name, str) or not name.isidentifier() or not isinstance(prefix, str):
+            raise DataError(
+                f"task '{label}': entry_point and import_prefix of a check-based test must be text"
+            )
+        functions.append(name)
+        prompt += f"{prefix}\n"
+    if len(cases) == 1:
+        return FunctionTask(prompt, functions[0], sources[0], label)
+    parts = [_wrap_check(source, f"_check_{index}", label) for index, source in enumerate(sources)]
+    calls = [f"_check_{index}({name})" for index, name in enumerate(functions)]
+    text = "\n".join([*parts, _write_check(calls, label)])
+    return _make_task(prompt, list(dict.fromkeys(functions)), text, label)
+
+
+def _wrap_check(source: str, name: str, label: str) -> str:
+    """Return a function that defines the test's `check` for itself, and calls it."""
+    body = [*_parse(source, label).body, *_parse("check(candidate)", label).body]
+    arguments = ast.arguments([], [ast.arg("candidate")], None, [], [], None, [])
+    return ast.unparse(ast.fix_missing_locations(ast.FunctionDef(name, arguments, body, [])))
 
 
 def _write_check(lines: Sequence[str], label: str) -> str:
@@ -158,8 +198,8 @@ def _rewrite_import(statement: ast.stmt, label: str) -> list[ast.stmt]:
     return [statement]
 
 
-def _find_entry_point(tree: ast.Module, label: str) -> str:
-    """Return the function that the tests import from the module, or call without defining it."""
+def _find_functions(tree: ast.Module, label: str) -> list[str]:
+    """Return the functions that the tests import from the module, or call without defining them."""
     imported = [
         alias.name
         for node in ast.walk(tree)
@@ -178,12 +218,11 @@ def _find_entry_point(tree: ast.Module, label: str) -> str:
             name for name in called if name not in known and not defines_name(USUAL_IMPORTS, name)
         ]
     names = list(dict.fromkeys(imported))
-    if len(names) != 1:
+    if not names:
         raise DataError(
-            f"task '{label}': its tests must call one function of the program, and they call "
-            f"{', '.join(names) or 'none'}"
+            f"task '{label}': its tests must call a function of the program, and they call none"
         )
-    return names[0]
+    return names
 
 
 def _list_bound_names(tree: ast.Module) -> Iterator[str]:

@@ -10,26 +10,50 @@ from ratchet.sandbox.base import Result
 from ratchet.sandbox.compare_output import output_matches
 
 Blocks = Literal["last", "first", "all"]
-PYTHON_LANGUAGES = ("python", "python3", "py", "py3")
+# Marks of fenced blocks, and values of a row's column `language`, in lower case.
+LANGUAGE_MARKS = {
+    "python": ("python", "python3", "py", "py3"),
+    "cpp": ("cpp", "c++", "cc", "cxx"),
+    "go": ("go", "golang"),
+}
 FENCES = ("```", "~~~")
 NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 MAX_NUMBER_BYTES = 64
 
 
-def extract_program(text: str, blocks: Blocks, *, require_block: bool) -> str | None:
+def extract_program(
+    text: str, blocks: Blocks, *, require_block: bool, language: str = "python"
+) -> str | None:
     """Return the program in an answer; None if it lacks a required block.
 
-    Programs are the fenced blocks marked as Python or, if there are none, the unmarked blocks. The
-    last one, the first one or all joined are returned, as `blocks` says. Without such a block the
-    whole text is the program. A block that is never closed ends with the text.
+    Programs are the fenced blocks marked as `language` or, if there are none, the unmarked blocks.
+    The last one, the first one or all joined are returned, as `blocks` says. Without such a block
+    the whole text is the program. A block that is never closed ends with the text.
     """
+    marks = LANGUAGE_MARKS[language]
     marked_blocks = find_fenced_blocks(text)
-    programs = [code for language, code in marked_blocks if language in PYTHON_LANGUAGES] or [
-        code for language, code in marked_blocks if not language
+    programs = [code for mark, code in marked_blocks if mark in marks] or [
+        code for mark, code in marked_blocks if not mark
     ]
     if not programs:
         return None if require_block else text
     return "\n\n".join(programs) if blocks == "all" else programs[0 if blocks == "first" else -1]
+
+
+def find_language(text: str, blocks: Blocks) -> str:
+    """Return the language of the answer's last block, or of its first if `blocks` says so.
+
+    Blocks of other languages do not count. Without a marked block it is Python.
+    """
+    marks = [mark for mark, _ in find_fenced_blocks(text)]
+    languages = [language for mark in marks if (language := read_language(mark))]
+    return languages[0 if blocks == "first" else -1] if languages else "python"
+
+
+def read_language(name: str) -> str | None:
+    """Return the language with this name or mark; None if it is not known."""
+    name = name.strip().lower()
+    return next((key for key, marks in LANGUAGE_MARKS.items() if name in marks), None)
 
 
 def find_fenced_blocks(text: str) -> list[tuple[str, str]]:

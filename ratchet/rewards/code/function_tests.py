@@ -38,6 +38,8 @@ class FunctionTask:
     Attributes:
         label: The task's name in messages.
         judges_text: True if the tests judge the answer's text, which the function returns.
+        functions: Names of several functions that the tests call; `entry_point` is then the
+            function that calls one of them by its name.
     """
 
     prompt: str
@@ -45,6 +47,7 @@ class FunctionTask:
     test: str
     label: str
     judges_text: bool = False
+    functions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

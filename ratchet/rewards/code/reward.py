@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
-from ratchet.rewards.code.convert_tests import convert_tests, write_text_program
-from ratchet.rewards.code.extract_program import extract_program, has_expected_output
+from ratchet.rewards.code.compiled import COMPILE_COMMANDS, Compiler
+from ratchet.rewards.code.convert_tests import CALL_PROGRAM, convert_tests, write_text_program
+from ratchet.rewards.code.extract_program import (
+    LANGUAGE_MARKS,
+    extract_program,
+    find_language,
+    has_expected_output,
+    read_language,
+)
 from ratchet.rewards.code.function_tests import LIMIT_REASONS, FunctionJudge, FunctionTask
 from ratchet.rewards.deadline import ProgramRunner
 from ratchet.sandbox import Isolation, Limits, Result, Sandbox
@@ -49,6 +57,24 @@ class CodeConfig(Section):
         description="True: an answer without a fenced block earns 0. False: the whole answer is "
         "then the program.",
     )
+    language: Literal["python", "cpp", "go", "block", "column"] = Field(
+        "python",
+        description="Language of the programs. block: as the answer marks its block, as in ROLL; "
+        "column: the row's column `language`. Tests of functions are of Python alone.",
+    )
+    compilers: dict[Literal["cpp", "go"], str] = Field(
+        default_factory=dict[Literal["cpp", "go"], str],
+        description="Command of each compiler in the sandbox, by language; left out: "
+        f"'{COMPILE_COMMANDS['cpp']}' for cpp and '{COMPILE_COMMANDS['go']}' for go. The names of "
+        "the files are appended.",
+    )
+    compile_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Processor time limit of each of a compiler's processes, in seconds. The wall "
+        "time limit is three times as long.",
+    )
+    compile_memory_mib: int = Field(2048, ge=64, description="Memory limit of a compiler, in MiB.")
     timeout_s: float = Field(
         4.0,
         gt=0,
@@ -79,6 +105,23 @@ class CodeConfig(Section):
                 "compare=tokens, or remove tolerance"
             )
         return self
+
+    @field_validator("compilers")
+    @classmethod
+    def _check_compilers(
+        cls, compilers: dict[Literal["cpp", "go"], str]
+    ) -> dict[Literal["cpp", "go"], str]:
+        for language, command in compilers.items():
+            try:
+                words = shlex.split(command)
+            except ValueError:
+                words = []
+            if not words:
+                raise ValueError(
+                    f"compilers.{language}={command!r} is no command. Set compilers.{language}="
+                    f"'{COMPILE_COMMANDS[language]}'"
+                )
+        return compilers
 
 
 VERDICT_ENDS = ("passed", "wrong", "crashed", "limit")
@@ -113,16 +156,26 @@ class Code(AnswerReward):
         self.function_judge = FunctionJudge(
             self.sandbox, self.limits, share=config.credit == "share"
         )
+        compile_limits = Limits(
+            wall_s=WALL_PER_CPU * config.compile_timeout_s,
+            cpu_s=config.compile_timeout_s,
+            memory_mib=config.compile_memory_mib,
+        )
+        self.compiler = Compiler(
+            self.sandbox, {**COMPILE_COMMANDS, **config.compilers}, compile_limits, self.limits
+        )
 
     async def grade(self, text: str, task: Task) -> Scored:
         """Return the reward of the program in `text`.
 
-        A test fails if the program crashes, hits a limit or prints wrong output. Raises DataError
-        if the task has no tests or broken ones, SandboxError if the sandbox failed.
+        A test fails if the program crashes, hits a limit or prints wrong output; so do all tests
+        of a program that does not compile. Raises DataError if the task has no tests or broken
+        ones, SandboxError if the sandbox failed or lacks the compiler.
         """
         row = get_tests(task)
         tests = row if isinstance(row, FunctionTask) else parse_io_tests(row["tests"], task.id)
-        program = self.read_program(text, tests)
+        language = self.read_language(text, tests, task)
+        program = self.read_program(text, tests, language)
         if program is None:
             return self._make_outcome({"wrong": 1}, 1)
         if isinstance(tests, FunctionTask):
@@ -133,22 +186,76 @@ class Code(AnswerReward):
                     verdict.n_passed + verdict.n_broken,
                 )
             return self._make_outcome({verdict.end: 1}, 1)
-        return await self._run(program, tests)
+        return await self._run(program, tests, language)
 
-    def read_program(self, text: str, tests: Any) -> str | None:
+    def read_language(self, text: str, tests: Any, task: Task) -> str:
+        """Return the language of the program in an answer.
+
+        Raises DataError if the task's column `language` is missing or unknown, or if tests of
+        functions are to be run in another language than Python.
+        """
+        language = self.config.language
+        if language == "block":
+            return (
+                "python"
+                if isinstance(tests, FunctionTask)
+                else find_language(text, self.config.blocks)
+            )
+        if language == "column":
+            name = task.meta.get("language", _parse_row(task.answer).get("language"))
+            language = read_language(name) if isinstance(name, str) else None
+            if language is None:
+                raise DataError(
+                    f"task '{task.id}': language={name!r:.40} is not known, must be one of "
+                    f"{', '.join(LANGUAGE_MARKS)}"
+                )
+        if language != "python" and isinstance(tests, FunctionTask):
+            raise DataError(
+                f"task '{task.id}' has tests of a function, which are run in Python, and its "
+                f"language is {language}: give it tests=[{{stdin, stdout}}]"
+            )
+        return language
+
+    def read_program(self, text: str, tests: Any, language: str = "python") -> str | None:
         """Return the program that the tests run; None if the answer lacks a required block."""
         if isinstance(tests, FunctionTask) and tests.judges_text:
             return write_text_program(text.rpartition("</think>")[2].strip())
-        return extract_program(text, self.config.blocks, require_block=self.config.require_block)
+        program = extract_program(
+            text,
+            self.config.blocks,
+            require_block=self.config.require_block,
+            language=language,
+        )
+        calls_several = isinstance(tests, FunctionTask) and bool(tests.functions)
+        return program + CALL_PROGRAM if program is not None and calls_several else program
 
-    async def _run(self, program: str, tests: Sequence[tuple[bytes, str]]) -> Scored:
+    async def prepare(
+        self, program: str, language: str, runner: ProgramRunner
+    ) -> tuple[str, Limits] | Result:
+        """Return the program to run and its limits; the compiler's result if it failed.
+
+        Raises SandboxError if the sandbox failed or lacks the compiler.
+        """
+        if language == "python":
+            return program, self.limits
+        compiled = await self.compiler.compile(program, language, runner)
+        if compiled.runner is None:
+            return compiled.result
+        return compiled.runner, self.compiler.get_run_limits(language)
+
+    async def _run(self, program: str, tests: Sequence[tuple[bytes, str]], language: str) -> Scored:
         counts: dict[str, int] = {}
         runner = ProgramRunner(self.sandbox)
+        prepared = await self.prepare(program, language, runner)
+        if isinstance(prepared, Result):
+            is_limit = prepared.reason in LIMIT_REASONS
+            return self._make_outcome({"limit" if is_limit else "crashed": 1}, 1)
+        program, limits = prepared
         for index, (stdin, expected) in enumerate(tests):
             if runner.has_expired:
                 counts["limit"] = counts.get("limit", 0) + len(tests) - index
                 break
-            end = self._classify(await runner.run(program, stdin, self.limits), expected)
+            end = self._classify(await runner.run(program, stdin, limits), expected)
             counts[end] = counts.get(end, 0) + 1
             if end != "passed" and self.config.credit == "all":
                 break

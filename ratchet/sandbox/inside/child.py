@@ -59,6 +59,7 @@ class Request:
 
     Attributes:
         is_command: True if the program is a command (a JSON list of its words), not Python source.
+        executable: True if files of the scratch directory can be executed.
     """
 
     wall_s: float
@@ -68,6 +69,7 @@ class Request:
     processes: int
     threads: int
     is_command: bool
+    executable: bool
 
     @property
     def can_fork(self) -> bool:

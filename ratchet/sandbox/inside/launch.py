@@ -192,7 +192,7 @@ def try_filter() -> None:
 def try_namespaces(sources: list[str]) -> None:
     def inside() -> None:
         rootfs.build(sources)
-        rootfs.mount_scratch(1, 0)
+        rootfs.mount_scratch(1, 0, executable=False)
 
     rootfs.enter()
     if reason := try_in_child(inside):

@@ -80,16 +80,18 @@ def build(sources: list[str]) -> int | None:
     return proc
 
 
-def mount_scratch(disk_mib: int, owner: int) -> None:
+def mount_scratch(disk_mib: int, owner: int, *, executable: bool) -> None:
     """Mount an empty scratch directory, and enter it.
 
     Args:
         owner: Uid that owns the directory: that of the sandboxed program, because git refuses
             directories of other users. 0 stands for this process's uid.
+        executable: True if programs can execute files of the directory.
     """
     owner_options = f",uid={owner},gid={owner}" if owner else ""
     options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owner_options}"
-    syscalls.mount("box", SCRATCH_DIRECTORY, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    flags = MS_NOSUID | MS_NODEV | (0 if executable else MS_NOEXEC)
+    syscalls.mount("box", SCRATCH_DIRECTORY, "tmpfs", flags, options)
     os.chdir(SCRATCH_DIRECTORY)
 
 

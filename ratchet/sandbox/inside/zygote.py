@@ -79,7 +79,7 @@ def execute(
             f"level {granted.level}"
         }
     if is_in_namespaces:
-        rootfs.mount_scratch(request.disk_mib, granted.program_uid)
+        rootfs.mount_scratch(request.disk_mib, granted.program_uid, executable=request.executable)
     take_outside_signal()  # clear the signals of the time before this request
     status_read_end, status = os.pipe2(os.O_CLOEXEC)
     zygote, start = os.getpid(), time.monotonic()

@@ -315,8 +315,18 @@ ROLL_TURNS: Values = {
     "response_length": None,
     "sequence_length": None,
     "actor_infer.generating_args.max_new_tokens": 8,
-    "train_env_manager.num_env_groups": 4,
+    "train_env_manager.tags": ["Room", "Lake"],
+    "train_env_manager.num_groups_partition": [1, 2],
     "train_env_manager.group_size": 4,
+    "val_env_manager.tags": ["Lake", "Room"],
+    "val_env_manager.num_groups_partition": [3, 4],
+    "custom_envs.Room.env_type": "sokoban",
+    "custom_envs.Room.max_steps": 5,
+    "custom_envs.Room.env_config.dim_room": [6, 6],
+    "custom_envs.Room.env_config.num_boxes": 2,
+    "custom_envs.Lake.env_type": "frozen_lake",
+    "custom_envs.Lake.max_steps": 6,
+    "custom_envs.Lake.env_config.p": 0.75,
 }
 
 TRL: Values = {

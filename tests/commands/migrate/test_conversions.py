@@ -346,11 +346,11 @@ def test_a_null_there_is_not_their_default() -> None:
 @pytest.mark.fault("I5")
 def test_what_another_key_replaces_is_told() -> None:
     result = from_keys(
-        "roll", "RLVR", {"rollout_batch_size": 64, "train_env_manager.num_env_groups": 8}
+        "roll", "RLVR", {"rollout_batch_size": 64, "train_env_manager.group_size": 8}
     )
     assert result.flat["batch_size"] == 8
     assert (
-        "batch_size is overridden by train_env_manager.num_env_groups"
+        "batch_size is overridden by train_env_manager.group_size"
         in item(result, "rollout_batch_size").note
     )
 

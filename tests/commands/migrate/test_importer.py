@@ -210,7 +210,7 @@ def test_roll_rewards_are_of_the_domains() -> None:
     assert domains == {
         "deepmath_103k": [{"kind": "math"}],
         "aime": [{"kind": "math"}],
-        "KodCode": [{"kind": "code", "timeout_s": 20}],
+        "KodCode": [{"kind": "code", "timeout_s": 20, "language": "block"}],
     }
     assert result.flat["environment.keep"] == [{"column": "tag", "one_of": list(domains)}]
     note = note_on(result, "rewards.llm_judge.worker_cls")

@@ -25,10 +25,6 @@ TRL_GRPO = TRL + "num_generations: 4\n"
         (TRL_GRPO + "reward_model_name_or_path: r", "kind: reward_model, path: r"),
         (TRL_GRPO + "environment_factory: my.E", "several turns .environment_factory"),
         (ROLL.replace("bf16", "bf16, model_type: diffusion_module"), "diffusion model"),
-        (
-            ROLL + "train_env_manager: {tags: [A]}\ncustom_envs: {A: {env_type: sokoban}}",
-            r"plays ROLL's environment sokoban.*environment.kind=sokoban",
-        ),
         (ROLL + "student_train: {model_args: {dtype: bf16}}", "distills on-policy"),
         (ROLL + "is_pure_opd: true", "distills on-policy"),
         ("student_pretrain: m\nstudent: {model_args: {dtype: bf16}}", "distills off-policy"),

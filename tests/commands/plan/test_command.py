@@ -4,6 +4,7 @@ none does."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,25 @@ def test_more_models_take_more(tmp_path: Path, override: str, part: str, factor:
         plan.memory.resident[part]
         == factor * DecoderCost(read_shape(load_config(tmp_path / "recipe.yaml", []))).parameters
     )
+
+
+def test_rows_of_a_history_window_are_short_and_many(tmp_path: Path) -> None:
+    games = (
+        "environment={kind: frozen_lake, style: compact, min_distance: 4}",
+        "tokenizer={kind: bytes}",
+        "algorithm={kind: sft}",
+    )
+    whole = planned(tmp_path, *games).workload
+    window = planned(tmp_path, *games, "rollouts.history_window=1").workload
+    assert whole.n_rows == 2
+    assert window.n_rows >= 4 * whole.n_rows  # the longest demonstration has 4 turns or more
+    assert window.max_sequence_tokens < whole.max_sequence_tokens
+
+
+def test_a_limited_cache_takes_no_more(tmp_path: Path) -> None:
+    limit = 2**-17  # GiB: 8 KiB
+    sample = planned(tmp_path, f"generator.kv_cache_gib={limit}").memory.phases["sample"]
+    assert sample["keys and values"] == 2**13
 
 
 def test_an_adapter_has_small_moments_and_no_second_model(tmp_path: Path) -> None:
@@ -287,6 +307,20 @@ def test_twice_the_accelerators_take_less_time_and_memory() -> None:
     small, large = divided("1x8xH100"), divided("2x8xH100")
     assert sum(large.seconds_by_phase.values()) < sum(small.seconds_by_phase.values())
     assert large.memory.resident["weights"] < small.memory.resident["weights"]
+
+
+def test_attempts_without_room_in_the_cache_wait() -> None:
+    shape = get_preset("qwen3-1.7b", vocab_size=151936)
+    one = LOAD.max_sequence_tokens * DecoderCost(shape).kv_bytes(2)
+    few, many = (
+        divided("1x8xH100", load=replace(LOAD, max_running_attempts=count)) for count in (512, 8192)
+    )
+    assert few.memory.phases["sample"]["keys and values"] == 512 // 8 * one
+    fitting = many.memory.phases["sample"]["keys and values"] // one
+    assert 512 // 8 < fitting < 8192 // 8
+    assert many.memory.peak_bytes <= 80 * GIB * 0.93
+    waves = -(-1024 // fitting)
+    assert many.seconds_by_phase["sample"] > waves * few.seconds_by_phase["sample"]
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

@@ -129,6 +129,32 @@ def test_text_tests_judge_the_answer_as_data(answer, reward):
     assert grade(answer, row("text", TEXT)).reward == reward
 
 
+SEVERAL = {
+    "assert": ["assert add(1, 2) == 3", "assert negate(add(1, 2)) == -3"],
+    "pytest": [
+        "from solution import add, negate as minus\ndef test_a(): assert minus(add(1, 2)) == -3"
+    ],
+    "check_based": [
+        {"assert_code": "def check(candidate): assert candidate(1, 2) == 3", "entry_point": "add"},
+        {"assert_code": "def check(c): assert c(3) == two - 5", "entry_point": "negate"},
+        {"assert_code": "def check(c): assert c(1, 1) == 2", "entry_point": "add"},
+    ],
+}
+SEVERAL["check_based"][1]["import_prefix"] = "two = 2"
+
+
+@pytest.mark.parametrize("case_type", SEVERAL)
+def test_rows_may_test_several_functions(case_type):
+    task = row(case_type, SEVERAL[case_type])
+    assert grade(f"{ADD}\ndef negate(a):\n    return -a\n", task).reward == 1.0
+    assert grade(f"{ADD}\ndef negate(a):\n    return a\n", task).reward == 0.0
+    assert grade(ADD, task).parts["crashed"] == 1.0
+    fake = f"{ADD}\ndef _call_function(name, *arguments):\n    return -3"
+    assert grade(fake, task).reward == 0.0
+    if case_type != "pytest":
+        assert 0 < grade(ADD, task, credit="share").reward < 1
+
+
 def test_text_tests_may_not_run_the_answer():
     with pytest.raises(DataError, match="evaluate what response returned"):
         grade("1", row("text", ["assert eval({response}) == 1"]))
@@ -142,7 +168,6 @@ def test_text_tests_may_not_run_the_answer():
         ("assert", [1], "must be text, or have the text assert_code"),
         ("assert", ["assert f(1"], "its tests are not Python"),
         ("assert", ["x = f(1)"], "they test nothing"),
-        ("assert", ["assert f(1) == g(1)"], "they call f, g"),
         ("assert", ["assert len('a') == 1"], "they call none"),
         ("pytest", ["import solution\ndef test_a(): assert solution.f()"], "they call none"),
         ("pytest", ["from solution import f\nimport solution\ndef test_a(): f()"], "the module"),
@@ -183,8 +208,11 @@ def test_kodcode_rows_are_judged_by_their_pytest_tests(tmp_path):
     assert grade(ATTACKS[0], task).reward == 0.0
     convert = find_dataset_preset("kodcode").convert_row
     assert convert is not None
-    with pytest.raises(DataError, match="must name one function"):
+    with pytest.raises(DataError, match="must name the functions"):
         convert({**values, "test_info": [{}, {}]}, "row 1")
+    infos = [*values["test_info"], {"function_name": "negate"}]
+    prompt = convert({**values, "test_info": infos}, "row 1")["asked"]
+    assert "The tests call `def add(a, b):`, `def negate`." in prompt
 
 
 def test_rolls_file_is_read_by_programs_and_dataset(tmp_path):

@@ -204,7 +204,6 @@ COMMON = (
         "external agents connect to the OpenAI proxy (docs/environments.md)",
         "agent_*",
         "*_agent_*",
-        "env_manager_cls",
     ),
     KeyRow("pretrain", "model.path"),
     KeyRow("exp_name", "name", convert=shared.run_name),

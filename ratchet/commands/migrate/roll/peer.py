@@ -10,6 +10,7 @@ from typing import Any
 
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate.roll import values as to
+from ratchet.commands.migrate.roll.agentic import keep_used_definitions
 from ratchet.commands.migrate.roll.common import COMMON, batch_rows, train_rows
 from ratchet.commands.migrate.roll.rlvr import RLVR
 from ratchet.commands.migrate.roll.tasks import find_other_task
@@ -101,4 +102,5 @@ ROLL = Peer(
         "SFT": Method({"algorithm.kind": "sft", **DATASET}, SFT),
     },
     find_other_task,
+    keep_used=keep_used_definitions,
 )

@@ -27,7 +27,7 @@ REPETITION = {"kind": "repetition", "unit": "words", "ngram": 3, "weight": 0.5}
 REWARDS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "MathRuleRewardWorker": [{"kind": "math"}],
     # 20 s is the limit of ROLL's local tests.
-    "CodeSandboxRewardWorker": [{"kind": "code", "timeout_s": 20}],
+    "CodeSandboxRewardWorker": [{"kind": "code", "timeout_s": 20, "language": "block"}],
     "MultipleChoiceBoxedRuleRewardWorker": [{"kind": "multiple_choice", "require_marker": True}],
     "GeneralRuleRewardWorker": [{"kind": "ifeval"}, REPETITION],
     "CrossThinkQARuleRewardWorker": [{"kind": "crossthinkqa"}, REPETITION],

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from ratchet.commands.migrate import shared
+from ratchet.commands.migrate.roll import agentic
 from ratchet.commands.migrate.roll import placement as place
 from ratchet.commands.migrate.roll import rewards as reward
 from ratchet.commands.migrate.roll import values as to
@@ -40,6 +41,11 @@ JUDGE_MODEL_KEYS = (
     *("model_args.model_name_or_path", "strategy_args.strategy_name", "device_mapping"),
     *("strategy_args.strategy_config.tensor_parallel_size",),
     *("strategy_args.strategy_config.max_model_len",),
+)
+# Keys at the top of agentic files that definitions of environments refer to.
+AGENTIC_VALUES = (
+    *("max_tokens_per_step", "default_history_length", "*_format_penalty"),
+    *("*_pattern", "*_template", "env_manager_cls", "agent_runner_cls"),
 )
 POSITIVE_NOTE = "it adds the negative log-likelihood of answers with a reward above 0"
 
@@ -165,17 +171,21 @@ RLVR = (
     ),
     KeyRow("actor_infer.strategy_args.strategy_name", "generator", convert=place.convert_generator),
     KeyRow(
-        "train_env_manager.num_env_groups", "batch_size", "groups of attempts at one task", whole
+        "train_env_manager.group_size",
+        "algorithm.group_size, batch_size",
+        "a batch counts groups here, attempts there",
+        agentic.convert_group_size,
     ),
-    KeyRow("train_env_manager.group_size", "algorithm.group_size", convert=whole),
-    *dropped(
-        "set environment.kind to a multi-turn environment or an import path (docs/environments.md)",
-        "train_env_manager.*",
-        "val_env_manager.*",
-        "custom_envs.*",
-        "max_tokens_per_step",
-        "default_history_length",
+    *no_effect(
+        "it changes how many attempts run at once there, not results",
+        "train_env_manager.num_env_groups",
+        "*_env_manager.max_env_num_per_worker",
+        "custom_envs.*.use_thread_lock",
+        "custom_envs.*.max_env_step_concurrent",
     ),
+    KeyRow("val_env_manager.num_env_groups", "evaluation.tasks", convert=whole),
+    KeyRow("val_env_manager.group_size", "evaluation.samples", convert=whole),
+    *no_effect("other keys of the file refer to this value", *AGENTIC_VALUES),
     *dropped(
         "gigpo's advantage has gamma and step_weight", "episode_reward_weight", "step_reward_weight"
     ),
@@ -249,13 +259,17 @@ RLVR = (
         "difficulty_loss_weight",
         "length_loss_weight",
     ),
+    KeyRow(
+        "reward_normalization.*",
+        note="algorithm.shaping has normalise (over group, batch or all batches so far)",
+        convert=agentic.convert_normalisation,
+    ),
     *switches(
         "algorithm.shaping has normalise (over group, batch or all batches so far), scale and clip",
         "whiten_rewards",
         "use_reward_*",
         "add_len_reward",
         "reward_norm",
-        "reward_normalization.*",
         "reward_shift",
         "reward_scale",
     ),
@@ -285,4 +299,39 @@ RLVR = (
     *no_effect("other keys of the file refer to this value", "pg_variant"),
     *train_rows("actor_train"),
     *COMMON,
+    KeyRow(
+        "train_env_manager.tags",
+        "environment, rewards, rollouts.history_window, rollouts.max_turns, "
+        "sampling.max_new_tokens",
+        convert=agentic.convert_training,
+    ),
+    KeyRow(
+        "val_env_manager.tags",
+        "evaluation.environment",
+        convert=agentic.convert_evaluation,
+    ),
+    *(
+        row
+        for role in ("train_env_manager", "val_env_manager")
+        for row in rows_covered_by(
+            f"{role}.tags", f"{role}.num_groups_partition", convert=agentic.inert_shares
+        )
+    ),
+    *dropped(
+        "the environment here tells its rules, shows its states and reads moves in its own way",
+        "custom_envs.*_template",
+        "custom_envs.*.env_config.action_pattern",
+        "custom_envs.*.env_config.grid_*",
+    ),
+    *dropped("a malformed move costs a move here, and no reward", "*.format_penalty"),
+    *dropped("rooms are drawn by another rule here", "custom_envs.*.env_config.search_depth"),
+    *no_effect("max_steps beside env_config ends an episode", "custom_envs.*.env_config.max_steps"),
+    *no_effect(
+        "the lowest limit of training's environments counts", "custom_envs.*.max_tokens_per_step"
+    ),
+    *no_effect(
+        "rollouts.history_window is that of training's environments", "custom_envs.*.history_length"
+    ),
+    *rows_covered_by("train_env_manager.tags", "custom_envs.*"),
+    *dropped("the environment of the recipe has no such key", "*_env_manager.*"),
 )

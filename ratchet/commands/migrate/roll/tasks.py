@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ratchet.commands.migrate.roll.agentic import describe_environments
 from ratchet.commands.migrate.roll.rewards import find_reward_problem, list_workers
 from ratchet.commands.migrate.table import PeerConfig
 
 ESTIMATORS = ("gae", "grpo", "reinforce", "gigpo")
 # Policy losses of `pg_variant`, and their counterparts.
 LOSSES = {"topr": "topr", "vanilla": "reinforce", "cispo": "cispo", "kimi15": "kimi"}
-GAMES = frozenset({"sokoban", "frozen_lake"})
-# The remedy for each of ROLL's environments that has no counterpart under the same name.
-ENVIRONMENT_FIXES: Mapping[str, str] = {
-    "roll_math": "Write a recipe with environment.kind=gem.",
-    "roll_qa": "Write a recipe with environment.kind=gem, or qa with a retriever.",
-    "webshop": "Serve WebShop by OpenEnv's protocol (environment.kind=openenv); "
-    "environment.kind=shop is like it, with other data.",
-    "deepeyes": "Write an environment whose tool answers with images (docs/environments.md).",
-    "atropos_env": "Ratchet has no client of Atropos.",
-    "openreward_env": "Write a recipe with environment.kind=open_reward.",
-    "rock_tb_native_env": "It needs ROCK's sandboxes: environment.kind=harbor plays such tasks in "
-    "containers.",
-    "sokoban_sandbox": "It needs ROCK's sandboxes: environment.kind=sokoban plays without them.",
-    "sokoban_native_env": "It needs ROCK's sandboxes: environment.kind=sokoban plays without them.",
-}
 # Keys that only data with images, video or audio have, as endings.
 MEDIA_ENDINGS = (".image_max_pixels", ".image_folder", ".video_folder", ".audio_folder")
 
@@ -40,7 +26,7 @@ def find_other_task(values: Mapping[str, Any]) -> str | None:
     config = PeerConfig(values, {})
     workers = {path.rpartition(".")[2] for path in list_workers(config).values()}
     if "train_env_manager" in sections:
-        return _describe_environments(values)
+        return describe_environments(values) or _describe_estimator(values)
     if sections & {"student_train", "student_infer"} or any(
         values.get(key) is True for key in ("is_pure_opd", "use_opd")
     ):
@@ -63,34 +49,6 @@ def find_other_task(values: Mapping[str, Any]) -> str | None:
             "converted. Write a recipe with environment.kind=vlm."
         )
     return _describe_rewards(config) or _describe_estimator(values)
-
-
-def _describe_environments(values: Mapping[str, Any]) -> str:
-    tags = values.get("train_env_manager.tags") or []
-    names = tags if isinstance(tags, list) else [tags]
-    kinds = {_find_kind(str(name), values) for name in names}
-    fixes = sorted({_fix_environment(kind) for kind in kinds})
-    title = ", ".join(sorted(kinds)) or "train_env_manager"
-    return (
-        f"the run plays ROLL's environment {title}, which is not converted. "
-        f"{' '.join(fixes) or 'Choose environment.kind by hand (`ratchet help environment`).'}"
-    )
-
-
-def _find_kind(tag: str, values: Mapping[str, Any]) -> str:
-    """Return the env_type of a tag; the tag itself if the file does not define it."""
-    ending = f".{tag}.env_type"
-    return next((str(kind) for key, kind in values.items() if key.endswith(ending)), tag)
-
-
-def _fix_environment(kind: str) -> str:
-    if kind in GAMES:
-        return f"Write a recipe with environment.kind={kind}."
-    if ":" in kind:  # the names of gem's environments
-        return "Write a recipe with environment.kind=gem."
-    return ENVIRONMENT_FIXES.get(
-        kind, "Choose environment.kind by hand (`ratchet help environment`)."
-    )
 
 
 def _describe_rewards(config: PeerConfig) -> str | None:
