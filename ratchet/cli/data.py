@@ -99,3 +99,20 @@ def swe_tasks(
 
     count = write_swe_tasks(rows, out, repositories=repos, command=command, timeout_s=timeout_s)
     typer.echo(f"wrote {count} tasks to {out}; next: ratchet eval oracle --on harbor test={out}")
+
+
+@data.command("trajectories")
+def trajectories(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A trajectory (.json), or a directory of them."),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", dir_okay=False, help="File of the rows (.jsonl); new.")
+    ],
+) -> None:
+    """Write trajectories of ATIF or OpenEnv's TrainingTrace as rows, one for each answer."""
+    from ratchet.commands.trajectory_rows import write_rows
+
+    count = write_rows(source, out)
+    typer.echo(f"wrote {count} rows to {out}; next: ratchet data inspect {out}")

@@ -37,7 +37,16 @@ class TokenizerConfig(Section):
         "exported model has them as defaults.",
     )
     tool_format: Literal[
-        "auto", "hermes", "qwen3_coder", "llama", "mistral", "deepseek", "kimi", "minimax", "glm"
+        "auto",
+        "hermes",
+        "qwen3_coder",
+        "llama",
+        "mistral",
+        "deepseek",
+        "kimi",
+        "minimax",
+        "glm",
+        "harmony",
     ] = Field(
         default="auto",
         description="Format of the model's tool calls; auto: inferred from the template and the "

@@ -203,7 +203,9 @@ class DockerSandbox:
     def start(self, image: str, limits: Limits) -> str:
         """Return the id of a new container that waits for programs."""
         engine = self._engine
-        body = build_container_config(image, self.config, limits, self._owner)
+        body = build_container_config(
+            image, self.config, limits, self._owner, is_podman=engine.is_podman
+        )
         try:
             container = read_id(engine.json("POST", "/containers/create", body))
         except DockerNotFound:

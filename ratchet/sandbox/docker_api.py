@@ -140,7 +140,11 @@ class DockerStream:
 
 
 class DockerEngine:
-    """A client of one Docker engine."""
+    """A client of one Docker engine, or of Podman's service.
+
+    Attributes:
+        is_podman: True for Podman, which ignores the options of a container's new volumes.
+    """
 
     def __init__(self, address: str, certificates: Path | None, timeout_s: float) -> None:
         """Connect to the engine, or raise SandboxError if none answers or it is too old."""
@@ -160,7 +164,10 @@ class DockerEngine:
             transport=transport, base_url=base, timeout=timeout_s, trust_env=False
         )
         self._version = ""
-        api_version = read_field(self.json("GET", "/version"), str, "ApiVersion")
+        answer = self.json("GET", "/version")
+        api_version = read_field(answer, str, "ApiVersion")
+        components = read_field(answer, list, "Components", default=[])
+        self.is_podman = any("Podman" in str(component) for component in components)
         version = tuple(int(part) for part in api_version.split(".")[:2] if part.isdecimal())
         if version < OLDEST_VERSION:
             self.close()
@@ -292,7 +299,8 @@ class DockerEngine:
         except DockerNotFound:
             pass
         except EngineUnavailable as error:
-            if "already in progress" not in str(error):
+            # Podman fails to kill a container that is ending, and removes it when it has ended.
+            if not any(phrase in str(error) for phrase in ("already in progress", "improper")):
                 raise
 
     def close(self) -> None:

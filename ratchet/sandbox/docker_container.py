@@ -22,23 +22,25 @@ KEEPER_SCRIPT = "exec 3<&0; while :; do cat <&3 >/dev/null & wait $!; [ $? -le 1
 
 
 def build_container_config(
-    image: str, config: DockerSandboxConfig, limits: Limits, owner: str
+    image: str, config: DockerSandboxConfig, limits: Limits, owner: str, *, is_podman: bool = False
 ) -> dict[str, Any]:
     """Return the body of the request that creates a container for a program or a session."""
     memory = limits.memory_mib << 20
     cpu_s = math.ceil(limits.cpu_s)
-    # A volume, not a tmpfs of the container: the engine can put files only into volumes if the root
-    # is read-only.
-    scratch = {
-        "type": "tmpfs",
-        "device": "tmpfs",
-        "o": f"size={limits.disk_mib}m,mode=1777,nosuid,nodev",
-    }
+    scratch = f"size={limits.disk_mib}m,mode=1777,nosuid,nodev"
+    # A volume, not a tmpfs of the container: Docker can put files only into volumes if the root is
+    # read-only. Podman can put them into a tmpfs, and would ignore the volume's options.
     volume = {
         "Type": "volume",
         "Target": SCRATCH_DIRECTORY,
-        "VolumeOptions": {"DriverConfig": {"Name": "local", "Options": scratch}},
+        "VolumeOptions": {
+            "DriverConfig": {
+                "Name": "local",
+                "Options": {"type": "tmpfs", "device": "tmpfs", "o": scratch},
+            }
+        },
     }
+    mounts = {"Tmpfs": {SCRATCH_DIRECTORY: scratch}} if is_podman else {"Mounts": [volume]}
     # Over its CPU limit a process gets SIGXCPU, and a second later SIGKILL.
     ulimits = [("nofile", 256, 256), ("core", 0, 0), ("cpu", cpu_s, cpu_s + 1)]
     return {
@@ -63,7 +65,7 @@ def build_container_config(
             "NetworkMode": "none",
             "IpcMode": "none" if config.read_only else "private",
             "ReadonlyRootfs": config.read_only,
-            "Mounts": [volume],
+            **mounts,
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"],
             "LogConfig": {"Type": "none"},

@@ -1,4 +1,5 @@
-"""Rollouts in Harbor's trajectory format: the official models accept them, and no token is lost."""
+"""Rollouts in Harbor's trajectory format: the official models accept them, no token is lost, and
+they come back as rows."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ import pytest
 from command_line import ratchet
 from commands.clients.test_clients import CLIENTS
 from commands.report.made_runs import make_run
+from pages import run
 
 from ratchet.commands.atif import export_trajectories, write_document
+from ratchet.commands.trajectory_rows import read_rows, write_rows
+from ratchet.data.chat.messages import read_messages
 from ratchet.errors import ConfigError, DataError
 from ratchet.observe.records.reader import Record
 from ratchet.types import Group, Message, Part, Scored, Task, ToolCall, Trajectory, Turn
@@ -91,15 +95,143 @@ def test_files_in_the_way_are_refused(tmp_path: Path) -> None:
             export_trajectories(tmp_path, path)
 
 
+def write_trajectory(path: Path) -> Trajectory:
+    trajectory = make_trajectory()
+    group = Group("g", Task("t", MESSAGES[:2]), (trajectory,))
+    path.write_text(json.dumps(write_document("a", 7, group, trajectory, path.parent)))
+    return trajectory
+
+
+def test_written_answers_come_back_as_rows_with_the_same_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    trajectory = write_trajectory(path)
+    rows = list(read_rows(path))
+    lengths = (5, 7)
+    assert [len(row["messages"]) for row in rows] == [*lengths], "the copied answer is no row"
+    for row, turn, length in zip(rows, trajectory.turns, lengths, strict=True):
+        span = slice(turn.start, turn.end)
+        assert row["prompt_token_ids"] == trajectory.tokens[: turn.start].tolist()
+        assert row["completion_token_ids"] == trajectory.tokens[span].tolist()
+        assert row["logprobs"] == trajectory.rollout_logprobs[span].tolist()
+        assert (row["task"], row["reward"]) == ("t", 0.5)
+        messages = list(read_messages(row["messages"], "row"))
+        _, image = messages[1].content
+        assert (tmp_path / image.value).read_bytes() == b"\x89PNG\r\n\x1a\n"
+        messages[1] = MESSAGES[1]
+        assert messages == list(MESSAGES[:length])
+
+
+TURN = {
+    "node_id": "n0",
+    "prompt_token_ids": [1, 2],
+    "completion_token_ids": [3, 4],
+    "per_token_logps": [-0.5, -0.25],
+    "loss_mask": [0, 0, 1, 0],
+    "request": {"messages": [{"role": "user", "content": "1+2?", "name": None}]},
+    "response": {"choices": [{"message": {"role": "assistant", "content": "3", "refusal": None}}]},
+}
+CONTEXT = {**TURN, "node_id": "n1", "loss_mask": [0, 0, 0, 0]}
+TRACE = {"schema_version": 1, "turns": [TURN, CONTEXT]}
+
+
+def test_turns_of_a_training_trace_become_rows(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(json.dumps(TRACE))
+    done = ratchet("data", "trajectories", tmp_path, "--out", tmp_path / "out" / "rows.jsonl")
+    assert done.returncode == 0, done.stderr
+    (line,) = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert [message["content"] for message in row.pop("messages")] == ["1+2?", "3"]
+    assert row == {
+        "prompt_token_ids": [1, 2],
+        "completion_token_ids": [3, 4],
+        "logprobs": [-0.5, -0.25],
+        "completion_mask": [1, 0],
+    }
+    shown = ratchet("data", "inspect", tmp_path / "out" / "rows.jsonl")
+    assert shown.returncode == 0, shown.stderr
+    assert "1+2?" in shown.stdout
+
+
+STEP = {"source": "agent", "message": "3"}
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ({"turns": []}, "schema_version=None is neither"),
+        ({**TRACE, "turns": [{**TURN, "loss_mask": [1]}]}, r"turns\[0\]: .*loss_mask has 1 values"),
+        ({**TRACE, "turns": [{**TURN, "response": {}}]}, r"turns\[0\].response has no choices"),
+        ({**TRACE, "turns": [{**TURN, "node_id": 5}]}, r"turns\[0\].node_id: "),
+        ({"schema_version": "ATIF-v1.8", "agent": {}, "steps": [{}]}, r"steps\[0\].source: "),
+        (
+            {
+                "schema_version": "ATIF-v1.8",
+                "agent": {},
+                "steps": [STEP, {**STEP, "metrics": {"completion_token_ids": [1], "logprobs": []}}],
+            },
+            r"steps\[1\].metrics: .*logprobs has 0 values for 1 tokens",
+        ),
+    ],
+)
+def test_bad_trajectories_are_refused_by_file_and_field(
+    tmp_path: Path, document: dict[str, object], reason: str
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match=rf"bad\.json: .*{reason}"):
+        write_rows(path, tmp_path / "rows.jsonl")
+    path.write_text("{")
+    with pytest.raises(DataError, match=r"bad\.json: "):
+        write_rows(path, tmp_path / "rows.jsonl")
+
+
+@pytest.mark.slow
+def test_rows_of_a_trajectory_train(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text(json.dumps(TRACE))
+    write_rows(tmp_path / "trace.json", tmp_path / "rows.jsonl")
+    recipe = """
+model: {preset: tiny}
+tokenizer: {kind: bytes, template: turns}
+environment: {kind: dataset, train: rows.jsonl}
+algorithm: {kind: sft, train: last}
+evaluation: {tasks: 0}
+steps: 1
+batch_size: 1
+"""
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    run(tmp_path, "-m", "ratchet", "train", "recipe.yaml")
+
+
+@pytest.mark.slow
+def test_a_trace_of_openenvs_own_model_is_read(
+    tmp_path: Path, require: Callable[[str, str], None]
+) -> None:
+    require(str(CLIENTS), "make .venv/clients/installed")
+    program = (
+        "import sys; from openenv.core.harness.training import TrainingTrace; "
+        "print(TrainingTrace.model_validate_json(sys.stdin.read()).model_dump_json())"
+    )
+    written = subprocess.run(
+        [CLIENTS, "-c", program],
+        input=json.dumps(TRACE),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (tmp_path / "trace.json").write_text(written.stdout)
+    (row,) = read_rows(tmp_path / "trace.json")
+    assert (row["completion_token_ids"], row["completion_mask"]) == ([3, 4], [1, 0])
+
+
 @pytest.mark.slow
 def test_the_official_models_read_a_run(
     tmp_path: Path, require: Callable[[str, str], None]
 ) -> None:
     require(str(CLIENTS), "make .venv/clients/installed")
-    run = make_run(tmp_path / "run", steps=2)
+    made_run = make_run(tmp_path / "run", steps=2)
     done = ratchet("runs", "trajectories", tmp_path / "run", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    record = Record(run.steps)
+    record = Record(made_run.steps)
     count = sum(len(g.trajectories) for step in record.steps for g in record.groups(step))
     trajectory = make_trajectory()
     document = write_document("a", 1, record.groups(1)[0], trajectory, tmp_path / "out")

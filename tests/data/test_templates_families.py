@@ -42,6 +42,7 @@ FAMILIES = {
     ),
     "qwen2.5": (("<|im_start|>", "<|im_end|>", "<|endoftext|>"), None, "<|im_end|>", {}),
     "qwen3": (("<|im_start|>", "<|im_end|>", "<|endoftext|>"), None, "<|im_end|>", {}),
+    "qwen3-coder": (("<|im_start|>", "<|im_end|>", "<|endoftext|>"), None, "<|im_end|>", {}),
     "mistral": (
         ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
         "<s>",
@@ -96,6 +97,15 @@ FAMILIES = {
         ),
         None,
         "<|im_end|>",
+        {},
+    ),
+    "gpt-oss": (
+        tuple(
+            f"<|{name}|>"
+            for name in ("start", "end", "message", "channel", "constrain", "return", "call")
+        ),
+        None,
+        "<|return|>",
         {},
     ),
 }
@@ -344,7 +354,9 @@ def test_reasoning_that_the_prompt_opens_must_be_in_the_text():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_which_families_extend_their_history(family):
-    assert renderer(family).extends_history is (family not in ("qwen3", "glm4.5", *OPENED))
+    assert renderer(family).extends_history is (
+        family not in ("qwen3", "glm4.5", "gpt-oss", *OPENED)
+    )
 
 
 STOPS = {
@@ -368,7 +380,9 @@ def conversations(family: str) -> list[list[Message]]:
     """What this family can hold, up to an answer."""
     first = [USER] if family == "gemma" else [SYSTEM, USER]
     return [[USER], first, [USER, YES, MORE]] + (
-        [[USER, CALL, RESULT]] if family in ("llama3", "qwen2.5", "qwen3", "mistral") else []
+        [[USER, CALL, RESULT]]
+        if family in ("llama3", "qwen2.5", "qwen3", "mistral", "gpt-oss")
+        else []
     )
 
 
@@ -384,11 +398,15 @@ def test_a_supervised_row_is_the_prompt_then_the_answer_then_the_end_of_turn(fam
         "qwen3": f"<think>\n\n</think>\n\n{said}",
         "glm4.5": f"\n<think></think>\n{said}",
     }.get(family, said)
+    if family == "gpt-oss":
+        written = f"<|channel|>final<|message|>{said}"
     written = {"mistral": f" {said}", "llama2": f" {said} "}.get(family, written)
     for messages in conversations(family):
-        end = model.stop_ids[-1]
+        # After gpt-oss's end of turn comes that of its calls.
+        end = model.stop_ids[0 if family == "gpt-oss" else -1]
         tokens, trainable = model.supervised([*messages, Message("assistant", said)], train="last")
-        prompt, answer = model.prompt(messages), tok.encode(written, after="text")
+        prompt = model.prompt(messages)
+        answer = tok.encode(written, after="text", allow_special=family == "gpt-oss")
         assert tokens == [*prompt, *answer, end]
         assert trainable == [False] * len(prompt) + [True] * (len(answer) + 1)
         assert model.parse(tokens[len(prompt) :], StopReason.STOP_TOKEN).text.strip() == said

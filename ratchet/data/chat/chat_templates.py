@@ -19,6 +19,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
+from ratchet.data.chat.harmony import is_harmony, move_thoughts
 from ratchet.data.chat.template_limits import BUDGET_VARIABLE, MeteredEnvironment, StepBudget
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import DataError
@@ -279,7 +280,10 @@ class ChatTemplate:
         if not messages:
             raise DataError("there are no messages to render: a prompt has at least one")
         self._check_roles(messages)
-        return self._call(_to_dictionaries(messages, self._choose_dialect(messages)), tools, prompt)
+        dictionaries = _to_dictionaries(messages, self._choose_dialect(messages))
+        if is_harmony(self.source):
+            move_thoughts(dictionaries)
+        return self._call(dictionaries, tools, prompt)
 
     def _call(
         self,

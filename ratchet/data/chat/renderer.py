@@ -31,6 +31,7 @@ from ratchet.data.chat.chat_templates import (
     get_printed_time,
     load_template_source,
 )
+from ratchet.data.chat.harmony import CALL, is_harmony, read_text
 from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.data.chat.tool_calls import FORMATS, ToolFormat, find_tool_format
 from ratchet.data.processor import ExpandedMedium, Processor
@@ -158,7 +159,12 @@ class Renderer:
             ]
         # If the template does not end the turn, the model must still learn to end it.
         if tokens_and_turns[-1][1] != last_index or tokens[-1] not in self._special_ids:
-            tokens.append(self._get_eos_id())
+            if not self.tokenizer.eos_ids:
+                raise DataError(
+                    "neither the chat template nor the tokenizer has an end of turn: set eos_token "
+                    "in tokenizer_config.json"
+                )
+            tokens.append(self.tokenizer.eos_ids[0])
             trainable.append(True)
         return tokens, trainable
 
@@ -254,6 +260,8 @@ class Renderer:
             history: The messages before the turn.
             reply: The message that was parsed from `sampled`.
         """
+        if self._is_harmony:  # its template puts the parts of a call's header in another order
+            return False
         conversation = self._make_conversation([*history, reply, *messages], tools)
         n = len(conversation) - len(messages) - 1
         rendered, prompt = (
@@ -396,13 +404,16 @@ class Renderer:
         ids = list(tokens)
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
-        text = self.tokenizer.decode(ids, skip_special=skip_special)
+        reads_channels = skip_special and self._is_harmony
+        text = self.tokenizer.decode(ids, skip_special=skip_special and not reads_channels)
+        text = read_text(text) if reads_channels else text
         return text.rstrip("\ufffd") if stop is not None and not stop.finished else text
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Return the ids that end the assistant's turn: EOS ids, and the template's end of turn."""
-        turn_ends = () if self._shape.end_id is None else (self._shape.end_id,)
+        call_end = self.tokenizer.token_id(CALL) if self._is_harmony else None
+        turn_ends = [end for end in (self._shape.end_id, call_end) if end is not None]
         return tuple(dict.fromkeys((*self.tokenizer.eos_ids, *turn_ends)))
 
     @cached_property
@@ -422,6 +433,10 @@ class Renderer:
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.special_ids.values())
+
+    @cached_property
+    def _is_harmony(self) -> bool:
+        return is_harmony(self.template.source)
 
     @cached_property
     def _shape(self) -> TurnShape:
@@ -468,11 +483,8 @@ class Renderer:
                 expanded += [(part, None) for part in media[n_used].tokens]
             n_used += 1
         media_kinds = [item.medium.kind for item in media]
-        placeholder_kinds = [
-            kind_by_placeholder[token]
-            for token, _ in tokens_and_turns
-            if token in kind_by_placeholder
-        ]
+        kinds = (kind_by_placeholder.get(token) for token, _ in tokens_and_turns)
+        placeholder_kinds = [kind for kind in kinds if kind is not None]
         if media_kinds != placeholder_kinds:
             raise DataError(
                 f"the messages hold {_count_kinds(media_kinds)}, and the chat template writes "
@@ -480,14 +492,6 @@ class Renderer:
                 "template, which writes a placeholder for each part, and no others"
             )
         return expanded
-
-    def _get_eos_id(self) -> int:
-        if not self.tokenizer.eos_ids:
-            raise DataError(
-                "neither the chat template nor the tokenizer has an end of turn: set eos_token in "
-                "tokenizer_config.json"
-            )
-        return self.tokenizer.eos_ids[0]
 
 
 def _count_kinds(kinds: Sequence[str]) -> str:

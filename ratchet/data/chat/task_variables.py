@@ -1,4 +1,4 @@
-"""Variables of the chat template that a task sets, such as its level of reasoning effort."""
+"""Variables of the chat template that a task or a request sets, such as `enable_thinking`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,18 @@ def get_task_renderer(renderer: Renderer, task: Task) -> Renderer:
 
     Raises DataError for a variable that the template does not read.
     """
-    variables: Mapping[str, Any] = task.meta.get(TEMPLATE_VARIABLES) or {}
+    variables = task.meta.get(TEMPLATE_VARIABLES) or {}
+    return get_renderer_with(renderer, variables, "variables of the task")
+
+
+def get_renderer_with(renderer: Renderer, variables: Mapping[str, Any], setter: str) -> Renderer:
+    """Return the renderer with variables of the chat template, or `renderer` itself for none.
+
+    Raises DataError for a variable that the template does not read.
+
+    Args:
+        setter: The data or the field that sets the variables, for the error.
+    """
     if not variables:
         return renderer
     derived = _renderers.setdefault(renderer, {})
@@ -30,12 +41,7 @@ def get_task_renderer(renderer: Renderer, task: Task) -> Renderer:
     if key not in derived:
         if len(derived) >= MAX_DERIVED:
             del derived[next(iter(derived))]  # the oldest
-        derived[key] = _derive_renderer(renderer, variables)
+        check_variables(renderer.template.source, variables, setter)
+        derived[key] = copy_without_cache(renderer)
+        derived[key].template = renderer.template.with_variables(variables)
     return derived[key]
-
-
-def _derive_renderer(renderer: Renderer, variables: Mapping[str, Any]) -> Renderer:
-    check_variables(renderer.template.source, variables, "variables of the task")
-    derived = copy_without_cache(renderer)
-    derived.template = renderer.template.with_variables(variables)
-    return derived

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ratchet.data.chat.harmony import MARKS as HARMONY_MARKS
+from ratchet.data.chat.harmony import read_harmony
 from ratchet.data.chat.thinking import REASONING
 from ratchet.data.chat.tool_call_arguments import (
     Call,
@@ -296,5 +298,6 @@ FORMATS: Mapping[str, ToolFormat] = {
             _read_llama,
             ("<|python_tag|>", "<|python_start|>", "<|header_start|>", '"parameters": '),
         ),
+        ToolFormat("harmony", read_harmony, HARMONY_MARKS),
     )
 }

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from ratchet.data.formats.media_columns import join_parts
 from ratchet.experience.openai_proxy.answers import (
@@ -24,7 +24,7 @@ from ratchet.experience.openai_proxy.answers import (
     get_finish_reason,
     write_arguments,
 )
-from ratchet.experience.openai_proxy.content import join_text_parts, make_image
+from ratchet.experience.openai_proxy.content import Content, join_text_parts, make_image
 from ratchet.experience.openai_proxy.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -101,24 +101,33 @@ class _ToolUse(_Block):
     caller: dict[str, Any] | None = None
 
 
+def _read_result(content: Any) -> Content:
+    """Return the content of a tool's result as text, or as parts if it has images."""
+    if not isinstance(content, list):
+        return join_text_parts(content, ("text",))
+    return join_parts(
+        [
+            _Image.model_validate(block).to_part()
+            if isinstance(block, dict) and block.get("type") == "image"
+            else Part("text", join_text_parts([block], ("text",)))
+            for block in content
+        ]
+    )
+
+
 class _ToolResult(_Block):
     """The result of a call. `is_error` has no effect: the text should say what went wrong."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str = ""
+    content: Annotated[Content, PlainValidator(_read_result)] = ""
     is_error: bool | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_text_blocks(cls, content: Any) -> Any:
-        return join_text_parts(content, ("text",))
 
 
 Block = Annotated[_Text | _Image | _Thinking | _ToolUse | _ToolResult, Field(discriminator="type")]
 BLOCK_TYPES = ("text", "image", "thinking", "tool_use", "tool_result")
 BLOCKS_OF_ROLES = {
-    "system": ("text",),
+    "system": ("text", "image"),
     "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
 }

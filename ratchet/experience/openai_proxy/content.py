@@ -69,9 +69,9 @@ def make_image(media_type: str, data: str) -> Part:
 
 
 def check_image_role(role: str, content: Content) -> None:
-    """Raise ValueError for images in a message that is not the user's."""
-    if role != "user" and not isinstance(content, str):
-        raise ValueError(f"a message of the {role} can't hold images: put them into the user's")
+    """Raise ValueError for images in a message of the assistant, as a policy writes none."""
+    if role == "assistant" and not isinstance(content, str):
+        raise ValueError("a message of the assistant can't hold images: put them into the user's")
 
 
 def _read_text(part: Any, kinds: Sequence[str], known: str) -> str:

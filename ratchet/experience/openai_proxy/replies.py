@@ -47,18 +47,30 @@ class ReplyFormat(Protocol):
         ...
 
 
-async def make_reply(
-    handler: RequestHandler, request: ChatRequest
-) -> tuple[AgentAnswer, ChatReply]:
-    """Return the policy's answer to a conversation, and the reply for the client."""
-    n_top = (request.top_logprobs or 0) if request.logprobs else 0
-    if n_top and any(message.media for message in request.conversation):
+def refuse_alternatives_with_images(request: ChatRequest) -> None:
+    """Raise ApiError for `top_logprobs` of a conversation with images.
+
+    A stream must be refused before its first event, because the HTTP status goes with it.
+    """
+    if _count_alternatives(request) and any(message.media for message in request.conversation):
         raise ApiError(
             400,
             "top_logprobs are not computed for a conversation with images: leave them out",
             param="top_logprobs",
             code="unsupported_value",
         )
+
+
+def _count_alternatives(request: ChatRequest) -> int:
+    """Return the number of likeliest tokens per position that a request wants."""
+    return (request.top_logprobs or 0) if request.logprobs else 0
+
+
+async def make_reply(
+    handler: RequestHandler, request: ChatRequest
+) -> tuple[AgentAnswer, ChatReply]:
+    """Return the policy's answer to a conversation, and the reply for the client."""
+    n_top = _count_alternatives(request)
     answer = await handler.answer(request)
     completion = answer.completion
     logprobs = None

@@ -27,6 +27,7 @@ from ratchet.experience.openai_proxy.replies import (
     ReplyFormat,
     make_reply,
     make_token_names,
+    refuse_alternatives_with_images,
     score_completion,
     stream_reply,
 )
@@ -131,7 +132,12 @@ class Routes:
         for completion in completions:
             completion.record_in(handler)
         names = make_token_names(handler, completion_request.return_tokens_as_token_ids)
-        write = partial(token_api.write_completions, _new_id("cmpl"), completion_request)
+        name = _new_id("cmpl")
+        if completion_request.stream:
+            list_events = partial(token_api.list_completion_events, name, completion_request)
+            events = await run_in_thread(lambda: list_events(completions, names))
+            return StreamingResponse(iter(events), media_type="text/event-stream")
+        write = partial(token_api.write_completions, name, completion_request)
         return await run_in_thread(lambda: JSONResponse(write(completions, names)))
 
     async def generate(self, request: Request) -> Response:
@@ -192,6 +198,7 @@ async def _respond(
     request: Request, handler: RequestHandler, chat_request: ChatRequest, form: ReplyFormat
 ) -> Response:
     """Return the policy's answer to a conversation, whole or as a stream."""
+    refuse_alternatives_with_images(chat_request)
     if chat_request.stream:
         events = stream_reply(handler, chat_request, form)
         return StreamingResponse(events, media_type="text/event-stream")

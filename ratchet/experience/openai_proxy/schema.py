@@ -11,6 +11,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -32,6 +33,8 @@ from ratchet.experience.openai_proxy.wire import (
 )
 from ratchet.types import Message, ToolCall
 
+# Variables of a chat template that the conversation sets.
+CONVERSATION_VARIABLES = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 MAX_MESSAGES = 2048  # per request, as in OpenAI's API
 MAX_TOOLS = 128  # per request, as in OpenAI's API
 MAX_METADATA = 16  # entries per request
@@ -161,7 +164,9 @@ def make_chat_tool(
     return ChatTool(type="function", function=schema)
 
 
-class _StreamOptions(WireModel):
+class StreamOptions(WireModel):
+    """What a stream has beside the answer."""
+
     include_usage: bool = False
 
 
@@ -190,6 +195,14 @@ def _check_entry_count(metadata: Any) -> Any:
     return metadata
 
 
+def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
+    """Refuse variables that the conversation itself gives the chat template."""
+    for name in CONVERSATION_VARIABLES:
+        if name in variables:
+            raise ValueError(f"'{name}' comes from the request itself")
+    return variables
+
+
 Metadata = Annotated[dict[str, str], BeforeValidator(_check_entry_count)]
 
 
@@ -199,6 +212,7 @@ class ChatRequest(SamplingFields):
     Attributes:
         return_token_ids: Return the ids of the prompt and of the answer too.
         return_tokens_as_token_ids: Name tokens in `logprobs` "token_id:N", not by their text.
+        chat_template_kwargs: Variables of the chat template, which hold for this request.
     """
 
     messages: Annotated[
@@ -214,8 +228,9 @@ class ChatRequest(SamplingFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: Literal[True] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] | None = None
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     # These are accepted without effect, because they change no token.
     user: str | None = None

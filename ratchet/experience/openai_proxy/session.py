@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from ratchet.data.chat.renderer import Renderer, Tools
+from ratchet.data.chat.task_variables import get_renderer_with
 from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.openai_proxy.answers import TokenScores, cut_at_stop_string
@@ -136,11 +137,13 @@ class AgentSession:
         # Seeds and turns are counted by arrival, so requests are rendered in the order of arrival.
         async with self._rendering:
             self._check(request, request.top_logprobs)
-            keys = compute_keys(messages, tools)
-            prompt = await self._make_prompt(messages, tools, keys)
+            renderer = self._get_renderer(request)
+            keys = compute_keys(messages, tools, request.chat_template_kwargs)
+            prompt = await self._make_prompt(renderer, messages, tools, keys)
             sampling, is_run_limit = self._make_sampling(request, len(prompt.tokens), keys[-1])
         completion = await self._sample(prompt, sampling)
-        message, n_malformed = self._parse(completion, messages, tools, tuple(request.stop or ()))
+        stop = tuple(request.stop or ())
+        message, n_malformed = self._parse(renderer, completion, messages, tools, stop)
         return AgentAnswer(
             prompt.tokens,
             completion,
@@ -164,8 +167,9 @@ class AgentSession:
         async with self._rendering:
             exhausted_budget = self.exhausted_budget
             try:
-                keys = compute_keys(messages, tools)
-                prompt = await self._make_prompt(messages, tools, keys)
+                renderer = self._get_renderer(request)
+                keys = compute_keys(messages, tools, request.chat_template_kwargs)
+                prompt = await self._make_prompt(renderer, messages, tools, keys)
             finally:
                 # Only a conversation that should have been answered exhausts the budget.
                 self.exhausted_budget = exhausted_budget
@@ -366,8 +370,20 @@ class AgentSession:
         self.exhausted_budget = reason
         return ApiError(400, reason, param="messages", code="context_length_exceeded")
 
+    def _get_renderer(self, request: ChatRequest) -> Renderer:
+        """Return the renderer with the request's variables of the chat template."""
+        name = "chat_template_kwargs"
+        try:
+            return get_renderer_with(self.renderer, request.chat_template_kwargs or {}, name)
+        except DataError as error:
+            raise ApiError(400, str(error), param=name, code="invalid_value") from error
+
     async def _make_prompt(
-        self, messages: tuple[Message, ...], tools: Tools | None, keys: Sequence[bytes]
+        self,
+        renderer: Renderer,
+        messages: tuple[Message, ...],
+        tools: Tools | None,
+        keys: Sequence[bytes],
     ) -> AgentPrompt:
         """Return the prompt of a conversation.
 
@@ -375,7 +391,7 @@ class AgentSession:
             ApiError: The conversation is too long or can't be rendered.
         """
         parent = self._find_parent(messages, keys)
-        render = partial(render_prompt, self.renderer, messages, tools, parent)
+        render = partial(render_prompt, renderer, messages, tools, parent)
         try:
             self._check_size(messages)
             return await run_in_thread(render)
@@ -460,6 +476,7 @@ class AgentSession:
 
     def _parse(
         self,
+        renderer: Renderer,
         completion: Completion,
         messages: Sequence[Message],
         tools: Tools | None,
@@ -467,12 +484,12 @@ class AgentSession:
     ) -> tuple[Message, int]:
         """Return the answer's message, and the number of its malformed tool calls."""
         tokens = completion.tokens.tolist()
-        message = self.renderer.parse(tokens, completion.stop)
+        message = renderer.parse(tokens, completion.stop)
         n_malformed = 0
         if tools is not None:
             self._offered_tools = True
             n_calls = sum(len(message.tool_calls) for message in messages)
-            message, n_malformed = self.renderer.parse_calls(
+            message, n_malformed = renderer.parse_calls(
                 tokens, completion.stop, tools=tools, first=n_calls
             )
         return replace(

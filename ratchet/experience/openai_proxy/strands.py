@@ -102,9 +102,15 @@ def find_token_parent(
     return parent
 
 
-def compute_keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes]:
-    """Return the keys of a conversation's prefixes: key i covers tools and the first i messages."""
-    keys = [digest(b"", tools)]
+def compute_keys(
+    messages: Sequence[Message], tools: Tools | None, variables: Mapping[str, Any] | None = None
+) -> list[bytes]:
+    """Return the keys of a conversation's prefixes: key i covers tools and the first i messages.
+
+    Args:
+        variables: The request's variables of the chat template, which every key covers too.
+    """
+    keys = [digest(b"", [tools, variables] if variables else tools)]
     for message in messages:
         keys.append(extend_key(keys[-1], message))
     return keys

@@ -22,6 +22,7 @@ from ratchet.experience.openai_proxy.answers import (
     TokenNames,
     TokenScores,
     cut_at_stop_string,
+    format_event,
     get_finish_reason,
     get_usage,
     list_logprobs,
@@ -34,6 +35,7 @@ from ratchet.experience.openai_proxy.schema import (
     MAX_TOOLS,
     ChatMessage,
     ChatTool,
+    StreamOptions,
 )
 from ratchet.experience.openai_proxy.strands import AgentAnswer
 from ratchet.experience.openai_proxy.structured import ResponseFormat, read_format
@@ -92,7 +94,8 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
-    stream: Literal[False] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     user: str | None = None
 
     @property
@@ -249,11 +252,33 @@ def write_completions(
             _write_text_choice(index, request, completion, names)
             for index, completion in enumerate(completions)
         ],
-        "usage": get_usage(
-            sum(len(completion.prompt) for completion in completions),
-            sum(len(completion.completion.tokens) for completion in completions),
-        ),
+        "usage": _count_usage(completions),
     }
+
+
+def list_completion_events(
+    name: str, request: CompletionRequest, completions: Sequence[TokenCompletion], names: TokenNames
+) -> list[str]:
+    """Return the events of a stream of /v1/completions: one with the whole text of each choice.
+
+    All prompts are sampled before the first event, so an error has its own HTTP status.
+    """
+    header = make_header(name, "text_completion", request.model)
+    choices = [
+        [_write_text_choice(index, request, completion, names)]
+        for index, completion in enumerate(completions)
+    ]
+    events = [format_event({**header, "choices": choice}) for choice in choices]
+    if request.stream_options is not None and request.stream_options.include_usage:
+        events.append(format_event({**header, "choices": [], "usage": _count_usage(completions)}))
+    return [*events, format_event("[DONE]")]
+
+
+def _count_usage(completions: Sequence[TokenCompletion]) -> dict[str, int]:
+    return get_usage(
+        sum(len(completion.prompt) for completion in completions),
+        sum(len(completion.completion.tokens) for completion in completions),
+    )
 
 
 def _write_text_choice(

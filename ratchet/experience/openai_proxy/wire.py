@@ -105,7 +105,7 @@ REFUSAL_REASONS = {
     "presence_penalty": "; the learner could not reproduce its logprobs",
     "frequency_penalty": "; the learner could not reproduce its logprobs",
     "repetition_penalty": "; the learner could not reproduce its logprobs",
-    "stream": "; only answers to conversations are streamed",
+    "stream": "; completions of token ids are not streamed: use /v1/completions",
     "skip_special_tokens": "; set return_token_ids to get all tokens of an answer",
 }
 

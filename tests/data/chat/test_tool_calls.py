@@ -61,9 +61,11 @@ KIMI = (
     '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 2, "b": "é\\n"}'
     "<|tool_call_end|>"
 )
+HARMONY = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 SECTION = "<|tool_calls_section_begin|>"
 # The families of which a template is at hand that writes calls.
-READ_BACK = ("qwen2.5", "qwen3", "llama3", "mistral", "glm4.5", "kimi-k2")
+READ_BACK = ("qwen2.5", "qwen3", "qwen3-coder", "llama3", "mistral", "glm4.5", "kimi-k2", "gpt-oss")
 
 READ = [
     ("glm", f"Now.\n{GLM}\n{GLM}", "Now.", [ADD, ADD]),
@@ -92,6 +94,10 @@ READ = [
     ("deepseek", f"Well.<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>", "Well.", [ADD, ADD]),
     ("deepseek", f"<think>\nhm\n</think>\n\n<｜tool▁calls▁begin｜>{V31}<｜tool▁calls▁end｜>", "<think>\nhm\n</think>", [ADD]),
     ("deepseek", f"Well.\n\n{DSML}", "Well.", [ADD]),
+    ("harmony", f'{THOUGHT}{HARMONY}{{"a": 2, "b": "é\\n"}}<|call|>', "<think>hm</think>", [ADD]),
+    ("harmony", ' to=functions.add<|channel|>commentary json<|message|>{}', "", [("add", {})]),
+    ("harmony", f"<|channel|>commentary<|message|>Now.<|end|><|start|>assistant{HARMONY}{{}}<|call|>",
+     "Now.", [("add", {})]),
 ]  # fmt: skip
 
 
@@ -157,6 +163,10 @@ MALFORMED = [
     ("mistral", '[TOOL_CALLS] [{"name": "add"}, 3]', 2),
     ("mistral", "[TOOL_CALLS]add[ARGS]{", 1),
     ("mistral", "[TOOL_CALLS][ARGS]{}", 1),
+    ("harmony", f"{HARMONY}{{<|call|>", 1),
+    ("harmony", f"{HARMONY}[]<|call|>", 1),
+    ("harmony", "<|channel|>commentary to=functions.add <|constrain|>json", 1),
+    ("harmony", "<|channel|>analysis to=browser.search code<|message|>{}<|call|>", 1),
     ("deepseek", "<｜tool▁calls▁begin｜>", 1),
     ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```", 1),
     ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁call▁end｜>", 1),
@@ -181,7 +191,8 @@ MARKS = [
     '" string="false">', "</｜DSML｜parameter>",
     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", '<invoke name="', "</invoke>", '<parameter name="',
     SECTION, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-    "<think>", "</think>", "[THINK]", "[/THINK]", JSON, LLAMA,
+    "<think>", "</think>", "[THINK]", "[/THINK]", JSON, LLAMA, HARMONY,
+    "<|start|>", "assistant", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", " to=functions.add", "commentary", "analysis",
     "add(", "a=", '"', "'", "\\", "\\u", "{", "}", "[", "]", "(", ")",
     ",", ":", ";", "=", ">", "-", "1e5", "True", "None", '"name"', '"parameters"', "\x00", "\n", " ", "é", "\ud800",
 ]  # fmt: skip
@@ -237,12 +248,14 @@ def test_the_format_is_told_from_the_template_and_else_from_the_tokens():
     told = {
         "qwen2.5": "hermes",
         "qwen3": "hermes",
+        "qwen3-coder": "qwen3_coder",
         "llama3": "llama",
         "mistral": "mistral",
         "deepseek-r1": "deepseek",
         "glm4.5": "glm",
         "minimax-m2": "minimax",
         "kimi-k2": "kimi",
+        "gpt-oss": "harmony",
     }
     assert {family: renderer(family).tool_format.name for family in told} == told
     assert find_tool_format("auto", "<tool_call>\n<function=name>", {}).name == "qwen3_coder"
@@ -278,7 +291,7 @@ def test_what_the_template_writes_as_a_call_is_read_back_and_goes_on(family):
 
 
 def test_calls_that_would_be_malformed_are_refused_at_the_start():
-    for family in (*READ_BACK, "minimax-m2"):
+    for family in (*READ_BACK, "minimax-m2", "deepseek-r1"):
         renderer(family).check_tool_calls()
     glm = renderer("glm4.5")
     source = glm.template.source

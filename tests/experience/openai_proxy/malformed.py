@@ -118,7 +118,7 @@ WRONG_COMPLETIONS: Sequence[dict[str, Any]] = [
     {"prompt": {}},
     {"prompt": [[1]] * 600},
     {"messages": [USER]},
-    {"stream": True},
+    {"stream": "yes"},
     {"suffix": "x"},
     {"echo": "yes"},
     {"echo": True, "logprobs": 1},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,11 +12,7 @@ from experience.openai_proxy.talk import Scripted
 from pictures import picture, processor, renderer
 
 from ratchet.errors import DataError
-from ratchet.experience.openai_proxy.handler import RequestHandler
 from ratchet.experience.openai_proxy.rendering import MAX_IMAGES, render_prompt
-from ratchet.experience.openai_proxy.replies import make_reply
-from ratchet.experience.openai_proxy.schema import ChatRequest
-from ratchet.experience.openai_proxy.wire import ApiError
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.types import Message, Part, Trajectory
 
@@ -112,15 +107,66 @@ def test_an_image_that_cannot_be_read_is_refused(path: str) -> None:
     asyncio.run(scene())
 
 
-def test_alternatives_with_images_are_refused_before_an_answer() -> None:
-    message = {"role": "user", "content": write_parts(PATHS[0], "what?", PIXEL)}
-    request = ChatRequest.model_validate(
-        {"messages": [message], "logprobs": True, "top_logprobs": 2}
-    )
-    handler = Mock(RequestHandler)
-    with pytest.raises(ApiError, match="top_logprobs are not computed for a conversation with im"):
-        asyncio.run(make_reply(handler, request))
-    handler.answer.assert_not_called()
+@pytest.mark.parametrize("stream", [False, True])
+def test_alternatives_with_images_are_refused_with_a_status(stream: bool) -> None:
+    body = write_request(PATHS[0], ("what?", PIXEL))
+
+    async def scene() -> None:
+        async with raw_client(Scripted(["a"])) as (session, raw):
+            fields = {"logprobs": True, "top_logprobs": 2, "stream": stream}
+            answer = await raw.post(PATHS[0], json=body | fields)
+            assert (answer.status_code, session.strands) == (400, [])
+            reason = "top_logprobs are not computed for a conversation with images"
+            assert reason in answer.json()["error"]["message"]
+
+    asyncio.run(scene())
+
+
+def write_tool_request(path: str, url: str) -> dict[str, Any]:
+    """Return a request with an image in the instructions, and one in the result of a tool."""
+    parts = write_parts(path, "see", url)
+    start = [{"role": "system", "content": parts}, {"role": "assistant", "content": "a"}]
+    if path == "/v1/messages":
+        result = {"type": "tool_result", "tool_use_id": "c", "content": parts}
+        return {"messages": [*start, {"role": "user", "content": [result]}], "max_tokens": 8}
+    if path == "/v1/responses":
+        result = {"type": "function_call_output", "call_id": "c", "output": parts}
+        return {"input": [*start, result]}
+    result = {"role": "tool", "tool_call_id": "c", "content": parts}
+    return {"messages": [*start, result], "max_tokens": 8}
+
+
+@pytest.mark.slow
+def test_tool_results_and_instructions_may_have_images() -> None:
+    image = picture(0).value
+    generator = FakeGenerator(lambda tokens, sampling: [renderer().stop_ids[0]])
+
+    async def scene() -> list[Trajectory]:
+        options = {"renderer": renderer(), "stop_ids": renderer().stop_ids, "max_new_tokens": 8}
+        async with raw_client(generator, **options) as (session, raw):
+            for path in PATHS:
+                await ask(raw, path, write_tool_request(path, image))
+            return session.trajectories(0, None, {})
+
+    chat, *others = asyncio.run(scene())
+    assert [placed.medium.source for placed in chat.media] == [read_file(0)] * 2
+    assert [message.role for message in chat.messages[:3]] == ["system", "assistant", "tool"]
+    for row in others:
+        np.testing.assert_array_equal(row.tokens, chat.tokens)
+        assert row.messages == chat.messages
+
+
+def test_an_image_of_the_assistant_is_refused() -> None:
+    body = write_request(PATHS[0], ("what?", PIXEL))
+    body["messages"][0]["role"] = "assistant"
+
+    async def scene() -> None:
+        async with raw_client(Scripted(["a"])) as (_, raw):
+            answer = await raw.post(PATHS[0], json=body)
+            assert answer.status_code == 400
+            assert "a message of the assistant can't hold" in answer.json()["error"]["message"]
+
+    asyncio.run(scene())
 
 
 @pytest.mark.slow

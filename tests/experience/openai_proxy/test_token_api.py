@@ -8,9 +8,11 @@ import threading
 import httpx
 import numpy as np
 import pytest
-from experience.openai_proxy.talk import EOS, RENDERER, TOOLS, Scripted, serving
+from experience.openai_proxy.talk import EOS, RENDERER, TEMPLATE, TOOLS, Scripted, serving
 from openai import AsyncOpenAI, BadRequestError
 
+from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
+from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import DataError
 from ratchet.experience.openai_proxy.config import AgentServerSettings
 from ratchet.experience.openai_proxy.server import Proxy
@@ -84,6 +86,36 @@ def test_a_streamed_answer_has_the_recorded_token_ids() -> None:
             ] == [recorded.prompt.tolist()]
             ids = [choice.get("token_ids") for chunk in chunks for choice in chunk["choices"]]
             assert [tokens for tokens in ids if tokens] == [recorded.completion.tokens.tolist()]
+
+    asyncio.run(scene())
+
+
+def test_template_variables_of_a_request_hold_for_it_alone() -> None:
+    source = '{{- "<" ~ (mode or "plain") ~ ">" -}}' + TEMPLATE
+    renderer = Renderer(byte_tokenizer(), source)
+    messages = [*HI, {"role": "assistant", "content": "a"}, {"role": "user", "content": "and?"}]
+
+    async def scene() -> None:
+        async with serving(Scripted(["a"]), renderer=renderer) as (session, client):
+            for history in (HI, messages):
+                for kwargs in ({"mode": "deep"}, {}):
+                    await client.chat.completions.create(
+                        model="policy",
+                        messages=history,
+                        extra_body={"chat_template_kwargs": kwargs},
+                    )
+                    prompt = session.latest_answer.prompt.tolist()
+                    text = renderer.tokenizer.decode(prompt, skip_special=False)
+                    assert text.startswith("<deep><user>hi" if kwargs else "<plain><user>hi")
+            assert [len(strand.turns) for strand in session.strands] == [2, 2]
+            for kwargs, reason in (
+                ({"mod": 1}, "does not read 'mod'"),
+                ({"messages": []}, "'messages' comes from the request itself"),
+            ):
+                with pytest.raises(BadRequestError, match=reason):
+                    await client.chat.completions.create(
+                        model="policy", messages=HI, extra_body={"chat_template_kwargs": kwargs}
+                    )
 
     asyncio.run(scene())
 
@@ -176,15 +208,42 @@ def test_several_prompts_have_a_completion_each() -> None:
     asyncio.run(scene())
 
 
+def test_a_stream_of_completions_has_an_event_for_each_choice() -> None:
+    async def scene() -> None:
+        async with serving(Refusing(["It is 7."])) as (session, client):
+            stream = await client.completions.create(
+                model="any-name",
+                prompt=["one", "two"],
+                stream=True,
+                stream_options={"include_usage": True},
+                logprobs=0,
+                extra_body={"return_token_ids": True},
+            )
+            *chunks, last = [chunk async for chunk in stream]
+            choices = [choice for chunk in chunks for choice in chunk.choices]
+            assert [choice.index for choice in choices] == [0, 1]
+            for choice, strand in zip(choices, session.strands, strict=True):
+                completion = strand.tip.completion
+                assert (choice.text, choice.finish_reason) == ("It is 7.", "stop")
+                assert choice.token_ids == completion.tokens.tolist()
+                assert choice.logprobs.token_logprobs == completion.logprobs.tolist()
+            n_sampled = sum(len(choice.token_ids) for choice in choices)
+            assert (last.choices, last.usage.completion_tokens) == ([], n_sampled)
+            with pytest.raises(BadRequestError, match="isn't in the model's vocab"):
+                await client.completions.create(model="any-name", prompt=[10**6], stream=True)
+
+    asyncio.run(scene())
+
+
 REFUSED = {
     "a prompt of other types": ("/v1/completions", {"prompt": [1.5]}, "prompt"),
     "no prompt": ("/v1/completions", {"prompt": ""}, "a prompt has no tokens"),
     "a token of no model": ("/v1/completions", {"prompt": [10**6]}, "isn't in the model's vocab"),
     "a negative token": ("/v1/completions", {"prompt": [-1]}, "prompt"),
     "a stream": (
-        "/v1/completions",
-        {"prompt": "a", "stream": True},
-        "only answers to conversations are streamed",
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {}, "stream": True},
+        "not streamed",
     ),
     "an echo": (
         "/v1/completions",

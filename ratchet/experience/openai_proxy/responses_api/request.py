@@ -77,12 +77,7 @@ class _CallItem(_Item):
 class _OutputItem(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: str
-
-    @field_validator("output", mode="before")
-    @classmethod
-    def _join_text_parts(cls, output: Any) -> Any:
-        return join_text_parts(output, TEXT_TYPES)
+    output: Annotated[Content, PlainValidator(partial(read_content, kinds=TEXT_TYPES))]
 
 
 class _ReasoningItem(_Item):
