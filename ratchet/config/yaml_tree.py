@@ -399,10 +399,13 @@ def _suggest_file(path: Path) -> str:
     missing too; "" if none applies.
     """
     directory = path.parent
-    if path.name in list_recipes():
-        return f" at this path: `{path.name}`, without a directory, is one that comes with Ratchet"
+    shipped = (
+        f" at this path: `{path.name}`, without a directory, is one that comes with Ratchet"
+        if path.name in list_recipes()
+        else suggest_recipe(path.stem)
+    )
     if not directory.is_dir():
-        return suggest_recipe(path.stem) or f": there is no directory {directory}"
+        return shipped or f": there is no directory {directory}"
     try:
         recipes = sorted(
             p.name for p in islice(directory.iterdir(), 1000) if p.suffix in (".yaml", ".yml")
@@ -411,7 +414,7 @@ def _suggest_file(path: Path) -> str:
         return ""
     file_name = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
     near = difflib.get_close_matches(file_name, recipes, n=1)
-    return f": did you mean {directory / near[0]}?" if near else suggest_recipe(path.stem)
+    return f": did you mean {directory / near[0]}?" if near else shipped
 
 
 def write_flow(value: Any) -> str:
