@@ -17,7 +17,7 @@ CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 	sys.exit(not ok)
 
 # What the slow tests need.
-SLOW_PARTS := .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/torchvision/installed .venv/nemo-gym/installed .venv/podman/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs
+SLOW_PARTS := .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/torchvision/installed .venv/nemo-gym/installed .venv/engines/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs
 
 # What the benchmarks drive peers with; point it at another environment's python to keep peers out of .venv.
 PEERS_PYTHON ?= $(BIN)/python
@@ -132,9 +132,9 @@ clean: ## remove caches and builds; keeps .venv and runs
 	.ci/nemo-gym
 	@touch $@
 
-# Podman, unpacked from Debian's packages, where there is apt-get.
-.venv/podman/installed: .ci/podman | .venv/bin/python
-	.ci/podman
+# Podman and Docker, unpacked from Debian's packages, where there is apt-get.
+.venv/engines/installed: .ci/engines | .venv/bin/python
+	.ci/engines
 	@touch $@
 
 # TRL, which the slow tests run users' files with; what it needs is in the checks' environment.

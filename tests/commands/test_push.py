@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import torch
 from commands.hub import Hub, run_hub
 from huggingface_hub import ModelCard, constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from ratchet.cli.main import app
 from ratchet.commands.push.command import push_run
 from ratchet.errors import ConfigError, RatchetError, RunDirectoryError, RunNotFound
 from ratchet.training.start import start_run
@@ -84,6 +87,20 @@ def test_the_card_has_the_figures_of_the_run(run: Path, hub: Hub) -> None:
     uploaded = b"".join(files.values())
     assert b"secret 0" not in uploaded
     assert str(run.parent).encode() not in uploaded
+
+
+def test_the_commands_of_the_page_push(run: Path, hub: Hub, repository: Path) -> None:
+    page = (repository / "docs" / "integrations" / "hub.md").read_text(encoding="utf-8")
+    lines = [line for line in page.split("```")[1].splitlines() if line.startswith("ratchet")]
+    for line in lines:
+        words = shlex.split(line.replace("my-lab", "ada"), comments=True)[1:]
+        words = [word.replace("runs/my_run", str(run)).replace("@100", "@2") for word in words]
+        done = CliRunner().invoke(app, words)
+        # The run has no adapter, which the command for one says.
+        is_refused = isinstance(done.exception, ConfigError) and "--adapter" in words
+        assert is_refused or done.exit_code == 0, done.output
+    assert len(lines) == 4
+    assert set(hub.repositories) == {"ada/my-run", "ada/my-model"}
 
 
 def test_a_later_push_replaces_weights_and_keeps_other_files(run: Path, hub: Hub) -> None:

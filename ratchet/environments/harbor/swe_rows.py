@@ -34,6 +34,8 @@ COLUMNS: Mapping[str, type] = dict.fromkeys(
 IMAGE_COLUMNS = ("image", "image_name", "docker_image")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*")
 COMMIT_PATTERN = re.compile(r"[0-9a-fA-F]{7,64}")
+# A test as unittest names it. Since Python 3.11 it repeats the method: test_a (tests.b.C.test_a).
+UNITTEST_PATTERN = re.compile(r"(\w+) \(([\w.]+?)\.(\w+)(?:\.\1)?\)", re.ASCII)
 IMAGE_WORKDIR = "/testbed"  # the repository in the images of SWE-bench
 SOURCE_WORKDIR = "/app"
 # The files that may configure pytest, in the order in which it looks for them, and their section.
@@ -114,7 +116,7 @@ class SweRow:
     """A row of SWE-bench's form, checked.
 
     Attributes:
-        tests: Ids of the tests that must pass, those of FAIL_TO_PASS first.
+        tests: Ids of pytest of the tests that must pass, those of FAIL_TO_PASS first.
         image: Name of the row's container image; "": none.
     """
 
@@ -157,7 +159,10 @@ class SweRow:
 
 
 def _read_tests(values: Mapping[str, Any], column: str, where: str) -> list[str]:
-    """Return the ids of a column: a list, or its JSON text as in the datasets of SWE-bench."""
+    """Return the ids of a column: a list, or its JSON text as in the datasets of SWE-bench.
+
+    Names of unittest become ids of pytest, which runs such tests too.
+    """
     tests = values.get(column)
     try:
         tests = json.loads(tests) if isinstance(tests, str) else tests
@@ -165,14 +170,25 @@ def _read_tests(values: Mapping[str, Any], column: str, where: str) -> list[str]
         tests = None
     if not isinstance(tests, list):
         raise DataError(f"{where}: {column} must be a list of tests, or its JSON text")
+    tests = [_convert_test(test) for test in tests]
     for test in tests:
         path = test.partition("::")[0] if isinstance(test, str) else ""
         if not path or "::" not in test or path.startswith("/") or ".." in path.split("/"):
             raise DataError(
                 f"{where}: {column} has {test!r:.100}, which is not an id of pytest such as "
-                "tests/test_a.py::test_b; other test runners are not supported"
+                "tests/test_a.py::test_b, or a name of unittest such as test_b "
+                "(tests.test_a.TestA); other test runners are not supported"
             )
     return tests
+
+
+def _convert_test(test: Any) -> Any:
+    """Return the id of pytest for a name of unittest, and anything else as it is."""
+    match = UNITTEST_PATTERN.fullmatch(test) if isinstance(test, str) else None
+    if match is None:
+        return test
+    method, module, class_name = match.groups()
+    return f"{module.replace('.', '/')}.py::{class_name}::{method}"
 
 
 def write_swe_tasks(

@@ -22,11 +22,18 @@ from ratchet.types import Message
 
 SOURCE = "def double(number):\n    return number + 2\n"
 OLD_TEST = "from lib import double\n\n\ndef test_two():\n    assert double(2) == 4\n"
-NEW_TEST = f"""{OLD_TEST}
+NEW_TEST = f"""import unittest
+{OLD_TEST}
 
 def test_five():
     assert double(5) == 10
+
+
+class TestSix(unittest.TestCase):
+    def test_six(self):
+        self.assertEqual(double(6), 12)
 """
+UNITTEST_NAME = "test_six (tests.test_lib.TestSix.test_six)"
 FIXED = SOURCE.replace("+ 2", "* 2")
 FILES = {
     "lib.py": SOURCE,
@@ -74,7 +81,7 @@ def row(tmp_path: Path) -> dict[str, Any]:
         "problem_statement": "double(5) is 7.",
         "patch": make_patch("lib.py", FIXED),
         "test_patch": make_patch("tests/test_lib.py", NEW_TEST),
-        "FAIL_TO_PASS": json.dumps(["tests/test_lib.py::test_five"]),
+        "FAIL_TO_PASS": json.dumps(["tests/test_lib.py::test_five", UNITTEST_NAME]),
         "PASS_TO_PASS": ["tests/test_lib.py::test_two"],
     }
 
@@ -142,7 +149,7 @@ def test_a_row_with_an_image_names_it_and_copies_no_source(
         ({"base_commit": "--output=x"}, "is not a commit's hash"),
         ({"FAIL_TO_PASS": "[]"}, "lists no test"),
         ({"FAIL_TO_PASS": "test_a (module.Case)"}, "must be a list of tests"),
-        ({"FAIL_TO_PASS": ["test_a (module.Case)"]}, "not an id of pytest"),
+        ({"FAIL_TO_PASS": ["test_a (Case)"]}, "not an id of pytest"),
         ({"PASS_TO_PASS": ["../a.py::test_b"]}, "not an id of pytest"),
         ({"FAIL_TO_PASS": ["::test_b"]}, "not an id of pytest"),
         ({"patch": None}, "column 'patch' is null, must be"),
@@ -172,3 +179,13 @@ def test_what_the_repository_lacks_is_refused(
     options = ("--repos", tmp_path / "repos", "--out", tmp_path / "tasks")
     done = ratchet("data", "swe-tasks", tmp_path / "rows.jsonl", *options)
     assert (done.returncode, sentence in done.stderr) == (2, True), done.stderr
+
+
+def test_names_of_unittest_become_ids_of_pytest(row: dict[str, Any]) -> None:
+    names = [
+        "test_a (tests.test_b.C)",
+        "test_a (tests.test_b.C.test_a)",
+        "tests/b.py::test_c[x (y.z)]",
+    ]
+    swe_row = SweRow.from_values({**row, "FAIL_TO_PASS": names, "PASS_TO_PASS": []}, "row")
+    assert swe_row.tests == (*["tests/test_b.py::C::test_a"] * 2, names[2])

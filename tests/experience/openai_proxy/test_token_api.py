@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -193,6 +195,25 @@ def test_completions_of_token_ids_make_one_trajectory(path: str) -> None:
                 ("user", "<user>sure?<assistant>"),
                 ("assistant", "Yes."),
             ]
+
+    asyncio.run(scene())
+
+
+def test_each_path_of_the_page_is_answered(repository: Path) -> None:
+    page = (repository / "docs" / "integrations" / "served-api.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`(GET|POST) (/\S+)`", page)
+    assert len(paths) == 11
+
+    async def scene() -> None:
+        async with (
+            serving(Scripted(["a"])) as (_, client),
+            httpx.AsyncClient(base_url=root_of(client)) as raw,
+        ):
+            headers = {"authorization": f"Bearer {client.api_key}"}
+            for method, path in paths:
+                answer = await raw.request(method, path, headers=headers, content=b"{}")
+                expected = {"/v1/responses/ID": 404}.get(path, 200 if method == "GET" else 400)
+                assert answer.status_code == expected, path
 
     asyncio.run(scene())
 

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import itertools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -38,7 +39,7 @@ sampling: {max_new_tokens: 3}
 algorithm: {kind: grpo, group_size: 2}
 steps: 2
 batch_size: 4
-logging: {progress: "off", tensorboard: false, sinks: [{kind: opentelemetry, endpoint: URL}]}
+logging: {progress: "off", tensorboard: false}
 """
 
 
@@ -173,12 +174,16 @@ def collector() -> Iterator[tuple[str, type[_Collector]]]:
 
 
 def test_a_collector_receives_what_the_metrics_say(
-    tmp_path: Path, collector: tuple[str, type[_Collector]]
+    repository: Path, tmp_path: Path, collector: tuple[str, type[_Collector]]
 ) -> None:
+    """The run has the override of docs/integrations/opentelemetry.md."""
     address, received = collector
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE.replace("URL", address))
-    assert start_run(recipe, [], tmp_path / "run", command="train") == 0
+    recipe.write_text(RECIPE)
+    page = (repository / "docs" / "integrations" / "opentelemetry.md").read_text(encoding="utf-8")
+    (override,) = re.findall(r"ratchet train recipe.yaml '(.+)'", page)
+    override = override.replace("http://127.0.0.1:4318", address)
+    assert start_run(recipe, [override], tmp_path / "run", command="train") == 0
     assert set(received.paths) == {"/v1/traces"}
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     traces: dict[bytes, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""The docker sandbox on a real Podman, by its service that speaks Docker's API."""
+"""The docker sandbox on real engines: Docker's daemon, and Podman's service with Docker's API."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ratchet.sandbox.docker_api import DockerEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("httpx2")]
 
-PLACE = Path(__file__).parents[2] / ".venv" / "podman"
-PODMAN = PLACE / "bin" / "podman"
+PLACE = Path(__file__).parents[2] / ".venv" / "engines"
+PROGRAMS = {"podman": PLACE / "bin" / "podman", "docker": PLACE / "bin" / "dockerd"}
 IMAGE = "localhost/busybox:1"
 TOOLS = ("cat", "dd", "env", "id", "kill", "ls", "printf", "sh", "sleep", "tr", "wc")
 LIMITS = Limits(wall_s=30, cpu_s=10, disk_mib=2, memory_mib=64)
@@ -50,35 +50,48 @@ def pack_image() -> bytes:
     return archived.getvalue()
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Start Podman's service with an image, and yield its address."""
-    if not PODMAN.exists():
-        pytest.skip("no Podman was unpacked: make .venv/podman/installed, where apt-get is")
+def write_command(engine: str, place: Path) -> list[str | Path]:
+    """Return the command that serves an engine whose files are below `place`."""
+    socket = f"unix://{place}/engine.sock"
+    if engine == "podman":
+        command = [PROGRAMS[engine], "--root", place / "root", "--runroot", place / "run"]
+        command += ["--tmpdir", place / "tmp", "--storage-driver", "vfs"]
+        return [*command, "system", "service", "--time", "0", socket]
+    command = [PROGRAMS[engine], "--data-root", place / "root", "--exec-root", place / "run"]
+    command += ["--pidfile", place / "pid", "--storage-driver", "vfs", "-H", socket]
+    return [*command, "--iptables=false", "--ip6tables=false", "--bridge=none"]
+
+
+@pytest.fixture(scope="module", params=list(PROGRAMS))
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Start an engine with an image, and yield its address."""
+    import httpx2
+
+    if not PROGRAMS[request.param].exists():
+        pytest.skip("no engines were unpacked: make .venv/engines/installed, where apt-get is")
     # The path of a socket may have 107 characters.
-    place = Path(tempfile.mkdtemp(prefix="podman-"))
-    command = [PODMAN, "--root", place / "root", "--runroot", place / "run"]
-    command += ["--tmpdir", place / "tmp", "--storage-driver", "vfs"]
-    imported = [*command, "import", "-", IMAGE]
-    subprocess.run(imported, input=pack_image(), check=True, capture_output=True)
-    tried = subprocess.run(
-        [*command, "run", "--rm", "--network", "none", IMAGE, "/bin/id"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if tried.returncode:
-        pytest.skip(f"this machine lets Podman run no container: {tried.stderr[-300:]}")
-    socket = f"unix://{place}/podman.sock"
-    with subprocess.Popen(
-        [*command, "system", "service", "--time", "0", socket], stderr=subprocess.DEVNULL
-    ) as service:
+    place = Path(tempfile.mkdtemp(prefix="engine-"))
+    log_path = place / "log"
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(write_command(request.param, place), stdout=log, stderr=log) as service,
+    ):
         try:
             for _ in range(600):
-                if (place / "podman.sock").exists() or service.poll() is not None:
+                if (place / "engine.sock").exists() or service.poll() is not None:
                     break
                 time.sleep(0.05)
-            yield socket
+            if service.poll() is not None:
+                pytest.skip(f"{request.param} does not start here: {log_path.read_text()[-300:]}")
+            transport = httpx2.HTTPTransport(uds=str(place / "engine.sock"))
+            with httpx2.Client(transport=transport, base_url="http://engine", timeout=60) as client:
+                query = {"fromSrc": "-", "repo": IMAGE} if request.param == "podman" else {}
+                query = query or {"fromSrc": "-", "repo": "localhost/busybox", "tag": "1"}
+                headers = {"Content-Type": "application/x-tar"}
+                client.post(
+                    "/v1.41/images/create", params=query, content=pack_image(), headers=headers
+                ).raise_for_status()
+            yield f"unix://{place}/engine.sock"
         finally:
             service.terminate()
     shutil.rmtree(place, ignore_errors=True)
@@ -90,7 +103,6 @@ def sandbox(address: str) -> Iterator[DockerSandbox]:
     yield sandbox
     sandbox.close()
     engine = DockerEngine(address, None, 30)
-    assert engine.is_podman
     assert engine.json("GET", "/containers/json", all="true") == []
     engine.close()
 
