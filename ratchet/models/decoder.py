@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.kernels.bfloat16 import RoundedWeight
 from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.layers.moe import SparseMLP
 from ratchet.models.layers.quantized import QuantFormat, QuantizedMatrix
@@ -41,15 +42,17 @@ class Linear(nn.Linear):
 
     adapter: FusedLoRA | None  # added to the product; see `ratchet.models.lora.layers`
     quantised: QuantizedMatrix | None  # if set, replaces `weight`, which is then None
+    rounded: RoundedWeight  # the weight for products in bfloat16
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.register_module("adapter", None)
         self.register_module("quantised", None)
+        self.rounded = RoundedWeight()
 
     def forward(self, input: Tensor) -> Tensor:
         out = (
-            linear(input, self.weight, self.bias)
+            linear(input, self.weight, self.bias, self.rounded)
             if self.quantised is None
             else self.quantised(input, self.bias)
         )

@@ -21,14 +21,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ratchet.kernels import cpu
+from ratchet.kernels import bfloat16, cpu
 
 
-def linear(x: Tensor, weight_od: Tensor, bias_o: Tensor | None = None) -> Tensor:
-    """Return `x W^T + bias` over the last dimension."""
-    if not cpu.prefers_onednn(x, weight_od):
+def linear(
+    x: Tensor,
+    weight_od: Tensor,
+    bias_o: Tensor | None = None,
+    rounded: bfloat16.RoundedWeight | None = None,
+) -> Tensor:
+    """Return `x W^T + bias` over the last dimension.
+
+    rounded: keeps the weight in bfloat16 between calls, if this process computes products so.
+    """
+    if bfloat16.is_supported(x, weight_od):
+        rounded = rounded or bfloat16.RoundedWeight()
+        out = bfloat16.product(x, weight_od, rounded.get(weight_od))
+    elif cpu.prefers_onednn(x, weight_od):
+        out = cpu.product(x, weight_od)
+    else:
         return F.linear(x, weight_od, bias_o)
-    out = cpu.product(x, weight_od)
     return out if bias_o is None else out + bias_o
 
 
