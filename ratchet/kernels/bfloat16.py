@@ -44,7 +44,8 @@ def is_supported(x: Tensor, weight_od: Tensor) -> bool:
     return (
         _enabled
         and x.dim() == 2
-        and x.dtype is weight_od.dtype is torch.float32
+        and weight_od.dtype is torch.float32
+        and x.dtype in (torch.float32, torch.bfloat16)
         and x.is_cpu
         and type(weight_od) in (Tensor, nn.Parameter)
     )
@@ -84,14 +85,14 @@ class RoundedWeight:
         return self._rounded
 
 
-def product(x_Td: Tensor, weight_od: Tensor, rounded_od: Tensor) -> Tensor:
-    """Return x W^T, float32 [T, o].
+def product(x_Td: Tensor, weight_od: Tensor, rounded_od: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x W^T, [T, o], in float32 or bfloat16.
 
     rounded_od: the weight in bfloat16.
     """
     if torch.is_grad_enabled():
-        return _Product.apply(x_Td, weight_od, rounded_od)
-    return _multiply(x_Td.to(torch.bfloat16), rounded_od).float()
+        return _Product.apply(x_Td, weight_od, rounded_od, dtype)
+    return _multiply(x_Td.to(torch.bfloat16), rounded_od).to(dtype)
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
@@ -100,16 +101,17 @@ def _multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 class _Product(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.input_dtype = x.dtype
         x = x.to(torch.bfloat16)
         ctx.save_for_backward(x, rounded)
-        return _multiply(x, rounded).float()
+        return _multiply(x, rounded).to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, rounded = ctx.saved_tensors
         grad = grads[0].to(torch.bfloat16)
-        needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
-        grad_x = _multiply(grad, rounded.t()).float() if needs_grad_x else None
+        needs_grad_x, needs_grad_weight, *_ = ctx.needs_input_grad
+        grad_x = _multiply(grad, rounded.t()).to(ctx.input_dtype) if needs_grad_x else None
         grad_weight = (grad.t() @ x).float() if needs_grad_weight else None
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None

@@ -41,6 +41,8 @@ SIGNATURES = {
     "heads_backward": (P, N, P, N, P, N, P, P, P, P, P, P, P, P, P, N, N, N, N),
     "gated": (P, P, N, N),
     "gated_backward": (P, P, P, N, N),
+    "gated_bfloat16": (P, P, N, N),
+    "gated_backward_bfloat16": (P, P, P, N, N),
     "decode": (P, P, P, N, P, N, P, N, P, P, N, N, N, N, N, X),
     "step": (P, N, ctypes.c_int, P, P, P, P, P, P, P, ctypes.c_int, N, N, N, N, N, N, N, X),
     "step_scratch": (N, N, N, N, N),
@@ -235,9 +237,9 @@ class _Heads(Function):
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """Return silu(gate) * up, [T, F].
+    """Return silu(gate) * up, [T, F], computed in float32.
 
-    gate_up_T2F: the first F columns are the gate, the last F are `up`.
+    gate_up_T2F: float32 or bfloat16; the first F columns are the gate, the last F are `up`.
     """
     if torch.is_grad_enabled():
         return _SwiGLU.apply(gate_up_T2F)
@@ -246,7 +248,8 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
 
 def _swiglu(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    _library.gated(gate_up.data_ptr(), out.data_ptr(), out.numel() // out.shape[-1], out.shape[-1])
+    kernel = _library.gated if gate_up.dtype is torch.float32 else _library.gated_bfloat16
+    kernel(gate_up.data_ptr(), out.data_ptr(), out.numel() // out.shape[-1], out.shape[-1])
     return out
 
 
@@ -262,7 +265,9 @@ class _SwiGLU(Function):
         (gate_up,) = ctx.saved_tensors
         grad = grads[0].contiguous()
         out = torch.empty_like(gate_up)
-        _library.gated_backward(
+        is_float32 = gate_up.dtype is torch.float32
+        kernel = _library.gated_backward if is_float32 else _library.gated_backward_bfloat16
+        kernel(
             *map(_get_address, (grad, gate_up, out)), grad.numel() // grad.shape[-1], grad.shape[-1]
         )
         return out
