@@ -96,6 +96,7 @@ def product(x_Td: Tensor, weight_od: Tensor, rounded_od: Tensor, dtype: torch.dt
 
 
 def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    # `@` would leave oneDNN for few rows, and the bits of a row must not depend on their number.
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
