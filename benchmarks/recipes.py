@@ -1,6 +1,7 @@
 """Train recipes in full, and compare their results with those in their headers.
 
     python benchmarks/recipes.py [NAMES...] [--seed N] [--tolerance 5.0] [--rotate K [--day N]]
+        [--override KEY=VALUE]
 
 Three kinds of header lines are read:
 - `#   seed N: A -> B %`: held-out accuracy before and after the last stage, of the command
@@ -233,6 +234,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--day", type=int, default=None, help="day number for --rotate; default: today's"
     )
+    parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override of all recipes, such as precision=bfloat16; may be repeated",
+    )
     options = parser.parse_args(arguments)
     names = list(dict.fromkeys(options.names)) or list_measured_recipes()
     missing = [name for name in names if not (RECIPES / f"{name}.yaml").is_file()]
@@ -241,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rotate is not None:
         names = rotate(names, options.rotate, today() if options.day is None else options.day)
     with tempfile.TemporaryDirectory() as work:
-        results = run_recipes(names, Path(work), seed=options.seed)
+        results = run_recipes(names, Path(work), seed=options.seed, extra=options.override)
     missed = [result.recipe for result in results if result.misses(options.tolerance)]
     print(table(results))
     print(

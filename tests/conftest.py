@@ -128,6 +128,8 @@ def torch_kernels() -> Iterator[None]:
     yield
     if (cpu := sys.modules.get("ratchet.kernels.cpu")) is not None:
         cpu.set_enabled(False)
+    if (bfloat16 := sys.modules.get("ratchet.kernels.bfloat16")) is not None:
+        bfloat16.set_enabled(False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -35,11 +35,15 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
         default=0,
         help="workers that each compute a part of a batch; 0: one per thread",
     )
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
     options.workers = options.workers or options.threads if options.device == "cpu" else 1
     protocol.quiet_offline(options.threads)
     prepare_process(options.threads)
-    use_kernels(options.device == "cpu" and has_compiled_kernels())
+    use_kernels(
+        options.device == "cpu" and has_compiled_kernels(),
+        rounds_products=options.device == "cpu" and options.precision == "bfloat16",
+    )
     return options
 
 

@@ -5,8 +5,10 @@ line.
         --prompt-tokens 16 --new-tokens 32 --threads 2 --steps 8 [--defaults]
 
 A driver runs in a separate process, and can run in another environment. The runner
-(../side_by_side.py) reads only its JSON line. All seconds are wall time. This module does not import
-torch, because the runner imports it too.
+(../side_by_side.py) reads only its JSON line. All seconds are wall time; with BENCHMARK_CLOCK=processor
+in the environment they are processor time, which other programs on the machine hardly change (with
+`--threads 1`: threads that wait count too). This module does not import torch, because the runner
+imports it too.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+if os.environ.get("BENCHMARK_CLOCK") == "processor":
+    time.perf_counter = time.process_time
 STARTED = time.perf_counter()
 UNAVAILABLE = 3  # exit status of a driver that can't run here
 LETTERS = "0123456789abcdefghijklmnopqrstuvwxyz"  # each is one token of make_model.py's tokenizer

@@ -140,6 +140,7 @@ def _load_run_policy(config: RunConfig, model_dir: Path, generator: str | None) 
     settings = {
         "device": "auto",
         "kernels": "auto",
+        "precision": "auto",
         "model": ModelConfig(path=str(model_dir)),
         "stages": stages,
     }

@@ -431,6 +431,11 @@ class RunConfig(Section):
         description="Kernels of a float32 model on a CPU, matrix products excepted: compiled (C "
         "code, compiled on this machine) or torch. auto: compiled if there is a compiler.",
     )
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Operands of matrix products in layers; weights and sums are float32. auto: "
+        "bfloat16 on an accelerator, else float32. On a CPU bfloat16 needs AVX512-BF16 or AMX.",
+    )
     run_dir: str | None = Field(
         default=None,
         description="Directory of the run, or an address (s3://bucket/run); null: runs/<name>. "

@@ -194,6 +194,8 @@ class GeneratorSection(Section):
             min-p keep.
         records_masks: True if the generator records the tokens that a grammar allows.
         least_temperature: The lowest positive temperature that the generator accepts.
+        rounds_like_learner: True if the generator computes with `precision` on a CPU, like the
+            learner.
     """
 
     can_offload: ClassVar[bool] = True
@@ -201,6 +203,7 @@ class GeneratorSection(Section):
     reports_kept_mass: ClassVar[bool] = True
     records_masks: ClassVar[bool] = False
     least_temperature: ClassVar[float] = 0.0
+    rounds_like_learner: ClassVar[bool] = False
 
     @property
     def sampler(self) -> GeneratorSection:

@@ -48,13 +48,21 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
     gc.set_threshold(200_000, 10, 10)
 
 
-def use_kernels(compiled: bool) -> None:
+def use_kernels(compiled: bool, *, rounds_products: bool = False) -> None:
     """Enable or disable the compiled kernels in this process.
 
-    Raises ConfigError if they can't be compiled or loaded.
-    """
-    from ratchet.kernels import cpu
+    Args:
+        rounds_products: True to compute products on the CPU in bfloat16.
 
+    Raises ConfigError if they can't be compiled or loaded, or if the processor does not multiply in
+    bfloat16.
+    """
+    from ratchet.kernels import bfloat16, cpu
+
+    try:
+        bfloat16.set_enabled(rounds_products)
+    except OSError as error:
+        raise ConfigError(f"precision=bfloat16, but {error}. Set precision=auto") from error
     try:
         cpu.set_enabled(compiled)
     except OSError as error:
@@ -158,6 +166,9 @@ def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
             if device == "cpu" and config.can_use_compiled_kernels and has_compiled_kernels(reasons)
             else "torch"
         )
+    precision = config.precision
+    if precision == "auto":
+        precision = "float32" if device == "cpu" else "bfloat16"
     cluster = config.cluster
     if TorchrunRank.from_environment() is not None and isinstance(cluster, LocalClusterConfig):
         common_fields = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}
@@ -166,6 +177,7 @@ def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
         "device": device,
         "threads": threads,
         "kernels": kernels,
+        "precision": precision,
         "stages": stages,
         "cluster": cluster,
     }

@@ -26,6 +26,7 @@ class EngineConfig(GeneratorSection):
     builds: ClassVar[str] = "ratchet.generators.engine.engine:EmbeddedEngine"
     records_masks: ClassVar[bool] = True
     can_offload: ClassVar[bool] = False  # it holds no copy of the weights to offload
+    rounds_like_learner: ClassVar[bool] = True
 
     kind: Literal["engine"] = "engine"
     max_running: int = Field(

@@ -18,6 +18,8 @@ from ratchet.utils.object_store import get_cache_dir
 HERE = Path(__file__).parent
 SOURCES = HERE / "kernels.c", HERE / "decoding.c"
 HEADER = HERE / "rows.h"
+# Names that Linux gives to instructions that multiply in bfloat16.
+BFLOAT16_INSTRUCTIONS = (b"avx512_bf16", b"amx_bf16")
 COMPILERS = ("cc", "gcc", "clang")
 # -fassociative-math lets the compiler split a sum into SIMD lanes. No flag may assume finite
 # numbers, because a NaN from broken weights must reach the outputs.
@@ -101,6 +103,12 @@ def _make_cache_key(compiler: str) -> str:
         describe_processor(),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def has_bfloat16_instructions() -> bool:
+    """True if the processor multiplies in bfloat16, by Linux's description of it."""
+    flags = describe_processor().split()
+    return any(name in flags for name in BFLOAT16_INSTRUCTIONS)
 
 
 def describe_processor() -> bytes:

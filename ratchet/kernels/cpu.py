@@ -41,10 +41,14 @@ SIGNATURES = {
     "heads_backward": (P, N, P, N, P, N, P, P, P, P, P, P, P, P, P, N, N, N, N),
     "gated": (P, P, N, N),
     "gated_backward": (P, P, P, N, N),
+    "gated_bfloat16": (P, P, N, N),
+    "gated_backward_bfloat16": (P, P, P, N, N),
     "decode": (P, P, P, N, P, N, P, N, P, P, N, N, N, N, N, X),
-    "step": (P, N, P, P, P, P, P, P, P, ctypes.c_int, N, N, N, N, N, N, N, X),
+    "step": (P, N, ctypes.c_int, P, P, P, P, P, P, P, ctypes.c_int, N, N, N, N, N, N, N, X),
     "step_scratch": (N, N, N, N, N),
+    "has_bfloat16": (),
 }
+RESULT_TYPES = {"step_scratch": N, "has_bfloat16": ctypes.c_int}
 PLAIN_TYPES = (Tensor, nn.Parameter)
 
 _library: Any = None
@@ -62,7 +66,7 @@ def set_enabled(enabled: bool) -> None:
         for name, types in SIGNATURES.items():
             function = getattr(compiled, name)
             function.argtypes = types
-            function.restype = N if name == "step_scratch" else None
+            function.restype = RESULT_TYPES.get(name)
     # MKL's best kernels are for Intel's processors. The choice depends on the vendor and not on a
     # measurement, because a repeated run must have the same bits.
     _onednn = (
@@ -85,6 +89,11 @@ def is_supported(*tensors: Tensor) -> bool:
         if t.dtype is not torch.float32 or not t.is_cpu or type(t) not in PLAIN_TYPES:
             return False
     return True
+
+
+def has_bfloat16_step() -> bool:
+    """True if `step` can compute with matrices in bfloat16 here."""
+    return _library is not None and bool(_library.has_bfloat16())
 
 
 def has_layout(x: Tensor, *shape: int) -> bool:
@@ -228,9 +237,9 @@ class _Heads(Function):
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """Return silu(gate) * up, [T, F].
+    """Return silu(gate) * up, [T, F], computed in float32.
 
-    gate_up_T2F: the first F columns are the gate, the last F are `up`.
+    gate_up_T2F: float32 or bfloat16; the first F columns are the gate, the last F are `up`.
     """
     if torch.is_grad_enabled():
         return _SwiGLU.apply(gate_up_T2F)
@@ -239,7 +248,8 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
 
 def _swiglu(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    _library.gated(gate_up.data_ptr(), out.data_ptr(), out.numel() // out.shape[-1], out.shape[-1])
+    kernel = _library.gated if gate_up.dtype is torch.float32 else _library.gated_bfloat16
+    kernel(gate_up.data_ptr(), out.data_ptr(), out.numel() // out.shape[-1], out.shape[-1])
     return out
 
 
@@ -255,7 +265,9 @@ class _SwiGLU(Function):
         (gate_up,) = ctx.saved_tensors
         grad = grads[0].contiguous()
         out = torch.empty_like(gate_up)
-        _library.gated_backward(
+        is_float32 = gate_up.dtype is torch.float32
+        kernel = _library.gated_backward if is_float32 else _library.gated_backward_bfloat16
+        kernel(
             *map(_get_address, (grad, gate_up, out)), grad.numel() // grad.shape[-1], grad.shape[-1]
         )
         return out
@@ -312,7 +324,8 @@ def step(
     Each token's key and value are stored in the KV cache. The bits of a row do not depend on other
     rows (batch invariance). There is no gradient.
 
-    layers: the tensors of each layer, in the order of `Layer` in decoding.c.
+    layers: the tensors of each layer, in the order of `Layer` in decoding.c. The matrices are all
+      in float32, or all in bfloat16 with an even number of columns.
     rotary_tables: cosines [N, 1, D] and sines [N, 1, C].
     positions_and_slots: the position of each token, and the slot of the KV cache in which its key
       and value are stored; int64, [N] each.
@@ -330,12 +343,21 @@ def step(
     scratch = x_Nd.new_empty(
         threads, _library.step_scratch(d, n_heads, n_kv_heads, size, gated_size)
     )
+    dtypes = {x.dtype for layer in layers for x in layer if x is not None and x.dim() == 2}
+    has_bfloat16_matrices = torch.bfloat16 in dtypes
     addresses = [_get_address(tensor) for layer in layers for tensor in layer]
     tensors = map(_get_address, (x_Nd, norm_d, cos, sin, positions_N, slots_N, scratch))
     flop = 2 * n_rows * len(layers) * d * (2 * (n_heads + n_kv_heads) * size + 3 * gated_size)
     with record_function(f"{STEP}{flop}") if torch.autograd._profiler_enabled() else nullcontext():
         _library.step(
-            (P * len(addresses))(*addresses), len(layers), *tensors, threads, n_rows, *sizes, eps
+            (P * len(addresses))(*addresses),
+            len(layers),
+            has_bfloat16_matrices,
+            *tensors,
+            threads,
+            n_rows,
+            *sizes,
+            eps,
         )
 
 

@@ -11,6 +11,10 @@
 
 #include <omp.h>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include "rows.h"
 
 #ifdef __AVX512F__
@@ -71,6 +75,77 @@ static void add_product(const float *w, const float *x, i64 x_features, float *y
     else tiles(w, x, x_features, y, (rows + PANEL_ROWS - 1) / PANEL_ROWS, features, terms, VECTORS);
 }
 
+/* --- products of operands in bfloat16, with sums in float32 that are rounded to bfloat16, as the learner's products are */
+
+#ifdef __AVX512BF16__
+/* Rounds panels in place. Each 32-bit word then holds two terms of a row, the even one in the lower half. */
+static void round_panels(float *x, i64 x_features, i64 panels, i64 terms) {
+    for (i64 p = 0; p < panels; p++, x += x_features * PANEL_ROWS)
+        for (i64 k = 0; k < terms; k += 2)
+            for (i64 j = 0; j < PANEL_ROWS; j += LANES) {
+                __m256i even = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + k * PANEL_ROWS + j));
+                __m256i odd = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + (k + 1) * PANEL_ROWS + j));
+                __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16);
+                _mm512_storeu_si512(x + k / 2 * PANEL_ROWS + j, _mm512_or_si512(_mm512_cvtepu16_epi32(even), high));
+            }
+}
+
+/* y += w x, like `tile`, for all terms. x: a rounded panel. */
+static inline __attribute__((always_inline)) void bfloat16_tile(const uint16_t *w, const float *x, float *y, i64 terms,
+                                                                int n_features, int vectors) {
+    __m512 sum[TILE_FEATURES(1)][VECTORS];
+    for (int i = 0; i < n_features; i++)
+        for (int p = 0; p < vectors; p++) sum[i][p] = _mm512_setzero_ps();
+    for (i64 k = 0; k < terms; k += 2) {
+        __m512bh term[VECTORS];
+        if (k % (2 * CACHE_LINE) == 0)
+            for (int i = 0; i < n_features; i++) __builtin_prefetch(w + (i + n_features) * terms + k);
+        for (int p = 0; p < vectors; p++) term[p] = (__m512bh)_mm512_loadu_si512(x + k / 2 * PANEL_ROWS + p * LANES);
+#pragma GCC unroll 8
+        for (int i = 0; i < n_features; i++) {
+            int32_t pair;
+            memcpy(&pair, w + i * terms + k, sizeof pair);
+            for (int p = 0; p < vectors; p++) sum[i][p] = _mm512_dpbf16_ps(sum[i][p], (__m512bh)_mm512_set1_epi32(pair), term[p]);
+        }
+    }
+    for (int i = 0; i < n_features; i++)
+        for (int p = 0; p < vectors; p++) {
+            float *target = y + i * PANEL_ROWS + p * LANES;
+            __m512i rounded = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(sum[i][p])), 16);
+            _mm512_storeu_ps(target, _mm512_add_ps(_mm512_loadu_ps(target), _mm512_castsi512_ps(rounded)));
+        }
+}
+
+static inline __attribute__((always_inline)) void bfloat16_tiles(const uint16_t *w, const float *x, i64 x_features, float *y,
+                                                                 i64 panels, i64 features, i64 terms, int vectors) {
+    i64 n = 0;
+#define ALL_PANELS(n_features) for (i64 p = 0; p < panels; p++) \
+    bfloat16_tile(w + n * terms, x + p * x_features * PANEL_ROWS, y + (p * features + n) * PANEL_ROWS, terms, n_features, vectors)
+    for (; n + TILE_FEATURES(vectors) <= features; n += TILE_FEATURES(vectors)) ALL_PANELS(TILE_FEATURES(vectors));
+    for (; n < features; n++) ALL_PANELS(1);
+#undef ALL_PANELS
+}
+
+/* Like `add_product`, with w in bfloat16 and an even number of terms. x is rounded in place. */
+static void add_bfloat16_product(const uint16_t *w, float *x, i64 x_features, float *y, i64 rows, i64 features, i64 terms) {
+    i64 panels = (rows + PANEL_ROWS - 1) / PANEL_ROWS;
+    round_panels(x, x_features, panels, terms);
+    if (rows <= LANES) bfloat16_tiles(w, x, x_features, y, 1, features, terms, 1);
+    else if (rows <= 2 * LANES) bfloat16_tiles(w, x, x_features, y, 1, features, terms, 2);
+    else bfloat16_tiles(w, x, x_features, y, panels, features, terms, VECTORS);
+}
+int has_bfloat16(void) { return 1; }
+#else
+static void add_bfloat16_product(const uint16_t *w, float *x, i64 x_features, float *y, i64 rows, i64 features, i64 terms) {}
+int has_bfloat16(void) { return 0; }
+#endif
+
+/* y += w x for each panel. w: in bfloat16 if `is_bfloat16` (x is then overwritten), else in float32. */
+static void add_any_product(int is_bfloat16, const void *w, float *x, i64 x_features, float *y, i64 rows, i64 features, i64 terms) {
+    if (is_bfloat16) add_bfloat16_product(w, x, x_features, y, rows, features, terms);
+    else add_product(w, x, x_features, y, rows, features, terms);
+}
+
 static void add_bias(const float *bias, float *y, i64 panels, i64 features) {
     if (!bias) return;
     for (i64 i = 0; i < panels * features; i++)
@@ -116,10 +191,18 @@ static void unpack_rows(const float *panels, float *x, i64 rows, i64 d) {
 
 /* --- attention, row by row */
 
-/* The tensors of a layer, in the order of the caller's table. Biases, q_norm and k_norm may be null. keys, values: the KV cache,
-   [slots, K, L, D]. */
+/* The tensors of a layer, in the order of the caller's table. Biases, q_norm and k_norm may be null. The matrices are in float32 or
+   in bfloat16. keys, values: the KV cache, [slots, K, L, D]. */
 typedef struct {
-    const float *norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    const float *norm;
+    const void *qkv;
+    const float *qkv_bias, *q_norm, *k_norm;
+    const void *o;
+    const float *o_bias, *post_norm;
+    const void *gate_up;
+    const float *gate_up_bias;
+    const void *down;
+    const float *down_bias;
     float *keys, *values;
 } Layer;
 
@@ -174,9 +257,9 @@ static void attend_all(const Layer *layer, const float *qkv, const float *cos, c
 i64 step_scratch(i64 d, i64 H, i64 K, i64 D, i64 F) { return THREAD_PANELS * PANEL_ROWS * (2 * d + 2 * (H + K) * D + 2 * F); }
 
 /* x: [N, d]: embeddings, overwritten with the normalised hidden states. cos: [N, D], sin: [N, D / 2]. positions, slots: [N], where
-   the new tokens are stored in the KV cache. scratch: `step_scratch` floats for each thread. */
-void step(const Layer *layers, i64 count, float *x, const float *norm, const float *cos, const float *sin, const i64 *positions,
-          const i64 *slots, float *scratch, int threads, i64 N, i64 d, i64 H, i64 K, i64 L, i64 D, i64 F, float eps) {
+   the new tokens are stored in the KV cache. scratch: `step_scratch` floats for each thread. is_bfloat16: the format of matrices. */
+void step(const Layer *layers, i64 count, int is_bfloat16, float *x, const float *norm, const float *cos, const float *sin,
+          const i64 *positions, const i64 *slots, float *scratch, int threads, i64 N, i64 d, i64 H, i64 K, i64 L, i64 D, i64 F, float eps) {
     if (!N) return;
     Sizes sizes = {d, H, K, L, D, F, eps};
     i64 max_rows = threads * THREAD_PANELS * PANEL_ROWS;
@@ -197,16 +280,16 @@ void step(const Layer *layers, i64 count, float *x, const float *norm, const flo
         for (const Layer *layer = layers; layer < layers + count; layer++) {
             normalise(hidden, layer->norm, normed, panels, d, eps);
             set_bias(layer->qkv_bias, qkv, panels, qkv_size);
-            add_product(layer->qkv, normed, d, qkv, chunk_rows, qkv_size, d);
+            add_any_product(is_bfloat16, layer->qkv, normed, d, qkv, chunk_rows, qkv_size, d);
             attend_all(layer, qkv, cos + first * D, sin + first * D / 2, positions + first, slots + first, out, chunk_rows, sizes);
             add_bias(layer->o_bias, hidden, panels, d);
-            add_product(layer->o, out, H * D, hidden, chunk_rows, d, H * D);
+            add_any_product(is_bfloat16, layer->o, out, H * D, hidden, chunk_rows, d, H * D);
             normalise(hidden, layer->post_norm, normed, panels, d, eps);
             set_bias(layer->gate_up_bias, gate_up, panels, 2 * F);
-            add_product(layer->gate_up, normed, d, gate_up, chunk_rows, 2 * F, d);
+            add_any_product(is_bfloat16, layer->gate_up, normed, d, gate_up, chunk_rows, 2 * F, d);
             gate(gate_up, panels, F);
             add_bias(layer->down_bias, hidden, panels, d);
-            add_product(layer->down, gate_up, 2 * F, hidden, chunk_rows, d, F);
+            add_any_product(is_bfloat16, layer->down, gate_up, 2 * F, hidden, chunk_rows, d, F);
         }
         normalise(hidden, norm, hidden, panels, d, eps);
         unpack_rows(hidden, x + first * d, chunk_rows, d);

@@ -136,6 +136,30 @@ void gated_backward(const float *g, const float *x, float *dx, i64 T, i64 F) {
     }
 }
 
+/* The same with everything in bfloat16, between two products with operands in it. */
+
+void gated_bfloat16(const uint16_t *x, uint16_t *y, i64 T, i64 F) {
+#pragma omp parallel for schedule(static) if (T * F > MIN_PARALLEL)
+    for (i64 t = 0; t < T; t++) {
+        const uint16_t *gate = x + t * 2 * F, *up = gate + F;
+        uint16_t *y_row = y + t * F;
+        for (i64 i = 0; i < F; i++) y_row[i] = narrow(silu(widen(gate[i])) * widen(up[i]));
+    }
+}
+
+void gated_backward_bfloat16(const uint16_t *g, const uint16_t *x, uint16_t *dx, i64 T, i64 F) {
+#pragma omp parallel for schedule(static) if (T * F > MIN_PARALLEL)
+    for (i64 t = 0; t < T; t++) {
+        const uint16_t *gate = x + t * 2 * F, *up = gate + F, *g_row = g + t * F;
+        uint16_t *dgate = dx + t * 2 * F, *dup = dgate + F;
+        for (i64 i = 0; i < F; i++) {
+            float z = widen(gate[i]), sigmoid = 1.0f / (1.0f + exp_approx(-z)), silu = z * sigmoid, grad = widen(g_row[i]);
+            dgate[i] = narrow(grad * widen(up[i]) * (sigmoid + silu * (1.0f - sigmoid)));
+            dup[i] = narrow(grad * silu);
+        }
+    }
+}
+
 /* --- attention of a decoding step: each slot's new token is stored in the KV cache, then attends to all tokens of the slot */
 
 /* keys, values: [N or more, K, capacity, D]. q: [N, H, D], k and v: [N, K, D]: each token is contiguous, and tokens are ldq, ldk,

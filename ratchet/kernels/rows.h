@@ -40,6 +40,18 @@ static inline float inverse_rms(const float *x, i64 D, float eps) {
 
 static inline float silu(float x) { return x / (1.0f + exp_approx(-x)); }
 
+/* A float from its upper half, and the nearest upper half of a float (ties to even; NaN stays NaN). */
+static inline float widen(uint16_t x) {
+    union { uint32_t bits; float value; } wide = {.bits = (uint32_t)x << 16};
+    return wide.value;
+}
+
+static inline uint16_t narrow(float x) {
+    union { float value; uint32_t bits; } wide = {.value = x};
+    uint32_t rounded = (wide.bits + 0x7fff + ((wide.bits >> 16) & 1)) >> 16;
+    return (wide.bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
+}
+
 /* Applies rotary position embeddings to one head; direction -1 inverts it. */
 static inline void rotate(const float *x, const float *cos, const float *sin, float *y, i64 C, float direction) {
     for (i64 i = 0; i < C; i++) {

@@ -18,6 +18,7 @@ from ratchet.batch import Batch, Level
 from ratchet.checkpoint.serialization import load_state, save_state
 from ratchet.config.resolve import build
 from ratchet.config.schema import OptimizerConfig
+from ratchet.kernels import bfloat16
 from ratchet.learners.compute.forward import Forward, resolve_chunk_mib
 from ratchet.learners.compute.microbatch_dispatch import gather_columns
 from ratchet.learners.compute.microbatching import (
@@ -224,6 +225,7 @@ class LocalLearner(Learner):
 
         function: called with a worker's forward and the micro-batch's number in the plan.
         """
+        bfloat16.forget_weights()  # an optimizer step or a checkpoint may have changed them
         lengths = batch.lengths_S.tolist()
         numbers_by_worker = balance_by_size(
             [sum(lengths[row] for row in rows) for rows in plan], self.thread_pool.size

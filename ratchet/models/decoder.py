@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.kernels.bfloat16 import RoundedWeight
 from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.layers.moe import SparseMLP
 from ratchet.models.layers.quantized import QuantFormat, QuantizedMatrix
@@ -41,19 +42,27 @@ class Linear(nn.Linear):
 
     adapter: FusedLoRA | None  # added to the product; see `ratchet.models.lora.layers`
     quantised: QuantizedMatrix | None  # if set, replaces `weight`, which is then None
+    rounded: RoundedWeight  # the weight for products in bfloat16
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
         self.register_module("adapter", None)
         self.register_module("quantised", None)
+        self.rounded = RoundedWeight()
 
-    def forward(self, input: Tensor) -> Tensor:
-        out = (
-            linear(input, self.weight, self.bias)
-            if self.quantised is None
-            else self.quantised(input, self.bias)
-        )
+    def forward(self, input: Tensor, before_swiglu: bool = False) -> Tensor:
+        """Return the product. before_swiglu: as in `ops.linear`."""
+        if self.quantised is None:
+            before_swiglu = before_swiglu and self.adapter is None
+            out = linear(input, self.weight, self.bias, self.rounded, before_swiglu=before_swiglu)
+        else:
+            out = self.quantised(input, self.bias)
         return out if self.adapter is None else self.adapter(input, out)
+
+    @property
+    def takes_rounded(self) -> bool:
+        """True if the input may be in bfloat16: only the product reads it, and rounds it anyway."""
+        return self.quantised is None and self.adapter is None
 
     def quantise(self, quant_format: QuantFormat) -> None:
         """Replace the matrix by a quantized one."""
@@ -149,7 +158,9 @@ class GatedMLP(nn.Module):
 
         `row_multiple` and `route` are for `SparseMLP`, and unused here.
         """
-        return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
+        return self.down_proj(
+            swiglu(self.gate_up_proj(x_Td, before_swiglu=self.down_proj.takes_rounded))
+        )
 
 
 class DecoderLayer(nn.Module):

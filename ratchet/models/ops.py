@@ -21,14 +21,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ratchet.kernels import cpu
+from ratchet.kernels import bfloat16, cpu
 
 
-def linear(x: Tensor, weight_od: Tensor, bias_o: Tensor | None = None) -> Tensor:
-    """Return `x W^T + bias` over the last dimension."""
-    if not cpu.prefers_onednn(x, weight_od):
+def linear(
+    x: Tensor,
+    weight_od: Tensor,
+    bias_o: Tensor | None = None,
+    rounded: bfloat16.RoundedWeight | None = None,
+    *,
+    before_swiglu: bool = False,
+) -> Tensor:
+    """Return `x W^T + bias` over the last dimension.
+
+    Args:
+        rounded: Keeps the weight in bfloat16 between calls, if this process computes products so.
+        before_swiglu: True if only `swiglu` reads the result, which then may be in bfloat16.
+    """
+    if bfloat16.is_supported(x, weight_od):
+        rounded = rounded or bfloat16.RoundedWeight()
+        stays_rounded = before_swiglu and bias_o is None and cpu.is_enabled()
+        dtype = torch.bfloat16 if stays_rounded else torch.float32
+        out = bfloat16.product(x, weight_od, rounded.get(weight_od), dtype)
+    elif cpu.prefers_onednn(x, weight_od):
+        out = cpu.product(x, weight_od)
+    else:
         return F.linear(x, weight_od, bias_o)
-    out = cpu.product(x, weight_od)
     return out if bias_o is None else out + bias_o
 
 
@@ -112,11 +130,12 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1C: Tensor) -> Tensor:
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
-    """Return `silu(gate) * up`, [T, F] (arXiv:2002.05202, eq. 6).
+    """Return `silu(gate) * up`, [T, F] (arXiv:2002.05202, eq. 6), in the dtype of the input.
 
     gate_up_T2F: the first F columns are the gate, the last F are `up`.
     """
-    if cpu.is_supported(gate_up_T2F) and not gate_up_T2F.shape[-1] % 2:
+    is_rounded = gate_up_T2F.dtype is torch.bfloat16 and bfloat16.is_enabled() and cpu.is_enabled()
+    if (is_rounded or cpu.is_supported(gate_up_T2F)) and not gate_up_T2F.shape[-1] % 2:
         return cpu.swiglu(gate_up_T2F)
     if not torch.is_grad_enabled():
         return _swiglu(gate_up_T2F)

@@ -218,13 +218,14 @@ def build_policy(config: RunConfig) -> Policy:
     """Return the model that the recipe describes, from a directory, the Hub or a preset.
 
     A preset has random weights. Weights are float32, because bfloat16 would round small updates
-    away. The call also sets two things for this process: the recipe's kernels, and the date that
-    chat templates print.
+    away. The call also sets three things for this process: the recipe's kernels, the precision of
+    products on a CPU, and the date that chat templates print.
     """
     tokenizer_config = get_tokenizer_config(config)
     set_printed_date(tokenizer_config.date)
     # Only frozen recipes from before the kernels existed still say "auto".
-    use_kernels(config.kernels == "compiled")
+    rounds_products = config.device == "cpu" and config.precision == "bfloat16"
+    use_kernels(config.kernels == "compiled", rounds_products=rounds_products)
     source, device = config.model, torch.device(config.device)
     model_device = "cpu" if _computes_elsewhere(config) else device
     if device.type == "cuda":
@@ -244,6 +245,11 @@ def build_policy(config: RunConfig) -> Policy:
             revision=source.revision,
             train_encoders=source.train_encoders,
         )
+        if rounds_products and not isinstance(model, DecoderPolicy):
+            raise ConfigError(
+                "precision=bfloat16 on a CPU is for the built-in decoder only, and transformers "
+                "runs this model. Set precision=auto"
+            )
     else:
         assert source.preset is not None, (
             "the configuration refuses a model without path and preset"

@@ -108,8 +108,12 @@ def _describe_stage(
     return ProfiledStage(
         stage=stage,
         device=device,
-        # The dtype of the learner's autocast.
-        dtype=torch.bfloat16 if device.type == "cuda" else next(model.parameters()).dtype,
+        # The dtype of the operands of products.
+        dtype=(
+            torch.bfloat16
+            if device.type == "cuda" or config.precision == "bfloat16"
+            else next(model.parameters()).dtype
+        ),
         threads=int(config.threads),
         vocab_size=model.vocab_size,
         largest_layer=(widest[1], widest[0]),

@@ -179,7 +179,7 @@ def export_checkpoint(saved: SavedWeights, target: Path) -> RunConfig:
         other.model_copy(update={"generator": resolve("generator", {})})
         for other in resume_config.stages
     )
-    settings = {"device": "cpu", "kernels": "auto", "stages": stages}
+    settings = {"device": "cpu", "kernels": "auto", "precision": "auto", "stages": stages}
     policy = build_policy(freeze(resume_config.model_copy(update=settings)))
     adapter = build_adapter(config, index, saved.run)
     if adapter is not None:

@@ -15,6 +15,7 @@ from command_line import TRAINING_MODULES, ratchet
 from safetensors.numpy import load_file
 
 from ratchet.errors import RunDirectoryError
+from ratchet.kernels.build import has_bfloat16_instructions
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.testing.forks import ForkCaller
 from ratchet.training.start import resume_run
@@ -182,6 +183,19 @@ def test_whatever_an_algorithm_remembers_survives_a_kill(name, tmp_path):
     assert [head.exists() for head in heads] == [name == "scalar head"] * 2
     if heads[0].exists():
         assert heads[0].read_bytes() == heads[1].read_bytes()
+
+
+@pytest.mark.skipif(
+    not has_bfloat16_instructions(), reason="the processor does not multiply in bfloat16"
+)
+def test_a_killed_run_with_products_in_bfloat16_resumes_to_the_same_bits(tmp_path):
+    recipe = tmp_path / "probe.yaml"
+    recipe.write_text(yaml.safe_dump({**RECIPE, "precision": "bfloat16"}))
+    assert ratchet("train", recipe, "--run-dir", tmp_path / "whole").returncode == 0
+    killed = ratchet("train", recipe, "--run-dir", tmp_path / "run", faults="step.update:7:kill")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert ratchet("train", "--resume", tmp_path / "run").returncode == 0
+    assert_equal_runs(tmp_path / "whole", tmp_path / "run")
 
 
 SIGNALS = {"interrupt": 130, "terminate": 143, "hang_up": 129}

@@ -102,6 +102,43 @@ def _check_fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _check_products(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check `precision`: on a CPU learner and generator must round alike."""
+    setting = f"precision={config.precision}"
+    if not _lacks_cuda(config):
+        if config.precision == "float32" and config.device != "auto":
+            yield clash(
+                f"{setting} is for CPUs: on an accelerator products are in bfloat16. "
+                "Set precision=auto",
+                "precision",
+            )
+        return
+    if config.precision != "bfloat16":
+        return
+    learner, generator = stage.learner, stage.generator.sampler
+    if not learner.supports_cpu_kernels:
+        yield clash(
+            f"{setting} on a CPU is not for learner.kind={learner.kind_name}, which computes in "
+            "float32: set precision=auto, or learner.kind=local",
+            "precision",
+            "learner.kind",
+        )
+    if not generator.rounds_like_learner:
+        yield clash(
+            f"{setting} on a CPU is not for generator.kind={generator.kind_name}, which rounds "
+            "otherwise than the learner: set precision=auto, or generator.kind=engine",
+            "precision",
+            "generator.kind",
+        )
+    if config.model.backend == "transformers":
+        yield clash(
+            f"{setting} on a CPU is for the built-in decoder only, and model.backend=transformers "
+            "does not use it: set precision=auto, or model.backend=auto",
+            "precision",
+            "model.backend",
+        )
+
+
 def _check_lora_weights(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.lora is not None and stage.learner.weight_format != "float32":
         yield clash(
@@ -138,4 +175,5 @@ PRECISION_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], 
     _check_generator,
     _check_fp8,
     _check_lora_weights,
+    _check_products,
 )

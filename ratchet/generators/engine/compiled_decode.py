@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.generators.engine.kv_cache import KVCache
-from ratchet.kernels import cpu
-from ratchet.models.decoder import Decoder, DecoderLayer, GatedMLP
+from ratchet.kernels import bfloat16, cpu
+from ratchet.models.decoder import Decoder, DecoderLayer, GatedMLP, Linear
 from ratchet.models.parallel.sharding import NoTPComm
 
 # Maximum number of matrix entries, summed over all matrices. For larger models and few rows PyTorch
@@ -41,6 +41,8 @@ class CompiledDecoder:
             and is_small
             and decoder.config.head_dim <= cpu.MAX_HEAD_DIM
         )
+        # Instructions for bfloat16 multiply pairs of terms.
+        self._has_even_sizes = not any(linear.in_features % 2 for linear in self._maps)
 
     def layers(self) -> Layers | None:
         """Return the current weights by layer; None if the kernel can't compute with them."""
@@ -50,6 +52,9 @@ class CompiledDecoder:
             or not cpu.is_enabled()
             or not isinstance(decoder.tp_comm, NoTPComm)
         ):
+            return None
+        is_rounded = bfloat16.is_enabled()
+        if is_rounded and not (self._has_even_sizes and cpu.has_bfloat16_step()):
             return None
         # `_modules` and `_parameters` are read directly, because attribute lookups of `nn.Module`
         # would take a noticeable part of a small model's step. A linear map's submodule is an
@@ -69,11 +74,21 @@ class CompiledDecoder:
             *outer_weights,
             *(weight for layer in layers for weight in layer if weight is not None),
         ]
-        return (
-            layers
-            if cpu.is_supported(*weights) and all(weight.is_contiguous() for weight in weights)
-            else None
-        )
+        if not (cpu.is_supported(*weights) and all(weight.is_contiguous() for weight in weights)):
+            return None
+        return self._round_matrices() if is_rounded else layers
+
+    def _round_matrices(self) -> Layers:
+        """Return the current weights by layer, with the matrices in bfloat16."""
+        layers: Layers = []
+        for modules in self._modules:
+            layers.append([])
+            for module in modules:
+                if isinstance(module, Linear):
+                    layers[-1] += module.rounded.get(module.weight), module.bias
+                else:
+                    layers[-1] += (None,) if module is None else module._parameters.values()
+        return layers
 
     @torch.no_grad()
     def __call__(

@@ -28,6 +28,7 @@ from ratchet.generators.engine.sampler import Sampler
 from ratchet.generators.faults import explain_nonfinite, find_first_nonfinite, make_request_error
 from ratchet.generators.grammar_masks import BatchMasks
 from ratchet.generators.request import GenerationRequest, PromptKey
+from ratchet.kernels import bfloat16
 from ratchet.models.decoder import Decoder
 from ratchet.types import StopReason
 
@@ -95,6 +96,7 @@ class Scheduler:
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
+        bfloat16.forget_weights()
         self._is_cache_stale |= bool(self.running) and not keep_kv
         for slot, request in enumerate(self.running):
             generated = int(self.slots.lengths[slot] - self.slots.prompt_lengths[slot])
@@ -106,6 +108,8 @@ class Scheduler:
 
         A request that can't be computed fails alone. Raises ModelError if the weights are broken.
         """
+        if not self.running:
+            bfloat16.forget_weights()  # the learner may have changed them since the last request
         if self._is_cache_stale:
             self._is_cache_stale = False
             self.runner.recompute_cache(self.running)

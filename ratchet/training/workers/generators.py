@@ -16,7 +16,7 @@ from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool, PoolReceivers
 from ratchet.generators.workers.worker import GeneratorRank
-from ratchet.kernels import cpu
+from ratchet.kernels import bfloat16, cpu
 from ratchet.models.accelerator import use_accelerator
 from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
@@ -58,6 +58,7 @@ def make_generator(
     origin: ModelSource,
     tokenizer: Tokenizer,
     compiled: bool = False,
+    rounds_products: bool = False,
 ) -> Generator:
     """Create the generator of this worker process.
 
@@ -67,9 +68,10 @@ def make_generator(
         origin: The source of the generator's first weights.
         tokenizer: The policy's tokenizer.
         compiled: True if the driver, and so this worker, computes with compiled kernels.
+        rounds_products: True if both compute products on the CPU in bfloat16.
     """
     prepare_process(placement.threads)
-    use_kernels(compiled)
+    use_kernels(compiled, rounds_products=rounds_products)
     config = resolve("worker_generator", section)
     if placement.device != "cpu":
         use_accelerator(placement.device)
@@ -124,6 +126,7 @@ def start_generators(
         "origin": origin,
         "tokenizer": tokenizer,
         "compiled": cpu.is_enabled(),
+        "rounds_products": bfloat16.is_enabled(),
     }
 
     def start_worker(rank: int) -> Workers:

@@ -33,6 +33,11 @@ WRONG = {
     "device=cpu learner={kind: megatron, fp8: hybrid, weights: bfloat16}": "works only on CUDA devices, and",
     "learner={kind: megatron, fp8: e4m3}": "needs weights in bfloat16, and learner.weights=float32: set learner.weights=bfloat16",
     "lora={rank: 4} learner={kind: megatron, weights: bfloat16}": "is for training them: set learner.weights=float32",
+    "device=cpu precision=bfloat16 learner={kind: dtensor}": "computes in float32: set precision=auto, "
+    "or learner.kind=local",
+    "device=cpu precision=bfloat16 generator={kind: hf}": "generator.kind=hf, which rounds otherwise",
+    "device=cpu precision=bfloat16 model={path: x, backend: transformers}": "for the built-in decoder "
+    "only, and model.backend=transformers",
     "device=cpu generator={kind: vllm, quantise: float8}": "works in vLLM only on CUDA devices, "
     "and there is none here: remove it",
 }
@@ -69,6 +74,12 @@ def test_quantised_rollouts_of_vllm_want_an_accelerator(refusal, monkeypatch):
     monkeypatch.setattr("ratchet.config.checks.precision.CUDA_DEVICES", ())
     wanted = "generator.quantise=float8 works in vLLM only on CUDA devices, and there is none here"
     assert wanted in refusal("generator={kind: vllm, quantise: float8}")
+
+
+def test_accelerators_have_no_choice_of_precision(refusal, monkeypatch, tmp_path):
+    monkeypatch.setattr("ratchet.config.checks.precision.CUDA_DEVICES", (str(tmp_path),))
+    said = refusal("device=cuda", "precision=float32")
+    assert "on an accelerator products are in bfloat16. Set precision=auto" in said
 
 
 def test_fp8_training_wants_transformer_engine(refusal, monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.generators.engine.attention import DecodeAttention
 from ratchet.generators.engine.compiled_decode import CompiledDecoder
 from ratchet.generators.engine.kv_cache import KVCache
-from ratchet.kernels import build, cpu
+from ratchet.kernels import bfloat16, build, cpu
 from ratchet.models.decoder import Decoder
 from ratchet.observe.tracing.profiler import EMBEDDING, read_events
 
@@ -118,6 +118,29 @@ def test_a_rows_bits_depend_on_no_other(shape):
     assert torch.equal(
         step(decoder, tokens[some], positions[some], cache_of(shape), slots=some), whole[some]
     )
+
+
+@pytest.mark.skipif(
+    not build.has_bfloat16_instructions(), reason="the processor does not multiply in bfloat16"
+)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_in_bfloat16_it_rounds_where_the_forward_does(shape):
+    bfloat16.set_enabled(True)
+    decoder, (tokens, positions) = decoder_of(shape), fed(75)
+    if any(linear.in_features % 2 for _, linear in decoder.layer_linears):
+        assert CompiledDecoder(decoder).layers() is None  # the instructions multiply pairs
+        return
+    whole = step(decoder, tokens, positions, cache_of(shape))
+    for rows in (1, 7, 16, 17, 33, 64):
+        assert torch.equal(
+            step(decoder, tokens[:rows], positions[:rows], cache_of(shape)), whole[:rows]
+        )
+    expected = decoder(tokens, positions, DecodeAttention(cache_of(shape), positions, 300))
+    bfloat16.set_enabled(False)
+    unrounded = step(decoder, tokens, positions, cache_of(shape))
+    error = (whole - expected).abs().mean()
+    assert error < 3e-4
+    assert error < (unrounded - expected).abs().mean() / 10
 
 
 def test_changed_weights_are_seen():

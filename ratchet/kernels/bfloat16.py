@@ -1,0 +1,118 @@
+"""Matrix products of float32 tensors on a CPU with operands in bfloat16 (`precision: bfloat16`).
+
+Both operands are rounded to bfloat16, to nearest even, and oneDNN sums in float32. The result is
+rounded to bfloat16 and returned in float32, as under autocast on an accelerator. The same holds for
+the two products of the backward. Weights, gradients and everything between products stay float32.
+
+T = tokens, d = inputs, o = outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ratchet.kernels.build import has_bfloat16_instructions
+
+_enabled = False
+_epoch = 0  # number of times that weights may have changed
+
+
+def set_enabled(enabled: bool) -> None:
+    """Turn products in bfloat16 on or off in this process.
+
+    Raises OSError if the processor has no instructions for them: oneDNN would emulate them, which
+    takes longer than float32.
+    """
+    global _enabled
+    if enabled and not (has_bfloat16_instructions() and torch.backends.mkldnn.is_available()):
+        raise OSError("this processor has neither AVX512-BF16 nor AMX (see `ratchet doctor`)")
+    _enabled = enabled
+
+
+def is_enabled() -> bool:
+    """True if this process computes products in bfloat16."""
+    return _enabled
+
+
+def is_supported(x: Tensor, weight_od: Tensor) -> bool:
+    """True if products in bfloat16 are on and support these tensors."""
+    return (
+        _enabled
+        and x.dim() == 2
+        and weight_od.dtype is torch.float32
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.is_cpu
+        and type(weight_od) in (Tensor, nn.Parameter)
+    )
+
+
+def forget_weights() -> None:
+    """Let every weight of this process be rounded again at its next use.
+
+    Called where weights may have changed: PyTorch's fused optimizers and `Tensor.data` change
+    weights in place without counting a version.
+    """
+    global _epoch
+    _epoch += 1
+
+
+class RoundedWeight:
+    """A weight rounded to bfloat16, which is kept until `forget_weights` or a counted change."""
+
+    def __init__(self) -> None:
+        self._weight: ref[Tensor] | None = None
+        self._state = -1, 0, 0  # epoch, and the weight's address and version
+        self._rounded: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type[RoundedWeight], tuple[()]]:
+        """A copy of a model rounds its own weights."""
+        return RoundedWeight, ()
+
+    def get(self, weight_od: Tensor) -> Tensor:
+        """Return the weight in bfloat16, [o, d]."""
+        state = _epoch, weight_od.data_ptr(), weight_od._version
+        weight = None if self._weight is None else self._weight()
+        if self._rounded is None or weight is not weight_od or state != self._state:
+            # The rounded weight may be kept for a backward, which inference tensors are not for.
+            with torch.inference_mode(False), torch.no_grad():
+                self._rounded = weight_od.detach().to(torch.bfloat16)
+            self._weight, self._state = ref(weight_od), state
+        return self._rounded
+
+
+def product(x_Td: Tensor, weight_od: Tensor, rounded_od: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x W^T, [T, o], in float32 or bfloat16.
+
+    rounded_od: the weight in bfloat16.
+    """
+    if torch.is_grad_enabled():
+        return _Product.apply(x_Td, weight_od, rounded_od, dtype)
+    return _multiply(x_Td.to(torch.bfloat16), rounded_od).to(dtype)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    # `@` would leave oneDNN for few rows, and the bits of a row must not depend on their number.
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.input_dtype = x.dtype
+        x = x.to(torch.bfloat16)
+        ctx.save_for_backward(x, rounded)
+        return _multiply(x, rounded).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, rounded = ctx.saved_tensors
+        grad = grads[0].to(torch.bfloat16)
+        needs_grad_x, needs_grad_weight, *_ = ctx.needs_input_grad
+        grad_x = _multiply(grad, rounded.t()).to(ctx.input_dtype) if needs_grad_x else None
+        grad_weight = (grad.t() @ x).float() if needs_grad_weight else None
+        return grad_x, grad_weight, None, None
