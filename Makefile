@@ -10,7 +10,7 @@ TEST_MINUTES := 18
 SLOW_MINUTES := 57
 
 BUDGET := $(BIN)/python .ci/budget.py
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=5
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 	ok or sys.stderr.write("Ratchet needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=python3.12\n" % sys.version_info[:2]); \
@@ -24,6 +24,9 @@ PEERS_PYTHON ?= $(BIN)/python
 BENCH_ROUNDS ?= 5
 # `make test-changed`: a branch or a commit; empty: where the branch left main
 SINCE ?=
+
+# The tests start hundreds of interpreters: without compiled files beside it each would compile the library anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-changed test-slow test-lowest test-newest lint style types layers sizes names fast-tests slow-tests wheel bench peers docs docs-serve clean
 .DEFAULT_GOAL := help
@@ -74,8 +77,7 @@ fast-tests: .venv/developer
 	$(PYTEST) -m "not slow"
 
 slow-tests: $(SLOW_PARTS)
-	$(PYTEST) -m slow
-	$(PYTEST) -m "hypothesis and not slow" --hypothesis-profile thorough
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile thorough
 
 wheel: .venv/bin/python ## build dist/, check it, and try the wheel in a new environment outside the checkout
 	$(BIN)/python .ci/wheel.py

@@ -9,11 +9,13 @@ in CI too. Hence no `pytest.importorskip` in any test.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,7 +43,43 @@ settings.load_profile("ratchet")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 Require = Callable[[str, str], None]
+# Files with one test or two that take minutes. They start first: by the number of their tests they
+# would come last, and a worker would end alone with one.
+LONGEST_FILES = (
+    "recipes/test_rotating.py",
+    "recipes/test_shapes.py",
+    "commands/test_ahead_deaths.py",
+    "benchmarks/test_mutants.py",
+    "recipes/test_asynchronous.py",
+    "recipes/test_quickstart.py",
+    "test_wheel.py",
+)
 LAST_PYTHON = {"gem": (3, 11)}  # of components without a release for later versions of Python
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without garbage collection, and leave what was collected out of later ones.
+
+    Modules and thirteen thousand items stay alive to the end: looking through them again and again
+    takes a third of the collection's time, and a quarter of that of small tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files that xdist hands out one at a time: the longest first, then by tests."""
+    if not hasattr(config, "workerinput"):
+        return
+    tests = Counter(item.path for item in items)
+    longest = {REPOSITORY / "tests" / name for name in LONGEST_FILES}
+    items.sort(key=lambda item: (item.path not in longest, -tests[item.path]))
 
 
 def require(component: str, reason: str) -> None:

@@ -151,6 +151,7 @@ def test_a_resumed_run_prints_the_day_it_began_on(tmp_path, monkeypatch):
 
 def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
     before, thresholds = torch.get_num_threads(), gc.get_threshold()
+    gc.unfreeze()  # what the collection of tests froze
     try:
         prepare_process(2)
         assert torch.get_num_threads() == 2

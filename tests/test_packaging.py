@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import pkgutil
 import re
 import subprocess
 import sys
@@ -24,12 +23,13 @@ from ratchet.errors import DISTRIBUTION
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-# A package that needs an extra (Megatron's) is listed without its modules where that is missing.
-MODULES = sorted(
-    item.name
-    for item in pkgutil.walk_packages(ratchet.__path__, "ratchet.", onerror=lambda name: None)
-)
 SOURCES = sorted((ROOT / "ratchet").rglob("*.py"))
+# Named by their files: `pkgutil.walk_packages` would import each package, Megatron too, in every
+# process that collects tests.
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in SOURCES
+]
 RECIPES = sorted((ROOT / "ratchet" / "recipes").rglob("*.yaml"))
 HEAVY = ("torch", "transformers")
 LIGHT_PACKAGES = ("ratchet.config", "ratchet.environments", "ratchet.rewards")

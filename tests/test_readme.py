@@ -4,7 +4,10 @@ import re
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_example_runs_and_learns(repository, tmp_path):
     readme = (repository / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)

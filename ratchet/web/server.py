@@ -112,6 +112,10 @@ class Server:
             # At the limit, drop the longest-waiting connection for the new one.
             self._connections.make_room()
             with suppress(OSError):
+                # Head and body are two writes. On a connection that is kept, the second would wait
+                # some 40 ms for the client's acknowledgement of the first. asyncio sets this only
+                # on sockets that name the protocol, which `socket.create_server` does not.
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.connect_accepted_socket(self._make_protocol, connection)
 
     def _make_protocol(self) -> GuardedProtocol:

@@ -47,7 +47,7 @@ def short_path():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "kills"), [("local", 10), pytest.param("ray", 20, marks=pytest.mark.needs("ray"))]
+    ("cluster", "kills"), [("local", 10), pytest.param("ray", 12, marks=pytest.mark.needs("ray"))]
 )
 def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_path, short_path):
     recipe, run = tmp_path / "ahead.yaml", tmp_path / "run"

@@ -98,11 +98,15 @@ def test_a_collective(start):
         group.call_now("sum")
 
 
-def test_last_words_and_silence(start):
+def test_last_words(start):
     group = start(2)
     with pytest.raises(WorkerDied, match="in 'die'") as caught:
         group.call_now("die", 1)
     assert caught.value.tail.endswith("last words")
+
+
+@pytest.mark.slow  # it waits for the whole silence
+def test_silence(start):
     group = start(2)
     pids = group.call_now("pid")
     call = group.submit("hang")

@@ -141,6 +141,22 @@ def test_requests_that_are_answered_keep_their_place() -> None:
     assert [answer[-5:] for answer in asyncio.run(scene())] == [b"hello"] * 3
 
 
+def test_the_body_of_an_answer_does_not_wait_for_the_client() -> None:
+    async def scene() -> int:
+        app = App()
+        async with serving(app) as server:
+            held = asyncio.create_task(ask(server, GET.replace(b"/ ", b"/held ")))
+            await asyncio.wait_for(app.entered.wait(), 30)
+            (connection,) = server._connections.open
+            accepted = connection.transport.get_extra_info("socket")
+            without_delay = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            app.release.set()
+            await held
+            return without_delay
+
+    assert asyncio.run(scene())
+
+
 @pytest.mark.fault("S15")
 def test_a_client_that_does_not_read_is_dropped() -> None:
     async def scene() -> None:

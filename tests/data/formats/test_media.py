@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from scipy.signal import resample
 
 from ratchet.data.formats.media import (
     MediaLimits,
@@ -423,6 +422,8 @@ def test_channels_are_averaged() -> None:
 @pytest.mark.needs("soundfile")
 @pytest.mark.parametrize("wanted", [4000, 7000, 16000, 44100])
 def test_another_rate_as_scipy_resamples(wanted: int) -> None:
+    from scipy.signal import resample  # a second to import
+
     t = np.arange(801)
     samples = (9000 * np.sin(t / 5) + 5000 * np.cos(t / 7) * np.exp(-t / 300)).astype("<i2")
     audio = decode_audio(wav(samples.tobytes()), where=WHERE, limits=LIMITS, rate_hz=wanted)

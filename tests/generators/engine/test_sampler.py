@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare, kstest
 
 from ratchet.generators.engine.sampler import (
     SamplingSettings,
@@ -167,6 +166,8 @@ def head(p, mass):
 
 @pytest.mark.parametrize("name", FILTERS)
 def test_frequencies_follow_the_exact_filtered_distribution(name):
+    from scipy.stats import chisquare  # a second to import
+
     sampling, keeps = FILTERS[name]
     draws, vocab = 40_000, 24
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
@@ -194,6 +195,8 @@ def test_frequencies_follow_the_exact_filtered_distribution(name):
 
 
 def test_uniforms_are_uniform_over_seeds_and_over_tokens_and_differ():
+    from scipy.stats import kstest  # a second to import
+
     streams = torch.tensor([derive_stream(seed) for seed in range(5000)])
     over_seeds = draw_uniforms(streams, torch.zeros(5000, dtype=torch.int64))
     over_tokens = draw_uniforms(torch.full((5000,), derive_stream(0)), torch.arange(5000))

@@ -113,7 +113,7 @@ def test_the_last_verdict_of_a_reply_counts(reply, win):
 def test_a_verdict_of_yes_or_no_is_the_last_of_the_reply() -> None:
     with serve(
         lambda body, number: chat(
-            f"Yes... {response_in(body)}, so **{'NO' if number else 'YES'}**."
+            f"Yes... {response_in(body)}, so **{'YES' if '85' in response_in(body) else 'NO'}**."
         )
     ) as fake:
         reward = made("judge", fake, verdict="yes_no", rubric="Is it 85?")
