@@ -52,8 +52,15 @@ class OptimizerStepRules:
             return True
         self.bad_steps += 1
         if self.bad_steps >= self.max_bad_steps:
+            # Weights that were never changed were not finite by the learning rate.
+            fix = (
+                "Lower optimizer.lr."
+                if self.steps_taken > self.bad_steps
+                else "No step was finite before: look for weights that are not, in the model or a "
+                "teacher, or for rewards that are too large."
+            )
             raise TrainingError(
                 f"{self.bad_steps} optimizer steps in a row were not finite (loss {loss}, gradient "
-                f"norm {norm}); none of them changed the weights. Lower optimizer.lr."
+                f"norm {norm}); none of them changed the weights. {fix}"
             )
         return False
