@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ratchet.allowed_tokens import AllowedTokens
 
 ChatRole = Literal["system", "user", "assistant", "tool"]  # those of chat templates and data
-# "inline": text that the environment writes into the assistant's open turn, which then goes on.
+# "inline": text that the environment writes into the assistant's open turn, which then continues.
 Role = Literal[ChatRole, "inline"]
 Split = Literal["train", "test"]
 # Tokens of a demonstration that train: those of all assistant turns, of the last one, or all but

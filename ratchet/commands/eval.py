@@ -81,7 +81,7 @@ def evaluate_target(
         target: The model or endpoint to evaluate, or the results of an earlier evaluation.
         against: A second target, evaluated in the same way and compared with the first.
         out: The directory for the results. None: a new directory in the run's `evals`, or in
-            `evals` of the working directory if the target is no run.
+            `evals` of the working directory if the target is not a run.
 
     Raises ConfigError for wrong settings, and if `out` holds a results.json or report.md that no
     evaluation wrote. Raises RatchetError if no attempt could be judged.
@@ -153,7 +153,7 @@ def _get_results(target: str, evaluation: EvaluationSettings) -> _Results:
     path = fetch_run_model(target, evaluation.step)
     if evaluation.step is not None and not RunDirectory(path).used:
         raise ConfigError(
-            f"--step {evaluation.step} is only for runs, and {target} is no run: remove --step"
+            f"--step {evaluation.step} is only for runs, and {target} is not a run: remove --step"
         )
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return _Results(EvalResults.read(path))

@@ -44,7 +44,7 @@ class Target:
         config: The recipe that was passed, else the run's (for a checkpoint, without the stages
             after the checkpoint's stage); None for a model directory without a recipe.
         export_dir: The temporary directory of a checkpoint's weights, which is removed with this
-            object; None if the target is no checkpoint.
+            object; None if the target is not a checkpoint.
     """
 
     model_dir: Path

@@ -252,7 +252,7 @@ def _require_methods(slot: str, kind: str) -> None:
         missing_methods = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
         if missing_methods:
             raise ConfigError(
-                f"'{kind}' is no environment: the class has no {', '.join(missing_methods)}"
+                f"'{kind}' is not an environment: the class has no {', '.join(missing_methods)}"
             )
 
 

@@ -37,7 +37,7 @@ class AttentionFn(Protocol):
 
 
 class Linear(nn.Linear):
-    """A linear map that can have a LoRA adapter and a quantized matrix."""
+    """A linear layer that can have a LoRA adapter and a quantized matrix."""
 
     adapter: FusedLoRA | None  # added to the product; see `ratchet.models.lora.layers`
     quantised: QuantizedMatrix | None  # if set, replaces `weight`, which is then None

@@ -118,7 +118,7 @@ class DecoderCost:
         return size * max(self._activations_per_layer)
 
     def count_adapter_parameters(self, targets: Collection[str], rank: int) -> int:
-        """Return the number of parameters of a LoRA adapter on these linear maps of every layer."""
+        """Return the number of LoRA parameters if every layer adapts these linear layers."""
         shape = self.shape
         queries = shape.n_heads * shape.head_dim
         keys = shape.n_kv_heads * shape.head_dim

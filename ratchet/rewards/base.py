@@ -202,7 +202,7 @@ def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:
         return add_missing_members(reward, Reward)
     if not callable(reward):
         raise ConfigError(
-            f"{reward!r} is no reward: give a function (trajectory, task) -> float, or an object "
-            "with `score`"
+            f"{reward!r} is not a reward: give a function (trajectory, task) -> float, or an "
+            "object with `score`"
         )
     return FunctionReward(reward, name)

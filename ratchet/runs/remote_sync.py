@@ -233,7 +233,7 @@ class Mirror:
             self._push(self.take_snapshot())
         except OSError as error:
             offline_hint = (
-                f" (or go on without it: --resume {self.directory.path})"
+                f" (or continue without it: --resume {self.directory.path})"
                 if self.checkpoint_store.steps()
                 else ""
             )

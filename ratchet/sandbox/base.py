@@ -228,7 +228,7 @@ def check_relative_path(path: str) -> str:
     """
     normalised = posixpath.normpath(path)
     if path.startswith("/") or normalised == ".." or normalised.startswith("../") or "\0" in path:
-        raise SandboxError(f"{path!r} is no path inside the working directory")
+        raise SandboxError(f"{path!r} is not a path inside the working directory")
     return normalised
 
 

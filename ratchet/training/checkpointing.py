@@ -45,7 +45,7 @@ class CheckpointSaver:
         command: The command line that began the run, saved with each checkpoint.
         saved_step: The step at which the stage starts, or from whose checkpoint it resumes.
         inputs: Fingerprints of the stage's data files, judges and teachers, by path. They are
-            saved, because a run goes on as it began only with the same files.
+            saved, because a run continues as it began only with the same files.
         recipe: The resolved recipe, saved so that later changes of it are reported.
         mirror: Uploads each checkpoint once it is complete.
     """
@@ -304,7 +304,7 @@ def check_changed_inputs(
     else:
         saved = checkpoint.meta["data"]
         start = f"step {checkpoint.step}"
-        reason = "so the run would not go on as it began"
+        reason = "so the run would not continue as it began"
         remedy = (
             "Restore the files, allow the change with --changed-data, or start a new run from this "
             "run's weights (--from)"

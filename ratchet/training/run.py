@@ -192,7 +192,7 @@ class StageRun:
                 self.profiler.end_step()
 
     def reopen(self) -> None:
-        """Let a stage that ended early go on, because its recipe was changed since."""
+        """Let a stage that ended early continue, because its recipe was changed since."""
         progress, early_stopping = self.progress, self.early_stopping
         progress.ended = False
         if early_stopping is not None and progress.fruitless >= early_stopping.n_evaluations:
@@ -221,8 +221,8 @@ class StageRun:
 
         Args:
             accuracy: The accuracy.
-            is_share: False if a reward of the evaluation was below 0 or above 1, so that the
-                accuracy is a mean reward and no share.
+            is_share: True if every reward of the evaluation was from 0 to 1, so that the accuracy
+                can be shown as a percentage.
         """
         self.progress.accuracy_before, self.progress.is_share = accuracy, is_share
 
@@ -388,7 +388,7 @@ class StageRun:
         self._end_early(early_stopping.explain_end(metrics, progress.fruitless))
 
     def _end_early(self, reason: str | None) -> None:
-        """End the stage here, and log the reason; None: the stage goes on."""
+        """End the stage here, and log the reason; None: the stage continues."""
         if reason is not None and self.done < self.end_step:
             log.info(
                 "stage %s ends after step %d of %d: %s",

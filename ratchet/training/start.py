@@ -230,7 +230,7 @@ def _change_recipe(
     The changes are written into `provenance.json` first, and then into `config.yaml`.
 
     Raises:
-        ConfigError: The run can't go on with a change.
+        ConfigError: The run can't continue with a change.
     """
     config = load_config(directory.config)
     if not overrides:

@@ -133,7 +133,9 @@ def convert(
     Raises ConfigError, CheckpointError or ModelError.
     """
     if to not in FORMATS:
-        raise ConfigError(f"--to {to} is no format of weights: choose one of {', '.join(FORMATS)}")
+        raise ConfigError(
+            f"--to {to} is not a format of weights: choose one of {', '.join(FORMATS)}"
+        )
     if target.is_symlink():  # a directory can't take the place of a link
         raise ConfigError(f"{target} is a link: give the place that it names, or remove it first")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

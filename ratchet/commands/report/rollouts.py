@@ -87,7 +87,7 @@ class Rollouts:
         """Return a text that differs whenever the record differs, without reading the record."""
         try:
             stat = (self.directory.steps / INDEX).stat()
-        except OSError:  # absent, or `steps` is no directory
+        except OSError:  # absent, or `steps` is not a directory
             return ""
         return f"{stat.st_ino}-{stat.st_size}"
 
@@ -235,7 +235,7 @@ class Rollouts:
             numbers["share"] = shares
         rollout_logprobs, old_logprobs = row["rollout_logprobs"], row["old_logprobs"]
         # Tokens that the policy did not write have version -1. Without a token of the policy there
-        # is no ratio.
+        # is not a ratio.
         if old_logprobs is not None and max(row["versions"], default=-1) >= 0:
             numbers["ratio"] = _round(
                 [

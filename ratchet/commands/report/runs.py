@@ -247,7 +247,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _get_size_and_mtime(path: Path) -> tuple[int, float]:
-    """Return the size and the modification time of a file, or zeros if it is no regular file."""
+    """Return the size and the modification time of a file, or zeros if it is not a regular file."""
     try:
         status = path.stat()
     except OSError:

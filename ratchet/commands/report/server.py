@@ -193,7 +193,7 @@ def bind(port: int) -> socket.socket:
 
 
 def serve_forever(root: Path, port: int, *, say: Callable[[str], object]) -> None:
-    """Serve until Ctrl-C. Raises RunDirectoryError if `root` is no directory, or PortBusy."""
+    """Serve until Ctrl-C. Raises RunDirectoryError if `root` is not a directory, or PortBusy."""
     app, listener = make_app(root), bind(port)
     say(f"http://{HOST}:{listener.getsockname()[1]}/  shows the runs in {root}; Ctrl-C ends it")
     with suppress(KeyboardInterrupt):

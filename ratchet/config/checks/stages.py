@@ -335,8 +335,9 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     agent: Any = stage.agent  # `Any`: the schema adds the server's keys to the agent's section
     if agent.host in ("0.0.0.0", "::") and agent.public_host is None:
         yield clash(
-            f"agent.host={agent.host} is no address that an agent can call: set agent.public_host "
-            "to the name under which agents reach this machine, such as host.docker.internal",
+            f"agent.host={agent.host} is not an address that an agent can call: set "
+            "agent.public_host to the name under which agents reach this machine, such as "
+            "host.docker.internal",
             "agent.host",
         )
     kind = stage.agent.kind_name

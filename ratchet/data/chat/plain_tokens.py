@@ -30,7 +30,7 @@ UNKNOWN = f"{HIDDEN}unknown"
 def convert_panics(task: str, remedy: str) -> Iterator[None]:
     """Raise DataError if the tokenizers library panics, as its regexes do on some texts.
 
-    The exception class of a panic can't be imported, and it is no subclass of Exception.
+    The exception class of a panic can't be imported, and it is not a subclass of Exception.
 
     Args:
         task: What the library does, such as "decode 3 tokens".

@@ -25,7 +25,7 @@ from ratchet.errors import DataError
 from ratchet.utils.object_store import is_address
 from ratchet.utils.safe_read import require_file
 
-MIN_BOMB_ROWS = 100_000  # a file with fewer rows is no decompression bomb
+MIN_BOMB_ROWS = 100_000  # a file with fewer rows is not a decompression bomb
 # A row group may unpack to MAX_GROUP_BYTES, or to MAX_COMPRESSION_RATIO times the file's size if
 # that is more. A high ratio alone is normal: a text that all rows share packs to almost nothing.
 MAX_GROUP_BYTES = 1 << 30

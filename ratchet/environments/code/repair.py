@@ -53,7 +53,7 @@ SHOWN_CHARS = 500
 class CodeRepair(Environment):
     """An environment of programs with several tries.
 
-    The reward is that of the reward `code` for the last try, times `discount` for each earlier try.
+    The reward is the score of the last try by `code`, times `discount` for each earlier try.
 
     After a failed try the program runs again to produce a hint, which does not change the reward.
     This run contains only the input of one test, or the arguments of one call, so all that the

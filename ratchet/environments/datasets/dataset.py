@@ -370,7 +370,7 @@ class Dataset(SingleTurn):
             # Plain text has no prompt, so it is identified by itself.
             prompt_hash = _hash(
                 [
-                    [message.role, self.reader.media_placer.make_key(message)]
+                    [message.role, self.reader.media_placer.make_content_key(message)]
                     for message in contents.prompt or contents.solution
                 ]
             )

@@ -3,7 +3,7 @@
 The tests run in a new session of the task's image, which gets the agent's files: those of the
 working directory, of /logs/artifacts and of the task's artifacts. So no process, no variable and
 no other file of the agent can reach the tests, their files or the reward file. What Harbor counts
-as an error of the verifier (no reward file, a reward that is no number, a timeout) fails the
+as an error of the verifier (no reward file, a reward that is not a number, a timeout) fails the
 attempt.
 
 Source: the package harbor 0.25.0, verifier/verifier.py and agents/oracle.py.

@@ -141,7 +141,7 @@ class Toolbox:
         except (RatchetError, ToolError):
             raise
         # A tool is user code and may raise any exception. The policy reads the exception's text and
-        # may go on.
+        # may continue.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 

@@ -40,8 +40,8 @@ async def run_agent(agent: Agent, task: Task, base_url: str, api_key: str) -> An
 def _run_in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
     """Run a call in a daemon thread.
 
-    A thread can't be stopped: after a cancellation it goes on until its next request is refused. It
-    does not delay the exit of the process.
+    A thread can't be stopped: after a cancellation it continues until its next request is refused.
+    It does not delay the exit of the process.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

@@ -245,7 +245,7 @@ class EpisodePlayer:
     async def _append_observation(
         self, state: EpisodeState, observation: Sequence[Message]
     ) -> None:
-        """Append the environment's messages, in a new strand if the history can't go on.
+        """Append the environment's messages, in a new strand if the history can't continue.
 
         Inline text continues the policy's turn instead.
         """

@@ -52,7 +52,7 @@ class CompiledDecoder:
         ):
             return None
         # `_modules` and `_parameters` are read directly, because attribute lookups of `nn.Module`
-        # would take a noticeable part of a small model's step. A linear map's submodule is an
+        # would take a noticeable part of a small model's step. A linear layer's submodule is an
         # adapter or a quantised matrix, which the kernel can't read.
         if any(child is not None for linear in self._maps for child in linear._modules.values()):
             return None

@@ -37,7 +37,7 @@ class AdapterRows:
 
 
 class MultiAdapter(FusedLoRA):
-    """A linear map's adapter that applies several adapters, each to its own rows.
+    """A linear layer's adapter that applies several adapters, each to its own rows.
 
     Args:
         default: the decoder's own adapter, if it has one.
@@ -74,9 +74,9 @@ class MultiLoRA:
         self.source_decoder = decoder
         self.row_multiple = row_multiple
         self._adapter_rows = AdapterRows()
-        # By name, then by path of the linear map.
+        # By name, then by path of the linear layer.
         self._adapters_by_name: dict[str, dict[str, FusedLoRA]] = {}
-        # A decoder with the source's tensors and a `MultiAdapter` at each linear map, if built.
+        # A decoder with the source's tensors and a `MultiAdapter` at each linear layer, if built.
         self._view: Decoder | None = None
         # The `id`s of the source's adapters when the view was built.
         self._view_adapters: tuple[int, ...] = ()

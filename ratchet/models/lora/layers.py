@@ -1,4 +1,4 @@
-"""Define the layers that LoRA adds to a linear map (arXiv:2106.09685, eq. 3): out + scale B A x.
+"""Define the layers that LoRA adds to a linear layer (arXiv:2106.09685, eq. 3): out + scale B A x.
 
 T = tokens, r = rank, i = inputs, o = outputs of the map, p = parts that have an adapter.
 """
@@ -54,13 +54,13 @@ def derive_mask_seed(*numbers: int) -> int:
 
 
 class SwitchableAdapter(nn.Module):
-    """A module that adapts a linear map, and has no effect while `is_off` is True."""
+    """A module that adapts a linear layer, and has no effect while `is_off` is True."""
 
     is_off = False
 
 
 class FusedLoRA(SwitchableAdapter):
-    """The adapter of one linear map of the built-in decoder.
+    """The adapter of one linear layer of the built-in decoder.
 
     The map's matrix may fuse several matrices of the checkpoint. Each of these parts has its own A
     and B, stacked in `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. Both are uninitialised.

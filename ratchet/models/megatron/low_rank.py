@@ -1,4 +1,4 @@
-"""Add LoRA to Megatron's parallel linear maps: out + scale B A x (arXiv:2106.09685, eq. 3).
+"""Add LoRA to Megatron's parallel linear layers: out + scale B A x (arXiv:2106.09685, eq. 3).
 
 A and B are divided like the map. If the map's outputs are divided over tensor-parallel ranks, the
 rows of B are divided too, and each rank has the whole A. If the map's inputs are divided, the
@@ -38,7 +38,7 @@ FACTORS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class FactorSharding:
-    """The tensor-parallel sharding of an adapter's factors, for one kind of linear map."""
+    """The tensor-parallel sharding of an adapter's factors, for one kind of linear layer."""
 
     divided_factor: str  # the name of the divided factor
     dim: int  # the dimension in which it is divided
@@ -95,7 +95,7 @@ class LoRAFactors(nn.Module):
 
 
 class ParallelLoRA(SwitchableAdapter):
-    """The adapter of one parallel linear map, with factors for each target in its matrix."""
+    """The adapter of one parallel linear layer, with factors for each target in its matrix."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class ParallelLoRA(SwitchableAdapter):
 
 
 class AdaptableLinear(nn.Module):
-    """A mixin of Megatron's parallel linear maps that lets them have an adapter."""
+    """A mixin of Megatron's parallel linear layers that lets them have an adapter."""
 
     sharding: FactorSharding
     weight: Tensor
@@ -194,12 +194,12 @@ class AdaptableLinear(nn.Module):
 
 
 class ColumnLinear(AdaptableLinear, ColumnParallelLinear):
-    """A column-parallel linear map, whose outputs are divided."""
+    """A column-parallel linear layer, whose outputs are divided."""
 
     sharding = DIVIDED_OUTPUTS
 
 
 class RowLinear(AdaptableLinear, RowParallelLinear):
-    """A row-parallel linear map, whose inputs are divided."""
+    """A row-parallel linear layer, whose inputs are divided."""
 
     sharding = DIVIDED_INPUTS

@@ -336,7 +336,7 @@ class MultimodalPolicy(TransformersPolicy):
         return 3 if hasattr(self.backbone, "get_rope_index") else 1
 
     def _find_types(self, tokens_T: Tensor) -> Tensor:
-        """Return the type id of each token (see `MEDIA_TYPES`); 0 if it is no placeholder."""
+        """Return the type id of each token (see `MEDIA_TYPES`); 0 if it is not a placeholder."""
         types_T = torch.zeros_like(tokens_T)
         for kind, number in MEDIA_TYPES.items():
             token = getattr(self.model.config, f"{kind}_token_id", None)

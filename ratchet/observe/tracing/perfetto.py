@@ -104,7 +104,7 @@ class Trace:
             self._add_event(phase, ATTEMPTS, 1, span.name, ts=ts, cat="attempt", id=span.name)
 
     def flush(self) -> None:
-        """Write the new events. If the disk fails, the trace ends but the run goes on."""
+        """Write the new events. If the disk fails, the trace ends but the run continues."""
         events, self._events = self._events, []
         if self._file is None:
             return

@@ -53,7 +53,7 @@ class MathConfig(Section):
 log = logging.getLogger(__name__)
 FORMULA = re.compile(r"\$\$?(?P<a>[^$]+)\$\$?|\\\((?P<b>(?>(?:[^\\]+|\\(?![()]))*))\\\)")
 PACKAGE = "math_verify"
-MAX_ALGEBRA_CHARS = 500  # a longer text is no final answer, and takes seconds to parse
+MAX_ALGEBRA_CHARS = 500  # a longer text is not a final answer, and takes seconds to parse
 # Matches "5 6", which math-verify adds up to 11.
 SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")
 

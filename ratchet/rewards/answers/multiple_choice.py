@@ -100,7 +100,7 @@ class MultipleChoice(FinalAnswer):
         )
 
     def _read_task_letter(self, task: Task) -> str:
-        """Return the task's letter. Raises DataError if its answer is no letter and no index."""
+        """Return the task's letter. Raises DataError if the answer is no letter and no index."""
         answer, letters = task.answer, self.config.letters
         if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
             return letters[answer]

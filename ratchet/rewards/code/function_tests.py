@@ -287,7 +287,7 @@ def _get_program_columns(task: FunctionTask) -> dict[str, str]:
 
 
 def _get_complete_lines(result: Result) -> list[str]:
-    """Return the complete lines of stdout: a line that was cut off is no answer."""
+    """Return the complete lines of stdout: a line that was cut off is not an answer."""
     return [line.decode("utf-8", "replace") for line in result.stdout.split(b"\n")[:-1]]
 
 

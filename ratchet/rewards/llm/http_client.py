@@ -18,7 +18,7 @@ from ratchet.utils.retry import get_retry_wait_s
 
 def _check_url(url: str) -> str:
     if not re.fullmatch(r"https?://[^\s/]+\S*", url):
-        raise ValueError(f"{url!r} is no address: it must begin with http:// or https://")
+        raise ValueError(f"{url!r} is not an address: it must begin with http:// or https://")
     return url
 
 

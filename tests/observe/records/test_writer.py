@@ -319,7 +319,7 @@ def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_interrupted(tmp_pa
         made.close()
 
     session(tmp_path / "whole", range(1, 6))
-    session(tmp_path / "broken", range(1, 4))  # and its file of step 3 is no checkpoint's
+    session(tmp_path / "broken", range(1, 4))  # and its file of step 3 is not a checkpoint's
     (tmp_path / "broken" / ".00000004-00000004.parquet.partial").write_bytes(b"PAR1 torn")
     (tmp_path / "broken" / "00000009-00000009.parquet").write_bytes(b"never indexed")
     with (tmp_path / "broken" / INDEX).open("a") as index:
@@ -350,7 +350,7 @@ def files_in(directory):
 
 
 def picture(number, size=1):
-    """(part, medium) of the same source, which is no image: nothing here looks into it."""
+    """(part, medium) of the same source, which is not an image: nothing here looks into it."""
     source = bytes([number]) * size
     part = Part("image", f"data:image/png;base64,{b64encode(source).decode()}")
     return part, Medium(
@@ -511,7 +511,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path, caplog):
     recorder = Recorder(RecordConfig(max_gib=1), tmp_path / "steps", seed=3, keep_through=9)
     recorder.add(10, "rl", some_groups(), columned(some_groups()), ones, {})
     recorder.close()
-    assert "'../mine.parquet' is no name of a record file" in caplog.text
+    assert "'../mine.parquet' is not a name of a record file" in caplog.text
     assert (tmp_path / "mine.parquet").read_text() == "mine"
 
 
