@@ -122,7 +122,11 @@ class WorkerDied(WorkerError):
         self, message: str, *, role: str, rank: int, host: str, signal: str = "", tail: str = ""
     ) -> None:
         super().__init__(f"{message}\nIts last lines:\n{tail}" if tail else message)
-        self.role, self.rank, self.host, self.signal, self.tail = role, rank, host, signal, tail
+        self.role = role
+        self.rank = rank
+        self.host = host
+        self.signal = signal
+        self.tail = tail
 
 
 class WorkerRaised(WorkerError):

@@ -90,7 +90,8 @@ def evaluate_target(
     if out is not None:
         _require_replaceable(out)
         _require_replaceable(out / "against")
-    target, against = _fetch_results(target), against and _fetch_results(against)
+    target = _fetch_results(target)
+    against = against and _fetch_results(against)
     results = _get_results(target, evaluation)
     if results.answers is None and against is not None:
         raise ConfigError(

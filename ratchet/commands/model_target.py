@@ -83,7 +83,8 @@ def open_target(
         template = None if config is None else get_chat_template(config)
         device = resolve_device("auto")
         use_kernels(device == "cpu" and has_compiled_kernels())
-        model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
+        model = load_policy(str(path), device=device)
+        tokenizer = load_tokenizer(str(path))
         if config is not None and isinstance(config.tokenizer, TokenizerConfig):
             tokenizer = apply_chat_template_kwargs(tokenizer, config.tokenizer)
         section = None if generator is None else section_from_words("generator", generator)

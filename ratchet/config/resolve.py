@@ -348,7 +348,9 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
         raise ConfigError(
             f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`"
         ) from error
-    section.target, section.parameters, section.binds = kind, frozenset(fields), binds
+    section.target = kind
+    section.parameters = frozenset(fields)
+    section.binds = binds
     return section
 
 

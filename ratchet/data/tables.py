@@ -212,12 +212,17 @@ class _TextLines:
     """
 
     def __init__(self, file: IO[bytes], path: str | Path, line: int = 0, offset: int = 0) -> None:
-        self.path, self.line, self.offset = path, line, offset
-        self._raw_lines, self._first_line, self._start = iter_raw_lines(file, path), line, offset
+        self.path = path
+        self.line = line
+        self.offset = offset
+        self._raw_lines = iter_raw_lines(file, path)
+        self._first_line = line
+        self._start = offset
 
     def __iter__(self) -> Iterator[str]:
         for line, offset, raw in self._raw_lines:
-            self.line, self.offset = self._first_line + line, self._start + offset + len(raw)
+            self.line = self._first_line + line
+            self.offset = self._start + offset + len(raw)
             yield decode_line(raw, self.path, self.line, self._start + offset) + "\n"
 
 

@@ -66,7 +66,9 @@ class AsyncEngine(Generator):
         reads_media: bool = False,
         quantised: Callable[[], Iterable[QuantizedMatrix]] = tuple,
     ) -> None:
-        self.core, self.keep_kv, self.policy = core, keep_kv, policy
+        self.core = core
+        self.keep_kv = keep_kv
+        self.policy = policy
         self.tokenizer = tokenizer
         self.records_routes = records_routes
         grammars = None

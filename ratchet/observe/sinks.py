@@ -206,11 +206,9 @@ class TensorBoardSink:
 
         events: Any = event_pb2  # generated at import: a type checker sees empty modules
         summaries: Any = summary_pb2
-        self._event, self._summary, self._histogram = (
-            events.Event,
-            summaries.Summary,
-            summaries.HistogramProto,
-        )
+        self._event = events.Event
+        self._summary = summaries.Summary
+        self._histogram = summaries.HistogramProto
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a directory in the order of their names. A counter keeps
         # that order even if the clock goes back.

@@ -166,7 +166,8 @@ def _make_table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
 
 
 def _make_accuracy_row(stage: StageSummary, is_share: bool) -> list[str | Text]:
-    before, after = _get_finite(stage.accuracy_before), _get_finite(stage.accuracy_after)
+    before = _get_finite(stage.accuracy_before)
+    after = _get_finite(stage.accuracy_after)
     if not is_share:
         return _make_number_row(stage, before, after)
     change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "-"

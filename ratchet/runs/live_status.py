@@ -73,7 +73,9 @@ def query_status(path: Path) -> str:
         )
     try:
         location = read_json(directory.status)
-        host, socket_path, pid = str(location["host"]), str(location["socket"]), location["pid"]
+        host = str(location["host"])
+        socket_path = str(location["socket"])
+        pid = location["pid"]
     except FileNotFoundError:
         raise RunDirectoryError(f"no run is under way in {path}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:

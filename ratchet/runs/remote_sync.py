@@ -269,7 +269,8 @@ class Mirror:
             for path in (Path(folder) / name for name in files):
                 # Trackers create and delete files at any time.
                 with suppress(FileNotFoundError):
-                    status, name = path.lstat(), path.relative_to(root).as_posix()
+                    status = path.lstat()
+                    name = path.relative_to(root).as_posix()
                     if is_mirrored(name) and stat.S_ISREG(status.st_mode):
                         snapshots[name] = FileSnapshot(status.st_size, status.st_mtime_ns)
         return snapshots

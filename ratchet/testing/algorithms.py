@@ -215,7 +215,8 @@ def _check_order(case: Case) -> None:
             for group in shuffled
         ]
     shuffled_rows = [id(row) for group in shuffled for row in group.trajectories if row.is_usable]
-    update, other = Update.from_groups(algorithm, groups), Update.from_groups(algorithm, shuffled)
+    update = Update.from_groups(algorithm, groups)
+    other = Update.from_groups(algorithm, shuffled)
     positions = [shuffled_rows.index(id(row)) for row in rows]
     for role in algorithm.losses:
         slopes = differentiate(other, role, range(len(rows)))

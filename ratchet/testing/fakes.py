@@ -239,7 +239,9 @@ class FakeSource(Source):
         return {"position": self.position, "pending": sorted([*self.pending, *self.to_repeat])}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        self.position, self.pending, self.to_repeat = state["position"], [], list(state["pending"])
+        self.position = state["position"]
+        self.pending = []
+        self.to_repeat = list(state["pending"])
 
 
 class FakeWeightSync(WeightSync):

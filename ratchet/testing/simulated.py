@@ -40,11 +40,9 @@ class SlowGenerator(FakeGenerator):
 
     def __init__(self, config: Any, *_: Any) -> None:
         super().__init__(lambda tokens, sampling: sampling.stop_ids[:1] or [0])
-        self.config, self._slots, self._aborted = (
-            config,
-            asyncio.Semaphore(config.slots),
-            asyncio.Event(),
-        )
+        self.config = config
+        self._slots = asyncio.Semaphore(config.slots)
+        self._aborted = asyncio.Event()
 
     async def generate(
         self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
@@ -107,7 +105,8 @@ def compute_best_step_ends(
     """
     clock, n_free_slots, is_training = 0.0, slots, False
     step_ends, n_attempts_left = list[float](), dict[ScheduledGroup, int]()
-    waiting, tie_breakers = deque[tuple[ScheduledGroup, int]](), itertools.count()
+    waiting = deque[tuple[ScheduledGroup, int]]()
+    tie_breakers = itertools.count()
     # Heap of ends: (time, tie-breaker, group of the request; None for an update).
     pending_ends: list[tuple[float, int, ScheduledGroup | None]] = []
     while len(step_ends) < scheduler.end_step:

@@ -176,7 +176,8 @@ def find_stored_model(source: str, config: Path | None = None) -> StoredModel:
     """
     is_run = (Path(source) / "config.yaml").is_file()
     directory = find_model(Path(source) / MODEL if is_run else source)
-    weight_format, companion_dir = detect_format(directory), config or directory
+    weight_format = detect_format(directory)
+    companion_dir = config or directory
     if not (companion_dir / "config.json").exists():
         raise ModelError(
             f"{companion_dir} has no config.json: name a Hugging Face directory of this model by "

@@ -272,11 +272,13 @@ def _hold_out(data_path: str) -> tuple[Dataset, float, tuple[int, int]]:
     """
     for share in HELD_OUT_SHARES:
         dataset = _open_dataset(data_path, share)
-        n_train, n_test = len(dataset.rows("train")), len(dataset.rows("test"))
+        n_train = len(dataset.rows("train"))
+        n_test = len(dataset.rows("test"))
         if share == HELD_OUT_SHARES[0] and n_test > MAX_HELD_OUT_ROWS:
             share = round(MAX_HELD_OUT_ROWS / (n_train + n_test), 3)
             dataset = _open_dataset(data_path, share)
-            n_train, n_test = len(dataset.rows("train")), len(dataset.rows("test"))
+            n_train = len(dataset.rows("train"))
+            n_test = len(dataset.rows("test"))
         if n_train >= MIN_SPLIT_ROWS and n_test >= MIN_SPLIT_ROWS:
             return dataset, share, (n_train, n_test)
     dataset = _open_dataset(data_path, 0.0)

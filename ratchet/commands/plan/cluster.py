@@ -94,7 +94,8 @@ def plan_cluster(
         n_trained: Number of parameters that optimizers update.
         n_frozen: Number of parameters of models that only score.
     """
-    limit_bytes, smallest_peak_gib = spec.accelerator.memory * USABLE_MEMORY_SHARE, float("inf")
+    limit_bytes = spec.accelerator.memory * USABLE_MEMORY_SHARE
+    smallest_peak_gib = float("inf")
     for layout in _list_layouts(cost, workload, spec):
         memory = _estimate_memory(cost, workload, n_trained, n_frozen, layout)
         if memory.peak_bytes <= limit_bytes:

@@ -65,7 +65,8 @@ def show_plan(
     if directory is not None:
         directory.check_recipe(recipe)
     lengths = resolve_lengths(replace_saved_model(config))
-    config, spec = freeze(lengths.config), None if cluster is None else ClusterSpec.parse(cluster)
+    config = freeze(lengths.config)
+    spec = None if cluster is None else ClusterSpec.parse(cluster)
     cost = DecoderCost(read_shape(config), config.kernels == "compiled")
     stage_indices = range(len(config.stages))
     process = ProcessMemory(config.device, measure_empty_process(config) if spec is None else 0)

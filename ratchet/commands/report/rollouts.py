@@ -96,7 +96,9 @@ class Rollouts:
         """Return the record as it is now. Raises DataError if its index was changed by hand."""
         stamp = self.read_stamp()
         if self._record is None or stamp != self._stamp:
-            self._record, self._stamp, self._tables = Record(self.directory.steps), stamp, {}
+            self._record = Record(self.directory.steps)
+            self._stamp = stamp
+            self._tables = {}
         return self._record
 
     def pack_columns(self, known: Sequence[str] = (), *, every: int = 1) -> bytes:
@@ -233,7 +235,8 @@ class Rollouts:
         shares = _compute_shares(row, total_gradient_size)
         if shares is not None:
             numbers["share"] = shares
-        rollout_logprobs, old_logprobs = row["rollout_logprobs"], row["old_logprobs"]
+        rollout_logprobs = row["rollout_logprobs"]
+        old_logprobs = row["old_logprobs"]
         # Tokens that the policy did not write have version -1. Without a token of the policy there
         # is not a ratio.
         if old_logprobs is not None and max(row["versions"], default=-1) >= 0:

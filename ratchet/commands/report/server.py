@@ -36,7 +36,9 @@ HEADERS = {
     b"cross-origin-resource-policy": b"same-origin",
 }
 
-JSON, BINARY, HTML = "application/json", "application/octet-stream", "text/html; charset=utf-8"
+JSON = "application/json"
+BINARY = "application/octet-stream"
+HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
 Query = Mapping[str, str]
 
@@ -140,7 +142,9 @@ class Pages:
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         if scope["method"] not in ("GET", "HEAD"):
-            status, content_type, body = 405, TEXT, b"this server only answers GET requests"
+            status = 405
+            content_type = TEXT
+            body = b"this server only answers GET requests"
         else:
             query = {
                 name: values[0]

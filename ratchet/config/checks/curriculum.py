@@ -31,7 +31,8 @@ def _check_curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
 
 
 def _check_replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    replay, staleness = stage.rollouts.replay, math.ceil(stage.rollouts.max_staleness)
+    replay = stage.rollouts.replay
+    staleness = math.ceil(stage.rollouts.max_staleness)
     if replay is None or stage.source not in ("rollouts", None):
         return
     algorithm = stage.algorithm

@@ -102,10 +102,8 @@ def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             "tokens: use 264 or more"
         )
     backend = Backend(models.BPE())
-    split_words, map_bytes = (
-        pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"),
-        pre_tokenizers.ByteLevel(False, use_regex=False),
-    )
+    split_words = pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated")
+    map_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split_words, map_bytes])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

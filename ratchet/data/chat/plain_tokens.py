@@ -153,7 +153,8 @@ def _rewrite_vocabulary(state: dict[str, Any], special: set[str]) -> int:
             key=lambda token: token["id"],
         )
         vocabulary += [[token["content"], 0.0] for token in appended]
-        model["vocab"], model["unk_id"] = [*vocabulary, [UNKNOWN, 0.0]], len(vocabulary)
+        model["vocab"] = [*vocabulary, [UNKNOWN, 0.0]]
+        model["unk_id"] = len(vocabulary)
         return len(vocabulary)
     pieces = {_hide_special(piece, special): i for piece, i in model["vocab"].items()}
     pieces |= {token["content"]: token["id"] for token in added}

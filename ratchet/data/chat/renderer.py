@@ -92,7 +92,9 @@ class Renderer:
         now: datetime | None = None,
         tool_format: str = "auto",
     ) -> None:
-        self.tokenizer, self.processor, self._tool_format = tokenizer, processor, tool_format
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self._tool_format = tool_format
         template_variables = {**tokenizer.special_tokens, **(variables or {})}
         self.template = ChatTemplate(
             load_template_source(template, tokenizer), template_variables, now or get_printed_time()
@@ -256,10 +258,8 @@ class Renderer:
         """
         conversation = self._make_conversation([*history, reply, *messages], tools)
         n = len(conversation) - len(messages) - 1
-        rendered, prompt = (
-            conversation.render_text(len(conversation), prompt=True),
-            conversation.render_text(n, prompt=True),
-        )
+        rendered = conversation.render_text(len(conversation), prompt=True)
+        prompt = conversation.render_text(n, prompt=True)
         if rendered.startswith(
             prompt + self._decode_text(sampled, None, skip_special=False) + self._shape.end
         ):
@@ -282,7 +282,8 @@ class Renderer:
         if not media:
             return ()
         assert self.processor is not None, "a model that reads media has a processor"
-        media_token_ids, row = self.processor.media_token_ids, np.asarray(tokens, dtype=np.int64)
+        media_token_ids = self.processor.media_token_ids
+        row = np.asarray(tokens, dtype=np.int64)
         placed: list[Placed] = []
         end = 0
         media_positions = np.isin(row, list(media_token_ids)).nonzero()[0]

@@ -115,10 +115,8 @@ class ParquetFile(ArrowTable):
     format_name = "Parquet"
 
     def _open(self, source: Any) -> Sequence[int]:
-        self._source, self._max_group_bytes = (
-            source,
-            max(MAX_GROUP_BYTES, MAX_COMPRESSION_RATIO * source.size()),
-        )
+        self._source = source
+        self._max_group_bytes = max(MAX_GROUP_BYTES, MAX_COMPRESSION_RATIO * source.size())
         self._file = pyarrow.parquet.ParquetFile(source)
         return [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
 

@@ -167,7 +167,9 @@ class TRLEnvironment(Environment):
         name = self._get_factory_name(task)
         if name not in self._instances:
             self._instances[name] = await self._call(self.factories[name])
-        self._instance, self._task, self._n_calling_turns = self._instances[name], task, 0
+        self._instance = self._instances[name]
+        self._task = task
+        self._n_calling_turns = 0
         row = read_columns(task)
         row.setdefault("prompt", encode_messages(task.messages))
         if isinstance(self.config.factory, dict):

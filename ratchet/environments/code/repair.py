@@ -84,7 +84,9 @@ class CodeRepair(Environment):
         return self.problems.demonstration(task)
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._task, self._tries, self._shown_input = task, 0, None
+        self._task = task
+        self._tries = 0
+        self._shown_input = None
         return task.messages
 
     async def step(self, message: Message) -> Step:

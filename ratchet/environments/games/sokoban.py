@@ -86,7 +86,8 @@ class Sokoban(BoardGame[Room]):
         if len(free) < self.config.boxes + 2:
             return None
         *goals, player = rng.sample(free, self.config.boxes + 1)
-        room, solution = Room(walls, frozenset(goals), frozenset(goals), player), list[str]()
+        room = Room(walls, frozenset(goals), frozenset(goals), player)
+        solution = list[str]()
         for _ in range(self.config.pulls):
             options = list(self._iter_pulls(room))
             if not options:

@@ -184,7 +184,8 @@ class Harbor(ShellEnvironment):
         await self.close()
         session = await self._open(directory, directory.verifier_image)
         try:
-            tests, has_own_image = directory.read_tests(), directory.has_own_verifier_image
+            tests = directory.read_tests()
+            has_own_image = directory.has_own_verifier_image
             folders = (directory.workdir, *LOG_FOLDERS)
             start_files = {} if has_own_image else self._read_files(directory)
             await self._prepare(session, directory, "verifier", folders, {**start_files, **tests})

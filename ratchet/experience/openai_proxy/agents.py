@@ -56,10 +56,8 @@ def _run_in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
         # Every exception goes to the awaiting code, where the episode boundary handles it.
         except BaseException as error:
             # A future refuses StopIteration.
-            result, setter = (
-                (RuntimeError("StopIteration") if isinstance(error, StopIteration) else error),
-                future.set_exception,
-            )
+            result = RuntimeError("StopIteration") if isinstance(error, StopIteration) else error
+            setter = future.set_exception
         with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(set_if_pending, setter, result)
 

@@ -300,7 +300,8 @@ class EpisodePlayer:
             sampled: The tokens of that turn.
             reply: The message that was parsed from them.
         """
-        history, tools = tuple(state.messages[: state.turn_starts[-1]]), state.tools
+        history = tuple(state.messages[: state.turn_starts[-1]])
+        tools = state.tools
         if not self.renderer.keeps_turn(
             sampled, observation, history=history, reply=reply, tools=tools
         ):

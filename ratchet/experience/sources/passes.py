@@ -47,7 +47,9 @@ def resolve_lengths(config: RunConfig) -> ResolvedRecipe:
         ConfigError: The tasks of a stage are endless, or a key does not fit its number of steps.
         DataError: The data can't be read.
     """
-    stages, notes, environments = list(config.stages), {}, {}
+    stages = list(config.stages)
+    notes = {}
+    environments = {}
     for index, stage in enumerate(config.stages):
         if stage.steps is not None or stage.passes is None:
             continue

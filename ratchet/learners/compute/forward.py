@@ -80,7 +80,8 @@ class Forward:
                     for p in module.parameters()
                 }
                 memo |= {id(buffer): buffer for buffer in module.buffers()}
-        clone.model, clone.head = copy.deepcopy(self.model, memo), copy.deepcopy(self.head, memo)
+        clone.model = copy.deepcopy(self.model, memo)
+        clone.head = copy.deepcopy(self.head, memo)
         return clone
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:

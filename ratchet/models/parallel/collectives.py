@@ -139,7 +139,9 @@ class _SumBackward(Function):
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, same_use_on_all_ranks: bool) -> Tensor:
-        ctx.group, ctx.same_use_on_all_ranks, ctx.size = group, same_use_on_all_ranks, len(x)
+        ctx.group = group
+        ctx.same_use_on_all_ranks = same_use_on_all_ranks
+        ctx.size = len(x)
         return _all_gather_tensor(x, group)
 
     @staticmethod

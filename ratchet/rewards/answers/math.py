@@ -127,7 +127,8 @@ def extract_formula(text: str) -> str | None:
 
     A text without a formula or number is itself the formula if it is one short line.
     """
-    formula, number = find_last_match(FORMULA, text), find_last_match(NUMBER, text)
+    formula = find_last_match(FORMULA, text)
+    number = find_last_match(NUMBER, text)
     if number is not None and (formula is None or number.end() > formula.end()):
         is_only_number = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
         return (

@@ -108,7 +108,8 @@ def _read_source(case: Any, label: str) -> str:
 
 def _convert_check(case: Any, source: str, label: str) -> FunctionTask:
     values: Mapping[str, Any] = case if isinstance(case, Mapping) else {}
-    entry_point, prefix = values.get("entry_point", "candidate"), values.get("import_prefix", "")
+    entry_point = values.get("entry_point", "candidate")
+    prefix = values.get("import_prefix", "")
     if not isinstance(entry_point, str) or not isinstance(prefix, str):
         raise DataError(
             f"task '{label}': entry_point and import_prefix of a check-based test must be text"

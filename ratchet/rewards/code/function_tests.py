@@ -125,7 +125,9 @@ class FunctionJudge:
     """
 
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
-        self.sandbox, self.limits, self.share = sandbox, limits, share
+        self.sandbox = sandbox
+        self.limits = limits
+        self.share = share
         is_same_python = sandbox.has_same_python
         self._answer_script, self._explain_script = (
             _build_script("program_runner", entry, compiled=is_same_python)
@@ -144,7 +146,10 @@ class FunctionJudge:
         Raises DataError if the tests can judge no program, SandboxError if the sandbox failed.
         """
         plan = await self._get_plan(task)
-        calls, answers, n_certain, n_follow_up_calls = plan.calls, [], 0, 0
+        calls = plan.calls
+        answers = []
+        n_certain = 0
+        n_follow_up_calls = 0
         runner = ProgramRunner(self.sandbox, MAX_WALL_MULTIPLE * self.limits.wall_s)
         for _ in range(MAX_ROUNDS):
             request = {**_get_program_columns(task), "text": text, "calls": calls}

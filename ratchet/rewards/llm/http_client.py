@@ -118,7 +118,9 @@ class Endpoint:
         """Raise ConfigError if the key's environment variable is not set."""
         import httpx2
 
-        self._httpx2, self.url, self.config = httpx2, url, config
+        self._httpx2 = httpx2
+        self.url = url
+        self.config = config
         self._headers = {"content-type": "application/json"}
         if config.api_key_env is not None:
             self._headers["authorization"] = f"Bearer {get_credential(config.api_key_env)}"

@@ -17,8 +17,15 @@ from signal import SIGKILL
 from .syscall_numbers import NUMBERS_BY_MACHINE
 from .syscalls import MACHINE, SECCOMP, syscall
 
-LOAD, JUMP_EQUAL, JUMP_SET, JUMP_GE, RETURN, BIT_AND = 0x20, 0x15, 0x45, 0x35, 0x06, 0x54
-KILL_PROCESS, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
+LOAD = 0x20
+JUMP_EQUAL = 0x15
+JUMP_SET = 0x45
+JUMP_GE = 0x35
+RETURN = 0x06
+BIT_AND = 0x54
+KILL_PROCESS = 0x80000000
+ALLOW = 0x7FFF0000
+FAIL = 0x00050000
 # The kernel's names of the machines, AUDIT_ARCH_*
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000  # set in the numbers of x86-64's calls with 32-bit pointers
