@@ -73,7 +73,7 @@ class Medium:
     source: bytes
 
 
-class Placed(NamedTuple):
+class PlacedMedium(NamedTuple):
     """A medium whose tokens are [start, start + span) of a sequence."""
 
     start: int
@@ -236,8 +236,8 @@ class Turn:
     `state_key`: as in `ratchet.protocols.Step`. `terminated`: True if the environment ended the
     episode after this turn. `cut`: True if a token limit, not the policy, ended the turn; None:
     unknown. `malformed_call`: True if a tool call of the turn can't be parsed.
-    `malformed_thinking`: True if its marks of thinking are not those of one thought at its
-    beginning (see `ratchet.data.chat.thinking`). None: not examined.
+    `malformed_thinking`: True unless its thinking tags enclose exactly one thought at its beginning
+        (see `ratchet.data.chat.thinking`). None: not examined.
     """
 
     start: int
@@ -349,7 +349,7 @@ class Trajectory:
     messages: tuple[Message, ...] = ()
     outcome: Outcome | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the whole attempt
-    media: tuple[Placed, ...] = ()  # by start
+    media: tuple[PlacedMedium, ...] = ()  # by start
     extras: Mapping[str, Any] = field(default_factory=dict)
     allowed: AllowedTokens | None = None  # see `Completion`; None: no grammar
 

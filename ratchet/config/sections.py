@@ -191,14 +191,14 @@ class GeneratorSection(Section):
         reports_kept_mass: True if the generator reports the probability mass that top-p, top-k and
             min-p keep.
         records_masks: True if the generator records the tokens that a grammar allows.
-        least_temperature: The lowest positive temperature that the generator accepts.
+        min_temperature: The lowest positive temperature that the generator accepts.
     """
 
     can_offload: ClassVar[bool] = True
     copies_weights: ClassVar[bool] = False
     reports_kept_mass: ClassVar[bool] = True
     records_masks: ClassVar[bool] = False
-    least_temperature: ClassVar[float] = 0.0
+    min_temperature: ClassVar[float] = 0.0
 
     @property
     def sampler(self) -> GeneratorSection:

@@ -124,7 +124,7 @@ class VLLMConfig(GeneratorSection):
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGenerator"
     # vLLM replaces lower positive temperatures by this one.
-    least_temperature: ClassVar[float] = 0.01
+    min_temperature: ClassVar[float] = 0.01
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
 
     kind: Literal["vllm"] = "vllm"

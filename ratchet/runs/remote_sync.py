@@ -285,11 +285,11 @@ class Mirror:
         """
         self._has_retention_rules = True
         if not in_background:
-            self._background.settle()
+            self._background.wait()
             self._try_push(snapshots)
             return
         if self._background.has_finished:
-            self._background.settle()
+            self._background.wait()
         if self._background.is_running:
             log.info("%s is still being written: this save is uploaded later", self.address)
             return
@@ -302,7 +302,7 @@ class Mirror:
 
         Otherwise an error is logged that names the missing files.
         """
-        self._background.settle()
+        self._background.wait()
         if self._has_retention_rules:
             # Prune the checkpoints that were held while the upload thread read them.
             self.checkpoint_store.tidy()

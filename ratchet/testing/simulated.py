@@ -20,7 +20,7 @@ from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
 from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.protocols import LossTerm
 from ratchet.testing.fakes import FakeGenerator
-from ratchet.types import Completion, Group, Placed, Sampling, StopReason, Task
+from ratchet.types import Completion, Group, PlacedMedium, Sampling, StopReason, Task
 
 
 class SlowGenerator(FakeGenerator):
@@ -45,7 +45,7 @@ class SlowGenerator(FakeGenerator):
         self._aborted = asyncio.Event()
 
     async def generate(
-        self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
+        self, tokens: Any, sampling: Sampling, media: Sequence[PlacedMedium] = ()
     ) -> Completion:
         aborted = self._aborted
         async with self._slots:

@@ -84,7 +84,7 @@ class CheckpointSaver:
         """
         self._score = step, get_signed_metric(self.config.metric, metrics)
         if self._background.has_finished:
-            self.settle()
+            self.wait_for_write()
 
     async def save(self, run: StageRun, steps_done: int) -> None:
         """Save the checkpoint of `run` after `steps_done` steps.
@@ -94,10 +94,10 @@ class CheckpointSaver:
 
         Raises:
             CheckpointError: The checkpoint can't be written, and `checkpoint.on_error` is not
-                "warn". The error of a background write is raised later, by `observe`, `settle` or
-                the next `save`.
+                "warn". The error of a background write is raised later, by `observe`,
+                `wait_for_write` or the next `save`.
         """
-        self.settle()
+        self.wait_for_write()
         if run.verify_directory is not None:
             run.verify_directory()
         # A run that resumes from this checkpoint needs the records of all its steps.
@@ -146,14 +146,14 @@ class CheckpointSaver:
         if self.mirror is not None:
             self.mirror.push(mirror_snapshot, in_background=self.config.background)
 
-    def settle(self) -> None:
+    def wait_for_write(self) -> None:
         """Wait for the background write.
 
         Raises:
             CheckpointError: See `save`.
         """
         with self._tolerate_errors():
-            if self._background.settle():
+            if self._background.wait():
                 self.saved_step = self._background_step
 
     def _copy(self, run: StageRun, source_state: Mapping[str, Any]) -> WriteFiles:
@@ -227,7 +227,7 @@ class CheckpointSaver:
             if self.config.end_with == "best"
             else None
         )
-        if best is None or best.step == run.done:
+        if best is None or best.step == run.steps_done:
             return
         log.info(
             "stage %s ends with the weights of step %d, its best by %s",

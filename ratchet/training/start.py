@@ -82,8 +82,8 @@ def start_run(
     report = run_preflight(unfrozen, scan=False)
     report.raise_problems()
     notes += report.warnings
-    lengths = resolve_lengths(unfrozen)
-    config = freeze(lengths.config, notes)
+    resolved_recipe = resolve_lengths(unfrozen)
+    config = freeze(resolved_recipe.config, notes)
     directory, store, mirror = _open_new_run(
         run_dir or config.run_dir or find_free_run_dir(config.name), notes
     )
@@ -106,7 +106,7 @@ def start_run(
                 command,
                 profile,
                 try_s=try_s,
-                lengths=lengths,
+                resolved_recipe=resolved_recipe,
                 mirror=mirror,
                 notes=notes,
             ),
@@ -195,8 +195,8 @@ def resume_run(
     with directory.locked():
         if mirror is not None:
             mirror.resume()
-        lengths, notes = _change_recipe(place, directory, store, overrides)
-        config = lengths.config
+        resolved_recipe, notes = _change_recipe(place, directory, store, overrides)
+        config = resolved_recipe.config
         if mirror is not None:
             mirror.begin()
         if (unresolved_key := find_unfrozen_key(config)) is not None:
@@ -215,7 +215,7 @@ def resume_run(
                     profile,
                     changed_data=changed_data,
                     changed_recipe=bool(notes),
-                    lengths=lengths,
+                    resolved_recipe=resolved_recipe,
                     mirror=mirror,
                     notes=notes,
                 ),
@@ -235,15 +235,15 @@ def _change_recipe(
     config = load_config(directory.config)
     if not overrides:
         return ResolvedRecipe(config), []
-    lengths = resolve_lengths(load_changed_config(directory.config, overrides, run=place))
-    changes = list_changes(config, lengths.config)
+    resolved_recipe = resolve_lengths(load_changed_config(directory.config, overrides, run=place))
+    changes = list_changes(config, resolved_recipe.config)
     if not changes:
         return ResolvedRecipe(config), []
     checkpoint = next(iter(store.list_complete()), None)
     step, finished = (
         (0, 0) if checkpoint is None else (checkpoint.step, len(checkpoint.meta["summaries"]))
     )
-    check_changes(changes, lengths.config, step=step, n_finished_stages=finished, run=place)
+    check_changes(changes, resolved_recipe.config, step=step, n_finished_stages=finished, run=place)
     try:
         record_changes(
             directory.provenance,
@@ -252,8 +252,8 @@ def _change_recipe(
         )
     except OSError as error:
         raise RunDirectoryError(f"{directory.provenance} can't be written: {error}") from error
-    directory.replace_config(dump_plain(lengths.config))
-    return lengths, [f"changed after step {step}: {change}" for change in changes]
+    directory.replace_config(dump_plain(resolved_recipe.config))
+    return resolved_recipe, [f"changed after step {step}: {change}" for change in changes]
 
 
 def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -> int:

@@ -16,7 +16,7 @@ from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.generators.hf import HFGenerator
 from ratchet.models.decoder import Decoder
 from ratchet.testing.fakes import FakeEnvironment
-from ratchet.types import Failed, Medium, Message, Placed, Sampling, Task
+from ratchet.types import Failed, Medium, Message, PlacedMedium, Sampling, Task
 
 HONEST = 200
 CURSED = 66  # a token that the tokenizer can't decode
@@ -58,7 +58,7 @@ def slipped(**values):
     return sampling
 
 
-PICTURE = Placed(0, Medium("key", "image", 1, {}, b""))
+PICTURE = PlacedMedium(0, Medium("key", "image", 1, {}, b""))
 PLAIN = Sampling(max_new_tokens=9)
 # By name: prompt, sampling, media, and the error; None where the request may also be answered.
 POISON = {

@@ -345,10 +345,10 @@ DATASET = {"environment.kind": "dataset"}
 JUDGED_DATASET = {**DATASET, "rewards": [{"kind": "math"}]}
 LEARNING_RATE = KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-6)
 TRL = Peer(
-    "trl",
-    "TRL",
-    "1.16",
-    (
+    name="trl",
+    title="TRL",
+    version="1.16",
+    marks=(
         "per_device_train_batch_size",
         "model_name_or_path",
         "num_generations",
@@ -357,8 +357,8 @@ TRL = Peer(
         "bf16",
         "learning_rate",
     ),
-    _detect_method,
-    {
+    detect_method=_detect_method,
+    methods={
         "GRPOConfig": Method(
             {"algorithm.kind": "grpo", **JUDGED_DATASET}, (LEARNING_RATE, *ROLLOUT_ROWS)
         ),

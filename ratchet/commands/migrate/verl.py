@@ -444,10 +444,10 @@ def _detect_method(values: Mapping[str, Any]) -> str:
 # Keys that every imported recipe starts from: a dataset of questions with mathematical answers.
 QUESTIONS = {"environment.kind": "dataset", "rewards": [{"kind": "math"}]}
 VERL = Peer(
-    "verl",
-    "verl",
-    "0.5 to 0.8",
-    (
+    name="verl",
+    title="verl",
+    version="0.5 to 0.8",
+    marks=(
         ARR,
         "trainer.total_epochs",
         "data.train_files",
@@ -455,8 +455,8 @@ VERL = Peer(
         "algorithm.adv_estimator",
         "trainer.nnodes",
     ),
-    _detect_method,
-    {
+    detect_method=_detect_method,
+    methods={
         "PPO trainer": Method(
             {"algorithm.kind": "grpo", **QUESTIONS}, (*ALGORITHM, *RUN, *DROPPED_ROWS)
         )

@@ -5,6 +5,7 @@ The plan is computed from the model's shapes and the accelerators' data sheets. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -178,25 +179,16 @@ def _estimate_memory(
         "logits": LOGITS_BYTES,
     }
     # Sequences that a generator runs at a time, rounded up; 0 without generation.
-    n_running = -(
-        -max(workload.max_running_attempts, workload.max_running_eval_attempts)
-        // layout.n_generators
-    )
-    sample = (
-        {
-            "keys and values": n_running
-            * workload.max_sequence_tokens
-            * cost.kv_bytes(BF16_BYTES)
-            // layout.generator_tensor_parallel
+    max_running = max(workload.max_running_attempts, workload.max_running_eval_attempts)
+    n_running = math.ceil(max_running / layout.n_generators)
+    sample: dict[str, int] = {}
+    if n_running:
+        kv_bytes = n_running * workload.max_sequence_tokens * cost.kv_bytes(BF16_BYTES)
+        weight_bytes = cost.parameters * BF16_BYTES
+        sample = {
+            "keys and values": kv_bytes // layout.generator_tensor_parallel,
+            "generator's weights": weight_bytes // layout.generator_tensor_parallel,
         }
-        if n_running
-        else {}
-    )
-    sample |= (
-        {"generator's weights": cost.parameters * BF16_BYTES // layout.generator_tensor_parallel}
-        if n_running
-        else {}
-    )
     return MemoryPlan(resident, {"update": update, "sample": sample}, phases_take_turns=True)
 
 
@@ -209,7 +201,7 @@ def _estimate_seconds(
     score = flop_by_phase["score"] / (spec.count * accelerator.flop_s * SCORE_SHARE)
     if not workload.max_running_attempts:
         return {"update": update, "score": score}, "update: arithmetic"
-    n_running = -(-workload.max_running_attempts // layout.n_generators)
+    n_running = math.ceil(workload.max_running_attempts / layout.n_generators)
     # Decoding one token of each row reads all weights once, and the KV cache at its mean length.
     mean_length = (workload.max_prompt_tokens + workload.max_sequence_tokens) / 2
     bytes_read = cost.parameters * BF16_BYTES + n_running * mean_length * cost.kv_bytes(BF16_BYTES)

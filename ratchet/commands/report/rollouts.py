@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ratchet.commands.report.media import add_media_names, make_data_url
-from ratchet.commands.report.schema import pack
 from ratchet.commands.report.texts import TokenTexts, find_tokenizer
+from ratchet.commands.report.wire_format import pack
 from ratchet.errors import DataError
 from ratchet.observe.records.reader import INDEX, Record, RecordFile
 from ratchet.observe.records.schema import SCALARS, SCHEMA

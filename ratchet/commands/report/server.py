@@ -20,7 +20,7 @@ from ratchet.commands.report.files import read_files
 from ratchet.commands.report.media import collect_names
 from ratchet.commands.report.page import make_live_page
 from ratchet.commands.report.runs import RunReader, find_runs
-from ratchet.commands.report.schema import pack
+from ratchet.commands.report.wire_format import pack
 from ratchet.errors import PortBusy, RatchetError, RunDirectoryError
 from ratchet.web.connection import ServerLimits
 from ratchet.web.guard import LOOPBACK, Guard

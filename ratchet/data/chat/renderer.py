@@ -35,7 +35,7 @@ from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.data.chat.tool_calls import FORMATS, ToolFormat, find_tool_format
 from ratchet.data.processor import ExpandedMedium, Processor
 from ratchet.errors import ConfigError, DataError
-from ratchet.types import Message, Placed, StopReason, TrainedTokens
+from ratchet.types import Message, PlacedMedium, StopReason, TrainedTokens
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -272,7 +272,7 @@ class Renderer:
 
     def media(
         self, tokens: Sequence[int] | NDArray[np.int64], messages: Sequence[Message]
-    ) -> tuple[Placed, ...]:
+    ) -> tuple[PlacedMedium, ...]:
         """Return the media of `messages` with their places in `tokens`.
 
         `tokens` must contain the media of these messages and no others. Raise DataError if a medium
@@ -284,7 +284,7 @@ class Renderer:
         assert self.processor is not None, "a model that reads media has a processor"
         media_token_ids = self.processor.media_token_ids
         row = np.asarray(tokens, dtype=np.int64)
-        placed: list[Placed] = []
+        placed: list[PlacedMedium] = []
         end = 0
         media_positions = np.isin(row, list(media_token_ids)).nonzero()[0]
         for expanded in media:
@@ -300,7 +300,7 @@ class Renderer:
                     f"the messages have {len(media)} media, and not all of them are in the tokens: "
                     "render messages and tokens together"
                 )
-            placed.append(Placed(start, expanded.medium))
+            placed.append(PlacedMedium(start, expanded.medium))
         return tuple(placed)
 
     def find_media_token(self, sampled: Sequence[int] | NDArray[np.int64]) -> str | None:

@@ -40,7 +40,7 @@ class CallRules:
 
 
 def make_call_grammar(rules: CallRules, tool_format: ToolFormat, tokenizer: Tokenizer) -> str:
-    """Return the grammar of a turn under rules, in Hermes's format.
+    """Return the grammar of a turn that follows the rules, in Hermes's format.
 
     The calls of a forced turn follow the schemas of all tools.
 

@@ -98,8 +98,8 @@ class TransformersPolicy(PolicyModel):
             model, loading = loaded
             refuse_missing_weights(directory, loading)
             policy = cls(model, saved_config=saved_config)
-            # The probes of the constructor compare float32 products on the CPU. Those of an
-            # accelerator round otherwise in other shapes.
+            # The constructor's probes run on the CPU in float32, before the model moves: on an
+            # accelerator, rounding depends on the shapes, so packing would seem to change results.
             nn.Module.to(model, device)
             return policy
 

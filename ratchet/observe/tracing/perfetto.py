@@ -151,5 +151,6 @@ def _keep_complete_events(content: bytes) -> bytes:
 
     The closing bracket, or an event that a crash cut off, is left out.
     """
-    content = content.removesuffix(b"\n]\n") + b",\n" if content.endswith(b"}\n]\n") else content
+    if content.endswith(b"}\n]\n"):
+        content = content.removesuffix(b"\n]\n") + b",\n"
     return content[: max(content.rfind(b"},\n") + 1, 0)]

@@ -39,7 +39,7 @@ from ratchet.types import (
     Medium,
     Message,
     Part,
-    Placed,
+    PlacedMedium,
     Scored,
     Task,
     ToolCall,
@@ -70,7 +70,7 @@ def some_groups() -> list[Group]:
         messages=said,
         metrics={"turns": 2.0, "nan": float("nan")},
         extras={"odd": {1, 2}},
-        media=(Placed(0, Medium("xxh3:1", "image", 1, {}, b"x")),),
+        media=(PlacedMedium(0, Medium("xxh3:1", "image", 1, {}, b"x")),),
         log_kept_mass=np.asarray([0, 0, -0.5, 0, 0], np.float32),
         routes=np.arange(20, dtype=np.int16).reshape(5, 2, 2),
         allowed=AllowedTokens(
@@ -367,18 +367,18 @@ def with_pictures(size=1):
         replace(
             make_trajectory([1, 7, 7, 2], [3], reward=1.0, attempt=0, version=1),
             messages=(asked, Message("assistant", "a")),
-            media=(Placed(1, cat),),
+            media=(PlacedMedium(1, cat),),
         ),
         replace(
             make_trajectory([1, 7, 7, 2, 7, 7], [3], reward=0.0, attempt=1, version=1),
             messages=(asked, Message("assistant", "a"), Message("user", (second,))),
-            media=(Placed(1, cat), Placed(4, dog)),
+            media=(PlacedMedium(1, cat), PlacedMedium(4, dog)),
         ),
     ]
     filed = replace(
         make_trajectory([7, 7], [3], reward=1.0, version=1),
         messages=(Message("user", (Part("image", "far/away.png"),)),),
-        media=(Placed(0, far),),
+        media=(PlacedMedium(0, far),),
     )
     return [Group("g/0", Task("t/0", (asked,)), tuple(rows)), make_group("g/1", [filed])]
 
