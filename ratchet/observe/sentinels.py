@@ -325,7 +325,7 @@ class Sentinels:
             "message": message,
             **dict(sentinel),
             "history": [*self.memories[name].latest(2 * sentinel.window)],
-            # Without timings, so that a resumed run writes the same files.
+            # Timings are left out, so that a resumed run writes the same files.
             "metrics": {
                 key: content
                 for key, content in metrics.items()

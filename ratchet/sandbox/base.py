@@ -44,8 +44,8 @@ class Isolation(IntEnum):
     # files and, unless the user is root, the environment variables of the user's processes.
     SECCOMP = 1
     LANDLOCK = 2  # in addition, only the Python library can be read; nothing can be written
-    # In addition, separate process, network, IPC and mount namespaces, and a private scratch
-    # directory.
+    # The process, network, IPC and mount namespaces are separate too, and the scratch directory is
+    # private.
     NAMESPACES = 3
     KERNEL = 4  # in addition, a separate kernel: a virtual machine, or gVisor
 

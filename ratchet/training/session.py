@@ -131,7 +131,7 @@ class TrainingSession:
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
         self.started_at = time.monotonic()
-        # By stage: the fingerprints that were computed before the stage began.
+        # The fingerprints that were computed before a stage began, by the stage's index.
         self.fingerprints: dict[int, dict[str, str]] = {}
         self.start_model: str | None = None  # fingerprint of the weights that the run starts from
         self._profiled_stage = 0  # index of the stage that is profiled

@@ -24,7 +24,7 @@ from ratchet.commands.report.wire_format import pack
 from ratchet.types import MediaKind
 
 STYLES = ("vendor/uPlot.min.css", "style.css", "rollouts.css")
-# In load order: a script uses definitions of earlier ones.
+# The scripts in load order: each may use definitions of earlier ones.
 SCRIPTS = (
     "vendor/uPlot.iife.min.js",
     "dom.js",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -203,12 +204,12 @@ class Rollouts:
             ["step", "task", "group_index", "length"]
         )
         ranked = _rank_groups(table.to_pydict())
-        sizes = sorted(len(positions) for groups in ranked.values() for positions, _ in groups)
-        n_groups = max_rollouts // sizes[len(sizes) // 2] if sizes else 0
+        sizes = [len(positions) for groups in ranked.values() for positions, _ in groups]
+        n_groups = max_rollouts // statistics.median_high(sizes) if sizes else 0
         steps = _pick_evenly(list(ranked), n_groups)
         sample: list[dict[str, Any]] = []
         # Take one group of every step, then a second group of every step, and so on.
-        for rank in range(-(-n_groups // max(1, len(steps)))):
+        for rank in range(math.ceil(n_groups / max(1, len(steps)))):
             for step in steps:
                 positions, length = ranked[step][rank] if rank < len(ranked[step]) else ([], 0)
                 if len(sample) + len(positions) <= max_rollouts and length <= max_tokens:
@@ -237,8 +238,8 @@ class Rollouts:
             numbers["share"] = shares
         rollout_logprobs = row["rollout_logprobs"]
         old_logprobs = row["old_logprobs"]
-        # Tokens that the policy did not write have version -1. Without a token of the policy there
-        # is not a ratio.
+        # Tokens that the policy did not write have version -1. A row without a token of the policy
+        # has no ratio.
         if old_logprobs is not None and max(row["versions"], default=-1) >= 0:
             numbers["ratio"] = _round(
                 [

@@ -188,11 +188,10 @@ class Sokoban(BoardGame[Room]):
         return replay_moves(task.answer.split() if moves is None else moves)
 
     def rules(self, board_is_text: bool = True) -> str:
-        signs, drawn = (
-            ("@, on a goal +", "$", ".; with a box on it *", "#"),
-            ("the blue disc", "orange", "red rings", "dark"),
-        )
-        you, boxes, goals, walls = signs if board_is_text else drawn
+        if board_is_text:
+            you, boxes, goals, walls = "@, on a goal +", "$", ".; with a box on it *", "#"
+        else:
+            you, boxes, goals, walls = "the blue disc", "orange", "red rings", "dark"
         return (
             f"You ({you}) push boxes ({boxes}) onto the goals ({goals}) in a room with walls "
             f"({walls}). You can "

@@ -26,7 +26,7 @@ Operators = Annotated[
     tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_check_distinct)
 ]
 
-# Without "/", so that results are integers.
+# Division is left out, so that results are integers.
 IntegerOperators = Annotated[
     tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_check_distinct)
 ]

@@ -73,7 +73,7 @@ class Countdown(Procedural):
         solution = self._combine(rng, numbers)
         if solution is None or solution.value > self.config.max_target or solution.value in numbers:
             return None  # a target among the numbers would make the problem trivial
-        # Sorted, so that no reordered copy of a training problem is in the test split.
+        # Numbers are sorted, so that no reordered training problem is in the test split.
         numbers.sort()
         number_text = " ".join(map(str, numbers))
         prompt = self.config.template.replace("{numbers}", number_text).replace(

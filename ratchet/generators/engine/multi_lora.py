@@ -74,7 +74,7 @@ class MultiLoRA:
         self.source_decoder = decoder
         self.row_multiple = row_multiple
         self._adapter_rows = AdapterRows()
-        # By name, then by path of the linear layer.
+        # Adapters by their name, then by the path of the linear layer.
         self._adapters_by_name: dict[str, dict[str, FusedLoRA]] = {}
         # A decoder with the source's tensors and a `MultiAdapter` at each linear layer, if built.
         self._view: Decoder | None = None
