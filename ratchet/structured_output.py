@@ -69,7 +69,7 @@ class StructuredOutput:
         return json.loads(self.text) if self.kind in ("json", "choice") else self.text
 
     def compile(self) -> str:
-        """Return the grammar in llguidance's format. That of equal grammars is computed once.
+        """Return the grammar in llguidance's format. Equal grammars are compiled once.
 
         Raises:
             MissingDependency: llguidance is not installed.

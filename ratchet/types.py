@@ -61,8 +61,8 @@ class Medium:
         key: Identifies the content and its processing. Media with equal keys have equal inputs, so
             they are stored and computed once.
         span: Number of tokens that stand for it in a sequence.
-        inputs: Arguments of the model's forward, by name. Those of several media are joined along
-            the first dimension.
+        inputs: Arguments of the model's forward, by name. The inputs of several media are joined
+            along the first dimension.
         source: The encoded file, for records and for generators with their own processor.
     """
 

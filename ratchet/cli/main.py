@@ -120,11 +120,11 @@ def check(
     if offline:
         say(describe(config, threads=describe_threads()))
     else:
-        from ratchet.experience.sources.passes import describe_lengths
+        from ratchet.experience.sources.passes import describe_passes
         from ratchet.training.preflight import run_preflight
 
         report = run_preflight(config)
-        say(describe(*describe_lengths(config), threads=describe_threads()))
+        say(describe(*describe_passes(config), threads=describe_threads()))
         say("\n" + "\n".join(["opened", *(f"  {line}" for line in report.opened)]))
         for warning in report.warnings:
             say(f"  warning: {warning}")

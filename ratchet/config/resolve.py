@@ -80,7 +80,8 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
             Field(
                 {},
                 description="Variables of the chat template for this part's tasks: "
-                "{reasoning_effort: low}. Those of a row (chat_template_columns) go before them.",
+                "{reasoning_effort: low}. A row's own variables (chat_template_columns) override "
+                "them.",
             ),
         ),
     },
@@ -425,7 +426,8 @@ def _prefix_location(
     prefixed = []
     for detail in error.errors():
         context = {**detail.get("ctx", {}), "message": detail["msg"]}
-        kind = PydanticCustomError(detail["type"], "{message}", context)  # pyright: ignore[reportArgumentType]
+        kind: Any = detail["type"]
+        reason = PydanticCustomError(kind, "{message}", context)
         place = (index, *detail["loc"])
-        prefixed.append(InitErrorDetails(type=kind, loc=place, input=detail["input"]))
+        prefixed.append(InitErrorDetails(type=reason, loc=place, input=detail["input"]))
     return prefixed

@@ -224,7 +224,7 @@ class GeneratorSection(Section):
         return None
 
     @property
-    def largest_lora_rank(self) -> int | None:
+    def max_lora_rank(self) -> int | None:
         """Return the largest rank of an adapter that the generator is started for.
 
         Returns None if it has no limit.
@@ -346,8 +346,8 @@ def list_judged(value: object) -> Iterator[JudgedSection]:
 # Attributes of user sections that do not derive from the base section of their slot. A slot is a
 # place of the recipe for a section of any class, such as "algorithm"; "part", "worker_environment"
 # and "problems" are places for environments inside an environment. These values take precedence
-# over the base's: the training data of such an algorithm or environment are unknown, and all
-# properties are checked of such an advantage estimator (an exempt one lacks a property by design).
+# over the base's: nothing is known of the training data of such an algorithm or environment, and
+# such an advantage estimator is exempt from no property, so that all of them are checked.
 USER_SECTION_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
     "algorithm": {"source": None},
     **{

@@ -252,7 +252,7 @@ class VLLMConfig(GeneratorSection):
         return self.quantise
 
     @property
-    def largest_lora_rank(self) -> int:
+    def max_lora_rank(self) -> int:
         return self.lora_rank
 
     @property

@@ -14,7 +14,7 @@ from ratchet.errors import RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
-from ratchet.experience.sources.passes import ResolvedRecipe, resolve_lengths
+from ratchet.experience.sources.passes import ResolvedRecipe, resolve_passes
 from ratchet.observe.provenance import record_changes
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.recipe_changes import check_changes, list_changes, load_changed_config
@@ -82,7 +82,7 @@ def start_run(
     report = run_preflight(unfrozen, scan=False)
     report.raise_problems()
     notes += report.warnings
-    resolved_recipe = resolve_lengths(unfrozen)
+    resolved_recipe = resolve_passes(unfrozen)
     config = freeze(resolved_recipe.config, notes)
     directory, store, mirror = _open_new_run(
         run_dir or config.run_dir or find_free_run_dir(config.name), notes
@@ -235,7 +235,7 @@ def _change_recipe(
     config = load_config(directory.config)
     if not overrides:
         return ResolvedRecipe(config), []
-    resolved_recipe = resolve_lengths(load_changed_config(directory.config, overrides, run=place))
+    resolved_recipe = resolve_passes(load_changed_config(directory.config, overrides, run=place))
     changes = list_changes(config, resolved_recipe.config)
     if not changes:
         return ResolvedRecipe(config), []

@@ -172,7 +172,7 @@ class WeightFiles:
         remaining = set(names)
         for file in sorted({self.files[name] for name in remaining}):
             with _open(self.directory / file) as weight_file:
-                for name in weight_file.keys():  # noqa: SIM118 (it looks like a mapping but is none)
+                for name in weight_file.keys():  # noqa: SIM118 (it is not a mapping)
                     if name in remaining:
                         yield name, weight_file.get_tensor(name)
 

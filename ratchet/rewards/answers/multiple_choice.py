@@ -49,7 +49,8 @@ class MultipleChoice(FinalAnswer):
         verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|would\sbe)(?:\s{0,3}:)?)?"
         noun = r"(?i:\b(?:answer|choice|option)\b)\*{0,2}"
         self._answer_pattern = re.compile(
-            rf"{noun}(?P<verb>{verb})\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{OPENING_MARKS}{letter}"
+            rf"{noun}(?P<verb>{verb})\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?"
+            rf"{OPENING_MARKS}{letter}"
         )
         self._letter_pattern = re.compile(
             rf"\s*{OPENING_MARKS}{letter}{CLOSING_MARKS}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL

@@ -169,14 +169,16 @@ def _find_entry_point(tree: ast.Module, label: str) -> str:
         if alias.name != "*"
     ]
     if not imported:
-        known = {*vars(builtins), *_list_bound_names(tree)}
+        defined_names = {*vars(builtins), *_list_bound_names(tree)}
         called = [
             node.func.id
             for node in ast.walk(tree)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         ]
         imported = [
-            name for name in called if name not in known and not defines_name(USUAL_IMPORTS, name)
+            name
+            for name in called
+            if name not in defined_names and not defines_name(USUAL_IMPORTS, name)
         ]
     names = list(dict.fromkeys(imported))
     if len(names) != 1:
