@@ -347,7 +347,7 @@ def score(
     from ratchet.runs.run_dir import RunDirectory
 
     workers = workers or count_usable_cores()
-    if RunDirectory(Path(file)).used:
+    if RunDirectory(Path(file)).is_used:
         from ratchet.commands.score_run import score_run
 
         score_run(file, reward, keys or [], steps=step or [], as_json=json, workers=workers)

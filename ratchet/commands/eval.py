@@ -152,7 +152,7 @@ def _get_results(target: str, evaluation: EvaluationSettings) -> _Results:
     if target == ORACLE and not Path(target).exists():
         return _Results(_evaluate_oracle(evaluation))
     path = fetch_run_model(target, evaluation.step)
-    if evaluation.step is not None and not RunDirectory(path).used:
+    if evaluation.step is not None and not RunDirectory(path).is_used:
         raise ConfigError(
             f"--step {evaluation.step} is only for runs, and {target} is not a run: remove --step"
         )
@@ -198,7 +198,8 @@ def print_and_save(
     console.print(Markdown(format_report(results, title)))
     run = RunDirectory(Path(split_step(target)[0]))
     directory = out or _choose_new_directory(
-        (run.evals if run.used else Path("evals")) / str(results.about.get("on")).replace(":", ".")
+        (run.evals if run.is_used else Path("evals"))
+        / str(results.about.get("on")).replace(":", ".")
     )
     if not save_report(results, directory, title):
         raise RatchetError(f"the results are not in {directory}: see the warning above")

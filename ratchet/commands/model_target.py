@@ -145,7 +145,7 @@ def _load_run_policy(config: RunConfig, model_dir: Path, generator: str | None) 
 
 def _open_checkpoint(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
     """Open the checkpoint of a run's step, exported to a temporary model directory."""
-    if not RunDirectory(path).used:
+    if not RunDirectory(path).is_used:
         raise RunNotFound(
             f"{path} holds no run (no config.yaml), and --step {step} is only for runs: remove "
             "--step"

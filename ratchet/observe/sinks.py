@@ -99,7 +99,10 @@ class JsonlSink:
             logger.warning(
                 "%s lacks %d of the %d steps up to the resumed checkpoint (%s), because it was "
                 "changed or could not be written. Training is not affected, but charts have gaps",
-                *(path, len(missing_steps), keep_through, _format_ranges(missing_steps)),
+                path,
+                len(missing_steps),
+                keep_through,
+                _format_ranges(missing_steps),
             )
 
     def write(self, step: int, metrics: Metrics) -> None:

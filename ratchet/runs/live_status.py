@@ -67,7 +67,7 @@ def query_status(path: Path) -> str:
             answer.
     """
     directory = RunDirectory(path)
-    if not directory.used:
+    if not directory.is_used:
         raise RunNotFound(
             f"{path} holds no run (no config.yaml). Give the directory that `ratchet train` printed"
         )

@@ -128,7 +128,7 @@ class Mirror:
         except OSError as error:
             offline_hint = (
                 f". To resume without it, use --resume {self.directory.path}"
-                if self.directory.used
+                if self.directory.is_used
                 else ""
             )
             raise RunDirectoryError(
@@ -153,7 +153,7 @@ class Mirror:
                 f"after step {local_step}"
             )
             return
-        if self.directory.used and local_run != index.run:
+        if self.directory.is_used and local_run != index.run:
             raise RunDirectoryError(
                 f"{path}, the local copy for {self.address}, belongs to another run: move it away, "
                 f"or continue it without the mirror by --resume {path}"

@@ -93,7 +93,7 @@ def find_saved(place: str | Path) -> SavedWeights | None:
         return None
     path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
     directory = RunDirectory(path)
-    if not directory.used:
+    if not directory.is_used:
         if step is None:
             return None
         raise RunNotFound(
@@ -244,7 +244,7 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
     """
     text, step = split_step(place.rstrip("/"))
     path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
-    if with_optimizer and step is None and RunDirectory(path).used:
+    if with_optimizer and step is None and RunDirectory(path).is_used:
         steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
         if not steps:
             raise RunDirectoryError(
@@ -252,7 +252,7 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
             )
         return SavedWeights(path, steps[-1])
     saved = SavedWeights(path, step) if is_address(text) else find_saved(place)
-    if saved is None or not RunDirectory(saved.run).used:
+    if saved is None or not RunDirectory(saved.run).is_used:
         raise RunNotFound(
             f"--from {place} is not a run (no config.yaml). Set model.path for a model directory"
         )

@@ -130,11 +130,11 @@ def _open_new_run(
     if mirror is not None:
         mirror.check_empty()
     if mirror is None and has_no_finished_step(directory):
-        if directory.used:
+        if directory.is_used:
             notes.append(f"takes the place of a run without steps in {path}")
         with directory.locked():
             clear_run_without_steps(directory)
-    if directory.used:
+    if directory.is_used:
         raise RunDirectoryError(
             f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
         )
@@ -187,7 +187,7 @@ def resume_run(
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
     directory, store, mirror = open_run(place)
-    if mirror is None and not directory.used:
+    if mirror is None and not directory.is_used:
         raise RunNotFound(
             f"{place} holds no run (no config.yaml). Pass the directory that `ratchet train` "
             "printed"

@@ -175,7 +175,7 @@ class Replay:
 
     def __init__(self, path: Path) -> None:
         self.directory = RunDirectory(path)
-        if not self.directory.used:
+        if not self.directory.is_used:
             raise RunNotFound(
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"

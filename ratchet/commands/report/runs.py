@@ -43,7 +43,7 @@ class RunReader:
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.directory = RunDirectory(path)
         self.name = name or path.resolve().name
-        if not self.directory.used:
+        if not self.directory.is_used:
             raise RunNotFound(
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"

@@ -230,9 +230,9 @@ def draw_filtered(
 ) -> tuple[Tensor, Tensor]:
     """Sample from filtered rows and return (tokens [F], log of the kept mass [F]).
 
-    Each filter keeps the most probable tokens of the distribution at the sampling temperature. Of
-    equal probabilities, the lower id comes first. The sample is drawn from the tokens that all
-    filters keep.
+    Each filter keeps the most probable tokens of the distribution at the sampling temperature.
+    Among equal probabilities, the lower id comes first. The sample is drawn from the tokens that
+    all filters keep.
     """
     sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
     cdf_FV = sorted_FV.cumsum(-1)

@@ -1,12 +1,12 @@
 """Add LoRA to Megatron's parallel linear layers: out + scale B A x (arXiv:2106.09685, eq. 3).
 
-A and B are divided like the map. If the map's outputs are divided over tensor-parallel ranks, the
-rows of B are divided too, and each rank has the whole A. If the map's inputs are divided, the
+A and B are divided like the layer. If the layer's outputs are divided over tensor-parallel ranks,
+the rows of B are divided too, and each rank has the whole A. If its inputs are divided, the
 columns of A are divided too, and each rank has the whole B. In both cases ranks exchange only A x,
 which is r numbers per token.
 
 t = input tokens, u = output tokens (differs from t under sequence parallelism), 1 = Megatron's
-batch dimension, r = rank of the adapter, i = inputs and o = outputs of the map on this rank.
+batch dimension, r = rank of the adapter, i = inputs and o = outputs of the layer on this rank.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ DIVIDED_INPUTS = FactorSharding(
 class LoRAFactors(nn.Module):
     """The factors A [r, i] and B [rows, r] of one target, such as q_proj. They are uninitialised.
 
-    The rows are those rows of the map's matrix that belong to the target.
+    The rows are those rows of the layer's matrix that belong to the target.
     """
 
     def __init__(self, weight: Tensor, adapted: Sequence[WeightPiece], rank: int) -> None:
-        """Allocate the factors; `adapted` are the target's blocks in the map's matrix."""
+        """Allocate the factors; `adapted` are the target's blocks in the layer's matrix."""
         super().__init__()
         self.spans = [piece.rows for piece in adapted]
         empty = {"dtype": weight.dtype, "device": weight.device}
@@ -89,7 +89,7 @@ class LoRAFactors(nn.Module):
         }
 
     def multiply_b(self, ax_ur: Tensor) -> list[tuple[range, Tensor]]:
-        """Return (columns of the map's output, B A x for these columns), computed from A x."""
+        """Return (columns of the layer's output, B A x for these columns), computed from A x."""
         outputs = F.linear(ax_ur, self.lora_B).split([len(span) for span in self.spans], dim=-1)
         return list(zip(self.spans, outputs, strict=True))
 

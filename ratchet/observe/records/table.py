@@ -208,9 +208,8 @@ def _get_nulls_R(column: pa.Array) -> NDArray[np.bool_]:
 
 def _divide(sums: pa.Array, counts: pa.Array) -> pa.Array:
     """Return sums / counts; null where the sum or the count is null, or the count is 0."""
-    counts_R, sums_R = (
-        np.where(_get_nulls_R(column), 0.0, read_array(column)) for column in (counts, sums)
-    )
+    sums_R = np.where(_get_nulls_R(sums), 0.0, read_array(sums))
+    counts_R = np.where(_get_nulls_R(counts), 0.0, read_array(counts))
     empty_R = _get_nulls_R(sums) | (counts_R == 0)
     return make_array(sums_R / np.where(empty_R, 1.0, counts_R), pa.float64(), empty_R)
 
