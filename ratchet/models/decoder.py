@@ -317,7 +317,7 @@ class Decoder(nn.Module):
             must_checkpoint = self.checkpointing and torch.is_grad_enabled()
             x_Td = cast(
                 Tensor,
-                # Layers draw no random numbers but those of a seed (`SeededDropout`).
+                # The only random numbers in layers come from a seed (`SeededDropout`).
                 checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
                 if must_checkpoint
                 else layer(*inputs),

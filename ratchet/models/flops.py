@@ -108,9 +108,8 @@ class DecoderCost:
         shape = self.shape
         head_activations = 2 * shape.hidden_size
         if checkpointing:
-            return size * (
-                shape.n_layers * shape.hidden_size + head_activations
-            ) + self.largest_layer_bytes(size)
+            layer_inputs = shape.n_layers * shape.hidden_size
+            return size * (layer_inputs + head_activations) + self.largest_layer_bytes(size)
         return size * (sum(self._activations_per_layer) + head_activations)
 
     def largest_layer_bytes(self, size: int) -> int:

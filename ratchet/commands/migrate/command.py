@@ -155,7 +155,7 @@ def _describe(item: Item) -> str:
 
 
 def _show_value(item: Item) -> str:
-    """Return the value of a key, but for secrets, which must not reach the recipe."""
+    """Return the value of a key. Secrets are redacted, because they must not reach the recipe."""
     return REDACTED if is_secret(item.peer_key) else _shorten(item.value)
 
 

@@ -177,7 +177,7 @@ def describe_unknown_tool(name: str, names: Iterable[str]) -> str:
 
 
 def read_answer(value: Any) -> str | tuple[Part, ...]:
-    """Return what a tool returned as the content of a message.
+    """Convert the value that a tool returned to the content of a message.
 
     A `Part`, an image of Pillow, and a list or tuple with one of these become parts, in order.
     Anything else becomes text.

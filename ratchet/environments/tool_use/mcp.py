@@ -36,7 +36,7 @@ class MCPConfig(ToolConfig):
     images: bool = Field(
         False,
         description="true: images in answers reach the policy, whose model must read them; false: "
-        "the text (image) stands for each.",
+        "each image is replaced by the text (image).",
     )
     start_s: float = Field(
         30.0,

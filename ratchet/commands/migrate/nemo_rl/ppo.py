@@ -247,7 +247,7 @@ CRITIC = (
     ),
     *section_rows("value"),
     *switches(
-        "the critic runs on the policy's learner, and has its settings but for the learning rate",
+        "the critic runs on the policy's learner, and has its settings except the learning rate",
         "value.*",
     ),
 )
