@@ -22,7 +22,7 @@ from ratchet.config.schema import RunConfig
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.errors import ConfigError
 from ratchet.executors.freeze import freeze
-from ratchet.experience.sources.passes import resolve_lengths
+from ratchet.experience.sources.passes import resolve_passes
 from ratchet.models.flops import DecoderCost
 from ratchet.utils.datasheets import GIB, ClusterSpec
 
@@ -115,7 +115,7 @@ def load(shape: dict[str, Any], folder: Path, more: str) -> RunConfig:
     (folder / "config.json").write_text(json.dumps(shape))
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(model=folder) + more)
-    return freeze(resolve_lengths(load_config(recipe)).config)
+    return freeze(resolve_passes(load_config(recipe)).config)
 
 
 def find_smallest(

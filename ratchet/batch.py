@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ratchet.errors import MissingColumn
-from ratchet.types import Placed
+from ratchet.types import PlacedMedium
 from ratchet.utils.transfer import upload_together
 
 Level = Literal["token", "sequence", "group"]
@@ -79,7 +79,7 @@ class Batch:
     tag_S: Tensor  # int64, index into `tags`
     group_ids: tuple[str, ...]  # [G]
     tags: tuple[str, ...]
-    media_S: tuple[tuple[Placed, ...], ...] = ()  # [S]; (): no sequence has media
+    media_S: tuple[tuple[PlacedMedium, ...], ...] = ()  # [S]; (): no sequence has media
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)
     sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
     weights: Mapping[str, LossWeights] = field(default_factory=dict)  # by term name

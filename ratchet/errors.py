@@ -4,7 +4,7 @@
     ├── ConfigError          a recipe or an override is wrong; `ratchet train` exits 2
     │   └── SamplingError    a field of `Sampling` has a value that can't be used
     ├── DataError            a row, a file or a prompt is wrong; names file and line
-    │   ├── RequestFailed    one completion can't be computed; other requests go on
+    │   ├── RequestFailed    one completion can't be computed; other requests continue
     │   └── RowTooLong       a row has more tokens than the model's context
     ├── ModelError           a model directory can't be read, or doesn't fit the tokenizer
     ├── MissingColumn        a loss needs a column that no pass fills
@@ -15,7 +15,7 @@
     │   └── RunNotFound      the path or address given to a command holds no run
     ├── WeightSyncError      new weights did not reach a generator, which keeps the old ones
     │   └── DeltaRefused     a delta does not apply to the version that the receiver has
-    ├── TrainingError        training can't go on (non-finite steps, many failed attempts)
+    ├── TrainingError        training can't continue (non-finite steps, many failed attempts)
     │   └── ParityError      sampler and learner disagree about the probability of sampled tokens
     └── WorkerError          a process of a distributed run; names its role, rank and host
         ├── WorkerDied       the process ended, or was silent for too long and was killed
@@ -122,7 +122,11 @@ class WorkerDied(WorkerError):
         self, message: str, *, role: str, rank: int, host: str, signal: str = "", tail: str = ""
     ) -> None:
         super().__init__(f"{message}\nIts last lines:\n{tail}" if tail else message)
-        self.role, self.rank, self.host, self.signal, self.tail = role, rank, host, signal, tail
+        self.role = role
+        self.rank = rank
+        self.host = host
+        self.signal = signal
+        self.tail = tail
 
 
 class WorkerRaised(WorkerError):

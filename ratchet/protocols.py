@@ -20,7 +20,7 @@ from ratchet.types import (
     LabelledAnswer,
     Message,
     Outcome,
-    Placed,
+    PlacedMedium,
     Sampling,
     Split,
     Step,
@@ -226,7 +226,7 @@ class Generator(ABC):
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         """Return a completion of the prompt `tokens`.
 

@@ -72,7 +72,10 @@ class Sampling:
         This runs for every turn of an attempt, so it is a single expression. It takes 0.4 us
         without stop strings and stop ids, and 1.4 us with them.
         """
-        temperature, top_p, ids, stop = self.temperature, self.top_p, self.stop_ids, self.stop
+        temperature = self.temperature
+        top_p = self.top_p
+        ids = self.stop_ids
+        stop = self.stop
         return (
             type(temperature) is type(top_p) is type(self.min_p) is float
             and type(self.top_k)

@@ -69,7 +69,7 @@ class StructuredOutput:
         return json.loads(self.text) if self.kind in ("json", "choice") else self.text
 
     def compile(self) -> str:
-        """Return the grammar in llguidance's format. That of equal grammars is computed once.
+        """Return the grammar in llguidance's format. Equal grammars are compiled once.
 
         Raises:
             MissingDependency: llguidance is not installed.
@@ -94,7 +94,9 @@ def _compile(structured: StructuredOutput) -> str:
             compiled = grammar_from(structured.kind, structured.text)
         is_invalid, messages = LLMatcher.validate_grammar_with_warnings(compiled)
     except ValueError as error:
-        compiled, is_invalid, messages = "", True, [str(error)]
+        compiled = ""
+        is_invalid = True
+        messages = [str(error)]
     if is_invalid:
         reason = " ".join(messages[0].split())  # it may quote lines of the grammar
         raise ConfigError(

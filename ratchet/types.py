@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ratchet.allowed_tokens import AllowedTokens
 
 ChatRole = Literal["system", "user", "assistant", "tool"]  # those of chat templates and data
-# "inline": text that the environment writes into the assistant's open turn, which then goes on.
+# "inline": text that the environment writes into the assistant's open turn, which then continues.
 Role = Literal[ChatRole, "inline"]
 Split = Literal["train", "test"]
 # Tokens of a demonstration that train: those of all assistant turns, of the last one, or all but
@@ -61,8 +61,8 @@ class Medium:
         key: Identifies the content and its processing. Media with equal keys have equal inputs, so
             they are stored and computed once.
         span: Number of tokens that stand for it in a sequence.
-        inputs: Arguments of the model's forward, by name. Those of several media are joined along
-            the first dimension.
+        inputs: Arguments of the model's forward, by name. The inputs of several media are joined
+            along the first dimension.
         source: The encoded file, for records and for generators with their own processor.
     """
 
@@ -73,7 +73,7 @@ class Medium:
     source: bytes
 
 
-class Placed(NamedTuple):
+class PlacedMedium(NamedTuple):
     """A medium whose tokens are [start, start + span) of a sequence."""
 
     start: int
@@ -236,8 +236,8 @@ class Turn:
     `state_key`: as in `ratchet.protocols.Step`. `terminated`: True if the environment ended the
     episode after this turn. `cut`: True if a token limit, not the policy, ended the turn; None:
     unknown. `malformed_call`: True if a tool call of the turn can't be parsed.
-    `malformed_thinking`: True if its marks of thinking are not those of one thought at its
-    beginning (see `ratchet.data.chat.thinking`). None: not examined.
+    `malformed_thinking`: True unless its thinking tags enclose exactly one thought at its beginning
+        (see `ratchet.data.chat.thinking`). None: not examined.
     """
 
     start: int
@@ -349,7 +349,7 @@ class Trajectory:
     messages: tuple[Message, ...] = ()
     outcome: Outcome | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the whole attempt
-    media: tuple[Placed, ...] = ()  # by start
+    media: tuple[PlacedMedium, ...] = ()  # by start
     extras: Mapping[str, Any] = field(default_factory=dict)
     allowed: AllowedTokens | None = None  # see `Completion`; None: no grammar
 

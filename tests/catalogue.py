@@ -152,7 +152,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "Rollouts": {
-        "R1": ("an environment raises", "its attempt fails, and is no reward; the others go on"),
+        "R1": ("an environment raises", "its attempt fails, and is not a reward; the others go on"),
         "R2": ("an environment hangs", "a deadline ends the attempt; the process is replaced"),
         "R3": (
             "an environment returns something else",

@@ -117,9 +117,9 @@ RECIPES: Mapping[str, tuple[str, str]] = {
         "is not the path of a class",
     ),
     "a kind without a module": (_with("environment", "{kind: ':Y'}"), "is not the path of a class"),
-    "a class that is no environment": (
+    "a class that is not an environment": (
         _with("environment", "{kind: 'queue:Queue'}"),
-        "is no environment",
+        "is not an environment",
     ),
     "a vocabulary below 0": (
         _shaped("vocab_size: -5"),

@@ -26,7 +26,7 @@ def keep_rows(batch: Batch, kept_S: Tensor) -> Batch:
     )
 
 
-def note_signal(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
+def fill_has_signal(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
     """Fill `has_signal`, bool [S]: True if `transforms` give the group any advantage other than 0.
 
     The transforms run on copies of the batch and of the state, which are then dropped.
@@ -38,7 +38,7 @@ def note_signal(batch: Batch, state: AlgoState, *, transforms: Sequence[Transfor
     return batch.fill_sequences(has_signal=_has_signal(transformed))
 
 
-def drop_silent_groups(batch: Batch, state: AlgoState) -> Batch:
+def drop_groups_without_signal(batch: Batch, state: AlgoState) -> Batch:
     """Remove groups without a signal, such as those of equal rewards, from the final mask.
 
     They would only dilute means over the batch. This is dynamic sampling of DAPO

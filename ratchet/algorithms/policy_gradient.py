@@ -31,9 +31,9 @@ from ratchet.algorithms.config.policy_losses import CorrectionConfig, KLConfig
 from ratchet.algorithms.config.shaping import ShapingPart
 from ratchet.algorithms.filters import (
     drop_by_mean_reward,
-    drop_silent_groups,
+    drop_groups_without_signal,
     drop_truncated,
-    note_signal,
+    fill_has_signal,
 )
 from ratchet.algorithms.kl import COEF, adapt_kl, kl_in_reward, kl_penalty, report_kl_coef
 from ratchet.algorithms.loss_aggregation import WEIGHTINGS, fixed_length, positive_mean, valued_mean
@@ -105,7 +105,7 @@ def build_mixture(section: AdvantageMixture) -> Transform:
     return partial(mixture, weighted_estimators=weighted_estimators)
 
 
-def sampler_as_old(batch: Batch, state: AlgoState) -> Batch:
+def fill_old_from_sampler(batch: Batch, state: AlgoState) -> Batch:
     """Fill `old_logprobs` with the sampler's log-probabilities, in place of a scoring pass."""
     return batch.fill_tokens(old_logprobs=batch.rollout_logprobs_T)
 
@@ -196,7 +196,7 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     The order is: reward shaping, KL penalty, advantage estimator, filters, rollout correction,
     changes to advantages.
     """
-    steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
+    steps: list[Transform] = [fill_old_from_sampler] if config.old_logprobs == "sampler" else []
     if config.positive_nll_coef > 0 or config.mean_reward_range is not None:
         steps.append(copy_judged_rewards)
     estimator: Transform = build(config.advantage)
@@ -204,7 +204,7 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
         # A length penalty gives answers of equal reward different advantages, which would keep
         # their group. So the signal is measured without such shaping.
         neutral_shaping = [build(part) for part in config.shaping if not _adds_signal((part,))]
-        steps.append(partial(note_signal, transforms=(*neutral_shaping, estimator)))
+        steps.append(partial(fill_has_signal, transforms=(*neutral_shaping, estimator)))
     steps += [build(part) for part in config.shaping]
     if config.kl.coef > 0:
         steps.append(
@@ -215,7 +215,7 @@ def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
         )
     steps.append(estimator)
     if config.equal_rewards != "keep":
-        steps.append(drop_silent_groups)
+        steps.append(drop_groups_without_signal)
     if config.mean_reward_range is not None:
         low, high = config.mean_reward_range
         steps.append(partial(drop_by_mean_reward, low=low, high=high))

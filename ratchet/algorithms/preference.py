@@ -56,7 +56,7 @@ def build_kto(config: KTOConfig) -> Algorithm:
             Pass("reference", "logprobs", "ref_logprobs"),
         ),
         roles={"reference": Role()},
-        # Not an advantage: this hook computes KTO's reference point z0 once per batch.
+        # This hook computes no advantage, but KTO's reference point z0, once per batch.
         advantage=kto_reference_point,
         minibatches=config.minibatches,
         epochs=config.epochs,

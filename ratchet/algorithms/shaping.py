@@ -109,7 +109,7 @@ def scale_rewards(batch: Batch, state: AlgoState, *, factor: float, shift: float
 def clip_rewards(
     batch: Batch, state: AlgoState, *, low: float | None = None, high: float | None = None
 ) -> Batch:
-    """Clip the reward of each attempt to [low, high]. None is no bound.
+    """Clip the reward of each attempt to [low, high]. None: no bound.
 
     The rewards of turns do not change. The last step of an attempt gets the remainder (see
     `compute_step_rewards`), so the steps still sum to the attempt's reward.

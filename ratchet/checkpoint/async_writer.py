@@ -11,7 +11,7 @@ class BackgroundTask:
     """A runner of one background task at a time.
 
     The thread is a daemon, so the process can end without waiting for the task. A caller that needs
-    the task completed must call `settle`.
+    the task completed must call `wait`.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class BackgroundTask:
 
     @property
     def has_finished(self) -> bool:
-        """True if a task has finished but is not settled, so that `settle` does not wait."""
+        """True if a task has finished whose result `wait` can return at once."""
         return self._future is not None and self._future.done()
 
     @property
@@ -28,14 +28,14 @@ class BackgroundTask:
         return self._future is not None and not self._future.done()
 
     def begin(self, work: Callable[[], object]) -> None:
-        """Start a task in a thread. The previous task must be settled."""
-        assert self._future is None, "settle the previous task first"
+        """Start a task in a thread. Call `wait` for the previous task first."""
+        assert self._future is None, "wait for the previous task first"
         future: Future[None] = Future()
 
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # `settle` raises it
+            except BaseException as error:  # `wait` raises it
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -43,7 +43,7 @@ class BackgroundTask:
         self._future = future
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
-    def settle(self) -> bool:
+    def wait(self) -> bool:
         """Wait for the task, and return True if there was one. Raise the task's exception.
 
         A second call returns False.

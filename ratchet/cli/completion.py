@@ -38,7 +38,7 @@ def complete_run(incomplete: str) -> list[str]:
     """
     if not incomplete and os.path.isdir(RUNS):
         incomplete = f"{RUNS}/"
-    # Unlike Path's methods, those of os.path are False for what may not be read.
+    # os.path.isdir returns False for an unreadable path, where Path.is_dir would raise.
     directories = [str(path) for path in _list_entries(incomplete) if os.path.isdir(path)]
     words = [d if os.path.isfile(os.path.join(d, "config.yaml")) else f"{d}/" for d in directories]
     is_only_directory = len(words) == 1 and words[0].endswith("/")

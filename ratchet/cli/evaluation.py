@@ -106,7 +106,7 @@ Out = Annotated[
     Path | None,
     typer.Option(
         help="Directory for the results; default: a new directory in the run's evals/, or in "
-        "./evals/ if TARGET is no run."
+        "./evals/ if TARGET is not a run."
     ),
 ]
 

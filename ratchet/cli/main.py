@@ -126,11 +126,11 @@ def check(
     if offline:
         say(describe(config, threads=describe_threads()))
     else:
-        from ratchet.experience.sources.passes import describe_lengths
+        from ratchet.experience.sources.passes import describe_passes
         from ratchet.training.preflight import run_preflight
 
         report = run_preflight(config)
-        say(describe(*describe_lengths(config), threads=describe_threads()))
+        say(describe(*describe_passes(config), threads=describe_threads()))
         say("\n" + "\n".join(["opened", *(f"  {line}" for line in report.opened)]))
         for warning in report.warnings:
             say(f"  warning: {warning}")
@@ -356,7 +356,7 @@ def score(
     from ratchet.runs.run_dir import RunDirectory
 
     workers = workers or count_usable_cores()
-    if RunDirectory(Path(file)).used:
+    if RunDirectory(Path(file)).is_used:
         from ratchet.commands.score_run import score_run
 
         score_run(file, reward, keys or [], steps=step or [], as_json=json, workers=workers)

@@ -174,7 +174,7 @@ def _write_medium(part: Part, folder: Path) -> dict[str, str]:
         raise DataError(
             f"a message has a damaged {part.type} ({error}): choose another --step"
         ) from error
-    # A media type may come from a server of tools, so it is no part of the file's name.
+    # A media type may come from a server of tools, so it is not part of the file's name.
     suffix = mimetypes.guess_extension(media_type, strict=False) or ""
     path = Path("media", f"{hash_content(content)}{suffix}")
     (folder / path).parent.mkdir(parents=True, exist_ok=True)

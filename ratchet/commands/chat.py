@@ -26,7 +26,7 @@ def chat_with(
 
     Raises:
         DataError: One of `prompts` can't be answered. For a prompt typed in the terminal, the error
-            is printed, and the chat goes on.
+            is printed, and the chat continues.
     """
     console = make_console()
     policy = open_target(path).policy

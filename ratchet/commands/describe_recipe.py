@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,12 @@ def _describe_rows_per_rank(stage: StageConfig) -> str:
     learner: Any = stage.learner
     if not learner.is_distributed:
         return ""
-    rows = -(-stage.batch_size // stage.algorithm.n_minibatches) * stage.algorithm.n_attempts
+    groups = ceil(stage.batch_size / stage.algorithm.n_minibatches)
+    rows = groups * stage.algorithm.n_attempts
     ranks = prod(getattr(learner, key) for key in learner.data_parallel_keys)
     summary = (
         f"{_format_count(rows, 'row')} for {_format_count(ranks, 'data rank')}, "
-        f"about {-(-rows // ranks)} each"
+        f"about {ceil(rows / ranks)} each"
     )
     n_idle = max(0, ranks - rows)
     if n_idle:

@@ -81,7 +81,7 @@ def evaluate_target(
         target: The model or endpoint to evaluate, or the results of an earlier evaluation.
         against: A second target, evaluated in the same way and compared with the first.
         out: The directory for the results. None: a new directory in the run's `evals`, or in
-            `evals` of the working directory if the target is no run.
+            `evals` of the working directory if the target is not a run.
 
     Raises ConfigError for wrong settings, and if `out` holds a results.json or report.md that no
     evaluation wrote. Raises RatchetError if no attempt could be judged.
@@ -90,7 +90,8 @@ def evaluate_target(
     if out is not None:
         _require_replaceable(out)
         _require_replaceable(out / "against")
-    target, against = _fetch_results(target), against and _fetch_results(against)
+    target = _fetch_results(target)
+    against = against and _fetch_results(against)
     results = _get_results(target, evaluation)
     if results.answers is None and against is not None:
         raise ConfigError(
@@ -151,9 +152,9 @@ def _get_results(target: str, evaluation: EvaluationSettings) -> _Results:
     if target == ORACLE and not Path(target).exists():
         return _Results(_evaluate_oracle(evaluation))
     path = fetch_run_model(target, evaluation.step)
-    if evaluation.step is not None and not RunDirectory(path).used:
+    if evaluation.step is not None and not RunDirectory(path).is_used:
         raise ConfigError(
-            f"--step {evaluation.step} is only for runs, and {target} is no run: remove --step"
+            f"--step {evaluation.step} is only for runs, and {target} is not a run: remove --step"
         )
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return _Results(EvalResults.read(path))
@@ -197,7 +198,8 @@ def print_and_save(
     console.print(Markdown(format_report(results, title)))
     run = RunDirectory(Path(split_step(target)[0]))
     directory = out or _choose_new_directory(
-        (run.evals if run.used else Path("evals")) / str(results.about.get("on")).replace(":", ".")
+        (run.evals if run.is_used else Path("evals"))
+        / str(results.about.get("on")).replace(":", ".")
     )
     if not save_report(results, directory, title):
         raise RatchetError(f"the results are not in {directory}: see the warning above")

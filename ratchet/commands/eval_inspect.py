@@ -61,7 +61,7 @@ def evaluate_by_inspect(target: str, settings: InspectSettings, *, out: Path | N
     file = settings.task.partition("@")[0]
     if file.endswith(".py") and not Path(file).is_file():
         raise ConfigError(
-            f"--inspect={settings.task} names {file}, which is no file: correct the path"
+            f"--inspect={settings.task} names {file}, which is not a file: correct the path"
         )
     program = INSPECT.find()
     path = fetch_run_model(target, settings.step)

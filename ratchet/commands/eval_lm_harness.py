@@ -73,7 +73,7 @@ def evaluate_by_harness(target: str, settings: HarnessSettings, *, out: Path | N
     LM_EVAL.refuse_address(target, settings.task_names)
     for name in settings.task_names.split(","):
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
-            raise ConfigError(f"--lm-eval={name} is no file: correct the path")
+            raise ConfigError(f"--lm-eval={name} is not a file: correct the path")
     options = convert_options(settings.options)
     program = LM_EVAL.find()
     path = fetch_run_model(target, settings.step)
@@ -114,7 +114,8 @@ def convert_options(options: Sequence[str]) -> list[str]:
         name = key.lstrip("-").replace("-", "_")
         if not equals or not name:
             raise ConfigError(
-                f"'{option}' is no option of lm_eval: write it as key=value, such as num_fewshot=5"
+                f"'{option}' is not an option of lm_eval: write it as key=value, such as "
+                "num_fewshot=5"
             )
         if name in SET_HERE:
             raise ConfigError(

@@ -44,7 +44,7 @@ class Target:
         config: The recipe that was passed, else the run's (for a checkpoint, without the stages
             after the checkpoint's stage); None for a model directory without a recipe.
         export_dir: The temporary directory of a checkpoint's weights, which is removed with this
-            object; None if the target is no checkpoint.
+            object; None if the target is not a checkpoint.
     """
 
     model_dir: Path
@@ -87,7 +87,8 @@ def open_target(
         template = None if config is None else get_chat_template(config)
         device = resolve_device("auto")
         use_kernels(device == "cpu" and has_compiled_kernels())
-        model, tokenizer = load_policy(str(path), device=device), load_tokenizer(str(path))
+        model = load_policy(str(path), device=device)
+        tokenizer = load_tokenizer(str(path))
         if config is not None and isinstance(config.tokenizer, TokenizerConfig):
             tokenizer = apply_chat_template_kwargs(tokenizer, config.tokenizer)
         section = None if generator is None else section_from_words("generator", generator)
@@ -151,7 +152,7 @@ def _open_checkpoint(
     path: Path, step: int, recipe: str | Path | None, generator: str | None
 ) -> Target:
     """Open the checkpoint of a run's step, exported to a temporary model directory."""
-    if not RunDirectory(path).used:
+    if not RunDirectory(path).is_used:
         raise RunNotFound(
             f"{path} holds no run (no config.yaml), and --step {step} is only for runs: remove "
             "--step"

@@ -62,9 +62,11 @@ def find_runs(directory: Path) -> list[RunDirectory]:
     run = RunDirectory(directory)
     runs_here = (
         [run]
-        if run.used
+        if run.is_used
         else [
-            RunDirectory(path) for path in sorted(directory.glob("*/")) if RunDirectory(path).used
+            RunDirectory(path)
+            for path in sorted(directory.glob("*/"))
+            if RunDirectory(path).is_used
         ]
     )
     if not runs_here:
@@ -352,7 +354,7 @@ def clean_runs(directory: Path, *, confirmed: bool) -> None:
 
 def _open_run(path: str | Path) -> RunDirectory:
     run = RunDirectory(fetch_run_record(path))
-    if not run.used:
+    if not run.is_used:
         raise RunNotFound(
             f"{path} holds no run (no config.yaml): give the directory that `ratchet train` printed"
         )

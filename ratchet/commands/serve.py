@@ -256,7 +256,8 @@ async def _serve(
         ),
         hosts=hosts,
     )
-    server, received_signals = Server(app, listener, access_log=True), list[int]()
+    server = Server(app, listener, access_log=True)
+    received_signals = list[int]()
 
     def stop(signal_number: int) -> None:
         received_signals.append(signal_number)

@@ -183,7 +183,9 @@ class EnvironmentServer:
     """
 
     def __init__(self, setup: EnvSetup, name: str, sessions: int) -> None:
-        self._setup, self._name, self._n_free = setup, name, sessions
+        self._setup = setup
+        self._name = name
+        self._n_free = sessions
 
     def answer_http(self, connection: Any, request: Any) -> Any:
         """Return the answer to a plain HTTP request; None for the WebSocket."""
@@ -246,7 +248,8 @@ async def _answer_text(session: PlaySession, text: str | bytes) -> str | None:
         kind, data = await session.answer(request)
     except RequestError as error:
         errors = [{"msg": str(error)}] if error.code == "VALIDATION_ERROR" else []
-        kind, data = "error", {"message": str(error), "code": error.code, "errors": errors}
+        kind = "error"
+        data = {"message": str(error), "code": error.code, "errors": errors}
     except (UserCodeFailed, RatchetError) as error:
         session.is_done = True
         message = str(error).strip().rpartition("\n")[2]

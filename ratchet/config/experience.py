@@ -72,7 +72,7 @@ class SamplingConfig(Section):
     def _check_values(cls, value: Any, info: ValidationInfo) -> Any:
         name = info.field_name or ""
         checked = check_sampling_value(name, value)
-        # The mapping is kept, as resolved recipes are written with it.
+        # Resolved recipes show the grammar as the user wrote it, so the mapping is kept.
         return value if name == "structured" else checked
 
 
@@ -111,8 +111,8 @@ class ReplayConfig(Section):
         return self
 
 
-class AdaptiveConfig(Section):
-    """The limits to which the number of groups in flight adapts.
+class AdaptiveConcurrencyConfig(Section):
+    """Adaptive concurrency: limits that the number of groups in flight is adjusted to keep.
 
     The number starts at one step's groups and never exceeds what `max_staleness` allows. It rises
     after a step in which the learner waited for groups, and falls after a step that exceeded a
@@ -133,7 +133,7 @@ class AdaptiveConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_has_limit(self) -> AdaptiveConfig:
+    def _check_has_limit(self) -> AdaptiveConcurrencyConfig:
         if self.staleness is None and self.mismatch is None:
             raise ValueError(
                 "neither staleness nor mismatch is set: set one of them, or remove adaptive"
@@ -203,10 +203,10 @@ class RolloutsConfig(Section):
         "ready: in the order in which they finished, unless another group would then exceed "
         "max_staleness.",
     )
-    adaptive: AdaptiveConfig | None = Field(
+    adaptive: AdaptiveConcurrencyConfig | None = Field(
         default=None,
-        description="Limits to which the number of groups in flight adapts; null: there are always "
-        "as many as max_staleness allows.",
+        description="Adaptive concurrency: limits that the number of groups in flight is adjusted "
+        "to keep; null: there are always as many groups as max_staleness allows.",
     )
     tail_batching: int = Field(
         default=0,

@@ -27,8 +27,16 @@ ALTERNATIVES: Mapping[str, frozenset[str]] = {
 PRESET = "preset"
 REPLACED_BY_PRESET = frozenset(
     {
-        *("train", "test", "hub", "subset", "revision", "train_split", "test_split"),
-        *("columns", "prompt", "answer_after"),
+        "train",
+        "test",
+        "hub",
+        "subset",
+        "revision",
+        "train_split",
+        "test_split",
+        "columns",
+        "prompt",
+        "answer_after",
     }
 )
 

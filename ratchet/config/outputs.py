@@ -42,7 +42,7 @@ class CheckpointConfig(Section):
     on_error: Literal["stop", "warn"] = Field(
         default="stop",
         description="Reaction to a checkpoint that can't be written, for example on a full disk: "
-        "stop the run, or warn and go on.",
+        "stop the run, or warn and continue.",
     )
     background: bool = Field(
         default=False,

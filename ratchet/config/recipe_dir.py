@@ -25,8 +25,19 @@ IMPORT_DIRS = "import_dirs"
 # values are.
 PATH_KEYS = frozenset(
     {
-        *("path", "train", "test", "teacher", "texts", "corpus", "embeddings", "template"),
-        *("media_root", "root", "token_file", "certificates", IMPORT_DIRS),
+        "path",
+        "train",
+        "test",
+        "teacher",
+        "texts",
+        "corpus",
+        "embeddings",
+        "template",
+        "media_root",
+        "root",
+        "token_file",
+        "certificates",
+        IMPORT_DIRS,
     }
 )
 IMPORT_PATH = re.compile(r"([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")

@@ -80,7 +80,8 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
             Field(
                 {},
                 description="Variables of the chat template for this part's tasks: "
-                "{reasoning_effort: low}. Those of a row (chat_template_columns) go before them.",
+                "{reasoning_effort: low}. A row's own variables (chat_template_columns) override "
+                "them.",
             ),
         ),
     },
@@ -252,7 +253,7 @@ def _require_methods(slot: str, kind: str) -> None:
         missing_methods = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
         if missing_methods:
             raise ConfigError(
-                f"'{kind}' is no environment: the class has no {', '.join(missing_methods)}"
+                f"'{kind}' is not an environment: the class has no {', '.join(missing_methods)}"
             )
 
 
@@ -349,7 +350,9 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
         raise ConfigError(
             f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`"
         ) from error
-    section.target, section.parameters, section.binds = kind, frozenset(fields), binds
+    section.target = kind
+    section.parameters = frozenset(fields)
+    section.binds = binds
     return section
 
 
@@ -424,7 +427,8 @@ def _prefix_location(
     prefixed = []
     for detail in error.errors():
         context = {**detail.get("ctx", {}), "message": detail["msg"]}
-        kind = PydanticCustomError(detail["type"], "{message}", context)  # pyright: ignore[reportArgumentType]
+        kind: Any = detail["type"]
+        reason = PydanticCustomError(kind, "{message}", context)
         place = (index, *detail["loc"])
-        prefixed.append(InitErrorDetails(type=kind, loc=place, input=detail["input"]))
+        prefixed.append(InitErrorDetails(type=reason, loc=place, input=detail["input"]))
     return prefixed

@@ -366,8 +366,8 @@ class StageConfig(Section):
 
     @property
     def n_steps(self) -> int:
-        """Return the number of batches. If `passes` is set, call `resolve_lengths` first."""
-        assert self.steps is not None, "resolve_lengths sets steps before the stage is used"
+        """Return the number of batches. If `passes` is set, call `resolve_passes` first."""
+        assert self.steps is not None, "resolve_passes sets steps before the stage is used"
         return self.steps
 
     @property

@@ -193,7 +193,7 @@ class GeneratorSection(Section):
         reports_kept_mass: True if the generator reports the probability mass that top-p, top-k and
             min-p keep.
         records_masks: True if the generator records the tokens that a grammar allows.
-        least_temperature: The lowest positive temperature that the generator accepts.
+        min_temperature: The lowest positive temperature that the generator accepts.
         rounds_like_learner: True if the generator computes with `precision` on a CPU, like the
             learner.
     """
@@ -202,7 +202,7 @@ class GeneratorSection(Section):
     copies_weights: ClassVar[bool] = False
     reports_kept_mass: ClassVar[bool] = True
     records_masks: ClassVar[bool] = False
-    least_temperature: ClassVar[float] = 0.0
+    min_temperature: ClassVar[float] = 0.0
     rounds_like_learner: ClassVar[bool] = False
 
     @property
@@ -229,7 +229,7 @@ class GeneratorSection(Section):
         return None
 
     @property
-    def largest_lora_rank(self) -> int | None:
+    def max_lora_rank(self) -> int | None:
         """Return the largest rank of an adapter that the generator is started for.
 
         Returns None if it has no limit.
@@ -351,8 +351,8 @@ def list_judged(value: object) -> Iterator[JudgedSection]:
 # Attributes of user sections that do not derive from the base section of their slot. A slot is a
 # place of the recipe for a section of any class, such as "algorithm"; "part", "worker_environment"
 # and "problems" are places for environments inside an environment. These values take precedence
-# over the base's: the training data of such an algorithm or environment are unknown, and all
-# properties are checked of such an advantage estimator (an exempt one lacks a property by design).
+# over the base's: nothing is known of the training data of such an algorithm or environment, and
+# such an advantage estimator is exempt from no property, so that all of them are checked.
 USER_SECTION_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {
     "algorithm": {"source": None},
     **{

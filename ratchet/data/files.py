@@ -25,8 +25,8 @@ CHUNK_BYTES = 1 << 20
 # Unpacked size up to which every compression ratio is allowed: even 4 MiB of line ends are read in
 # a second.
 MIN_BOMB_BYTES = 4 << 20
-# Maximum compression ratio. gzip's own maximum is about 1,000. Conversations have a ratio of 10,
-# and rows that share a text of 20 KB one of 110.
+# Maximum compression ratio. gzip's own maximum is about 1,000. Conversations have a ratio of 10, or
+# of 110 if all rows share a text of 20 KB.
 MAX_COMPRESSION_RATIO = 200
 SUFFIXES = (
     ".jsonl",

@@ -92,8 +92,10 @@ def iter_raw_lines(file: IO[bytes], path: str | Path) -> Iterator[tuple[int, int
     while raw := file.readline(MAX_ROW_BYTES + 1):
         line += 1
         if len(raw) > MAX_ROW_BYTES:
-            limit = f"longer than {MAX_ROW_BYTES >> 20} MiB"
-            raise DataError(f"{path}, line {line}: {limit}: write one row a line, or drop the row")
+            raise DataError(
+                f"{path}, line {line}: longer than {MAX_ROW_BYTES >> 20} MiB: write one row a "
+                "line, or drop the row"
+            )
         yield line, offset, raw
         offset += len(raw)
 

@@ -28,12 +28,12 @@ class RowOrder:
         self.block_sizes = np.asarray([size for size in block_sizes if size], dtype=np.int64)
         self.block_starts = np.cumsum(self.block_sizes) - self.block_sizes
         self.n_rows = int(self.block_sizes.sum())
-        self.seed, self.name, self.shuffle = seed, name, shuffle
-        self._epoch, self._block_order, self._block_ends = (
-            -1,
-            np.zeros(0, np.int64),
-            np.zeros(0, np.int64),
-        )
+        self.seed = seed
+        self.name = name
+        self.shuffle = shuffle
+        self._epoch = -1
+        self._block_order = np.zeros(0, np.int64)
+        self._block_ends = np.zeros(0, np.int64)
         self._window, self._window_rows = (-1, -1), np.zeros(0, np.int64)
 
     def row_at(self, position: int) -> int:
@@ -47,7 +47,8 @@ class RowOrder:
             self._block_ends = np.cumsum(self.block_sizes[self._block_order])
         window = int(np.searchsorted(self._block_ends, offset, side="right")) // WINDOW
         if (epoch, window) != self._window:
-            self._window, self._window_rows = (epoch, window), self._shuffle_window(epoch, window)
+            self._window_rows = self._shuffle_window(epoch, window)
+            self._window = (epoch, window)
         window_start = int(self._block_ends[window * WINDOW - 1]) if window else 0
         return int(self._window_rows[offset - window_start])
 

@@ -112,12 +112,12 @@ class _IndexedFile:
         with ExitStack() as on_error:
             self._file = on_error.enter_context(open_binary(path))
             with convert_read_errors(path):
-                # Before the index, so that it is noticed if the file changes meanwhile.
+                # The version is read before the index, to notice a file that changes meanwhile.
                 self._version = FileVersion(path, self._file)
                 rows = np.fromiter(self._find_row_starts(self._file), np.dtype((np.int64, 2)))
             if not len(rows):
                 raise DataError(f"{path}: the file holds no rows")
-            on_error.pop_all()  # the file stays open: its offsets are valid in no other
+            on_error.pop_all()  # the file stays open, because the offsets are valid only in it
         self.line_numbers, self.starts = rows[:, 0], rows[:, 1]
 
     @property
@@ -133,7 +133,8 @@ class _IndexedFile:
             self._file.seek(offset)
             try:
                 values = self._read_values(line, offset)
-            # Also after an error, because a row that the change has cut looks malformed.
+            # The version is checked after an error too: a changed file is a better explanation of
+            # a malformed row.
             finally:
                 self._version.check()
         return DataRow(line, values)
@@ -212,12 +213,17 @@ class _TextLines:
     """
 
     def __init__(self, file: IO[bytes], path: str | Path, line: int = 0, offset: int = 0) -> None:
-        self.path, self.line, self.offset = path, line, offset
-        self._raw_lines, self._first_line, self._start = iter_raw_lines(file, path), line, offset
+        self.path = path
+        self.line = line
+        self.offset = offset
+        self._raw_lines = iter_raw_lines(file, path)
+        self._first_line = line
+        self._start = offset
 
     def __iter__(self) -> Iterator[str]:
         for line, offset, raw in self._raw_lines:
-            self.line, self.offset = self._first_line + line, self._start + offset + len(raw)
+            self.line = self._first_line + line
+            self.offset = self._start + offset + len(raw)
             yield decode_line(raw, self.path, self.line, self._start + offset) + "\n"
 
 

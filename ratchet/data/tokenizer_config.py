@@ -67,7 +67,9 @@ class TokenizerConfig(Section):
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
-                raise ValueError(f"{name}={value!r:.80} is no text, number, list or map") from None
+                raise ValueError(
+                    f"{name}={value!r:.80} is not a text, number, list or map"
+                ) from None
         return variables
 
     @field_validator("date")

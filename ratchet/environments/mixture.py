@@ -162,7 +162,7 @@ class Mixture(Environment):
     def _add_tag(self, tag: str, task: Task) -> Task:
         meta = dict(task.meta)
         if variables := self._template_variables[tag]:
-            # A row's own variables (`chat_template_columns`) go before those of its part.
+            # A row's own variables (`chat_template_columns`) override the variables of its part.
             meta[TEMPLATE_VARIABLES] = {**variables, **meta.get(TEMPLATE_VARIABLES, {})}
         return replace(task, id=f"{tag}:{task.id}", tag=tag, meta=meta)
 

@@ -85,7 +85,7 @@ class EarlyStopping:
     def explain_end(
         self, metrics: Mapping[str, float | None], evaluations_since_best: int
     ) -> str | None:
-        """Return why the stage ends after an evaluation, with the key; None if it goes on."""
+        """Return why the stage ends after an evaluation, with the key; None if it continues."""
         metric = choose_metric(self.metric, metrics)
         if self.is_reached(metrics):
             value = metrics[metric.removeprefix("-")]

@@ -39,7 +39,7 @@ def read_inspect_log(path: Path, model: str) -> EvalResults:
         model: The name of the model whose tokens are counted; judges have other names.
 
     Raises:
-        DataError: The file is no such log, or a score is no number.
+        DataError: The file is no such log, or a score is not a number.
     """
     try:
         log = read_json(path)
@@ -69,7 +69,7 @@ def read_inspect_log(path: Path, model: str) -> EvalResults:
         raise DataError(f"{path}: can't be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path} is no log of inspect-ai: {type(error).__name__}: {error}"
+            f"{path} is not a log of inspect-ai: {type(error).__name__}: {error}"
         ) from error
     return EvalResults(tuple(prompt_results), about=about)
 
@@ -128,7 +128,7 @@ def _read_attempt(sample: Mapping[str, Any], scorer: str | None, model: str) -> 
 def _convert_score(scorer: str | None, value: Any) -> float | None:
     """Return the reward of a score; None for no score.
 
-    Raises DataError for a score that is no number and no word of inspect-ai.
+    Raises DataError for a score that is neither a number nor a word of inspect-ai.
     """
     if isinstance(value, str):
         value = WORDS.get(value, WORDS.get(value.lower(), value))

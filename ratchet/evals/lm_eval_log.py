@@ -61,7 +61,7 @@ def read_lm_eval_log(samples: Path, results: Path) -> EvalResults:
         raise DataError(f"{error.filename}: can't be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{samples} is no log of lm-evaluation-harness: {type(error).__name__}: {error}"
+            f"{samples} is not a log of lm-evaluation-harness: {type(error).__name__}: {error}"
         ) from error
     return EvalResults(tuple(prompt_results), about=about)
 

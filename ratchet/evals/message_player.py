@@ -20,7 +20,7 @@ from ratchet.experience.rollout.environment_answers import (
     check_step,
     get_offered_tools,
 )
-from ratchet.experience.rollout.episode_state import PromptMemo
+from ratchet.experience.rollout.episode_state import PromptCache
 from ratchet.experience.rollout.history import observe
 from ratchet.protocols import Environment
 from ratchet.types import (
@@ -141,12 +141,12 @@ class MessagePlayer(ABC):
         sampling: Sampling,
         *,
         attempt: int,
-        memo: PromptMemo | None = None,
+        prompt_cache: PromptCache | None = None,
     ) -> list[Trajectory]:
         """Play one attempt, and return its trajectory without a reward.
 
         The attempt fails if the policy gives no usable answer, if the environment has a fault, or
-        after `timeout_s`. `memo` has no effect, because nothing is tokenized.
+        after `timeout_s`. `prompt_cache` has no effect, because nothing is tokenized.
         """
         state = AttemptState(task, environment, list(task.messages))
         time_limit = asyncio.timeout(self.timeout_s)

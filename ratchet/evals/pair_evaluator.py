@@ -46,7 +46,9 @@ class PairEvaluator:
     measured_quantities = frozenset({"likelier answers"})
 
     def __init__(self, learner: Learner, source: PairSource, tasks: Sequence[Task]) -> None:
-        self.learner, self.source, self.tasks = learner, source, tasks
+        self.learner = learner
+        self.source = source
+        self.tasks = tasks
 
     async def run(self) -> PairAccuracy:
         """Score all pairs with the learner and return their accuracy."""

@@ -108,7 +108,7 @@ class ResourceManager:
     def assign(self, requests: Sequence[ResourceRequest]) -> dict[str, tuple[ResourceBundle, ...]]:
         """Return the bundles of each role, by rank. Raises ConfigError as `check` does."""
         layout = _Layout(self.nodes)
-        # For roles that do not fit: the number of their ranks that do.
+        # The number of ranks that fit, for each role that does not fit as a whole.
         ranks_that_fit: dict[str, int] = {}
         # Colocated roles come last: they need the bundles of the role that they share with.
         for request in sorted(requests, key=lambda request: request.colocated_with is not None):

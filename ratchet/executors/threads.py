@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +39,7 @@ def count_usable_cores() -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     quota = _read_cpu_quota()
-    return allowed if quota is None else max(1, min(allowed, -int(-quota // 1)))
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
 def _read_cpu_quota(root: Path = CGROUP) -> float | None:
@@ -86,7 +87,7 @@ def describe_threads() -> str:
 def choose_threads(model: ModelConfig) -> tuple[int, str]:
     """Return the number of threads for a run on the CPU, and the reason in words.
 
-    It is the limit of `find_thread_limit`, or 1 if layers of the model's width take hardly longer
+    It is the limit of `find_thread_limit`, or 1 if layers of the model's width are about as fast
     with one thread. The measurement takes some tens of milliseconds, and reflects the load of other
     programs on the machine.
     """
@@ -110,8 +111,9 @@ def choose_threads(model: ModelConfig) -> tuple[int, str]:
         median(durations[1:]) for durations in durations_by_threads.values()
     )
     slowdown = one_thread_s / all_threads_s
-    ratio = f"with 1 thread four layers take {slowdown:.2f} times as long as with {limit}"
-    return (limit if one_thread_s > all_threads_s * MIN_THREAD_SPEEDUP else 1), f"{reason}; {ratio}"
+    comparison = f"with 1 thread four layers take {slowdown:.2f} times as long as with {limit}"
+    threads = limit if slowdown > MIN_THREAD_SPEEDUP else 1
+    return threads, f"{reason}; {comparison}"
 
 
 def read_width(model: ModelConfig) -> int | None:

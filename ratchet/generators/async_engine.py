@@ -24,7 +24,7 @@ from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.policy import PolicyModel
 from ratchet.protocols import Generator, Shard
-from ratchet.types import Completion, Placed, Sampling
+from ratchet.types import Completion, PlacedMedium, Sampling
 
 
 class AsyncEngine(Generator):
@@ -66,7 +66,9 @@ class AsyncEngine(Generator):
         reads_media: bool = False,
         quantised: Callable[[], Iterable[QuantizedMatrix]] = tuple,
     ) -> None:
-        self.core, self.keep_kv, self.policy = core, keep_kv, policy
+        self.core = core
+        self.keep_kv = keep_kv
+        self.policy = policy
         self.tokenizer = tokenizer
         self.records_routes = records_routes
         grammars = None
@@ -106,7 +108,7 @@ class AsyncEngine(Generator):
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         """Return the completion of a prompt.
 

@@ -125,7 +125,7 @@ class VLLMConfig(GeneratorSection):
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGenerator"
     # vLLM replaces lower positive temperatures by this one.
-    least_temperature: ClassVar[float] = 0.01
+    min_temperature: ClassVar[float] = 0.01
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
 
     kind: Literal["vllm"] = "vllm"
@@ -253,7 +253,7 @@ class VLLMConfig(GeneratorSection):
         return self.quantise
 
     @property
-    def largest_lora_rank(self) -> int:
+    def max_lora_rank(self) -> int:
         return self.lora_rank
 
     @property

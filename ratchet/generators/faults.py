@@ -49,10 +49,8 @@ def explain_nonfinite(
             cause = f"an update has broken the weights (the first one is '{weight_name}')"
             fix = "Lower the learning rate, or go back to the last checkpoint."
         else:
-            cause, fix = (
-                f"the weight '{weight_name}' in the model's files isn't finite",
-                "Download or export the model again.",
-            )
+            cause = f"the weight '{weight_name}' in the model's files isn't finite"
+            fix = "Download or export the model again."
         raise ModelError(
             f"the model's logits aren't finite (weights version {version}): {cause}. {fix}"
         )
@@ -86,13 +84,9 @@ def _make_nonfinite_error(
         f"version {version})"
     )
     if weight is None:
-        cause, fix = (
-            "the model's weights are finite, but overflow on this request",
-            "Leave this prompt out",
-        )
+        cause = "the model's weights are finite, but overflow on this request"
+        fix = "Leave this prompt out"
     else:
-        cause, fix = (
-            f"the request reads the weight '{weight}', which isn't finite either",
-            "Load a model with finite weights",
-        )
+        cause = f"the request reads the weight '{weight}', which isn't finite either"
+        fix = "Load a model with finite weights"
     return RequestFailed(f"the logits of a request aren't finite {position}: {cause}. {fix}.")

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from ratchet.errors import ConfigError, DataError
 from ratchet.generators.engine.stop_strings import StopStrings, TextDecoder
 from ratchet.generators.grammar_masks import GrammarCompiler, GrammarMatcher
-from ratchet.types import Completion, Placed, Sampling, StopReason
+from ratchet.types import Completion, PlacedMedium, Sampling, StopReason
 
 PromptKey = tuple[bytes, tuple[tuple[int, str], ...]]
 
 
-def make_prompt_key(tokens: NDArray[np.int64], media: Sequence[Placed]) -> PromptKey:
+def make_prompt_key(tokens: NDArray[np.int64], media: Sequence[PlacedMedium]) -> PromptKey:
     """Return a key that is equal for equal prompts.
 
     The key contains the media, because the placeholder tokens of all images are the same.
@@ -45,7 +45,7 @@ class GenerationRequest:
     deliver: Callable[[Completion], None]
     fail: Callable[[BaseException], None]
     stop_strings: StopStrings | None = None
-    media: tuple[Placed, ...] = ()
+    media: tuple[PlacedMedium, ...] = ()
     grammar: GrammarMatcher | None = None
     # Equal for equal prompts that the same adapter serves.
     key: tuple[str | None, PromptKey] = field(init=False)
@@ -122,7 +122,7 @@ class RequestValidator:
         sampling: Sampling,
         deliver: Callable[[Completion], None],
         fail: Callable[[BaseException], None],
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> GenerationRequest:
         """Return the checked request.
 
@@ -197,7 +197,7 @@ class RequestValidator:
             )
         return self.grammars.start(sampling.structured, sampling.stop_ids, drawn)
 
-    def _check_media(self, prompt: NDArray[np.int64], media: Sequence[Placed]) -> None:
+    def _check_media(self, prompt: NDArray[np.int64], media: Sequence[PlacedMedium]) -> None:
         if media and not self.reads_media:
             raise ConfigError(
                 f"the prompt has {len(media)} media (the first is of kind {media[0].medium.kind}), "

@@ -58,7 +58,9 @@ class WeightStaging:
         parameters: Callable[[], Iterable[nn.Parameter]] = tuple,
         quantised: Callable[[], Iterable[QuantizedMatrix]] = tuple,
     ) -> None:
-        self._weights, self._parameters, self._quantised = weights, parameters, quantised
+        self._weights = weights
+        self._parameters = parameters
+        self._quantised = quantised
         self.adapter: Adapter | None = None
         self._adapter_weights: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         # Views of the weights that the push in progress may change; None between pushes.

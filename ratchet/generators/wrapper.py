@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.protocols import Generator, Shard
-from ratchet.types import Completion, Placed, Sampling
+from ratchet.types import Completion, PlacedMedium, Sampling
 
 
 class GeneratorWrapper(Generator):
@@ -40,7 +40,7 @@ class GeneratorWrapper(Generator):
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         return await self.inner.generate(tokens, sampling, media)
 

@@ -126,9 +126,8 @@ def find_common_spans(student: TokenRun, teacher: TokenRun) -> Iterator[Span]:
     ]
     for (p, q), (p_end, q_end) in pairwise(positions):
         tokens = range(student.cuts[p], student.cuts[p_end])
-        if compose_nfc(student_text[p:p_end]) == compose_nfc(
-            teacher_text[q:q_end]
-        ) and student.is_literal(slice(p, p_end), tokens):
+        is_same_text = compose_nfc(student_text[p:p_end]) == compose_nfc(teacher_text[q:q_end])
+        if is_same_text and student.is_literal(slice(p, p_end), tokens):
             yield tokens, range(teacher.cuts[q], teacher.cuts[q_end])
 
 

@@ -201,14 +201,14 @@ class LocalLearner(Learner):
         step = 0 if self.step_rules is None else self.step_rules.steps_taken
         plan = self._plan_micros(mini)
 
-        def learn(forward: Forward, number: int) -> Mapping[str, Tensor]:
+        def run_micro_batch(forward: Forward, number: int) -> Mapping[str, Tensor]:
             # The seed of the adapter's dropout depends on the step and on the micro-batch's number
             # in it, as in distributed learners.
-            return forward.learn(
+            return forward.forward_backward(
                 mini.take(plan[number]), terms, seed=derive_mask_seed(step, number)
             )
 
-        for metrics in self._run_micros(mini, plan, learn):
+        for metrics in self._run_micros(mini, plan, run_micro_batch):
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
         for forward in self.forwards[1:]:

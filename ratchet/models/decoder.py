@@ -38,7 +38,7 @@ class AttentionFn(Protocol):
 
 
 class Linear(nn.Linear):
-    """A linear map that can have a LoRA adapter and a quantized matrix."""
+    """A linear layer that can have a LoRA adapter and a quantized matrix."""
 
     adapter: FusedLoRA | None  # added to the product; see `ratchet.models.lora.layers`
     quantised: QuantizedMatrix | None  # if set, replaces `weight`, which is then None
@@ -328,7 +328,7 @@ class Decoder(nn.Module):
             must_checkpoint = self.checkpointing and torch.is_grad_enabled()
             x_Td = cast(
                 Tensor,
-                # Layers draw no random numbers but those of a seed (`SeededDropout`).
+                # The only random numbers in layers come from a seed (`SeededDropout`).
                 checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
                 if must_checkpoint
                 else layer(*inputs),

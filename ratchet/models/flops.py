@@ -108,9 +108,8 @@ class DecoderCost:
         shape = self.shape
         head_activations = 2 * shape.hidden_size
         if checkpointing:
-            return size * (
-                shape.n_layers * shape.hidden_size + head_activations
-            ) + self.largest_layer_bytes(size)
+            layer_inputs = shape.n_layers * shape.hidden_size
+            return size * (layer_inputs + head_activations) + self.largest_layer_bytes(size)
         return size * (sum(self._activations_per_layer) + head_activations)
 
     def largest_layer_bytes(self, size: int) -> int:
@@ -118,7 +117,7 @@ class DecoderCost:
         return size * max(self._activations_per_layer)
 
     def count_adapter_parameters(self, targets: Collection[str], rank: int) -> int:
-        """Return the number of parameters of a LoRA adapter on these linear maps of every layer."""
+        """Return the number of LoRA parameters if every layer adapts these linear layers."""
         shape = self.shape
         queries = shape.n_heads * shape.head_dim
         keys = shape.n_kv_heads * shape.head_dim

@@ -211,7 +211,7 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
         reason = str(error).strip().splitlines()[0]
         revision_text = f" at revision '{revision}'" if revision else ""
         raise ModelError(
-            f"'{name}' is no local directory, and can't be downloaded from the Hugging Face Hub"
+            f"'{name}' is not a local directory, and can't be downloaded from the Hugging Face Hub"
             f"{revision_text} ({reason}): check the name, the network, and for a gated model the "
             "token (`hf auth login`)"
         ) from None

@@ -228,7 +228,8 @@ class _Rotate(Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Return x rotated by its positions. direction: 1, or -1 to rotate back."""
     out = torch.mul(x, cos).to(x.dtype)
-    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
     out_first.addcmul_(second, sin, value=-direction)
     out_second.addcmul_(first, sin, value=direction)
     return out

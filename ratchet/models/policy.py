@@ -167,9 +167,9 @@ class PolicyModel(nn.Module, ABC):
 
     @abstractmethod
     def resolve_adapter_layers(self, lora: LoRAConfig) -> tuple[str, ...]:
-        """Return the names of the linear maps that an adapter with these settings would adapt.
+        """Return the names of the linear layers that an adapter with these settings would adapt.
 
-        Raises ConfigError if the model lacks a linear map that `lora` names.
+        Raises ConfigError if the model lacks a linear layer that `lora` names.
         """
 
     @abstractmethod

@@ -19,7 +19,7 @@ HEAD_FILE = "score.safetensors"
 
 
 class ScalarHead(nn.Module):
-    """A linear map from hidden states to scalars, without bias, for critics and reward models.
+    """A linear layer from hidden states to scalars, without bias, for critics and reward models.
 
     Its weight is named as in Hugging Face's `*ForSequenceClassification` with one label. It starts
     at zero, so that a critic's first values and a reward model's first scores have no noise.

@@ -21,16 +21,13 @@ from ratchet.errors import RunDirectoryError
 from ratchet.observe.write_files import open_unshared
 from ratchet.utils.terminal_text import escape_controls
 
-# Model text, environment errors and tracebacks end up in the log. Their control characters are
-# escaped, so that they can't steer a terminal that shows it.
-
 
 class UtcFormatter(logging.Formatter):
     """A formatter of records for `run.log`.
 
     A record is `2026-01-31T12:00:00.123Z WARNING ratchet.runs.checkpoints: message`. Its further
     lines are indented, so that a line at the left margin always starts a record. Control characters
-    are escaped.
+    are escaped, because model text and tracebacks could otherwise steer a terminal that shows them.
     """
 
     converter = time.gmtime

@@ -98,7 +98,7 @@ class MetricsManager:
 
         Raises:
             ValueError: A name already has another origin or merges by another rule.
-            TypeError: A sample is no number.
+            TypeError: A sample is not a number.
         """
         label_path = "".join(f"{label}/{value}/" for label, value in (labels or {}).items())
         for key, values in samples_by_key.items():

@@ -281,7 +281,8 @@ class _HistogramPartial:
         self.counts = [count + int(added) for count, added in zip(self.counts, counts, strict=True)]
         self.total.add(finite)
         self.squares.add([value * value for value in finite])
-        self.lowest, self.highest = min(self.lowest, *finite), max(self.highest, *finite)
+        self.lowest = min(self.lowest, *finite)
+        self.highest = max(self.highest, *finite)
 
     def merge(self, other: Partial) -> None:
         assert isinstance(other, _HistogramPartial)
@@ -291,7 +292,8 @@ class _HistogramPartial:
         ]
         self.total.merge(other.total)
         self.squares.merge(other.squares)
-        self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
+        self.lowest = min(self.lowest, other.lowest)
+        self.highest = max(self.highest, other.highest)
 
     def result(self) -> Histogram:
         sums = self.total.result(), self.squares.result()

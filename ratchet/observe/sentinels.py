@@ -325,7 +325,7 @@ class Sentinels:
             "message": message,
             **dict(sentinel),
             "history": [*self.memories[name].latest(2 * sentinel.window)],
-            # Without timings, so that a resumed run writes the same files.
+            # Timings are left out, so that a resumed run writes the same files.
             "metrics": {
                 key: content
                 for key, content in metrics.items()
@@ -355,10 +355,8 @@ def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     # One call for all rows, because the overhead of a numpy call exceeds its work on one row.
     tokens = np.concatenate([row.tokens for row in rows])
-    token_bytes, size = (
-        tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes(),
-        tokens.itemsize,
-    )
+    token_bytes = tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes()
+    size = tokens.itemsize
     byte_lengths = [size * row.completion_length for row in rows]
     shares = [
         compute_repeated_share(token_bytes[start:end], size, NGRAM)

@@ -99,7 +99,10 @@ class JsonlSink:
             logger.warning(
                 "%s lacks %d of the %d steps up to the resumed checkpoint (%s), because it was "
                 "changed or could not be written. Training is not affected, but charts have gaps",
-                *(path, len(missing_steps), keep_through, _format_ranges(missing_steps)),
+                path,
+                len(missing_steps),
+                keep_through,
+                _format_ranges(missing_steps),
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -206,11 +209,9 @@ class TensorBoardSink:
 
         events: Any = event_pb2  # generated at import: a type checker sees empty modules
         summaries: Any = summary_pb2
-        self._event, self._summary, self._histogram = (
-            events.Event,
-            summaries.Summary,
-            summaries.HistogramProto,
-        )
+        self._event = events.Event
+        self._summary = summaries.Summary
+        self._histogram = summaries.HistogramProto
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a directory in the order of their names. A counter keeps
         # that order even if the clock goes back.

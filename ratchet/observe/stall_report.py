@@ -189,7 +189,8 @@ def log_stalls(after_s: float | None) -> Iterator[None]:
 
     after_s: see `StallDetector`; None: log nothing.
     """
-    ended, stalls = threading.Event(), StallDetector(math.inf if after_s is None else after_s)
+    ended = threading.Event()
+    stalls = StallDetector(math.inf if after_s is None else after_s)
 
     def watch() -> None:
         while not ended.wait(stalls.after_s / 4):

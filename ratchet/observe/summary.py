@@ -47,7 +47,8 @@ class StageSummary:
         seconds: training time, without evaluation and saving.
         accuracy_before, accuracy_after: held-out accuracy, the mean reward; None if it was not
             measured.
-        is_share: False if some rewards are below 0 or above 1, so that their mean is no percentage.
+        is_share: True if every reward is from 0 to 1, so that their mean can be shown as a
+            percentage.
         loss_before, loss_after: held-out loss; None if it was not measured.
         trained_tokens: number of tokens with a loss.
         generated_tokens: number of sampled tokens (0 in a supervised stage).
@@ -165,7 +166,8 @@ def _make_table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
 
 
 def _make_accuracy_row(stage: StageSummary, is_share: bool) -> list[str | Text]:
-    before, after = _get_finite(stage.accuracy_before), _get_finite(stage.accuracy_after)
+    before = _get_finite(stage.accuracy_before)
+    after = _get_finite(stage.accuracy_after)
     if not is_share:
         return _make_number_row(stage, before, after)
     change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "-"

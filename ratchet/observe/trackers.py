@@ -118,7 +118,9 @@ class RunSink:
         histogram: Callable[..., Any] | None = None,
         rollouts: RolloutTable | None = None,
     ) -> None:
-        self._name, self._histogram, self._rollouts = name, histogram, rollouts
+        self._name = name
+        self._histogram = histogram
+        self._rollouts = rollouts
         with as_os_error(name):
             self._run = begin()
 
@@ -283,11 +285,9 @@ class PrometheusSink:
     def __init__(self, config: PrometheusConfig, run: TrackedRun) -> None:
         self._prometheus = import_package("prometheus_client")
         self._registry = self._prometheus.CollectorRegistry()
-        self._run_name, self._textfile, self._server = (
-            escape_surrogates(run.name),
-            config.textfile,
-            None,
-        )
+        self._run_name = escape_surrogates(run.name)
+        self._textfile = config.textfile
+        self._server = None
         self._step = self._prometheus.Gauge(
             "ratchet_step", "Steps done", ["run"], registry=self._registry
         ).labels(self._run_name)

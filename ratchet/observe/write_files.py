@@ -47,7 +47,7 @@ def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
         raise OSError(error.errno, reason, str(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "It is no plain file", str(path))
+        raise OSError(errno.EINVAL, "It is not a plain file", str(path))
     return descriptor
 
 
@@ -105,8 +105,8 @@ class AppendFile:
     Another program, such as an editor that saves it, may delete, replace or shorten the file while
     the run has it open. `append` then warns once for each such change, and appends to the file now
     at that path, or to a new one. It never overwrites content, and follows neither a link nor a new
-    directory that has taken the old one's path. It is an error if the path is no plain file. Other
-    hard links of the file keep their content.
+    directory that has taken the old one's path. It is an error if the path is not a plain file.
+    Other hard links of the file keep their content.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,7 +159,8 @@ class AppendFile:
     def _notice_changes(self) -> None:
         """Open the path again, with a warning, if another program changed the file meanwhile.
 
-        A new hard link is no change: the file is then copied, so that the link keeps its content.
+        A new hard link is not a change: the file is then copied, so that the link keeps its
+        content.
         """
         open_stat = os.fstat(self._descriptor)
         try:

@@ -182,8 +182,8 @@ def answer_text(trajectory: Trajectory) -> str:
 def list_policy_messages(trajectory: Trajectory) -> list[Message]:
     """Return the messages that the policy wrote.
 
-    Assistant messages of the prompt, such as worked examples, are left out. Of a conversation that
-    was not played, only the last assistant message counts. Raises DataError if there is none.
+    Assistant messages of the prompt, such as worked examples, are left out. If a conversation was
+    not played, only its last assistant message counts. Raises DataError if there is none.
     """
     n_turns = int(trajectory.metrics.get("turns", 0)) or len(trajectory.turns) or 1
     replies = [message for message in trajectory.messages if message.role == "assistant"]
@@ -202,7 +202,7 @@ def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:
         return add_missing_members(reward, Reward)
     if not callable(reward):
         raise ConfigError(
-            f"{reward!r} is no reward: give a function (trajectory, task) -> float, or an object "
-            "with `score`"
+            f"{reward!r} is not a reward: give a function (trajectory, task) -> float, or an "
+            "object with `score`"
         )
     return FunctionReward(reward, name)

@@ -67,13 +67,15 @@ def query_status(path: Path) -> str:
             answer.
     """
     directory = RunDirectory(path)
-    if not directory.used:
+    if not directory.is_used:
         raise RunNotFound(
             f"{path} holds no run (no config.yaml). Give the directory that `ratchet train` printed"
         )
     try:
         location = read_json(directory.status)
-        host, socket_path, pid = str(location["host"]), str(location["socket"]), location["pid"]
+        host = str(location["host"])
+        socket_path = str(location["socket"])
+        pid = location["pid"]
     except FileNotFoundError:
         raise RunDirectoryError(f"no run is under way in {path}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:

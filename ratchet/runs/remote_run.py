@@ -343,7 +343,7 @@ def find_newest_step(directory: RunDirectory) -> int | None:
     It is 0 for a run without checkpoints, and None if there is no run or all checkpoints are
     damaged.
     """
-    if not directory.used:
+    if not directory.is_used:
         return None
     try:
         checkpoint = CheckpointStore(directory.checkpoints).latest()

@@ -128,7 +128,7 @@ class Mirror:
         except OSError as error:
             offline_hint = (
                 f". To resume without it, use --resume {self.directory.path}"
-                if self.directory.used
+                if self.directory.is_used
                 else ""
             )
             raise RunDirectoryError(
@@ -153,7 +153,7 @@ class Mirror:
                 f"after step {local_step}"
             )
             return
-        if self.directory.used and local_run != index.run:
+        if self.directory.is_used and local_run != index.run:
             raise RunDirectoryError(
                 f"{path}, the local copy for {self.address}, belongs to another run: move it away, "
                 f"or continue it without the mirror by --resume {path}"
@@ -233,7 +233,7 @@ class Mirror:
             self._push(self.take_snapshot())
         except OSError as error:
             offline_hint = (
-                f" (or go on without it: --resume {self.directory.path})"
+                f" (or continue without it: --resume {self.directory.path})"
                 if self.checkpoint_store.steps()
                 else ""
             )
@@ -269,7 +269,8 @@ class Mirror:
             for path in (Path(folder) / name for name in files):
                 # Trackers create and delete files at any time.
                 with suppress(FileNotFoundError):
-                    status, name = path.lstat(), path.relative_to(root).as_posix()
+                    status = path.lstat()
+                    name = path.relative_to(root).as_posix()
                     if is_mirrored(name) and stat.S_ISREG(status.st_mode):
                         snapshots[name] = FileSnapshot(status.st_size, status.st_mtime_ns)
         return snapshots
@@ -284,11 +285,11 @@ class Mirror:
         """
         self._has_retention_rules = True
         if not in_background:
-            self._background.settle()
+            self._background.wait()
             self._try_push(snapshots)
             return
         if self._background.has_finished:
-            self._background.settle()
+            self._background.wait()
         if self._background.is_running:
             log.info("%s is still being written: this save is uploaded later", self.address)
             return
@@ -301,7 +302,7 @@ class Mirror:
 
         Otherwise an error is logged that names the missing files.
         """
-        self._background.settle()
+        self._background.wait()
         if self._has_retention_rules:
             # Prune the checkpoints that were held while the upload thread read them.
             self.checkpoint_store.tidy()

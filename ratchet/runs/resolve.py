@@ -129,7 +129,8 @@ def list_runs_at(address: str) -> list[tuple[str, int]]:
     )
     if not prefixes:
         raise RunNotFound(
-            f"{address} holds no runs (no {INDEX}). Give the address of a run, or of their folder"
+            f"{address} holds no runs (no {INDEX}). Give the address of a run, or of a folder of "
+            "runs"
         )
 
     def sum_checkpoint_bytes(prefix: str) -> int:

@@ -131,7 +131,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: The recipes differ; the message names the keys.
         """
-        if not self.used:
+        if not self.is_used:
             self._write_config(config)
             return
         if changed := _describe_differences(self.read_config(), config):
@@ -162,7 +162,7 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.plan} is not a plan ({error!r}). Remove this file"
             ) from error
-        run_recipe = self.read_config() if self.used else recipe
+        run_recipe = self.read_config() if self.is_used else recipe
         for kind, present_recipe in (("run", run_recipe), ("plan", planned_recipe)):
             if changed := _describe_differences(present_recipe, recipe):
                 raise RunDirectoryError(
@@ -172,14 +172,9 @@ class RunDirectory:
                 )
 
     @property
-    def used(self) -> bool:
+    def is_used(self) -> bool:
         """True if a run has written here."""
         return self.config.exists()
-
-    @property
-    def begun(self) -> bool:
-        """True if a run began here, even if it ended before it wrote its recipe."""
-        return self.used or self._lock.is_file()
 
     @property
     def is_locked(self) -> bool:

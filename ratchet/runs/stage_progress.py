@@ -67,7 +67,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StagePosition:
-    """The position from which a stage goes on: its start, or a checkpoint."""
+    """The position from which a stage continues: its start, or a checkpoint."""
 
     step: int  # number of finished steps of the whole run
     progress: Progress = field(default_factory=Progress)

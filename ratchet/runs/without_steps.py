@@ -148,7 +148,7 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 def _has_run_config(directory: RunDirectory) -> bool:
     """True if `config.yaml` is absent or is a resolved recipe, which has every top-level key."""
-    if not directory.used:
+    if not directory.is_used:
         return True
     try:
         return set(RunConfig.model_fields) <= set(directory.read_config())

@@ -44,8 +44,8 @@ class Isolation(IntEnum):
     # files and, unless the user is root, the environment variables of the user's processes.
     SECCOMP = 1
     LANDLOCK = 2  # in addition, only the Python library can be read; nothing can be written
-    # In addition, separate process, network, IPC and mount namespaces, and a private scratch
-    # directory.
+    # The process, network, IPC and mount namespaces are separate too, and the scratch directory is
+    # private.
     NAMESPACES = 3
     KERNEL = 4  # in addition, a separate kernel: a virtual machine, or gVisor
 
@@ -233,7 +233,7 @@ def check_relative_path(path: str) -> str:
     """
     normalised = posixpath.normpath(path)
     if path.startswith("/") or normalised == ".." or normalised.startswith("../") or "\0" in path:
-        raise SandboxError(f"{path!r} is no path inside the working directory")
+        raise SandboxError(f"{path!r} is not a path inside the working directory")
     return normalised
 
 

@@ -92,7 +92,7 @@ class DockerSandboxConfig(Section):
         scheme, _, location = address.partition("://")
         if scheme not in ("unix", "http", "https") or not location:
             raise ValueError(
-                f"{address!r} is no address of an engine: write unix:///path, "
+                f"{address!r} is not an address of an engine: write unix:///path, "
                 "http://127.0.0.1:port or https://host:port"
             )
         host = location.split("/")[0].rpartition(":")[0] or location

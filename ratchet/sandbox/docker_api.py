@@ -132,7 +132,8 @@ class DockerStream:
                 raise TimeoutError from None
             except (httpcore2.NetworkError, OSError) as error:
                 raise EngineUnavailable(f"the engine's stream broke: {error!r}") from error
-        data, self._buffer = self._buffer[:max_bytes], self._buffer[max_bytes:]
+        data = self._buffer[:max_bytes]
+        self._buffer = self._buffer[max_bytes:]
         return data
 
     def close(self) -> None:

@@ -40,7 +40,11 @@ def _pack(folder: Path) -> bytes:
         with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for path in sorted(folder.rglob("*")):
                 entry = archive.gettarinfo(path, path.relative_to(folder).as_posix())
-                entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
+                entry.mtime = 0
+                entry.uid = 0
+                entry.gid = 0
+                entry.uname = ""
+                entry.gname = ""
                 if entry.isreg():
                     with path.open("rb") as file:
                         archive.addfile(entry, file)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import select
@@ -36,9 +37,9 @@ from ratchet.sandbox.base import (
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0  # seconds after the wall limit at which the fork server itself counts as broken
 CHUNK_BYTES = 1 << 16
-# Share of the CPU limit from which a SIGKILL counts as the kernel's CPU limit. The kernel counts
-# whole ticks and the report is exact, so on a busy virtual machine the report can be lower by a
-# third.
+# A program that was killed by SIGKILL hit the kernel's CPU limit if it used at least this share of
+# the limit. The share is below 1, because the kernel counts whole ticks: on a busy virtual machine
+# the exact CPU time can be a third lower than the kernel's count.
 CPU_KILL_SHARE = 0.5
 # Without address randomisation, `hash(None)` and everything else that depends on addresses is the
 # same in every slot. The setting takes effect at the next exec. If a container refuses it (EPERM),
@@ -202,7 +203,7 @@ class ForkServerSlot:
             )
         if can_fork and count_oom_kills() > oom_kills_before:
             raise ForkServerError(
-                "the kernel killed processes for want of memory while the program ran"
+                "the kernel killed processes because memory ran out while the program ran"
             )
         return result
 
@@ -212,7 +213,7 @@ class ForkServerSlot:
             name: getattr(limits, name)
             for name in ("wall_s", "memory_mib", "disk_mib", "processes", "threads", "executable")
         }
-        request |= {"cpu_s": max(1, -int(-limits.cpu_s // 1)), "is_command": is_command}
+        request |= {"cpu_s": max(1, math.ceil(limits.cpu_s)), "is_command": is_command}
         socket.send_fds(self._channel, [json.dumps(request).encode()], files)
 
     def _collect_report(self, outputs: RunOutputs, limits: Limits) -> dict[str, Any]:
@@ -360,9 +361,9 @@ def seal_in_memory(data: bytes) -> int:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of memory so far.
+    """Return how many processes the kernel has killed so far because memory ran out.
 
-    They are those of this process's control group, or else of the whole machine.
+    It counts the processes of this process's control group, or else of the whole machine.
     """
     with contextlib.suppress(OSError):
         group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip()

@@ -223,11 +223,9 @@ def _read_result(answer: dict[str, Any], limits: Limits) -> Result:
     Raises ServiceUnavailable if the response has no usable result.
     """
     run_result = answer.get("run_result") or {}
-    status, code, seconds = (
-        run_result.get("status"),
-        run_result.get("return_code"),
-        float(run_result.get("execution_time") or 0.0),
-    )
+    status = run_result.get("status")
+    code = run_result.get("return_code")
+    seconds = float(run_result.get("execution_time") or 0.0)
     outputs = [
         str(run_result.get(name) or "").encode("utf-8", "surrogatepass")
         for name in ("stdout", "stderr")

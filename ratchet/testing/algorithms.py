@@ -215,7 +215,8 @@ def _check_order(case: Case) -> None:
             for group in shuffled
         ]
     shuffled_rows = [id(row) for group in shuffled for row in group.trajectories if row.is_usable]
-    update, other = Update.from_groups(algorithm, groups), Update.from_groups(algorithm, shuffled)
+    update = Update.from_groups(algorithm, groups)
+    other = Update.from_groups(algorithm, shuffled)
     positions = [shuffled_rows.index(id(row)) for row in rows]
     for role in algorithm.losses:
         slopes = differentiate(other, role, range(len(rows)))
@@ -289,7 +290,7 @@ def _check_exemption(
         except PropertyBroken:
             return
     require(
-        False, f"is exempt ({reason}), but it holds on every batch of the kit: remove the exemption"
+        False, f"is exempt ({reason}), but it holds on every synthetic batch: remove the exemption"
     )
 
 
@@ -342,9 +343,9 @@ def _check_row_isolated(
 
 
 def _check_on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
-    """Check that the gradient on policy is the policy gradient.
+    """Check that, on on-policy data, the gradient is the policy gradient.
 
-    Subtract the gradient at advantages of 0, so that penalties without advantages drop out.
+    The gradient at advantages of 0 is subtracted, so that penalties without advantages cancel.
     """
     terms = algorithm.losses.get("policy", ())
     has_policy_gradient = False
@@ -376,10 +377,8 @@ def _check_policy_gradient(
 ) -> None:
     """Raise PropertyBroken unless the slopes are -weight * advantage, and ratios are 1."""
     batch = update.batch
-    weight_T, advantages_T = (
-        term.weighting(batch),
-        torch.where(batch.trainable_T, batch.need("advantages"), 0.0),
-    )
+    weight_T = term.weighting(batch)
+    advantages_T = torch.where(batch.trainable_T, batch.need("advantages"), 0.0)
     if term.level != "token":
         count_S = batch.sequence_sum(batch.trainable_T.double()).clamp(min=1)
         advantages_T = (batch.sequence_sum(advantages_T) / count_S)[batch.sequence_T]

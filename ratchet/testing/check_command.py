@@ -85,10 +85,8 @@ def _run_checks(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bo
         else list_reward_checks(as_reward(instance), SAMPLE)
     )
     width = max(len(name) for name in checks)
-    lines, failure = (
-        [f"{path}: {'an environment' if slot == 'environment' else 'a reward'}", ""],
-        "",
-    )
+    lines = [f"{path}: {'an environment' if slot == 'environment' else 'a reward'}", ""]
+    failure = ""
     for name, check in checks.items():
         if failure:
             lines.append(f"  {name:<{width}}  n/a    an earlier check failed")

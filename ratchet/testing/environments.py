@@ -219,7 +219,7 @@ async def _check_demonstration(
     messages = list(await caller(f"reset('{task.id}')", lambda: environment.reset(task)))
     is_done = False
     for answer in answers:
-        require(not is_done, f"demonstration('{task.id}') goes on after the episode's end")
+        require(not is_done, f"demonstration('{task.id}') continues after the episode's end")
         step = await _step(caller, environment, task, answer)
         is_done = step.done
         messages += [answer] if is_done else [answer, *step.messages]

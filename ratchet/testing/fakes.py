@@ -31,7 +31,7 @@ from ratchet.types import (
     Group,
     Message,
     Outcome,
-    Placed,
+    PlacedMedium,
     Sampling,
     Scored,
     Split,
@@ -44,7 +44,7 @@ from ratchet.types import (
 class TextOnlyMixin:
     """A mixin for test renderers that support no media."""
 
-    def media(self, tokens: Sequence[int], messages: Sequence[Message]) -> tuple[Placed, ...]:
+    def media(self, tokens: Sequence[int], messages: Sequence[Message]) -> tuple[PlacedMedium, ...]:
         return ()
 
     def find_media_token(self, sampled: Sequence[int] | NDArray[np.int64]) -> str | None:
@@ -60,14 +60,14 @@ class FakeGenerator(Generator):
     def __init__(self, script: Callable[[Any, Sampling], Sequence[int]]) -> None:
         self.script = script
         self.requests: list[tuple[list[int], Sampling]] = []
-        self.media: list[tuple[Placed, ...]] = []  # the media of each request
+        self.media: list[tuple[PlacedMedium, ...]] = []  # the media of each request
         self.version = 0
 
     async def generate(
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         if not len(tokens):
             raise DataError("an empty prompt: nothing precedes the first token")
@@ -239,7 +239,9 @@ class FakeSource(Source):
         return {"position": self.position, "pending": sorted([*self.pending, *self.to_repeat])}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        self.position, self.pending, self.to_repeat = state["position"], [], list(state["pending"])
+        self.position = state["position"]
+        self.pending = []
+        self.to_repeat = list(state["pending"])
 
 
 class FakeWeightSync(WeightSync):

@@ -185,7 +185,7 @@ def _require_same_steps(
             is_same,
             f"'{script.task.id}': with services and processes {fault}, step {number} gives reward "
             f"{step.reward} and done={step.done}, without the fault {expected.reward} and "
-            f"done={expected.done}: an infrastructure fault is no reward; let it raise",
+            f"done={expected.done}: an infrastructure fault is not a reward; let it raise",
         )
 
 
@@ -203,7 +203,7 @@ def check_cancelling(
         with caller.mark_running(where):
             task.cancel()
             await asyncio.wait({task}, timeout=caller.deadline_s)
-        require(task.done(), f"{where} goes on after it was cancelled: a deadline must end it")
+        require(task.done(), f"{where} continues after it was cancelled: a deadline must end it")
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not log it
         await caller("close", instance.close)

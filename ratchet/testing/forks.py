@@ -121,10 +121,8 @@ def _run_in_fork(function: str, arguments: Sequence[Any], log: str) -> None:
     """Run the call in the new process, which never returns from here."""
     status = 1
     try:
-        null_input, output = (
-            os.open(os.devnull, os.O_RDONLY),
-            os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
-        )
+        null_input = os.open(os.devnull, os.O_RDONLY)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for descriptor, source in enumerate((null_input, output, output)):
             os.dup2(source, descriptor)
         module, _, name = function.partition(":")

@@ -101,8 +101,8 @@ def run_supervised(check: Callable[[DeadlineCaller], T], deadline_s: float) -> T
         if running is not None and time.monotonic() - running[1] > 2 * deadline_s:
             raise BrokenRule(
                 f"{running[0]} still runs {2 * deadline_s:g} s after it began: it blocks the event "
-                "loop, or goes on after it was cancelled; await what waits, or put it in a process "
-                "that can be killed"
+                "loop, or continues after it was cancelled; await what waits, or put it in a "
+                "process that can be killed"
             )
 
 

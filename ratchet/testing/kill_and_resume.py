@@ -202,7 +202,7 @@ def train_here(recipe: str, run: str, spec: str) -> int:
 
 
 def _train(recipe: str, path: Path) -> int:
-    if RunDirectory(path).used:
+    if RunDirectory(path).is_used:
         return resume_run(path, command="chaos")
     return start_run(Path(recipe), [], path, command="chaos")
 

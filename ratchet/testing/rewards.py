@@ -210,8 +210,8 @@ class _RewardChecks:
             require(
                 isinstance(outcome, Failed) or outcome == expected_outcome,
                 f"with services and processes {fault} the reward gives {outcome}, without the "
-                f"fault {expected_outcome}: an infrastructure fault is no reward; let it raise, or "
-                "give Failed",
+                f"fault {expected_outcome}: an infrastructure fault is not a reward; let it "
+                "raise, or give Failed",
             )
 
     async def score(

@@ -20,7 +20,7 @@ from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
 from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.protocols import LossTerm
 from ratchet.testing.fakes import FakeGenerator
-from ratchet.types import Completion, Group, Placed, Sampling, StopReason, Task
+from ratchet.types import Completion, Group, PlacedMedium, Sampling, StopReason, Task
 
 
 class SlowGenerator(FakeGenerator):
@@ -40,14 +40,12 @@ class SlowGenerator(FakeGenerator):
 
     def __init__(self, config: Any, *_: Any) -> None:
         super().__init__(lambda tokens, sampling: sampling.stop_ids[:1] or [0])
-        self.config, self._slots, self._aborted = (
-            config,
-            asyncio.Semaphore(config.slots),
-            asyncio.Event(),
-        )
+        self.config = config
+        self._slots = asyncio.Semaphore(config.slots)
+        self._aborted = asyncio.Event()
 
     async def generate(
-        self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
+        self, tokens: Any, sampling: Sampling, media: Sequence[PlacedMedium] = ()
     ) -> Completion:
         aborted = self._aborted
         async with self._slots:
@@ -107,7 +105,8 @@ def compute_best_step_ends(
     """
     clock, n_free_slots, is_training = 0.0, slots, False
     step_ends, n_attempts_left = list[float](), dict[ScheduledGroup, int]()
-    waiting, tie_breakers = deque[tuple[ScheduledGroup, int]](), itertools.count()
+    waiting = deque[tuple[ScheduledGroup, int]]()
+    tie_breakers = itertools.count()
     # Heap of ends: (time, tie-breaker, group of the request; None for an update).
     pending_ends: list[tuple[float, int, ScheduledGroup | None]] = []
     while len(step_ends) < scheduler.end_step:

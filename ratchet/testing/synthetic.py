@@ -68,11 +68,9 @@ class TinyRole:
             start, change = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
             return start + drift * change
 
-        self.embedding_Vd, self.head_Vd, self.scalar_d = (
-            normal(VOCAB, HIDDEN),
-            normal(VOCAB, HIDDEN) / 2,
-            normal(HIDDEN),
-        )
+        self.embedding_Vd = normal(VOCAB, HIDDEN)
+        self.head_Vd = normal(VOCAB, HIDDEN) / 2
+        self.scalar_d = normal(HIDDEN)
 
     async def score(
         self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0

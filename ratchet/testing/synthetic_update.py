@@ -89,7 +89,8 @@ class Update:
         The outputs of the models differ in those rows too, because they are computed from tokens.
         """
         batch = self.batch
-        other_T, other_S = batch.sequence_T != row, torch.arange(batch.n_sequences) != row
+        other_T = batch.sequence_T != row
+        other_S = torch.arange(batch.n_sequences) != row
 
         def shift_values(column: Tensor, mask: Tensor) -> Tensor:
             broadcast_mask = mask.reshape(-1, *[1] * (column.dim() - 1))

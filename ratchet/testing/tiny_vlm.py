@@ -116,7 +116,7 @@ def create_vlm_tokenizer(alphabet: str = PRINTABLE) -> Tokenizer:
     `alphabet` needs a newline, and the letters of the roles' names.
     """
     return character_tokenizer(
-        alphabet, controls=SPECIAL_TOKENS, eos="<|im_end|>", template=TEMPLATE
+        alphabet, extra_specials=SPECIAL_TOKENS, eos="<|im_end|>", template=TEMPLATE
     )
 
 

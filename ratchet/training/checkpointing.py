@@ -49,7 +49,7 @@ class CheckpointSaver:
         command: The command line that began the run, saved with each checkpoint.
         saved_step: The step at which the stage starts, or from whose checkpoint it resumes.
         inputs: Fingerprints of the files that the stage reads (`fingerprint_inputs`), by path. They
-            are saved, because a run goes on as it began only with the same files.
+            are saved, because a run continues as it began only with the same files.
         recipe: The resolved recipe, saved so that later changes of it are reported.
         mirror: Uploads each checkpoint once it is complete.
     """
@@ -88,7 +88,7 @@ class CheckpointSaver:
         """
         self._score = step, get_signed_metric(self.config.metric, metrics)
         if self._background.has_finished:
-            self.settle()
+            self.wait_for_write()
 
     async def save(self, run: StageRun, steps_done: int) -> None:
         """Save the checkpoint of `run` after `steps_done` steps.
@@ -98,10 +98,10 @@ class CheckpointSaver:
 
         Raises:
             CheckpointError: The checkpoint can't be written, and `checkpoint.on_error` is not
-                "warn". The error of a background write is raised later, by `observe`, `settle` or
-                the next `save`.
+                "warn". The error of a background write is raised later, by `observe`,
+                `wait_for_write` or the next `save`.
         """
-        self.settle()
+        self.wait_for_write()
         if run.verify_directory is not None:
             run.verify_directory()
         # A run that resumes from this checkpoint needs the records of all its steps.
@@ -150,14 +150,14 @@ class CheckpointSaver:
         if self.mirror is not None:
             self.mirror.push(mirror_snapshot, in_background=self.config.background)
 
-    def settle(self) -> None:
+    def wait_for_write(self) -> None:
         """Wait for the background write.
 
         Raises:
             CheckpointError: See `save`.
         """
         with self._tolerate_errors():
-            if self._background.settle():
+            if self._background.wait():
                 self.saved_step = self._background_step
 
     def _copy(self, run: StageRun, source_state: Mapping[str, Any]) -> WriteFiles:
@@ -231,7 +231,7 @@ class CheckpointSaver:
             if self.config.end_with == "best"
             else None
         )
-        if best is None or best.step == run.done:
+        if best is None or best.step == run.steps_done:
             return
         log.info(
             "stage %s ends with the weights of step %d, its best by %s",
@@ -336,7 +336,7 @@ def check_changed_inputs(
     else:
         saved = checkpoint.meta["data"]
         start = f"step {checkpoint.step}"
-        reason = "so the run would not go on as it began"
+        reason = "so the run would not continue as it began"
         remedy = (
             "Restore the files, allow the change with --changed-data, or start a new run from this "
             "run's weights (--from)"

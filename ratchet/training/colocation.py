@@ -21,7 +21,7 @@ from ratchet.errors import ConfigError
 from ratchet.generators.wrapper import GeneratorWrapper
 from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.protocols import Generator, Learner, LossTerm, WeightSync
-from ratchet.types import Completion, Placed, Sampling
+from ratchet.types import Completion, PlacedMedium, Sampling
 
 LEARNERS, GENERATOR = "learners", "generator"
 
@@ -113,7 +113,7 @@ class ColocatedGenerator(GeneratorWrapper):
         self.lock = lock
 
     async def generate(
-        self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
+        self, tokens: Any, sampling: Sampling, media: Sequence[PlacedMedium] = ()
     ) -> Completion:
         async with self.lock.hold(GENERATOR):
             return await super().generate(tokens, sampling, media)

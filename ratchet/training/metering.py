@@ -200,7 +200,7 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRa
 
 def warn_of_steps_without_signal(run: StageRun) -> None:
     """Log a warning if most steps of a stage had no gradient."""
-    steps = run.done - run.start_step
+    steps = run.steps_done - run.start_step
     silent = run.progress.silent_steps
     if silent > steps / 2:
         log.warning(

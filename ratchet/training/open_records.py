@@ -1,4 +1,4 @@
-"""Open the metric sinks and the recorder of a run, which drop what follows its checkpoint."""
+"""Open the metric sinks and the recorder of a run, without the steps after its checkpoint."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class StageRun:
     _longest_step_s: float = 0.0  # seconds of the longest step, evaluation and saving included
 
     def __post_init__(self) -> None:
-        self.done = self.first_step  # number of finished steps of the whole run
+        self.steps_done = self.first_step  # number of finished steps of the whole run
         self.metrics.declare("rollout", DISTRIBUTION_REDUCERS)
 
     def steps(self) -> Iterator[int]:
@@ -192,7 +192,7 @@ class StageRun:
                 self.profiler.end_step()
 
     def reopen(self) -> None:
-        """Let a stage that ended early go on, because its recipe was changed since."""
+        """Let a stage that ended early continue, because its recipe was changed since."""
         progress, early_stopping = self.progress, self.early_stopping
         progress.ended = False
         if early_stopping is not None and progress.fruitless >= early_stopping.n_evaluations:
@@ -221,8 +221,8 @@ class StageRun:
 
         Args:
             accuracy: The accuracy.
-            is_share: False if a reward of the evaluation was below 0 or above 1, so that the
-                accuracy is a mean reward and no share.
+            is_share: True if every reward of the evaluation was from 0 to 1, so that the accuracy
+                can be shown as a percentage.
         """
         self.progress.accuracy_before, self.progress.is_share = accuracy, is_share
 
@@ -233,12 +233,12 @@ class StageRun:
             progress: The progress when the learners had these weights.
         """
         self.progress.accuracy, self.progress.loss = progress.accuracy, progress.loss
-        await self.weight_sync.push(version=self.done)
+        await self.weight_sync.push(version=self.steps_done)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the step, which becomes the metric `time/<phase>_s`."""
-        with TRACER.phase(STEPS, name, self.done + 1) as phase:
+        with TRACER.phase(STEPS, name, self.steps_done + 1) as phase:
             yield
         self.metrics.add("time", {f"{name}_s": phase.seconds}, merge="sum")
 
@@ -327,7 +327,7 @@ class StageRun:
             for prefix, meter_metrics in self.meter.measure(groups, seconds).items():
                 self.metrics.add(prefix, meter_metrics)
         steps_done = step + 1
-        self.done = steps_done
+        self.steps_done = steps_done
         self._check_time_limits()
         # A stop request postpones evaluations until the run is resumed, so that it saves at once.
         # The evaluation after the last step is not postponed, because it ends the stage.
@@ -365,12 +365,12 @@ class StageRun:
         step_metrics, self.progress.unevaluated = self.progress.unevaluated, None
         if step_metrics is None:
             return
-        with TRACER.phase(STEPS, "evaluate", self.done):
+        with TRACER.phase(STEPS, "evaluate", self.steps_done):
             await self.evaluate()
-        metrics = step_metrics | dict(self.metrics.flush(self.done))
+        metrics = step_metrics | dict(self.metrics.flush(self.steps_done))
         self._update_early_stopping(metrics)
         for observe in self.observers:
-            observe(self.done, metrics)
+            observe(self.steps_done, metrics)
 
     def is_save_due(self, steps_done: int) -> bool:
         """True if an uninterrupted run saves a checkpoint after this step."""
@@ -388,12 +388,12 @@ class StageRun:
         self._end_early(early_stopping.explain_end(metrics, progress.fruitless))
 
     def _end_early(self, reason: str | None) -> None:
-        """End the stage here, and log the reason; None: the stage goes on."""
-        if reason is not None and self.done < self.end_step:
+        """End the stage here, and log the reason; None: the stage continues."""
+        if reason is not None and self.steps_done < self.end_step:
             log.info(
                 "stage %s ends after step %d of %d: %s",
                 self.name,
-                self.done,
+                self.steps_done,
                 self.end_step,
                 reason,
             )
@@ -418,7 +418,7 @@ class StageRun:
         if (
             self.limit_s is not None
             and self.progress.seconds >= self.limit_s
-            and self.done >= self.start_step + MIN_LIMITED_STEPS
+            and self.steps_done >= self.start_step + MIN_LIMITED_STEPS
         ):
             self.progress.ended = True
 
@@ -437,13 +437,13 @@ class StageRun:
         if self.evaluator is None:
             return {}
         results = await self.evaluator.run()
-        is_first = self.done == self.start_step and self.batcher.max_failed_share < 1
+        is_first = self.steps_done == self.start_step and self.batcher.max_failed_share < 1
         for answers in list_answer_results(results):
             report_failures(answers, is_first=is_first)
         if self.evaluations_dir is not None:
-            directory = self.evaluations_dir / f"step-{self.done:08d}"
+            directory = self.evaluations_dir / f"step-{self.steps_done:08d}"
             for answers in list_answer_results(results):
-                save_report(answers, directory, f"{self.name}, step {self.done}")
+                save_report(answers, directory, f"{self.name}, step {self.steps_done}")
         metrics = results.get_metrics()
         self.metrics.add("eval", metrics)
         self.progress.accuracy = metrics.get("accuracy")
@@ -458,7 +458,7 @@ class StageRun:
         return StageSummary(
             name=self.name,
             algorithm=self.algorithm.name,
-            steps=self.done - self.start_step,
+            steps=self.steps_done - self.start_step,
             seconds=progress.seconds,
             accuracy_before=progress.accuracy_before,
             accuracy_after=progress.accuracy,
@@ -478,7 +478,7 @@ class StageRun:
 
     @property
     def _is_last_step(self) -> bool:
-        return self.progress.ended or self.done == self.end_step
+        return self.progress.ended or self.steps_done == self.end_step
 
-    def _is_due(self, done: int, every: int) -> bool:
-        return every > 0 and (done - self.start_step) % every == 0
+    def _is_due(self, steps_done: int, every: int) -> bool:
+        return every > 0 and (steps_done - self.start_step) % every == 0

@@ -93,7 +93,7 @@ def find_saved(place: str | Path) -> SavedWeights | None:
         return None
     path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
     directory = RunDirectory(path)
-    if not directory.used:
+    if not directory.is_used:
         if step is None:
             return None
         raise RunNotFound(
@@ -128,7 +128,7 @@ def replace_saved_model(config: RunConfig) -> RunConfig:
     if saved.step is None:
         model = config.model.model_copy(update={"path": str(saved.path)})
         return config.model_copy(update={"model": model})
-    source_config = localize_model(load_recipe(saved.run, saved.load()), saved.run)
+    source_config = use_start_copy(load_recipe(saved.run, saved.load()), saved.run)
     changes = {"model": source_config.model, "tokenizer": source_config.tokenizer}
     return replace_saved_model(config.model_copy(update=changes))
 
@@ -174,7 +174,7 @@ def export_checkpoint(saved: SavedWeights, target: Path) -> RunConfig:
             "Megatron can read: finish the run "
             f"(`ratchet train --resume {saved.run}`), and use its model"
         )
-    resume_config = resolve_resume_config(localize_model(config, saved.run), index, saved.run)
+    resume_config = resolve_resume_config(use_start_copy(config, saved.run), index, saved.run)
     stages = tuple(
         other.model_copy(update={"generator": resolve("generator", {})})
         for other in resume_config.stages
@@ -244,7 +244,7 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
     """
     text, step = split_step(place.rstrip("/"))
     path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
-    if with_optimizer and step is None and RunDirectory(path).used:
+    if with_optimizer and step is None and RunDirectory(path).is_used:
         steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
         if not steps:
             raise RunDirectoryError(
@@ -252,7 +252,7 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
             )
         return SavedWeights(path, steps[-1])
     saved = SavedWeights(path, step) if is_address(text) else find_saved(place)
-    if saved is None or not RunDirectory(saved.run).used:
+    if saved is None or not RunDirectory(saved.run).is_used:
         raise RunNotFound(
             f"--from {place} is not a run (no config.yaml). Set model.path for a model directory"
         )
@@ -309,7 +309,7 @@ def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
         )
 
 
-def localize_model(config: RunConfig, run: Path) -> RunConfig:
+def use_start_copy(config: RunConfig, run: Path) -> RunConfig:
     """Return the recipe with the run's own copy of its start model, if `copy_start` made one."""
     start = run / START
     if not start.is_dir():
@@ -387,7 +387,7 @@ def explain_relative_path(config: RunConfig, run: Path) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        path = localize_model(config, run).model.path
+        path = use_start_copy(config, run).model.path
         if path is None or is_address(path) or Path(path).is_absolute() or Path(path).exists():
             raise
         raise ModelError(

@@ -61,7 +61,7 @@ from ratchet.training.saved_weights import (
     export_models,
     keep_base,
     load_start_state,
-    localize_model,
+    use_start_copy,
 )
 from ratchet.training.stage import Policy
 from ratchet.training.stage_from_config import build_run
@@ -90,7 +90,8 @@ class TrainingSession:
         changed_recipe: True if the recipe was changed for this resumption, so that a stage that
             ended early may continue.
         try_s: Seconds of training after which each stage ends early; None sets no limit.
-        lengths: Numbers of steps, environments and log lines of stages that set `passes`, or None.
+        resolved_recipe: The recipe after `passes` became numbers of steps, with the environments
+            that were built for this; None if they are built later.
         mirror: Uploads the run to a remote address; None keeps it local.
         notes: Sentences for the beginning of run.log and the console.
     """
@@ -106,11 +107,11 @@ class TrainingSession:
         changed_data: bool = False,
         changed_recipe: bool = False,
         try_s: float | None = None,
-        lengths: ResolvedRecipe | None = None,
+        resolved_recipe: ResolvedRecipe | None = None,
         mirror: Mirror | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.config = localize_model(config, directory.path)
+        self.config = use_start_copy(config, directory.path)
         self.directory = directory
         self.command = command
         self.profile = profile
@@ -120,8 +121,8 @@ class TrainingSession:
         self.changed_data = changed_data
         self.changed_recipe = changed_recipe
         self.try_s = try_s
-        self.environments = {} if lengths is None else dict(lengths.environments)
-        self.notes = [*(() if lengths is None else lengths.lines), *notes]
+        self.environments = {} if resolved_recipe is None else dict(resolved_recipe.environments)
+        self.notes = [*(() if resolved_recipe is None else resolved_recipe.lines), *notes]
         self.console = make_robust_console()
         self.summaries: list[StageSummary] = []  # of finished stages
         self.ledger = PromptLedger(directory.ledger)
@@ -130,7 +131,7 @@ class TrainingSession:
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
         self.started_at = time.monotonic()
-        # By stage: the fingerprints that were computed before the stage began.
+        # The fingerprints that were computed before a stage began, by the stage's index.
         self.fingerprints: dict[int, dict[str, str]] = {}
         self.start_model: str | None = None  # fingerprint of the weights that the run starts from
         self._profiled_stage = 0  # index of the stage that is profiled
@@ -180,8 +181,8 @@ class TrainingSession:
             exit_stack.callback(self.ledger.close)
             trace_path = self.directory.trace if self.config.logging.trace else None
             self.trace = exit_stack.enter_context(open_trace(trace_path))
-            # All that may refuse the resumption comes before the records are cut, so that a refused
-            # one loses nothing.
+            # Inputs and processes are checked before `_open_records` drops the steps after the
+            # checkpoint, so that a run that can't be resumed loses nothing.
             self._check_inputs(checkpoint)
             policy = await self._start_policy(exit_stack, checkpoint)
             self._open_records(exit_stack, checkpoint)
@@ -202,7 +203,7 @@ class TrainingSession:
         )
 
     def _open_records(self, exit_stack: AsyncExitStack, checkpoint: Checkpoint | None) -> None:
-        """Open the ledger, the sinks and the recorder, which drop what follows the checkpoint."""
+        """Open ledger, sinks and recorder, and drop their entries of steps after the checkpoint."""
         if checkpoint is None:
             self.ledger.cut(0)
         self.sinks = open_sinks(
@@ -333,15 +334,15 @@ class TrainingSession:
         ):
             async with AsyncExitStack() as exit_stack:
                 exit_stack.push_async_callback(run.close)
-                exit_stack.callback(saver.settle)
+                exit_stack.callback(saver.wait_for_write)
                 await train(run)
                 if stop.status is None:
-                    saver.settle()
+                    saver.wait_for_write()
                     await saver.end_with_best(run)
         if stop.status is not None:
             # The step may have been saved before the signal came.
-            if saver.saved_step < run.done:
-                await saver.save(run, run.done)
+            if saver.saved_step < run.steps_done:
+                await saver.save(run, run.steps_done)
             return run.roles["policy"]
         warn_of_steps_without_signal(run)
         failpoints.point("stage.end")

@@ -14,7 +14,7 @@ from ratchet.errors import RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
-from ratchet.experience.sources.passes import ResolvedRecipe, resolve_lengths
+from ratchet.experience.sources.passes import ResolvedRecipe, resolve_passes
 from ratchet.observe.provenance import record_changes
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.recipe_changes import check_changes, list_changes, load_changed_config
@@ -82,8 +82,8 @@ def start_run(
     report = run_preflight(unfrozen, scan=False)
     report.raise_problems()
     notes += report.warnings
-    lengths = resolve_lengths(unfrozen)
-    config = freeze(lengths.config, notes)
+    resolved_recipe = resolve_passes(unfrozen)
+    config = freeze(resolved_recipe.config, notes)
     directory, store, mirror = _open_new_run(
         run_dir or config.run_dir or find_free_run_dir(config.name), notes
     )
@@ -106,7 +106,7 @@ def start_run(
                 command,
                 profile,
                 try_s=try_s,
-                lengths=lengths,
+                resolved_recipe=resolved_recipe,
                 mirror=mirror,
                 notes=notes,
             ),
@@ -130,11 +130,11 @@ def _open_new_run(
     if mirror is not None:
         mirror.check_empty()
     if mirror is None and has_no_finished_step(directory):
-        if directory.used:
+        if directory.is_used:
             notes.append(f"takes the place of a run without steps in {path}")
         with directory.locked():
             clear_run_without_steps(directory)
-    if directory.used:
+    if directory.is_used:
         raise RunDirectoryError(
             f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
         )
@@ -187,7 +187,7 @@ def resume_run(
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
     directory, store, mirror = open_run(place)
-    if mirror is None and not directory.used:
+    if mirror is None and not directory.is_used:
         raise RunNotFound(
             f"{place} holds no run (no config.yaml). Pass the directory that `ratchet train` "
             "printed"
@@ -195,8 +195,8 @@ def resume_run(
     with directory.locked():
         if mirror is not None:
             mirror.resume()
-        lengths, notes = _change_recipe(place, directory, store, overrides)
-        config = lengths.config
+        resolved_recipe, notes = _change_recipe(place, directory, store, overrides)
+        config = resolved_recipe.config
         if mirror is not None:
             mirror.begin()
         if (unresolved_key := find_unfrozen_key(config)) is not None:
@@ -215,7 +215,7 @@ def resume_run(
                     profile,
                     changed_data=changed_data,
                     changed_recipe=bool(notes),
-                    lengths=lengths,
+                    resolved_recipe=resolved_recipe,
                     mirror=mirror,
                     notes=notes,
                 ),
@@ -230,20 +230,20 @@ def _change_recipe(
     The changes are written into `provenance.json` first, and then into `config.yaml`.
 
     Raises:
-        ConfigError: The run can't go on with a change.
+        ConfigError: The run can't continue with a change.
     """
     config = load_config(directory.config)
     if not overrides:
         return ResolvedRecipe(config), []
-    lengths = resolve_lengths(load_changed_config(directory.config, overrides, run=place))
-    changes = list_changes(config, lengths.config)
+    resolved_recipe = resolve_passes(load_changed_config(directory.config, overrides, run=place))
+    changes = list_changes(config, resolved_recipe.config)
     if not changes:
         return ResolvedRecipe(config), []
     checkpoint = next(iter(store.list_complete()), None)
     step, finished = (
         (0, 0) if checkpoint is None else (checkpoint.step, len(checkpoint.meta["summaries"]))
     )
-    check_changes(changes, lengths.config, step=step, n_finished_stages=finished, run=place)
+    check_changes(changes, resolved_recipe.config, step=step, n_finished_stages=finished, run=place)
     try:
         record_changes(
             directory.provenance,
@@ -252,8 +252,8 @@ def _change_recipe(
         )
     except OSError as error:
         raise RunDirectoryError(f"{directory.provenance} can't be written: {error}") from error
-    directory.replace_config(dump_plain(lengths.config))
-    return lengths, [f"changed after step {step}: {change}" for change in changes]
+    directory.replace_config(dump_plain(resolved_recipe.config))
+    return resolved_recipe, [f"changed after step {step}: {change}" for change in changes]
 
 
 def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -> int:

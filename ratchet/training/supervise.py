@@ -97,7 +97,7 @@ class Supervisor:
             if self._wait(wait_s):
                 status = -signal.Signals(self._signal or signal.SIGTERM)
                 break
-            arguments = self._resume if self._directory.used else self._start
+            arguments = self._resume if self._directory.is_used else self._start
         return 128 - status if status < 0 else status
 
     def _run_once(self, arguments: Sequence[str]) -> int:

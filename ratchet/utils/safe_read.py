@@ -58,7 +58,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def require_file(path: str | Path) -> None:
-    """Raise the OSError of `open_file` if the path is no readable plain file."""
+    """Raise the OSError of `open_file` if the path is not a readable plain file."""
     open_file(path).close()
 
 

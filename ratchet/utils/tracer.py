@@ -28,7 +28,7 @@ class Span:
     Attributes:
         track: The component that works. Spans of a track nest or follow each other.
         name: The part.
-        step: The training step, from 1, if the part is a phase of a step; None: it is no phase.
+        step: The training step, from 1, if the part is a phase of a step; None: it is not a phase.
         start_s, end_s: Times on the tracer's clock.
         attributes: Attributes that the block sets before it ends, under OpenTelemetry's names.
     """

@@ -52,7 +52,9 @@ class Guard:
         format_error: ErrorFormatter = format_plain_error,
         limits: ServerLimits = ServerLimits(),
     ) -> None:
-        self.app, self.hosts, self.format_error = app, hosts, format_error
+        self.app = app
+        self.hosts = hosts
+        self.format_error = format_error
         self.bodies = BodyLimiter(limits)
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:

@@ -139,7 +139,7 @@ class WeightReceiver:
         await self.generator.receive(iter(await self._run_in_thread(work)))
 
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run the work in this receiver's thread, so that generation in the event loop goes on."""
+        """Run the work in this receiver's thread, so that it does not block generation."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, keep_current_device(work))
 

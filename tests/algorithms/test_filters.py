@@ -15,14 +15,21 @@ from oracles.ragged import Row, flat, token_mean, weights_of
 
 from ratchet.algorithms.advantages.group_baselines import gdpo, group_relative
 from ratchet.algorithms.base import AlgoState
-from ratchet.algorithms.filters import drop_by_mean_reward, drop_silent_groups, drop_truncated
+from ratchet.algorithms.filters import (
+    drop_by_mean_reward,
+    drop_groups_without_signal,
+    drop_truncated,
+)
 from ratchet.algorithms.loss_aggregation import token_mean as token_mean_weights
 from ratchet.algorithms.shaping import copy_judged_rewards, scale_rewards
 from ratchet.batch import Batch
 from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
 
-PAIRS = [(drop_silent_groups, oracle.drop_silent_groups), (drop_truncated, oracle.drop_truncated)]
+PAIRS = [
+    (drop_groups_without_signal, oracle.drop_groups_without_signal),
+    (drop_truncated, oracle.drop_truncated),
+]
 
 
 def silenced(rows: list[Row]) -> tuple[list[Row], Batch]:
@@ -85,7 +92,7 @@ def test_denominators_count_what_is_left(
     )
 
 
-@pytest.mark.parametrize("filtered", [drop_silent_groups, drop_truncated])
+@pytest.mark.parametrize("filtered", [drop_groups_without_signal, drop_truncated])
 def test_everything_but_the_mask_stays(filtered: Callable[..., Batch]):
     before = group_relative(
         filled(attempts("a", 1, 0) + attempts("b", 1, 1, ending="truncated")), AlgoState()
@@ -124,21 +131,23 @@ def estimated(rows: list[Row], *columns: str) -> Batch:
 
 def test_groups_of_equal_rewards_by_hand():
     rows = attempts("a", 0.1, 0.1, 0.1) + attempts("b", 1, 0) + attempts("c", 5)
-    assert drop_silent_groups(estimated(rows), AlgoState()).train_S.tolist() == [False] * 3 + [
-        True
-    ] * 2 + [False]
+    assert drop_groups_without_signal(estimated(rows), AlgoState()).train_S.tolist() == [
+        False
+    ] * 3 + [True] * 2 + [False]
 
 
 def test_a_greedy_answer_makes_no_group_loud():
     rows = [*attempts("a", 1, 1), replace(attempts("a", 0, use="baseline")[0], attempt=9)]
-    assert drop_silent_groups(estimated(rows), AlgoState()).train_S.tolist() == [False] * 3
+    assert drop_groups_without_signal(estimated(rows), AlgoState()).train_S.tolist() == [False] * 3
 
 
 def test_dense_rewards_give_a_signal_too():
     rows = [
         replace(row, token_rewards=[0, 0, 0.1 * i]) for i, row in enumerate(attempts("a", 1, 1))
     ]
-    assert drop_silent_groups(estimated(rows, "token_rewards"), AlgoState()).train_S.tolist() == [
+    assert drop_groups_without_signal(
+        estimated(rows, "token_rewards"), AlgoState()
+    ).train_S.tolist() == [
         True,
         True,
     ]
@@ -149,7 +158,9 @@ def test_parts_that_cancel_in_their_sum_are_a_signal():
     loud = [replace(row, parts=p) for row, p in zip(attempts("a", 1, 1), parts, strict=True)]
     silent = [replace(row, parts={"x": 0.1, "y": 0.7}) for row in attempts("b", 0.8, 0.8, 0.8)]
     batch = gdpo(filled(loud + silent), AlgoState(), weights={"x": 1.0, "y": 0.5})
-    assert drop_silent_groups(batch, AlgoState()).train_S.tolist() == [True] * 2 + [False] * 3
+    assert (
+        drop_groups_without_signal(batch, AlgoState()).train_S.tolist() == [True] * 2 + [False] * 3
+    )
 
 
 def test_truncated_rows_by_hand():

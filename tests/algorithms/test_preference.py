@@ -94,7 +94,7 @@ def test_rpo_equals_the_oracle(rows: list[Row], beta: float, eta: float, normali
 
 @given(rows=pairs(), normalize=NORMALIZE)
 def test_a_term_of_pairs_is_the_mean_over_pairs(rows: list[Row], normalize: Normalize):
-    """Token weights fold into one number a pair; a pair without any trained token is no pair to
+    """Token weights fold into one number a pair; a pair without any trained token is not a pair to
     average over."""
     x, slopes = preference.dpo(rows, beta=0.1, normalize=normalize)
     order = oracle.in_order(rows)

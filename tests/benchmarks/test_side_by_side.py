@@ -22,7 +22,7 @@ GIVEN = ("--rows", "4", "--longest", "32")
 
 @pytest.fixture
 def benchmark(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Modules of benchmarks/, which is no package, by name."""
+    """Modules of benchmarks/, which is not a package, by name."""
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
     return importlib.import_module
 

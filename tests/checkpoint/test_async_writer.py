@@ -35,17 +35,17 @@ def test_what_was_copied_is_written_though_the_originals_change(tmp_path):
 
 def test_it_goes_on_beside_and_what_it_raises_is_raised_once():
     background, goes_on = BackgroundTask(), threading.Event()
-    assert not background.settle()
+    assert not background.wait()
     background.begin(goes_on.wait)
     assert not background.has_finished
     goes_on.set()
-    assert background.settle()
+    assert background.wait()
 
     def fail():
         raise CheckpointError("full")
 
     background.begin(fail)
     with pytest.raises(CheckpointError, match="full"):
-        background.settle()
+        background.wait()
     assert not background.has_finished
-    assert not background.settle()
+    assert not background.wait()

@@ -15,7 +15,7 @@ from ratchet.errors import ConfigError
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "--inspect", "typo.py@sums"], "names typo.py, which is no file"),
+        (["run", "--inspect", "typo.py@sums"], "names typo.py, which is not a file"),
         (["run", "--inspect", "a/sums", "--samples", "4"], "--samples has no effect beside"),
         (["run", "size=3", "--inspect", "a/sums"], "remove size=3"),
         (["run", "--inspect", "a/sums", "--on", "gsm8k"], "remove --on"),

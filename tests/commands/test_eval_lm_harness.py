@@ -14,7 +14,7 @@ from ratchet.commands.eval_program import ServedAddress
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "--lm-eval", "typo.yaml"], "--lm-eval=typo.yaml is no file"),
+        (["run", "--lm-eval", "typo.yaml"], "--lm-eval=typo.yaml is not a file"),
         (["run", "--lm-eval", "gsm8k", "--samples", "4"], "--samples has no effect beside"),
         (["run", "--lm-eval", "gsm8k", "--temperature", "0"], "remove --temperature"),
         (["run", "--lm-eval", "gsm8k", "--no-greedy"], "remove --greedy"),

@@ -149,7 +149,7 @@ def test_an_adapter_needs_its_base_model_at_the_hub(run: Path, hub: Hub, tmp_pat
         ("m", "", "there is no token for http://.*: set HF_TOKEN"),
         ("carl/m", "hf_ada", "may not write to carl/m at .*set --to"),
         ("carl/taken", "hf_ada", "may not write to carl/taken"),
-        ("a b", "hf_ada", "--to=ada/a b is no name of a repository"),
+        ("a b", "hf_ada", "--to=ada/a b is not a name of a repository"),
     ],
 )
 def test_what_the_hub_refuses(

@@ -178,7 +178,7 @@ def test_a_signal_saves_on_every_executor_generator_and_tracker(name, start):
 @pytest.mark.slow
 @pytest.mark.fault("P8")
 def test_a_terminal_that_closes_does_not_cost_a_step(start):
-    """Writing to it fails from then on: the live progress is no reason to end."""
+    """Writing to it fails from then on: the live progress is not a reason to end."""
     ours, theirs = pty.openpty()
     training = start({"logging": {"progress": "live"}}, (), theirs)
     os.close(theirs)

@@ -24,7 +24,7 @@ QUICK += (
     "extends /etc/passwd",
     "extends no name",
     "a kind by a path of files",
-    "a class that is no environment",
+    "a class that is not an environment",
 )
 QUICK += (
     "a vocabulary below 0",

@@ -364,7 +364,7 @@ CLASHES = [
     ),
     (
         {"agent": "{kind: command, command: [play], host: 0.0.0.0}"},
-        "agent.host=0.0.0.0 is no address that an agent can call: set agent.public_host",
+        "agent.host=0.0.0.0 is not an address that an agent can call: set agent.public_host",
     ),
     (
         {"agent": "{kind: command, command: [play]}", "rollouts": "{history_window: 2}"},

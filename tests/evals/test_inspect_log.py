@@ -89,7 +89,7 @@ def test_a_score_that_is_no_number_is_named(value: Any, tmp_path: Path) -> None:
 
 def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log.json").write_text('{"eval": []}')
-    with pytest.raises(DataError, match="is no log of inspect-ai"):
+    with pytest.raises(DataError, match="is not a log of inspect-ai"):
         read_inspect_log(tmp_path / "log.json", MODEL)
     with pytest.raises(DataError, match="can't be read"):
         read_inspect_log(tmp_path / "none.json", MODEL)

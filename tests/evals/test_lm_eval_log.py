@@ -64,8 +64,8 @@ def test_sampled_answers_and_choices(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ([make_row(0, exact_match=[1, 2])], "none gives each row a number"),
-        ([make_row(0, arguments=None)], "no log of lm-evaluation-harness"),
-        ([{"doc_id": 1}], "no log of lm-evaluation-harness"),
+        ([make_row(0, arguments=None)], "not a log of lm-evaluation-harness"),
+        ([{"doc_id": 1}], "not a log of lm-evaluation-harness"),
     ],
 )
 def test_files_that_are_no_log_are_refused(

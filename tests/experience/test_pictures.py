@@ -10,7 +10,7 @@ from pictures import asked, picture, renderer
 
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
-from ratchet.experience.rollout.episode import EpisodePlayer, PromptMemo
+from ratchet.experience.rollout.episode import EpisodePlayer, PromptCache
 from ratchet.experience.sources.offline import (
     LabelledSource,
     PairSource,
@@ -32,11 +32,13 @@ def ends(text):
     return [*made.encode(text), made.token_id("<|im_end|>")]
 
 
-def play(generator, environment, messages, memo=None):
+def play(generator, environment, messages, prompt_cache=None):
     player = EpisodePlayer(generator, renderer(), max_context=512, max_turns=4)
     sampling = Sampling(max_new_tokens=8, stop_ids=renderer().stop_ids)
     return asyncio.run(
-        player.play(Task("t", tuple(messages)), environment, sampling, attempt=0, memo=memo)
+        player.play(
+            Task("t", tuple(messages)), environment, sampling, attempt=0, prompt_cache=prompt_cache
+        )
     )
 
 
@@ -80,8 +82,10 @@ def test_a_group_renders_its_pictures_once_and_text_alone_asks_as_ever(monkeypat
     monkeypatch.setattr(
         type(made), "media", lambda self, *given: count.append(1) or media(self, *given)
     )
-    generator, memo = FakeGenerator(lambda tokens, sampling: ends("a")), PromptMemo()
-    rows = [play(generator, FakeEnvironment(), [asked(picture(1))], memo)[0] for _ in range(3)]
+    generator, prompt_cache = FakeGenerator(lambda tokens, sampling: ends("a")), PromptCache()
+    rows = [
+        play(generator, FakeEnvironment(), [asked(picture(1))], prompt_cache)[0] for _ in range(3)
+    ]
     assert len(count) == 1
     assert len({id(row.media[0].medium) for row in rows}) == 1
     play(generator, FakeEnvironment(), [Message("user", "text")])

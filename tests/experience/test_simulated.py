@@ -39,7 +39,7 @@ class Asks:
     def __init__(self, generator, sigma):
         self.generator, self.sigma = generator, sigma
 
-    async def play(self, task, environment, sampling, *, attempt, memo=None):
+    async def play(self, task, environment, sampling, *, attempt, prompt_cache=None):
         found = await self.generator.generate([1], sampling)
         seconds = draw_seconds(sampling.seed, MEAN_S, self.sigma)
         row = make_trajectory(

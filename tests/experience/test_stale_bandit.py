@@ -63,7 +63,7 @@ class Pulls:
     def __init__(self, generator):
         self.generator = generator
 
-    async def play(self, task, environment, sampling, *, attempt, memo=None):
+    async def play(self, task, environment, sampling, *, attempt, prompt_cache=None):
         found = await self.generator.generate([0], sampling)
         (arm,) = found.tokens.tolist()
         logprobs, version = found.logprobs.tolist(), int(found.versions[0])

@@ -42,7 +42,7 @@ def group(*outcomes: Outcome, length: int = 3) -> Group:
     [
         ((Scored(0.0), Scored(0.0), Truncated(0.0)), False),  # all wrong, of whatever length
         ((Scored(1.0), Scored(0.0)), True),
-        ((Scored(1.0), Failed("sandbox")), False),  # a failure is no reward
+        ((Scored(1.0), Failed("sandbox")), False),  # a failure is not a reward
         ((Truncated(None), Scored(1.0)), False),
     ],
 )

@@ -20,7 +20,7 @@ from ratchet.generators.config import HFConfig
 from ratchet.generators.hf import HFGenerator
 from ratchet.models.load import load_policy
 from ratchet.testing.tiny_vlm import TinyVLM, write_tiny_vlm
-from ratchet.types import Group, Message, Part, Placed, Sampling, StopReason, Task, Trajectory
+from ratchet.types import Group, Message, Part, PlacedMedium, Sampling, StopReason, Task, Trajectory
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.8)
@@ -120,7 +120,9 @@ def test_what_is_sampled_has_the_learners_logprobs_whoever_is_in_the_batch(world
     tokens, sampling, ((start, _),) = requests[1]
     other = rendered(renderer, (asks(picture(9), "what?"),))[1][0].medium
     (changed,) = asyncio.run(
-        together(HFGenerator(HFConfig(), policy), [(tokens, sampling, (Placed(start, other),))])
+        together(
+            HFGenerator(HFConfig(), policy), [(tokens, sampling, (PlacedMedium(start, other),))]
+        )
     )
     assert (
         abs(float(changed.logprobs[0]) - float(alone[1].logprobs[0])) > 1e-3

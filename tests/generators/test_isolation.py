@@ -16,7 +16,7 @@ from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.generators.hf import HFGenerator
 from ratchet.models.decoder import Decoder
 from ratchet.testing.fakes import FakeEnvironment
-from ratchet.types import Failed, Medium, Message, Placed, Sampling, Task
+from ratchet.types import Failed, Medium, Message, PlacedMedium, Sampling, Task
 
 HONEST = 200
 CURSED = 66  # a token that the tokenizer can't decode
@@ -58,7 +58,7 @@ def slipped(**values):
     return sampling
 
 
-PICTURE = Placed(0, Medium("key", "image", 1, {}, b""))
+PICTURE = PlacedMedium(0, Medium("key", "image", 1, {}, b""))
 PLAIN = Sampling(max_new_tokens=9)
 # By name: prompt, sampling, media, and the error; None where the request may also be answered.
 POISON = {
@@ -73,9 +73,9 @@ POISON = {
     "a temperature of -inf": ([5], slipped(temperature=float("-inf")), (), None),
     "a top_p of nan": ([5], slipped(top_p=float("nan")), (), None),
     "a top_k of 2**70": ([5, 6], slipped(top_k=2**70), (), RequestFailed),
-    "a seed that is no number": ([5, 7], slipped(seed="x"), (), RequestFailed),
+    "a seed that is not a number": ([5, 7], slipped(seed="x"), (), RequestFailed),
     "a stop id of 2**70": ([5, 8], slipped(stop_ids=(2**70,)), (), RequestFailed),
-    "a stop id that is no number": ([5, 9], slipped(stop_ids=("x",)), (), RequestFailed),
+    "a stop id that is not a number": ([5, 9], slipped(stop_ids=("x",)), (), RequestFailed),
     "text that can't be decoded": (
         [1, CURSED],
         replace(PLAIN, stop=("z",), drawn=1, max_new_tokens=20),

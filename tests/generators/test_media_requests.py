@@ -17,7 +17,7 @@ from ratchet.generators.workers.batch_protocol import RequestBatch
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.training.colocation import AcceleratorLock, ColocatedGenerator
-from ratchet.types import Completion, Medium, Placed, Sampling, StopReason, Task
+from ratchet.types import Completion, Medium, PlacedMedium, Sampling, StopReason, Task
 
 SAMPLING = Sampling(max_new_tokens=3)
 TOKENS = [5, 7, 7, 6]
@@ -40,13 +40,13 @@ def test_equal_tokens_with_other_images_are_another_prompt():
     tokens = np.array(TOKENS)
     keys = [
         make_prompt_key(tokens, media)
-        for media in ([], [Placed(1, CAT)], [Placed(1, DOG)], [Placed(0, CAT)])
+        for media in ([], [PlacedMedium(1, CAT)], [PlacedMedium(1, DOG)], [PlacedMedium(0, CAT)])
     ]
     assert len(set(keys)) == 4
-    assert make_prompt_key(tokens, [Placed(1, image("cat"))]) == keys[1]
+    assert make_prompt_key(tokens, [PlacedMedium(1, image("cat"))]) == keys[1]
     entrance = RequestValidator(20, 10, None, reads_media=True)
     admitted = [
-        entrance.admit(TOKENS, SAMPLING, print, print, [Placed(1, each)])
+        entrance.admit(TOKENS, SAMPLING, print, print, [PlacedMedium(1, each)])
         for each in (CAT, DOG, image("cat"))
     ]
     assert admitted[0].key == admitted[2].key != admitted[1].key
@@ -55,10 +55,10 @@ def test_equal_tokens_with_other_images_are_another_prompt():
 @pytest.mark.parametrize(
     "media",
     [
-        [Placed(3, CAT)],
-        [Placed(-1, CAT)],
-        [Placed(2, CAT), Placed(0, DOG)],
-        [Placed(0, CAT), Placed(1, DOG)],
+        [PlacedMedium(3, CAT)],
+        [PlacedMedium(-1, CAT)],
+        [PlacedMedium(2, CAT), PlacedMedium(0, DOG)],
+        [PlacedMedium(0, CAT), PlacedMedium(1, DOG)],
     ],
 )
 def test_media_lie_in_their_prompt_in_order(media):
@@ -73,17 +73,19 @@ def test_who_reads_text_alone_refuses_them():
         ConfigError,
         match=r"1 media .* this generator reads only text: set generator.kind to hf or vllm",
     ):
-        asyncio.run(engine().generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
+        asyncio.run(engine().generate(TOKENS, SAMPLING, [PlacedMedium(1, CAT)]))
     with pytest.raises(ConfigError, match="GenerationInterface"):
-        asyncio.run(UnbatchedGenerator(None, pad_id=0).generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
+        asyncio.run(
+            UnbatchedGenerator(None, pad_id=0).generate(TOKENS, SAMPLING, [PlacedMedium(1, CAT)])
+        )
 
 
 def test_requests_travel_with_each_image_once_and_without_any_as_before():
     tokens = np.array(TOKENS)
     own = {
-        1: [Placed(0, CAT), Placed(2, DOG)],
-        2: [Placed(0, CAT), Placed(2, DOG)],
-        3: [Placed(1, image("cat"))],
+        1: [PlacedMedium(0, CAT), PlacedMedium(2, DOG)],
+        2: [PlacedMedium(0, CAT), PlacedMedium(2, DOG)],
+        3: [PlacedMedium(1, image("cat"))],
         4: [],
     }
     asked = RequestBatch.from_requests(
@@ -113,7 +115,7 @@ def test_a_router_brings_them_to_its_workers_and_sends_equal_prompts_together():
     router.start(lambda rank: workers[rank])
 
     async def play():
-        prompts = [[Placed(1, CAT)], [Placed(1, DOG)]] * 3
+        prompts = [[PlacedMedium(1, CAT)], [PlacedMedium(1, DOG)]] * 3
         return await asyncio.gather(
             *(router.generate(TOKENS, SAMPLING, media) for media in prompts)
         )
@@ -125,7 +127,7 @@ def test_a_router_brings_them_to_its_workers_and_sends_equal_prompts_together():
 
 def test_wrappers_pass_them_on():
     inner = FakeGenerator(lambda tokens, sampling: [1])
-    media = (Placed(1, CAT),)
+    media = (PlacedMedium(1, CAT),)
     for wrapped in (
         ColocatedGenerator(inner, AcceleratorLock({"generator": []})),
         ResumableGenerator(inner),
@@ -144,8 +146,8 @@ def test_what_goes_on_after_an_interruption_has_the_images_again():
 
     async def play():
         CURRENT_GROUP.set(issue)
-        return await ResumableGenerator(inner).generate(TOKENS, SAMPLING, (Placed(1, CAT),))
+        return await ResumableGenerator(inner).generate(TOKENS, SAMPLING, (PlacedMedium(1, CAT),))
 
     assert asyncio.run(play()).tokens.tolist() == [1, 2, 3]
     assert inner.requests[0][0] == [*TOKENS, 1, 2]
-    assert inner.media == [(Placed(1, CAT),)]
+    assert inner.media == [(PlacedMedium(1, CAT),)]

@@ -55,7 +55,7 @@ async def knows_the_refused_arguments():
         ({"max_num_batched_tokens": "a"}, "human_readable_int"),
         ({"enable_expert_parallel": 3}, "ignored explicit argument '3'"),
         ({"compilation_config": {"level": 3}}, "Unexpected keyword argument"),
-        ({"speculative_config": 3}, "is no mapping"),
+        ({"speculative_config": 3}, "is not a mapping"),
         ({"speculative_config": {"metod": "ngram"}}, "did you mean 'method'"),
         ({"speculative_config": {"method": "ngrm"}}, "method: vLLM refuses 'ngrm'"),
         ({"speculative_config": {"num_speculative_tokens": "x"}}, "valid integer"),

@@ -267,7 +267,7 @@ def test_cuts_are_those_of_every_beginning_decoded(name):
 @pytest.mark.parametrize(("student", "teacher"), [("bytes", "qwen2 nfc"), ("llama", "lower")])
 def test_the_work_grows_with_the_length_alone(student, teacher, text, monkeypatch):
     unit = tokenizer(student).encode(text)
-    unit = unit[-1:] if text == "\x80" else unit  # the last byte alone is no character
+    unit = unit[-1:] if text == "\x80" else unit  # the last byte alone is not a character
     decoded, plain = [], Tokenizer.decode
     monkeypatch.setattr(
         Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or plain(self, ids)

@@ -217,10 +217,10 @@ def replace_rank(lora, rank):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_two_micro_batches_drop_the_same(workers, monkeypatch):
     """Steps of 15, 4, 6 and 3 rows: neither the step's size nor the row decides what is dropped."""
-    seeds, plain = [], Forward.learn
+    seeds, plain = [], Forward.forward_backward
     monkeypatch.setattr(
         Forward,
-        "learn",
+        "forward_backward",
         lambda self, *args, seed: seeds.append(seed) or plain(self, *args, seed=seed),
     )
     lora = LORA.model_copy(update={"dropout": 0.3})

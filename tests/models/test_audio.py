@@ -59,7 +59,10 @@ def directory(tmp_path_factory) -> Path:
 
     path = tmp_path_factory.mktemp("audio")
     tokenizer = character_tokenizer(
-        "abcdefghijklmnopqrstuvwxyz?: \n", controls=CONTROLS, eos="<|im_end|>", template=TEMPLATE
+        "abcdefghijklmnopqrstuvwxyz?: \n",
+        extra_specials=CONTROLS,
+        eos="<|im_end|>",
+        template=TEMPLATE,
     )
     text = {
         "model_type": "qwen2",

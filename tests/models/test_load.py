@@ -101,7 +101,7 @@ def test_a_hub_id_that_is_nowhere_says_so(monkeypatch):
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", absent)
-    with pytest.raises(ModelError, match=r"no local directory, and .* \(offline\)"):
+    with pytest.raises(ModelError, match=r"not a local directory, and .* \(offline\)"):
         load_policy("owner/model", revision="v2")
 
 

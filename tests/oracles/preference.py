@@ -31,7 +31,7 @@ def pairs(rows: list[Row]) -> list[tuple[int, int]]:
     found = []
     for group in in_order(rows):
         members = [i for i, row in enumerate(rows) if row.group == group and row.takes_part]
-        assert len(members) == 2, f"{group} is no pair"
+        assert len(members) == 2, f"{group} is not a pair"
         found.append((members[0], members[1]))
     return found
 

@@ -144,7 +144,7 @@ def kl_in_reward(rows: list[Row], *, coef: float) -> list[list[float]]:
 # --- which rows are still in the final mask after a filter
 
 
-def drop_silent_groups(rows: list[Row]) -> list[bool]:
+def drop_groups_without_signal(rows: list[Row]) -> list[bool]:
     """By the rows' `teacher_logprobs`, taken for advantages: any numbers will do."""
     loud = {
         row.group

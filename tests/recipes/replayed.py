@@ -147,7 +147,7 @@ def made(
 
 
 def assert_alike(found: Made, wanted: Made, relative: float = 1e-5) -> None:
-    """Every metric that is no time, of every step; and each weight, in the norm. A loss of GRPO is
+    """Every metric that is not a time, of every step; and each weight, in the norm. A loss of GRPO is
     what terms of about 1, in float32, leave when they cancel: below FLOOR its error is theirs."""
     assert len(found.metrics) == len(wanted.metrics)
     assert any(

@@ -44,7 +44,7 @@ def judge(trajectory, task):
 
 @pytest.fixture(scope="session")
 def benchmark() -> ModuleType:
-    """benchmarks/recipes.py, which is no package's."""
+    """benchmarks/recipes.py, which is not a package's."""
     spec = spec_from_file_location("benchmarks_recipes", ROOT / "benchmarks" / "recipes.py")
     assert spec is not None
     assert spec.loader is not None

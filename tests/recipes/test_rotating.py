@@ -21,7 +21,7 @@ DAILY = ("asynchronous", "quickstart", "shapes")
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    """benchmarks/recipes.py, which is no package's."""
+    """benchmarks/recipes.py, which is not a package's."""
     spec = spec_from_file_location(
         "benchmarks_recipes_rotating", ROOT / "benchmarks" / "recipes.py"
     )

@@ -146,7 +146,7 @@ def test_async_judgements_of_a_group_overlap():
 def test_a_reward_passes_as_it_is_and_no_reward_is_refused():
     reward = ExactMatch(ExactMatchConfig())
     assert as_reward(reward) is reward
-    with pytest.raises(ConfigError, match="3 is no reward: give a function"):
+    with pytest.raises(ConfigError, match="3 is not a reward: give a function"):
         as_reward(3)  # pyright: ignore[reportArgumentType]
 
 

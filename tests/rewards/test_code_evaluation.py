@@ -214,7 +214,7 @@ def test_tests_that_are_not_the_same_twice_are_refused(reward, name):
 
 
 def test_a_program_that_leads_the_tests_on_earns_its_zero(reward, monkeypatch):
-    """Every answer leads to another call, which is no fault of the tests."""
+    """Every answer leads to another call, which is not a fault of the tests."""
     monkeypatch.setattr("ratchet.rewards.code.function_tests.MAX_ROUNDS", 5)
     chain = check("x = 0", "while x < 100: x = candidate(x) + 1 if candidate(x) != x else x + 50")
     assert judge(reward, chain + "    assert x == 7\n", "def f(x): return x").reward == 0.0

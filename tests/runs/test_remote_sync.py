@@ -514,7 +514,7 @@ def test_what_fails_beside_is_said_and_made_up_for(address, caplog):
 
     with telling(told):
         run.step(1, beside=True)
-        run.mirror._background.settle()
+        run.mirror._background.wait()
     assert "out of order" in run.mirror.incomplete_reason
     run.step(2, beside=True)
     assert run.mirror.finish()

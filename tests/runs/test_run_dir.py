@@ -41,7 +41,7 @@ def holder(path: Path) -> subprocess.Popen[str]:
 
 def test_making_one_touches_nothing(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
-    assert not run.used
+    assert not run.is_used
     assert list(tmp_path.iterdir()) == []
 
 
@@ -147,7 +147,7 @@ except RunDirectoryError as error:
 def test_the_recipe_is_written_once_and_read_back(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.write_or_check_config(CONFIG)
-    assert run.used
+    assert run.is_used
     assert run.read_config() == CONFIG
     before = run.config.read_bytes()
     run.write_or_check_config(CONFIG)

@@ -73,7 +73,7 @@ FORK_SERVER = "from ratchet.testing.forks import serve"
 
 def descendants(pid: int) -> dict[int, str]:
     """By process id, the command line, or "zombie". Reads /proc, as no bookkeeping of ours could be
-    trusted here. The server from which tests fork commands is left out: it is no part of what is
+    trusted here. The server from which tests fork commands is left out: it is not part of what is
     tested, and must not be killed with it."""
     parents: dict[int, int] = {}
     kinds: dict[int, str] = {}

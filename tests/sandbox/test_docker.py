@@ -135,7 +135,7 @@ def test_ends_of_every_kind(engine, sandbox):
     engine.faults[r"GET /containers/\w+/json"] = ["oom"]
     assert run(sandbox, "import os; os.kill(os.getpid(), 9)").reason is Reason.MEMORY
     assert run(sandbox, "import os; os.kill(os.getpid(), 9)").signal == 9
-    # a program that closes its outputs, or ends its shell, is no failure of the engine
+    # a program that closes its outputs, or ends its shell, is not a failure of the engine
     assert run(sandbox, "import os; os.close(1); os.close(2)").exit == 0
     assert run(sandbox, "import os; os.kill(os.getppid(), 9)").signal == 9
 
@@ -270,7 +270,7 @@ def test_no_engine_and_engines_that_are_too_old_or_too_weak_are_refused_at_once(
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"address": "tcp://host:2375"}, "no address of an engine"),
+        ({"address": "tcp://host:2375"}, "not an address of an engine"),
         ({"address": "http://10.0.0.1:2375"}, "is root access"),
         ({"certificates": "/c"}, "only used with https://"),
         ({"workdir": "/testbed"}, "read_only: false"),

@@ -195,7 +195,7 @@ def test_a_command_beside_which_memory_ran_out_is_not_judged(sandbox, monkeypatc
         session = await sandbox.open(limits=PATIENT)
         assert (await session.run("exit 3", 30)).exit == 3
         monkeypatch.setattr(fork_server_client, "count_oom_kills", lambda: next(kills))
-        with pytest.raises(SandboxError, match="for want of memory"):
+        with pytest.raises(SandboxError, match="because memory ran out"):
             await session.run("exit 3", 30)
         await session.close()
 

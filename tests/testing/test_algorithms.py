@@ -389,7 +389,7 @@ def test_a_false_claim_is_found():
 def test_a_false_exemption_is_found(name: str):
     fails(
         algorithm(exempt={name: "too hard"}),
-        rf"{name}: is exempt \(too hard\), but it holds on every batch",
+        rf"{name}: is exempt \(too hard\), but it holds on every synthetic batch",
         name,
     )
 

@@ -172,7 +172,7 @@ class Overtalks(Good):
         (SpeaksForThePolicy, "speaks for the assistant"),
         (Wrong, r"demonstration.*earns Scored\(reward=0.0"),
         (Texts, "must give Message objects only"),
-        (Overtalks, "goes on after the episode's end"),
+        (Overtalks, "continues after the episode's end"),
         (object, "object has no tasks, reset, step"),
     ],
 )
@@ -330,7 +330,7 @@ check = lambda text: True  # noqa: E731
         (
             Excuses,
             30,
-            r"out of reach, step 1 gives reward 0.0.*without the fault 1.0 .*: an infrastructure fault is no "
+            r"out of reach, step 1 gives reward 0.0.*without the fault 1.0 .*: an infrastructure fault is not a "
             r"reward; let it raise",
         ),
         (Mortal, 30, "killed, step 1 gives reward 0.0.*without the fault 1.0"),

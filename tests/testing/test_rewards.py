@@ -131,7 +131,7 @@ def blocks(trajectory, task):
         (
             Excuses(),
             30,
-            r"out of reach the reward gives Scored\(reward=0.0.*, without the fault Scored\(reward=1.0.*is no reward; "
+            r"out of reach the reward gives Scored\(reward=0.0.*, without the fault Scored\(reward=1.0.*is not a reward; "
             r"let it raise",
         ),
         (

@@ -152,7 +152,7 @@ def test_a_change_holds_from_the_checkpoint_that_the_run_falls_back_to(run: Path
 REFUSED = {
     "model.path=x": "model.path can't change: the checkpoints hold the weights of the old model",
     "tokenizer={kind: bytes}": "tokenizer can't change: the model was trained on the tokens",
-    "stages.rl.algorithm.group_size=2": "the run would go on as another experiment",
+    "stages.rl.algorithm.group_size=2": "the run would continue as another experiment",
     "stages.rl.environment.digits=3": "the run's position in its data would no longer be valid",
     "stages.rl.learner={kind: dtensor}": "a learner of another kind can't read the checkpoints",
     "stages.rl.optimizer.kind=muon": "stages.rl.optimizer.kind can't change: the state in the",

@@ -164,7 +164,7 @@ def refused(algo, message, net=None, error=ConfigError, **options):
 
 def test_a_teacher_that_is_not_there_is_refused(tmp_path):
     algo = algorithm("distill_on_policy", teacher={"": str(tmp_path), "b": str(tmp_path / "none")})
-    refused(algo, "teacher: .* is no model directory: it has no config.json")
+    refused(algo, "teacher: .* is not a model directory: it has no config.json")
     algo = algorithm("on_policy_distillation", teacher={"b": str(tmp_path / "none")})
     refused(
         algo,

@@ -103,6 +103,6 @@ def test_a_stage_may_end_after_so_many_seconds_as_if_it_had_no_step_left():
     fields = {"weight_sync": (sync := FakeWeightSync()), "limit_s": 0.0, "save": save}
     run = run_of(build(resolve("algorithm", {"kind": "sft"})), [SAME] * 5, **fields)
     asyncio.run(train(run))
-    assert (run.done, run.progress.ended) == (3, True)
+    assert (run.steps_done, run.progress.ended) == (3, True)
     assert sync.pushed == [3]  # for the evaluation at the end
     assert saved == [3]

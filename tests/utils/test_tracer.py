@@ -41,7 +41,7 @@ def test_a_failpoint_at_a_phase_ends_what_has_begun():
     failpoints.arm("step.update:raise")
     try:
         with span("steps", "update"):
-            pass  # it is no phase
+            pass  # it is not a phase
         with pytest.raises(failpoints.InjectedFault), TRACER.phase("steps", "update", 1):
             raise AssertionError
     finally:

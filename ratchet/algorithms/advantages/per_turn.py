@@ -193,7 +193,8 @@ def penalise_malformed_turns(
     Reports the metric "advantage/malformed_share", the share of trainable tokens whose advantage is
     set.
     """
-    advantages_T, set_T = batch.need("advantages"), torch.zeros_like(batch.trainable_T)
+    advantages_T = batch.need("advantages")
+    set_T = torch.zeros_like(batch.trainable_T)
     for name, value in ((MALFORMED_THINKING, thinking), (MALFORMED_CALLS, calls)):
         if value is not None and batch.has(name):
             malformed_T = batch.need(name) & batch.trainable_T

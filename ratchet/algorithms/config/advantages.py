@@ -267,7 +267,7 @@ class GiGPO(Estimator):
 
 
 class OnPolicyDistillation(Estimator):
-    """On-policy distillation's advantage: log teacher - log policy of each sampled token."""
+    """The advantage of on-policy distillation: log teacher - log policy of each sampled token."""
 
     function: ClassVar[str] = "ratchet.algorithms.advantages.teacher:on_policy_distillation"
     reads: ClassVar[frozenset[str]] = frozenset({"teacher_logprobs", "old_logprobs"})

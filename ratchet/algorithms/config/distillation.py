@@ -183,7 +183,7 @@ class OffPolicyDistillationConfig(DistillationConfig):
 
 
 class DivergenceOnPolicyConfig(DistillationConfig):
-    """On-policy distillation by divergence: on the student's attempts (GKD, arXiv:2306.13649).
+    """Distillation by divergence on the student's own attempts (GKD, arXiv:2306.13649).
 
     The softmax temperature of teacher and student is the sampling temperature.
     """

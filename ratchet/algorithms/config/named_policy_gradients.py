@@ -263,7 +263,7 @@ class DecoupledPPOConfig(PolicyGradientConfig):
 
 
 class OnPolicyDistillationConfig(PolicyGradientConfig):
-    """On-policy distillation: a teacher scores each token that the policy samples.
+    """The on-policy distillation algorithm: a teacher scores each token that the policy samples.
 
     The advantage is A_t = log p_teacher(t) - log p_policy(t) (`on_policy_distillation`). The loss
     is PPO's (`ppo`), averaged over all tokens (`token_mean`). Each prompt has one attempt.

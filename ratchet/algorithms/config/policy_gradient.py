@@ -131,8 +131,8 @@ class PolicyGradientConfig(AlgorithmConfig):
         default=None,
         lt=0,
         allow_inf_nan=False,
-        description="The same for a turn whose marks <think> and </think>, or [THINK] and "
-        "[/THINK], are not those of one thought at its beginning.",
+        description="The same for a turn whose tags <think> and </think>, or [THINK] and "
+        "[/THINK], do not enclose exactly one thought at its beginning.",
     )
     whiten: Whiten = False
     equal_rewards: EqualRewards = "keep"

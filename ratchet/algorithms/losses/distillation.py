@@ -2,7 +2,7 @@
 
 T = tokens, N = trainable tokens, K = outcomes: either the whole vocabulary, or the teacher's top-k
 tokens and "any other", which has the remaining probability. The top-k divergence is a lower bound
-of the divergence over the vocabulary (but for adaptive), and approaches it as k grows.
+of the divergence over the vocabulary (except adaptive), and approaches it as k grows.
 """
 
 from __future__ import annotations

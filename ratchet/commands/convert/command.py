@@ -133,7 +133,9 @@ def convert(
     Raises ConfigError, CheckpointError or ModelError.
     """
     if to not in FORMATS:
-        raise ConfigError(f"--to {to} is no format of weights: choose one of {', '.join(FORMATS)}")
+        raise ConfigError(
+            f"--to {to} is not a format of weights: choose one of {', '.join(FORMATS)}"
+        )
     if target.is_symlink():  # a directory can't take the place of a link
         raise ConfigError(f"{target} is a link: give the place that it names, or remove it first")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -174,7 +176,8 @@ def find_stored_model(source: str, config: Path | None = None) -> StoredModel:
     """
     is_run = (Path(source) / "config.yaml").is_file()
     directory = find_model(Path(source) / MODEL if is_run else source)
-    weight_format, companion_dir = detect_format(directory), config or directory
+    weight_format = detect_format(directory)
+    companion_dir = config or directory
     if not (companion_dir / "config.json").exists():
         raise ModelError(
             f"{companion_dir} has no config.json: name a Hugging Face directory of this model by "

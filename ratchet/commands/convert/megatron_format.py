@@ -179,7 +179,8 @@ def make_location(parameter: str, dimensions: Dimensions, *, stacked: bool) -> P
     layer, suffix = int(match[1]), match[2]
     index, stack_sizes = ((layer,), (dimensions.layers,)) if stacked else ((), ())
     if expert := EXPERT_PARAMETER.fullmatch(suffix):
-        index, stack_sizes = (*index, int(expert[1])), (*stack_sizes, dimensions.experts)
+        index = (*index, int(expert[1]))
+        stack_sizes = (*stack_sizes, dimensions.experts)
         suffix = f"mlp.experts.experts.{expert[2]}"
     return ParameterLocation(
         f"decoder.layers.{suffix}" if stacked else f"decoder.layers.{layer}.{suffix}",

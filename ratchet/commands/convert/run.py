@@ -15,7 +15,7 @@ from ratchet.training.saved_weights import (
     export_checkpoint,
     find_saved,
     load_recipe,
-    localize_model,
+    use_start_copy,
 )
 from ratchet.utils.object_store import (
     Store,
@@ -104,7 +104,7 @@ def _read_source(
     recipe = load_recipe(saved.run, checkpoint)
     megatron = saved.path / "policy" / "megatron"
     if isinstance(recipe.stages[-1].learner, MegatronConfig) and megatron.is_dir():
-        return str(megatron), config or localize_model(recipe, saved.run).model.path
+        return str(megatron), config or use_start_copy(recipe, saved.run).model.path
     manifest_digest = sha256((saved.path / MANIFEST).read_bytes()).hexdigest()
     checkpoint_identity = f"{saved.path.resolve()}\n{manifest_digest}\n"
     marker = export_dir / MARKER

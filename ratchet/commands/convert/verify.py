@@ -1,7 +1,7 @@
 """Compute the logits of a few tokens with a model on disk, to verify a conversion.
 
-Megatron-core computes the logits of a Megatron checkpoint, and the built-in decoder those of every
-other format. A conversion to or from Megatron is therefore checked by two implementations.
+Megatron-core computes the logits of a Megatron checkpoint. The built-in decoder computes the logits
+of every other format. So two implementations check a conversion to or from Megatron.
 """
 
 from __future__ import annotations

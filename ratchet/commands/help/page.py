@@ -137,7 +137,8 @@ def _find_parent(slot: str, kind: str, section: type[Section]) -> tuple[str, typ
 def _differs(name: str, section: type[Section], parent: type[Section]) -> bool:
     if name not in parent.model_fields:
         return True
-    entry, parent_entry = KeyEntry(name, (), section), KeyEntry(name, (), parent)
+    entry = KeyEntry(name, (), section)
+    parent_entry = KeyEntry(name, (), parent)
     return any(
         getattr(entry, attribute) != getattr(parent_entry, attribute)
         for attribute in ("values", "default")

@@ -45,20 +45,20 @@ def import_file(
         )
     result = read_config(file, peer)
     text = format_recipe(result, file.name, with_inert=with_inert)
-    account = [
+    terminal_lines = [
         f"{file}: {result.peer.title}, {result.method}",
         *_format_taken_over(result),
         *format_conversion_report(result, with_inert=with_inert),
     ]
     if out is None:
-        _print(account, sys.stderr)
+        _print(terminal_lines, sys.stderr)
         sys.stdout.write(text)
     else:
         try:
             out.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--out={out} can't be written: {error.strerror}") from error
-        _print([*account, "", f"next: ratchet check {out}"], sys.stderr)
+        _print([*terminal_lines, "", f"next: ratchet check {out}"], sys.stderr)
     if result.problems:
         raise ConfigError(
             "; ".join(
@@ -155,7 +155,7 @@ def _describe(item: Item) -> str:
 
 
 def _show_value(item: Item) -> str:
-    """Return the value of a key, but for secrets, which must not reach the recipe."""
+    """Return the value of a key. Secrets are redacted, because they must not reach the recipe."""
     return REDACTED if is_secret(item.peer_key) else _shorten(item.value)
 
 

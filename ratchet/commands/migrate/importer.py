@@ -160,8 +160,8 @@ def read_config(path: Path, peer: str | None = None) -> ImportResult:
     chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
     if path.suffix not in (".sh", ".bash", ".txt") and chosen_peer.dialect != "omegaconf":
         source = read_source(path, chosen_peer.dialect)
-    find_other_task = chosen_peer.find_other_task
-    problem = None if find_other_task is None else find_other_task(source.values)
+    explain_unsupported_task = chosen_peer.explain_unsupported_task
+    problem = None if explain_unsupported_task is None else explain_unsupported_task(source.values)
     if problem is not None:
         raise UnconvertedTask(
             f"{path}: {problem} To convert its other keys, run `ratchet import` on a copy that "

@@ -17,7 +17,7 @@ ONLINE_PREFERENCE_KEYS = ("reward_model_path", "missing_eos_penalty", "mixture_c
 INTERACTIVE_KEYS = ("environment_factory", "rollout_func", "tools")
 
 
-def find_other_verl_task(values: Mapping[str, Any]) -> str | None:
+def explain_unsupported_verl_task(values: Mapping[str, Any]) -> str | None:
     """Return a sentence on the file's task and one on its remedy; None if it is converted.
 
     Args:
@@ -36,7 +36,7 @@ def find_other_verl_task(values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def find_other_trl_task(values: Mapping[str, Any]) -> str | None:
+def explain_unsupported_trl_task(values: Mapping[str, Any]) -> str | None:
     """Return a sentence on the file's task and one on its remedy; None if it is converted.
 
     Args:

@@ -29,7 +29,7 @@ ASSIGNMENTS = re.compile(
 )
 # ${NAME:=default}
 DEFAULT_SET = re.compile(rf"\$\{{({_NAME}):?=")
-# A name without a $ that is no part of an override's key or of a path, such as in `read NAME`.
+# A name without a $ that is not part of an override's key or of a path, such as in `read NAME`.
 BARE_NAME = re.compile(rf"(?<![\w.$/{{-])({_NAME})(?![\w.])")
 # Commands that run another file or a text as shell code, which may set any variable.
 RUNS_OTHER_CODE = re.compile(rf"{_START}(?:source|\.|eval|trap)\s")

@@ -177,8 +177,8 @@ class Peer:
         detect_method: A function that returns the name of a configuration's method; "" if the
             method can't be detected.
         methods: The methods by name.
-        find_other_task: A function that returns sentences on a task that is not converted, and on
-            its remedy; None if the task is converted. None: all tasks are.
+        explain_unsupported_task: A function that returns why a task is not converted, and what to
+            do instead; None if the task is converted. None in its place: all tasks are converted.
         dialect: The YAML dialect of the library's files.
         keep_used: A function that returns the values without definitions that the file does not
             use; None: all count.
@@ -190,7 +190,7 @@ class Peer:
     marks: tuple[str, ...]
     detect_method: Callable[[Mapping[str, Any]], str]
     methods: Mapping[str, Method]
-    find_other_task: Callable[[Mapping[str, Any]], str | None] | None = None
+    explain_unsupported_task: Callable[[Mapping[str, Any]], str | None] | None = None
     dialect: Dialect = "omegaconf"
     keep_used: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 

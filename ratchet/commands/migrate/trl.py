@@ -11,7 +11,7 @@ from typing import Any
 
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate import trl_values as to
-from ratchet.commands.migrate.other_tasks import find_other_trl_task
+from ratchet.commands.migrate.other_tasks import explain_unsupported_trl_task
 from ratchet.commands.migrate.table import (
     KeyRow,
     Method,
@@ -346,10 +346,10 @@ DATASET = {"environment.kind": "dataset"}
 JUDGED_DATASET = {**DATASET, "rewards": [{"kind": "math"}]}
 LEARNING_RATE = KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-6)
 TRL = Peer(
-    "trl",
-    "TRL",
-    "1.16",
-    (
+    name="trl",
+    title="TRL",
+    version="1.16",
+    marks=(
         "per_device_train_batch_size",
         "model_name_or_path",
         "num_generations",
@@ -358,8 +358,8 @@ TRL = Peer(
         "bf16",
         "learning_rate",
     ),
-    _detect_method,
-    {
+    detect_method=_detect_method,
+    methods={
         "GRPOConfig": Method(
             {"algorithm.kind": "grpo", **JUDGED_DATASET}, (LEARNING_RATE, *ROLLOUT_ROWS)
         ),
@@ -369,6 +369,6 @@ TRL = Peer(
         "KTOConfig": Method({"algorithm.kind": "kto", **DATASET}, KTO),
         "RLOOConfig": Method({"algorithm.kind": "rloo", **JUDGED_DATASET}, (LEARNING_RATE, *RLOO)),
     },
-    find_other_trl_task,
+    explain_unsupported_task=explain_unsupported_trl_task,
     dialect="yaml",
 )

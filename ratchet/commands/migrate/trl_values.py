@@ -91,7 +91,8 @@ def updates_per_batch(config: PeerConfig) -> int:
 
 
 def convert_max_steps(value: Any, config: PeerConfig) -> Any:
-    steps, steps_per_batch = numbers.whole(value, least=-1), updates_per_batch(config)
+    steps = numbers.whole(value, least=-1)
+    steps_per_batch = updates_per_batch(config)
     if steps <= 0:
         return Inert("num_train_epochs sets the length there")
     n_batches = max(1, math.ceil(steps / steps_per_batch))
@@ -127,7 +128,8 @@ def convert_interval(strategy_key: str, recipe_key: str) -> Conversion:
         steps = numbers.number(value)
         if steps < 1:
             return Dropped("it is a share of all steps there: set a number of steps")
-        steps, steps_per_batch = numbers.whole(value), updates_per_batch(config)
+        steps = numbers.whole(value)
+        steps_per_batch = updates_per_batch(config)
         n_batches = max(1, round(steps / steps_per_batch))
         if n_batches * steps_per_batch == steps:
             return n_batches

@@ -8,7 +8,7 @@ from typing import Any
 
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate import verl_values as to
-from ratchet.commands.migrate.other_tasks import find_other_verl_task
+from ratchet.commands.migrate.other_tasks import explain_unsupported_verl_task
 from ratchet.commands.migrate.table import (
     KeyRow,
     Method,
@@ -445,10 +445,10 @@ def _detect_method(values: Mapping[str, Any]) -> str:
 # Keys that every imported recipe starts from: a dataset of questions with mathematical answers.
 QUESTIONS = {"environment.kind": "dataset", "rewards": [{"kind": "math"}]}
 VERL = Peer(
-    "verl",
-    "verl",
-    "0.5 to 0.8",
-    (
+    name="verl",
+    title="verl",
+    version="0.5 to 0.8",
+    marks=(
         ARR,
         "trainer.total_epochs",
         "data.train_files",
@@ -456,11 +456,11 @@ VERL = Peer(
         "algorithm.adv_estimator",
         "trainer.nnodes",
     ),
-    _detect_method,
-    {
+    detect_method=_detect_method,
+    methods={
         "PPO trainer": Method(
             {"algorithm.kind": "grpo", **QUESTIONS}, (*ALGORITHM, *RUN, *DROPPED_ROWS)
         )
     },
-    find_other_verl_task,
+    explain_unsupported_task=explain_unsupported_verl_task,
 )

@@ -16,7 +16,9 @@ from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfi
 
 ARR = "actor_rollout_ref"
 CORRECTION = "algorithm.rollout_correction"
-ACTOR, ROLLOUT, MODEL = f"{ARR}.actor", f"{ARR}.rollout", f"{ARR}.model"
+ACTOR = f"{ARR}.actor"
+ROLLOUT = f"{ARR}.rollout"
+MODEL = f"{ARR}.model"
 ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"algorithm.kind": "grpo"},
     "gae": {"algorithm.kind": "ppo", "algorithm.advantage.bootstrap": False},
@@ -116,10 +118,8 @@ def aggregation(value: Any, config: PeerConfig) -> Any:
 def kl_loss(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
         return Inert("the loss is off there, and algorithm.kl.coef is 0 here by default")
-    coef, kind = (
-        numbers.real(config[f"{ACTOR}.kl_loss_coef"], f"{ACTOR}.kl_loss_coef"),
-        config[f"{ACTOR}.kl_loss_type"],
-    )
+    coef = numbers.real(config[f"{ACTOR}.kl_loss_coef"], f"{ACTOR}.kl_loss_coef")
+    kind = config[f"{ACTOR}.kl_loss_type"]
     if not coef:
         return Values({"algorithm.kl.coef": 0.0})
     if kind in ("low_var_kl", "k3"):

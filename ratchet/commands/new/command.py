@@ -202,7 +202,7 @@ class RecipeRequest:
 def _make_module_name(name: str) -> str:
     """Return a name in the form of a Python module's: MyMaze and my-maze become my_maze.
 
-    Raises ConfigError if the result is no valid module name.
+    Raises ConfigError if the result is not a valid module name.
     """
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     if not module.isidentifier() or keyword.iskeyword(module):

@@ -146,7 +146,7 @@ def _read_shipped_recipe(name: str) -> tuple[dict[str, Any], dict[str, Any] | No
         close_names = get_close_matches(name, known_names, n=1)
         hint = f"did you mean {close_names[0]}? " if close_names else ""
         raise ConfigError(
-            f"--like {name} is no algorithm and no shipped recipe: {hint}algorithms are "
+            f"--like {name} is neither an algorithm nor a shipped recipe: {hint}algorithms are "
             f"{', '.join(KINDS['algorithm'])}"
         )
     recipe = read_file(recipes[name], Budget())[0].plain()
@@ -163,8 +163,8 @@ def _name_reward(reward: str) -> str:
     if not colon:
         if reward not in KINDS["rewards"]:
             raise ConfigError(
-                f"--reward {reward} is no built-in kind: use one of {', '.join(KINDS['rewards'])}, "
-                "or a function of yours, my_reward.py:f"
+                f"--reward {reward} is not a built-in kind: use one of "
+                f"{', '.join(KINDS['rewards'])}, or a function of yours, my_reward.py:f"
             )
         return reward
     if module.endswith(".py"):
@@ -193,7 +193,7 @@ def _name_reward(reward: str) -> str:
 
 
 def _read_model(model: str) -> _Model:
-    """Read the properties of a model in a local directory. Raises ConfigError if it is no model."""
+    """Read the properties of a local model directory. Raises ConfigError if it is not a model."""
     saved = None if is_address(model) else find_saved(model)
     directory = Path(model) if saved is None else saved.run / MODEL
     if saved is not None and not directory.is_dir():
@@ -272,11 +272,13 @@ def _hold_out(data_path: str) -> tuple[Dataset, float, tuple[int, int]]:
     """
     for share in HELD_OUT_SHARES:
         dataset = _open_dataset(data_path, share)
-        n_train, n_test = len(dataset.rows("train")), len(dataset.rows("test"))
+        n_train = len(dataset.rows("train"))
+        n_test = len(dataset.rows("test"))
         if share == HELD_OUT_SHARES[0] and n_test > MAX_HELD_OUT_ROWS:
             share = round(MAX_HELD_OUT_ROWS / (n_train + n_test), 3)
             dataset = _open_dataset(data_path, share)
-            n_train, n_test = len(dataset.rows("train")), len(dataset.rows("test"))
+            n_train = len(dataset.rows("train"))
+            n_test = len(dataset.rows("test"))
         if n_train >= MIN_SPLIT_ROWS and n_test >= MIN_SPLIT_ROWS:
             return dataset, share, (n_train, n_test)
     dataset = _open_dataset(data_path, 0.0)

@@ -5,6 +5,7 @@ The plan is computed from the model's shapes and the accelerators' data sheets. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -94,7 +95,8 @@ def plan_cluster(
         n_trained: Number of parameters that optimizers update.
         n_frozen: Number of parameters of models that only score.
     """
-    limit_bytes, smallest_peak_gib = spec.accelerator.memory * USABLE_MEMORY_SHARE, float("inf")
+    limit_bytes = spec.accelerator.memory * USABLE_MEMORY_SHARE
+    smallest_peak_gib = float("inf")
     for layout in _list_layouts(cost, workload, spec):
         memory = _estimate_memory(cost, workload, n_trained, n_frozen, layout, limit_bytes)
         if memory.peak_bytes <= limit_bytes:
@@ -215,7 +217,7 @@ def _estimate_seconds(
     score = flop_by_phase["score"] / (spec.count * accelerator.flop_s * SCORE_SHARE)
     if not workload.max_running_attempts:
         return {"update": update, "score": score}, "update: arithmetic"
-    n_attempts = -(-workload.max_running_attempts // layout.n_generators)
+    n_attempts = math.ceil(workload.max_running_attempts / layout.n_generators)
     kv_bytes = memory.phases["sample"]["keys and values"]
     n_running = min(n_attempts, kv_bytes // _get_sequence_bytes(cost, workload, layout))
     n_waves = -(-n_attempts // n_running)

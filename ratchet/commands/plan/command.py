@@ -8,6 +8,7 @@ accelerators that this machine lacks is estimated from data sheets (`ratchet.uti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -196,7 +197,7 @@ def find_max_buffered_steps(stage: StageConfig, record: RecordConfig, workload: 
     if not record.every:
         return 0
     recorded_steps = min(stage.n_steps, stage.checkpoint.every or stage.n_steps) // record.every
-    return min(recorded_steps, MAX_STEPS, -(-MAX_TOKENS // workload.max_trained_tokens))
+    return min(recorded_steps, MAX_STEPS, math.ceil(MAX_TOKENS / workload.max_trained_tokens))
 
 
 def read_shape(config: RunConfig) -> DecoderConfig:
@@ -314,8 +315,8 @@ def estimate_memory(
     n_trained = count_trained_parameters(stage, algorithm, cost)
     micro_batch_limit = resolve_micro_batch_tokens(sizes.micro_batch_tokens, process.device_kind)
     # Tokens of a mini-batch for one worker. A micro-batch holds at least one sequence.
-    minibatch_tokens = -(
-        -workload.max_trained_tokens // (n_workers * stage.algorithm.n_minibatches)
+    minibatch_tokens = math.ceil(
+        workload.max_trained_tokens / (n_workers * stage.algorithm.n_minibatches)
     )
     micro_batch_tokens = max(min(micro_batch_limit, minibatch_tokens), workload.max_sequence_tokens)
     activation_bytes = cost.activation_bytes(process.compute_bytes, checkpointing=recomputes)

@@ -86,7 +86,8 @@ def probe(config: RunConfig, *, limit_s: float) -> Probe:
             )
         step_metrics = [row for row in read_jsonl(run.metrics) if "time/step_s" in row]
         record = Record(run.steps)
-        stages, last_steps = [], accumulate(stage.n_steps for stage in config.stages)
+        stages = []
+        last_steps = accumulate(stage.n_steps for stage in config.stages)
         for stage, last_step in zip(config.stages, last_steps, strict=True):
             stage_metrics = [
                 metrics

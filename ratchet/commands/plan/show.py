@@ -27,7 +27,7 @@ from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
 from ratchet.executors.freeze import freeze
-from ratchet.experience.sources.passes import resolve_lengths
+from ratchet.experience.sources.passes import resolve_passes
 from ratchet.models.flops import DecoderCost
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.run_dir import RunDirectory
@@ -64,8 +64,9 @@ def show_plan(
     recipe = dump_plain(config)
     if directory is not None:
         directory.check_recipe(recipe)
-    lengths = resolve_lengths(replace_saved_model(config))
-    config, spec = freeze(lengths.config), None if cluster is None else ClusterSpec.parse(cluster)
+    resolved_recipe = resolve_passes(replace_saved_model(config))
+    config = freeze(resolved_recipe.config)
+    spec = None if cluster is None else ClusterSpec.parse(cluster)
     cost = DecoderCost(read_shape(config), config.kernels == "compiled")
     stage_indices = range(len(config.stages))
     process = ProcessMemory(config.device, measure_empty_process(config) if spec is None else 0)
@@ -100,7 +101,7 @@ def show_plan(
         f"{config.name}: {cost.parameters:,} parameters, {cost.matrix_entries:,} of them "
         "multiplied with each token"
     )
-    for note in lengths.lines:
+    for note in resolved_recipe.lines:
         console.print(note)
     for plan, stage_probe, cluster_plan in stage_plans:
         _show_stage(console, plan, stage_probe, cluster_plan, spec)

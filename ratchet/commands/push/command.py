@@ -127,7 +127,7 @@ def _choose_name(api: HfApi, repository: str | None, run: RunDirectory) -> str:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise ConfigError(f"--to={repository} is no name of a repository: {error}") from None
+        raise ConfigError(f"--to={repository} is not a name of a repository: {error}") from None
     return repository
 
 
@@ -163,7 +163,7 @@ def _describe_model(
 
 
 def _is_published(api: HfApi, name: str, kind: str) -> bool:
-    """True if the Hub has a model of this name, and the name is no local path or address."""
+    """True if the Hub has a model of this name, and the name is not a local path or address."""
     if is_address(name) or Path(name).exists():
         return False
     try:

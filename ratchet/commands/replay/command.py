@@ -141,7 +141,8 @@ def find_differences(
         value = replayed.metrics[name]
         if name not in recorded or recorded[name] != value:
             yield Difference(name, recorded.get(name), value)
-    recorded_table, replayed_table = replay.record.step(replayed.step), replayed.table
+    recorded_table = replay.record.step(replayed.step)
+    replayed_table = replayed.table
     for name in LEARNED:
         columns = recorded_table.column(name), replayed_table.column(name)
         position = _find_first_difference(*columns)

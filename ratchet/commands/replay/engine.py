@@ -42,11 +42,11 @@ from ratchet.training.saved_weights import (
     describe_changed_start,
     explain_relative_path,
     load_start_state,
-    localize_model,
+    use_start_copy,
 )
 from ratchet.training.stage import Policy
 from ratchet.training.stage_from_config import build_adapter, build_stage_spec
-from ratchet.types import Group, Medium, Placed
+from ratchet.types import Group, Medium, PlacedMedium
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 
@@ -66,7 +66,7 @@ class RecordedSource(Source):
             replace(
                 row,
                 media=tuple(
-                    Placed(start, self._process_medium(medium)) for start, medium in row.media
+                    PlacedMedium(start, self._process_medium(medium)) for start, medium in row.media
                 ),
             )
             for row in group.trajectories
@@ -175,12 +175,12 @@ class Replay:
 
     def __init__(self, path: Path) -> None:
         self.directory = RunDirectory(path)
-        if not self.directory.used:
+        if not self.directory.is_used:
             raise RunNotFound(
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"
             )
-        self._newest_config = localize_model(load_config(self.directory.config), path)
+        self._newest_config = use_start_copy(load_config(self.directory.config), path)
         # The recipe in force at the next step. It differs from `_newest_config` if the run was
         # resumed with changes after that step.
         self.config = self._get_config_after(0)

@@ -89,7 +89,8 @@ class InfluenceRecorder(LearnerWrapper):
         full_gradient, _ = self.inner.gradient(minibatch, terms)
         squared_norm = sum(float((g.double() ** 2).sum()) for g in full_gradient)
         self.influence.gradient_norms.append(squared_norm**0.5)
-        group_S, losses_and_pulls = minibatch.group_S.tolist(), list[tuple[Tensor, Tensor]]()
+        group_S = minibatch.group_S.tolist()
+        losses_and_pulls = list[tuple[Tensor, Tensor]]()
         # The sequences of a group are contiguous, so the pulls of all groups are in token order.
         for group_index, name in enumerate(minibatch.group_ids):
             group_batch = minibatch.take(
@@ -126,7 +127,8 @@ def measure_token_pulls(
     too.
     """
     forward = learner.forwards[0]
-    micro, monitor = batch.to(forward.device, forward.dtype), forward.make_monitor(terms)
+    micro = batch.to(forward.device, forward.dtype)
+    monitor = forward.make_monitor(terms)
     needs = list_needed_outputs(terms)
     with torch.no_grad():
         outputs = forward.outputs(micro, forward.hidden(micro, monitor), needs)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.sections import GeneratorSection
 from ratchet.protocols import Generator, Shard, WeightSync
-from ratchet.types import Completion, Placed, Sampling
+from ratchet.types import Completion, PlacedMedium, Sampling
 
 
 class NoGeneratorConfig(GeneratorSection):
@@ -29,7 +29,7 @@ class NoGenerator(Generator):
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         raise AssertionError("a replay generates nothing")
 

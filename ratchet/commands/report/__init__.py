@@ -36,11 +36,12 @@ def write_report(runs: Sequence[str | Path], out: Path | None = None, *, rollout
     page = make_report_page(open_runs(paths), rollouts=rollouts, max_tokens=MAX_TOKENS)
     out = out or (Path(FILE) if is_address(runs[0]) else paths[0] / FILE)
     if out.exists() and not out.is_file():
-        # A report that replaced /dev/null would be a plain file, into which other programs would
-        # then write the output that they discard.
-        raise RunDirectoryError(f"{out} is no plain file; choose another --out")
+        # Writing replaces the path by a plain file, which would destroy a device such as /dev/null.
+        raise RunDirectoryError(f"{out} is not a plain file; choose another --out")
     if out.exists() and out.stat().st_size and not _is_report(out, page):
-        raise RunDirectoryError(f"{out} is no report and is not overwritten; choose another --out")
+        raise RunDirectoryError(
+            f"{out} is not a report and is not overwritten; choose another --out"
+        )
     try:
         replace_text(out.resolve() if out.is_symlink() else out, page)
     except OSError as error:

@@ -20,11 +20,11 @@ from ratchet.commands.report.answers import sample_answers
 from ratchet.commands.report.files import read_files
 from ratchet.commands.report.media import collect_names
 from ratchet.commands.report.runs import RunReader
-from ratchet.commands.report.schema import pack
+from ratchet.commands.report.wire_format import pack
 from ratchet.types import MediaKind
 
 STYLES = ("vendor/uPlot.min.css", "style.css", "rollouts.css")
-# In load order: a script uses definitions of earlier ones.
+# The scripts in load order: each may use definitions of earlier ones.
 SCRIPTS = (
     "vendor/uPlot.iife.min.js",
     "dom.js",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +17,8 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from ratchet.commands.report.media import add_media_names, make_data_url
-from ratchet.commands.report.schema import pack
 from ratchet.commands.report.texts import TokenTexts, find_tokenizer
+from ratchet.commands.report.wire_format import pack
 from ratchet.errors import DataError
 from ratchet.observe.records.reader import (
     INDEX,
@@ -91,7 +92,7 @@ class Rollouts:
         """Return a text that differs whenever the record differs, without reading the record."""
         try:
             stat = (self.directory.steps / INDEX).stat()
-        except OSError:  # absent, or `steps` is no directory
+        except OSError:  # absent, or `steps` is not a directory
             return ""
         return f"{stat.st_ino}-{stat.st_size}"
 
@@ -100,7 +101,9 @@ class Rollouts:
         """Return the record as it is now. Raises DataError if its index was changed by hand."""
         stamp = self.read_stamp()
         if self._record is None or stamp != self._stamp:
-            self._record, self._stamp, self._tables = Record(self.directory.steps), stamp, {}
+            self._record = Record(self.directory.steps)
+            self._stamp = stamp
+            self._tables = {}
         return self._record
 
     def pack_columns(self, known: Sequence[str] = (), *, every: int = 1) -> bytes:
@@ -211,12 +214,12 @@ class Rollouts:
             ["step", "task", "group_index", "length"]
         )
         ranked = _rank_groups(table.to_pydict())
-        sizes = sorted(len(positions) for groups in ranked.values() for positions, _ in groups)
-        n_groups = max_rollouts // sizes[len(sizes) // 2] if sizes else 0
+        sizes = [len(positions) for groups in ranked.values() for positions, _ in groups]
+        n_groups = max_rollouts // statistics.median_high(sizes) if sizes else 0
         steps = _pick_evenly(list(ranked), n_groups)
         sample: list[dict[str, Any]] = []
         # Take one group of every step, then a second group of every step, and so on.
-        for rank in range(-(-n_groups // max(1, len(steps)))):
+        for rank in range(math.ceil(n_groups / max(1, len(steps)))):
             for step in steps:
                 positions, length = ranked[step][rank] if rank < len(ranked[step]) else ([], 0)
                 if len(sample) + len(positions) <= max_rollouts and length <= max_tokens:
@@ -243,9 +246,10 @@ class Rollouts:
         shares = _compute_shares(row, total_gradient_size)
         if shares is not None:
             numbers["share"] = shares
-        rollout_logprobs, old_logprobs = row["rollout_logprobs"], row["old_logprobs"]
-        # Tokens that the policy did not write have version -1. Without a token of the policy there
-        # is no ratio.
+        rollout_logprobs = row["rollout_logprobs"]
+        old_logprobs = row["old_logprobs"]
+        # Tokens that the policy did not write have version -1. A row without a token of the policy
+        # has no ratio.
         if old_logprobs is not None and max(row["versions"], default=-1) >= 0:
             numbers["ratio"] = _round(
                 [

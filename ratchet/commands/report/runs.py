@@ -43,19 +43,21 @@ class RunReader:
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.directory = RunDirectory(path)
         self.name = name or path.resolve().name
-        if not self.directory.used:
+        if not self.directory.is_used:
             raise RunNotFound(
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"
             )
-        self.rollouts, self.metrics = Rollouts(self.directory), MetricsFile(self.directory.metrics)
+        self.rollouts = Rollouts(self.directory)
+        self.metrics = MetricsFile(self.directory.metrics)
         self.progress = ProgressReader(self.directory)
         # The number of bytes of the ledger that were read, and the lines counted in them, by event.
         self._ledger_bytes, self._prompts = 0, Counter[str]()
 
     def read_facts(self) -> dict[str, Any]:
         """Return everything that the page shows of the run besides its curves."""
-        summary, plan = _read_object(self.directory.summary), _read_object(self.directory.plan)
+        summary = _read_object(self.directory.summary)
+        plan = _read_object(self.directory.plan)
         facts = {
             "name": self.name,
             "path": str(self.directory.path),
@@ -187,7 +189,9 @@ def find_runs(root: Path) -> list[RunReader]:
         )
     if _is_run(root):
         return [RunReader(root)]
-    paths, runs, visited = [root], list[Path](), {root.resolve()}
+    paths = [root]
+    runs = list[Path]()
+    visited = {root.resolve()}
     for _ in range(SEARCH_DEPTH):
         children = [child for path in paths for child in _list_directories(path, visited)]
         runs += [path for path in children if _is_run(path)]
@@ -247,7 +251,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _get_size_and_mtime(path: Path) -> tuple[int, float]:
-    """Return the size and the modification time of a file, or zeros if it is no regular file."""
+    """Return the size and the modification time of a file, or zeros if it is not a regular file."""
     try:
         status = path.stat()
     except OSError:

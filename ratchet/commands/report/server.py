@@ -20,7 +20,7 @@ from ratchet.commands.report.files import read_files
 from ratchet.commands.report.media import collect_names
 from ratchet.commands.report.page import make_live_page
 from ratchet.commands.report.runs import RunReader, find_runs
-from ratchet.commands.report.schema import pack
+from ratchet.commands.report.wire_format import pack
 from ratchet.errors import PortBusy, RatchetError, RunDirectoryError
 from ratchet.web.connection import ServerLimits
 from ratchet.web.guard import LOOPBACK, Guard
@@ -36,7 +36,9 @@ HEADERS = {
     b"cross-origin-resource-policy": b"same-origin",
 }
 
-JSON, BINARY, HTML = "application/json", "application/octet-stream", "text/html; charset=utf-8"
+JSON = "application/json"
+BINARY = "application/octet-stream"
+HTML = "text/html; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
 Query = Mapping[str, str]
 
@@ -140,7 +142,9 @@ class Pages:
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         if scope["method"] not in ("GET", "HEAD"):
-            status, content_type, body = 405, TEXT, b"this server only answers GET requests"
+            status = 405
+            content_type = TEXT
+            body = b"this server only answers GET requests"
         else:
             query = {
                 name: values[0]
@@ -199,7 +203,7 @@ def bind(port: int) -> socket.socket:
 
 
 def serve_forever(root: Path, port: int, *, say: Callable[[str], object]) -> None:
-    """Serve until Ctrl-C. Raises RunDirectoryError if `root` is no directory, or PortBusy."""
+    """Serve until Ctrl-C. Raises RunDirectoryError if `root` is not a directory, or PortBusy."""
     app, listener = make_app(root), bind(port)
     say(f"http://{HOST}:{listener.getsockname()[1]}/  shows the runs in {root}; Ctrl-C ends it")
     with suppress(KeyboardInterrupt):

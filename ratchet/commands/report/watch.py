@@ -78,7 +78,9 @@ class RunFrames:
     """The frames of a run. Each frame reads what the run wrote since the last one."""
 
     def __init__(self, path: Path, *, query_waits: Callable[[Path], str] = query_status) -> None:
-        self.path, self.run, self.query_waits = path, RunReader(path), query_waits
+        self.path = path
+        self.run = RunReader(path)
+        self.query_waits = query_waits
         self._forget()
 
     def _forget(self) -> None:
@@ -202,7 +204,9 @@ def shrink_curve(values: NDArray[np.float64], width: int) -> list[float]:
 
 def _draw_head(name: str, state: str, progress: Mapping[str, Any]) -> RenderableType:
     """Return the lines with the run's name, state, stage, steps and remaining time."""
-    step, steps, left_s = progress["step"], progress["steps"], progress["seconds_left"]
+    step = progress["step"]
+    steps = progress["steps"]
+    left_s = progress["seconds_left"]
     number, stage, _ = find_stage(progress["stages"], step)
     facts = [name, state]
     if stage:

@@ -16,7 +16,7 @@ def _check_curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
     if stage.examples is None:
         yield clash(
             "curriculum chooses among a fixed number of tasks, and examples=null is an endless "
-            "stream: set examples to a number, at most that of the data set's rows",
+            "stream: set examples to at most the number of the data set's rows",
             "curriculum",
             "examples",
         )
@@ -31,7 +31,8 @@ def _check_curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
 
 
 def _check_replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    replay, staleness = stage.rollouts.replay, math.ceil(stage.rollouts.max_staleness)
+    replay = stage.rollouts.replay
+    staleness = math.ceil(stage.rollouts.max_staleness)
     if replay is None or stage.source not in ("rollouts", None):
         return
     algorithm = stage.algorithm

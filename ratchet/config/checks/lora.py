@@ -110,7 +110,7 @@ def _check_following_stage(stage: StageConfig, config: RunConfig) -> Iterator[Co
 
 
 def _check_served_rank(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    max_rank = stage.generator.sampler.largest_lora_rank
+    max_rank = stage.generator.sampler.max_lora_rank
     if stage.lora is not None and max_rank is not None and max_rank < stage.lora.rank:
         in_workers = stage.generator.kind_name == "workers"
         key = "generator.worker.lora_rank" if in_workers else "generator.lora_rank"

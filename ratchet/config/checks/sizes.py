@@ -32,7 +32,7 @@ def _check_batch_size(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
 
 
 def _check_temperature(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    lowest = stage.generator.least_temperature
+    lowest = stage.generator.min_temperature
     for key in ("sampling", "evaluation"):
         temperature = getattr(stage, key).temperature or 0.0
         if 0 < temperature < lowest:

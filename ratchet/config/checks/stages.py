@@ -61,7 +61,8 @@ def _check_minibatches(stage: StageConfig, config: RunConfig) -> Iterator[Confli
     maximum, noun = stage.batch_size, "groups"
     attempts, minibatches = stage.algorithm.n_attempts, stage.algorithm.n_minibatches
     if stage.algorithm.splits_groups:
-        maximum, noun = stage.batch_size * attempts, f"groups of {attempts} attempts"
+        maximum = stage.batch_size * attempts
+        noun = f"groups of {attempts} attempts"
     if maximum < minibatches:
         yield clash(
             f"batch_size={stage.batch_size} {noun} can't be split into "
@@ -188,18 +189,16 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
     is_default = stage.eval_rewards == (get_default_rewards(stage.environment) or stage.rewards)
     if is_default or any(other.eval_rewards == stage.eval_rewards for other in evaluating_stages):
         return
-    key, reason, fix = (
-        "evaluation.tasks",
-        "evaluation.tasks=0 evaluates nothing",
-        "set evaluation.tasks above 0",
-    )
+    key = "evaluation.tasks"
+    reason = "evaluation.tasks=0 evaluates nothing"
+    fix = "set evaluation.tasks above 0"
     if eval_environment is not None:
-        key, reason, fix = (
-            "evaluation.environment",
+        key = "evaluation.environment"
+        reason = (
             f"evaluation.environment={_get_kind_or_value(eval_environment)} is judged by its own "
-            "reward",
-            "remove evaluation.environment",
+            "reward"
         )
+        fix = "remove evaluation.environment"
     yield clash(
         f"eval_rewards judge in evaluation, and {reason}: remove eval_rewards, or {fix}",
         "eval_rewards",
@@ -335,8 +334,9 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     agent: Any = stage.agent  # `Any`: the schema adds the server's keys to the agent's section
     if agent.host in ("0.0.0.0", "::") and agent.public_host is None:
         yield clash(
-            f"agent.host={agent.host} is no address that an agent can call: set agent.public_host "
-            "to the name under which agents reach this machine, such as host.docker.internal",
+            f"agent.host={agent.host} is not an address that an agent can call: set "
+            "agent.public_host to the name under which agents reach this machine, such as "
+            "host.docker.internal",
             "agent.host",
         )
     kind = stage.agent.kind_name

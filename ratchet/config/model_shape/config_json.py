@@ -51,7 +51,10 @@ HF_NUMBERS = (
         "bos_token_id",
         ORIGINAL_CONTEXT,
     ),
-    *("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor"),
+    "rms_norm_eps",
+    "initializer_range",
+    "rope_theta",
+    "partial_rotary_factor",
 )
 # The keys that may be absent, but not null. For all other keys null is accepted.
 HF_NOT_NULL = (

@@ -1,4 +1,4 @@
-"""Choose the linear maps of a model that get an adapter, without importing torch."""
+"""Choose the linear layers of a model that get an adapter, without importing torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def resolve_decoder_targets(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
-    """Return the names of the built-in decoder's linear maps that get an adapter.
+    """Return the names of the built-in decoder's linear layers that get an adapter.
 
     Raises ConfigError for an unknown name. In a model with experts it also raises for "all-linear",
     and for the name of an MLP map if every layer has experts.
@@ -38,7 +38,7 @@ def resolve_target_modules(lora: LoRAConfig, available: Iterable[str]) -> tuple[
     """Return the names in `lora.target_modules`, or all of them for "all-linear".
 
     Args:
-        available: names of the linear maps that the model has.
+        available: names of the linear layers that the model has.
 
     Raises ConfigError for a name that no map has; the error suggests the nearest name.
     """
@@ -50,7 +50,6 @@ def resolve_target_modules(lora: LoRAConfig, available: Iterable[str]) -> tuple[
             near = get_close_matches(name, names, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(names)}"
             raise ConfigError(
-                f"lora.target_modules: no linear map of the model's layers is called '{name}'; "
-                f"{hint}"
+                f"lora.target_modules: no linear layer of the model is called '{name}'; {hint}"
             )
     return tuple(lora.target_modules)

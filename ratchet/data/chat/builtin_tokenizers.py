@@ -53,7 +53,7 @@ def character_tokenizer(
     alphabet: str = PRINTABLE,
     *,
     multiple_of: int = 8,
-    controls: Sequence[str] = (),
+    extra_specials: Sequence[str] = (),
     eos: str = "<eos>",
     template: str = BUILTIN_TEMPLATES["plain"],
 ) -> Tokenizer:
@@ -64,7 +64,7 @@ def character_tokenizer(
 
     Args:
         multiple_of: The vocabulary is padded with reserved tokens to a multiple of this.
-        controls: Additional special tokens, which may include `eos`.
+        extra_specials: Additional special tokens, which may include `eos`.
         eos: The special token that ends a turn.
         template: The Jinja text of the chat template.
     """
@@ -72,7 +72,7 @@ def character_tokenizer(
         raise ConfigError(
             f"tokenizer.alphabet {alphabet!r} must not be empty or repeat a character"
         )
-    specials = [*SPECIAL_TOKENS, *controls]
+    specials = [*SPECIAL_TOKENS, *extra_specials]
     n_used = len(specials) + len(alphabet)
     reserved = [f"<reserved_{i + 1}>" for i in range(-n_used % multiple_of)]
     vocabulary = {token: i for i, token in enumerate([*specials, *alphabet, *reserved])}
@@ -102,10 +102,8 @@ def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             "tokens: use 264 or more"
         )
     backend = Backend(models.BPE())
-    split_words, map_bytes = (
-        pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"),
-        pre_tokenizers.ByteLevel(False, use_regex=False),
-    )
+    split_words = pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated")
+    map_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split_words, map_bytes])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

@@ -110,8 +110,8 @@ def load_template_source(choice: str | None, tokenizer: Tokenizer) -> str:
         except ValueError as error:
             raise DataError(f"tokenizer.template: {choice} {error}: save it as UTF-8") from error
     raise DataError(
-        f"tokenizer.template: there is no '{choice}': use {', '.join(BUILTIN_TEMPLATES)}, or the path of a "
-        ".jinja file"
+        f"tokenizer.template: there is no '{choice}': use {', '.join(BUILTIN_TEMPLATES)}, or the "
+        "path of a .jinja file"
     )
 
 
@@ -168,7 +168,8 @@ def parse_template(source: str) -> nodes.Template:
 def _compile(source: str) -> jinja2.Template:
     if len(source) > MAX_TEMPLATE_BYTES:
         raise DataError(
-            f"the chat template has more than {format_size(MAX_TEMPLATE_BYTES)}, which no real one needs"
+            f"the chat template has more than {format_size(MAX_TEMPLATE_BYTES)}, which no real one "
+            "needs"
         )
     environment = _make_environment()
     try:

@@ -1,8 +1,8 @@
 """Merge inline text into the assistant's turns.
 
 A message of the role "inline" is text that the environment writes into the assistant's open turn,
-such as the result of a code block. The assistant then goes on in the same turn, so a chat template
-sees one message of the assistant: its text, the inline text, and the rest of its text.
+such as the result of a code block. The assistant then continues in the same turn, so a chat
+template sees one message of the assistant: its text, the inline text, and the rest of its text.
 """
 
 from __future__ import annotations

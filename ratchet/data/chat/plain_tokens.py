@@ -30,7 +30,7 @@ UNKNOWN = f"{HIDDEN}unknown"
 def convert_panics(task: str, remedy: str) -> Iterator[None]:
     """Raise DataError if the tokenizers library panics, as its regexes do on some texts.
 
-    The exception class of a panic can't be imported, and it is no subclass of Exception.
+    The exception class of a panic can't be imported, and it is not a subclass of Exception.
 
     Args:
         task: What the library does, such as "decode 3 tokens".
@@ -153,7 +153,8 @@ def _rewrite_vocabulary(state: dict[str, Any], special: set[str]) -> int:
             key=lambda token: token["id"],
         )
         vocabulary += [[token["content"], 0.0] for token in appended]
-        model["vocab"], model["unk_id"] = [*vocabulary, [UNKNOWN, 0.0]], len(vocabulary)
+        model["vocab"] = [*vocabulary, [UNKNOWN, 0.0]]
+        model["unk_id"] = len(vocabulary)
         return len(vocabulary)
     pieces = {_hide_special(piece, special): i for piece, i in model["vocab"].items()}
     pieces |= {token["content"]: token["id"] for token in added}

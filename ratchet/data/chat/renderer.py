@@ -36,7 +36,7 @@ from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.data.chat.tool_calls import FORMATS, ToolFormat, find_tool_format
 from ratchet.data.processor import ExpandedMedium, Processor
 from ratchet.errors import ConfigError, DataError
-from ratchet.types import Message, Placed, StopReason, TrainedTokens
+from ratchet.types import Message, PlacedMedium, StopReason, TrainedTokens
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -93,7 +93,9 @@ class Renderer:
         now: datetime | None = None,
         tool_format: str = "auto",
     ) -> None:
-        self.tokenizer, self.processor, self._tool_format = tokenizer, processor, tool_format
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self._tool_format = tool_format
         template_variables = {**tokenizer.special_tokens, **(variables or {})}
         self.template = ChatTemplate(
             load_template_source(template, tokenizer), template_variables, now or get_printed_time()
@@ -264,10 +266,8 @@ class Renderer:
             return False
         conversation = self._make_conversation([*history, reply, *messages], tools)
         n = len(conversation) - len(messages) - 1
-        rendered, prompt = (
-            conversation.render_text(len(conversation), prompt=True),
-            conversation.render_text(n, prompt=True),
-        )
+        rendered = conversation.render_text(len(conversation), prompt=True)
+        prompt = conversation.render_text(n, prompt=True)
         if rendered.startswith(
             prompt + self._decode_text(sampled, None, skip_special=False) + self._shape.end
         ):
@@ -280,7 +280,7 @@ class Renderer:
 
     def media(
         self, tokens: Sequence[int] | NDArray[np.int64], messages: Sequence[Message]
-    ) -> tuple[Placed, ...]:
+    ) -> tuple[PlacedMedium, ...]:
         """Return the media of `messages` with their places in `tokens`.
 
         `tokens` must contain the media of these messages and no others. Raise DataError if a medium
@@ -290,8 +290,9 @@ class Renderer:
         if not media:
             return ()
         assert self.processor is not None, "a model that reads media has a processor"
-        media_token_ids, row = self.processor.media_token_ids, np.asarray(tokens, dtype=np.int64)
-        placed: list[Placed] = []
+        media_token_ids = self.processor.media_token_ids
+        row = np.asarray(tokens, dtype=np.int64)
+        placed: list[PlacedMedium] = []
         end = 0
         media_positions = np.isin(row, list(media_token_ids)).nonzero()[0]
         for expanded in media:
@@ -307,7 +308,7 @@ class Renderer:
                     f"the messages have {len(media)} media, and not all of them are in the tokens: "
                     "render messages and tokens together"
                 )
-            placed.append(Placed(start, expanded.medium))
+            placed.append(PlacedMedium(start, expanded.medium))
         return tuple(placed)
 
     def find_media_token(self, sampled: Sequence[int] | NDArray[np.int64]) -> str | None:

@@ -56,14 +56,34 @@ SHALLOW_FILTERS = frozenset(
             "rejectattr",
             "items",
         ),
-        *("reverse", "default", "d", "attr", "batch", "slice", "safe"),
+        "reverse",
+        "default",
+        "d",
+        "attr",
+        "batch",
+        "slice",
+        "safe",
     )
 )
 # Tests of Jinja that compare values, and so may read all nested values.
 COMPARING_TESTS = frozenset(
     (
-        *("in", "eq", "equalto", "==", "ne", "!=", "lt", "le"),
-        *("gt", "ge", "<", "<=", ">", ">=", "lessthan", "greaterthan"),
+        "in",
+        "eq",
+        "equalto",
+        "==",
+        "ne",
+        "!=",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "<",
+        "<=",
+        ">",
+        ">=",
+        "lessthan",
+        "greaterthan",
     )
 )
 # Filters and text methods whose result grows with the value or the length of an argument.

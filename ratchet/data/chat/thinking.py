@@ -9,9 +9,9 @@ MARKS = re.compile("|".join(re.escape(mark) for pair in REASONING for mark in pa
 
 
 def has_malformed_thinking(text: str, *, cut: bool) -> bool:
-    """True if the marks in a turn's text are not those of one thought at its beginning.
+    """True unless the tags in a turn's text enclose exactly one thought, at its beginning.
 
-    Thinking is opened and closed once, before all other text, or there are no marks. If a token
+    A turn without tags is well-formed. If a token
     limit cut the turn, the thinking may still be open.
 
     Args:

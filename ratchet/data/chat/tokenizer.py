@@ -117,10 +117,8 @@ class Tokenizer:
             if backend.token_to_id(token) is not None:
                 # Some files name a special token without marking it as special.
                 backend.add_special_tokens([token])
-        self.bos_id, self.pad_id = (
-            self._get_special_id("bos_token"),
-            self._get_special_id("pad_token"),
-        )
+        self.bos_id = self._get_special_id("bos_token")
+        self.pad_id = self._get_special_id("pad_token")
         eos_id = self._get_special_id("eos_token")
         self.eos_ids: tuple[int, ...] = tuple(
             dict.fromkeys([eos_id, *eos_ids] if eos_id is not None else eos_ids)

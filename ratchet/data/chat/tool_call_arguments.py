@@ -69,7 +69,8 @@ def read_call(value: object) -> Call | None:
     """
     if not isinstance(value, dict):
         return None
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         arguments = parse_single_value(arguments)
     return (

@@ -25,8 +25,8 @@ class CallRules:
 
     Attributes:
         tools: The tools, as chat templates read them.
-        strict_names: Names of the tools whose arguments follow their schemas. Those of other tools
-            may be any JSON object.
+        strict_names: Names of the tools whose arguments follow their schemas. The arguments of
+            other tools may be any JSON object.
         is_forced: True if the turn consists of calls; False if it is text that may have calls.
         forced_name: The name of the tool that the only call of a forced turn calls; None: any.
         answer_schema: The JSON schema of a turn that calls no tool; None: it is any text.
@@ -40,7 +40,7 @@ class CallRules:
 
 
 def make_call_grammar(rules: CallRules, tool_format: ToolFormat, tokenizer: Tokenizer) -> str:
-    """Return the grammar of a turn under rules, in Hermes's format.
+    """Return the grammar of a turn that follows the rules, in Hermes's format.
 
     The calls of a forced turn follow the schemas of all tools.
 

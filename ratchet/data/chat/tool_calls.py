@@ -104,8 +104,8 @@ def find_tool_format(name: str, template: str, special_tokens: Mapping[str, int]
                 return candidate
     raise ConfigError(
         "the environment offers tools, but neither the chat template nor the special tokens say "
-        f"how the model calls them: set tokenizer.tool_format to {', '.join(FORMATS)}, and tokenizer.template to one that "
-        "writes tool calls (chatml)"
+        f"how the model calls them: set tokenizer.tool_format to {', '.join(FORMATS)}, and "
+        "tokenizer.template to one that writes tool calls (chatml)"
     )
 
 

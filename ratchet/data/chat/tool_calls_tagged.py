@@ -19,8 +19,8 @@ from ratchet.data.chat.tool_call_arguments import (
     read_named_call,
 )
 
-# A pattern includes the white space after its argument, so the next argument begins where the match
-# ends, and the last match ends with the text. `_read_call` strips the white space before the first.
+# Each pattern matches one argument and the white space after it, so that the next match begins
+# where this one ends.
 GLM_ARGUMENT = re.compile(
     r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
 )

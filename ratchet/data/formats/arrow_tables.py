@@ -25,7 +25,7 @@ from ratchet.errors import DataError
 from ratchet.utils.object_store import is_address
 from ratchet.utils.safe_read import require_file
 
-MIN_BOMB_ROWS = 100_000  # a file with fewer rows is no decompression bomb
+MIN_BOMB_ROWS = 100_000  # a file with fewer rows is not a decompression bomb
 # A row group may unpack to MAX_GROUP_BYTES, or to MAX_COMPRESSION_RATIO times the file's size if
 # that is more. A high ratio alone is normal: a text that all rows share packs to almost nothing.
 MAX_GROUP_BYTES = 1 << 30
@@ -115,10 +115,8 @@ class ParquetFile(ArrowTable):
     format_name = "Parquet"
 
     def _open(self, source: Any) -> Sequence[int]:
-        self._source, self._max_group_bytes = (
-            source,
-            max(MAX_GROUP_BYTES, MAX_COMPRESSION_RATIO * source.size()),
-        )
+        self._source = source
+        self._max_group_bytes = max(MAX_GROUP_BYTES, MAX_COMPRESSION_RATIO * source.size())
         self._file = pyarrow.parquet.ParquetFile(source)
         return [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
 

@@ -425,8 +425,8 @@ def _read_samples(
             f"{where}: is not audio, or is damaged ({_get_first_line(error)}): copy it again, or "
             "drop the row"
         ) from error
-    # Of a WAV file that is cut off, soundfile reports the remaining samples as the declared ones,
-    # so the size in the file's header is compared too.
+    # If a WAV file is cut off, soundfile takes the number of remaining samples for the declared
+    # one. So the size in the file's header is compared too.
     is_short_wave = source[:4] == b"RIFF" and len(source) < 8 + int.from_bytes(
         source[4:8], "little"
     )

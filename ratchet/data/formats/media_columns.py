@@ -183,8 +183,11 @@ class MediaPlacer:
             if "://" not in part.value:
                 check_media(part, where=where, limits=self.limits)
 
-    def make_key(self, message: Message) -> Any:
-        """Return the message's text and media paths, in a form that is equal on all machines."""
+    def make_content_key(self, message: Message) -> Any:
+        """Return the message's text and media, to identify a row on any machine.
+
+        Paths are relative to `root`.
+        """
         if isinstance(message.content, str):
             return message.content
         root = f"{Path(self.root).resolve()}/" if isinstance(self.root, Path) else ""

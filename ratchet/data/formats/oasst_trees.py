@@ -28,7 +28,7 @@ class ConversationTrees:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        # By the id of a message: its replies, each as (rank, row index, message id).
+        # The replies to each message, by its id; a reply is (rank, row index, message id).
         children: dict[str, list[tuple[float, int, str]]] = {}
         roots: list[tuple[int, str]] = []  # (row index, message id) of each tree's first message
         is_assistant: list[bool] = []

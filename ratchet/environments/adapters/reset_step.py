@@ -69,7 +69,9 @@ class ResetStepEnvironment(SeededTasks):
     """
 
     def __init__(self, config: ResetStepConfig, name: str) -> None:
-        self.settings, self.name, self.replayable = config, name, config.replayable
+        self.settings = config
+        self.name = name
+        self.replayable = config.replayable
         self.n_test_tasks = config.test_tasks
         self.inner: Any = None
         self._random_state: tuple[Any, Any] | None = None

@@ -167,7 +167,9 @@ class TRLEnvironment(Environment):
         name = self._get_factory_name(task)
         if name not in self._instances:
             self._instances[name] = await self._call(self.factories[name])
-        self._instance, self._task, self._n_calling_turns = self._instances[name], task, 0
+        self._instance = self._instances[name]
+        self._task = task
+        self._n_calling_turns = 0
         row = read_columns(task)
         row.setdefault("prompt", encode_messages(task.messages))
         if isinstance(self.config.factory, dict):
@@ -233,7 +235,7 @@ class TRLEnvironment(Environment):
         except RatchetError:
             raise
         # A tool is user code and may raise any exception. The policy reads the exception's text and
-        # may go on.
+        # may continue.
         except Exception as error:
             return str({"error": str(error)}), True
 
@@ -269,7 +271,7 @@ class TRLEnvironment(Environment):
         """Call user code, in a thread unless it is async.
 
         Raises ToolUnavailable after `timeout_s`: the call may still change the instance, so the
-        attempt can't go on with it.
+        attempt can't continue with it.
         """
         limit = Deadline(self.config.timeout_s)
         try:
@@ -315,6 +317,6 @@ def _describe_methods(instance: Any) -> list[dict[str, Any]]:
     # The class is user code, which may lack `reset`.
     if not callable(getattr(instance, "reset", None)):
         raise ConfigError(
-            f"{type(instance).__name__} is no environment of TRL: it has no method `reset`"
+            f"{type(instance).__name__} is not an environment of TRL: it has no method `reset`"
         )
     return [describe_function(getattr(instance, name)) for name in _list_tool_names(instance)]

@@ -63,7 +63,9 @@ class RolloutSeat:
     def __init__(
         self, config: Any, episode: vf.Episode, request_turn: RequestTurn, max_turns: int
     ) -> None:
-        self.config, self.episode, self.max_turns = config, episode, max_turns
+        self.config = config
+        self.episode = episode
+        self.max_turns = max_turns
         self.client: Any = PolicyClient(request_turn)
         self._has_begun = False
 

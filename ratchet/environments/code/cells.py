@@ -50,7 +50,7 @@ def cut(text, max_chars):
 
 def main():
     channel = os.dup(1)
-    os.dup2(2, 1)  # what a cell writes to the file descriptor is no report
+    os.dup2(2, 1)  # what a cell writes to the file descriptor is not a report
     leave = os._exit
     request = json.load(sys.stdin)
     random.seed(0)

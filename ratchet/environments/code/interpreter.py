@@ -42,8 +42,8 @@ class CodeInterpreterConfig(EnvironmentConfig):
     system: str = Field("", description="System message before each task; empty: none.")
     inline: bool = Field(
         True,
-        description="True: the result is written into the policy's turn, which goes on. False: it "
-        "comes as a message of the user.",
+        description="True: the result is written into the policy's turn, which continues. False: "
+        "it comes as a message of the user.",
     )
     code_tags: tuple[str, str] = Field(
         ("<code>", "</code>"), description="Texts before and after code. The second ends a turn."
@@ -98,7 +98,7 @@ class Cell(NamedTuple):
     """The code of a message.
 
     Attributes:
-        lookahead: The text after the closing tag, which the token of the tag brought along.
+        lookahead: The text after the closing tag that is part of the tag's last token.
     """
 
     code: str
@@ -111,7 +111,7 @@ class CodeInterpreter(Environment):
     All cells of an attempt share a namespace, and each runs in a fresh process after the ones
     before it have run again. So an attempt holds no process, and a resumed or replayed one has the
     same values. A cell that was killed (by a limit, or by its own doing) is not run again. Random
-    numbers are seeded alike; what the clock gives differs from run to run.
+    numbers are seeded alike; clock times differ from run to run.
     """
 
     replayable = True
@@ -149,7 +149,8 @@ class CodeInterpreter(Environment):
     def demonstration(self, task: Task) -> Sequence[Message]:
         """Return an episode in which Python evaluates the prompt's expression.
 
-        Raises DataError if the prompt is no expression, or if its value is not the task's answer.
+        Raises DataError if the prompt is not an expression, or if its value is not the task's
+        answer.
         """
         expression, result = find_expression(task)
         start, end = self.config.code_tags
@@ -188,10 +189,10 @@ class CodeInterpreter(Environment):
         return Message("user", text.lstrip("\n") or "".join(self.config.result_tags))
 
     async def _run(self, code: str) -> tuple[str, bool]:
-        """Run a cell after those before it. Return what the policy sees of it, and if it failed."""
+        """Run a cell after the earlier ones. Return (text for the policy, True if it failed)."""
         cells = [*self._cells, code]
         request = {"cells": cells, "max_chars": self.config.max_chars}
-        # The cells before it take their time again, and no more than that.
+        # The earlier cells run again first, so the limit grows by the time that they took.
         cpu_s = self.config.timeout_s + self._seconds
         limits = Limits(
             wall_s=WALL_PER_CPU * cpu_s,
@@ -208,7 +209,7 @@ class CodeInterpreter(Environment):
             return f"{reason}; {ENDED}", True
         self._cells, self._seconds = cells, result.seconds
         printed, value, error = report
-        # Each line of the result ends where the next one begins.
+        # The join adds the line breaks.
         texts = [text.removesuffix("\n") for text in (printed, value, error) if text]
         text = ADDRESS.sub("0x...", "\n".join(texts))
         if len(text) > self.config.max_chars:
@@ -234,7 +235,7 @@ def find_cell(text: str, tags: tuple[str, str], *, may_be_open: bool = False) ->
 def read_report(result: Result) -> tuple[str, str | None, str | None] | None:
     """Return (printed, value, error) as the program reported; None if it was killed.
 
-    A cell can write a report of its own, in which it deceives nothing but its own attempt.
+    A cell can forge its report, but that only changes what its own attempt sees.
     """
     try:
         printed, value, error = json.loads(result.stdout) if result.ok else (None, None, None)

@@ -127,7 +127,8 @@ class ProgramRows(Rows):
             for task in rows:
                 splits["test" if is_held_out(task.messages[0].text) else "train"].append(task)
             return splits
-        prompts, test = {task.messages for task in rows}, _read_tasks("test", self.config.test)
+        prompts = {task.messages for task in rows}
+        test = _read_tasks("test", self.config.test)
         shared = next((task for task in test if task.messages in prompts), None)
         if shared is not None:
             raise DataError(

@@ -54,7 +54,7 @@ SHOWN_CHARS = 500
 class CodeRepair(Environment):
     """An environment of programs with several tries.
 
-    The reward is that of the reward `code` for the last try, times `discount` for each earlier try.
+    The reward is the score of the last try by `code`, times `discount` for each earlier try.
 
     After a failed try the program runs again to produce a hint, which does not change the reward.
     This run contains only the input of one test, or the arguments of one call, so all that the
@@ -85,7 +85,9 @@ class CodeRepair(Environment):
         return self.problems.demonstration(task)
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._task, self._tries, self._shown_input = task, 0, None
+        self._task = task
+        self._tries = 0
+        self._shown_input = None
         return task.messages
 
     async def step(self, message: Message) -> Step:

@@ -30,8 +30,15 @@ class PreferencesConfig(EnvironmentConfig):
     data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
     returns_rewards: ClassVar[bool] = False
     usual_columns: ClassVar[tuple[str, ...]] = (
-        *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
-        *("completion", "label", "completions", "labels"),
+        "prompt",
+        "chosen",
+        "rejected",
+        "score_chosen",
+        "score_rejected",
+        "completion",
+        "label",
+        "completions",
+        "labels",
     )
 
     train: DataFile = Field(description="A file, or an address in an object store.")

@@ -279,7 +279,8 @@ class Dataset(SingleTurn):
             return {name: self._select_rows(table) for name, table in tables.items()}
         if test is None:
             rows, prompt_hashes, is_test = self._scan(train)
-            train_rows, train_prompt_hashes = rows[~is_test], prompt_hashes[~is_test]
+            train_rows = rows[~is_test]
+            train_prompt_hashes = prompt_hashes[~is_test]
             return {
                 "train": self._drop_overlap(
                     train, train_rows, train_prompt_hashes, prompt_hashes[is_test]
@@ -359,7 +360,9 @@ class Dataset(SingleTurn):
         max_test_hash = round(self.config.test_share * 2**64)
         is_distinct = self.config.is_distinct
         # Arrays take less memory than lists for many millions of rows.
-        row_numbers, prompt_hashes, is_test = array("q"), array("Q"), array("B")
+        row_numbers = array("q")
+        prompt_hashes = array("Q")
+        is_test = array("B")
         seen_hashes: set[int] = set()
         for index in range(len(table)):
             row, where = table.row(index), table.where(index)
@@ -370,7 +373,7 @@ class Dataset(SingleTurn):
             # Plain text has no prompt, so it is identified by itself.
             prompt_hash = _hash(
                 [
-                    [message.role, self.reader.media_placer.make_key(message)]
+                    [message.role, self.reader.media_placer.make_content_key(message)]
                     for message in contents.prompt or contents.solution
                 ]
             )

@@ -142,7 +142,9 @@ class _RowParser:
     """
 
     def __init__(self, reader: DatasetRowReader, row: DataRow, where: str) -> None:
-        self.reader, self.row, self.where = reader, row, where
+        self.reader = reader
+        self.row = row
+        self.where = where
         self.non_null_columns = tuple(
             name for name, value in row.values.items() if value is not None
         )

@@ -73,7 +73,9 @@ class _PreferenceParser:
     """A parser of one row. Its methods take usual column names. A null counts as absent."""
 
     def __init__(self, reader: PreferenceReader, where: str, row: DataRow) -> None:
-        self.reader, self.where, self.line = reader, where, row.line
+        self.reader = reader
+        self.where = where
+        self.line = row.line
         self.columns = tuple(name for name, value in row.values.items() if value is not None)
         values = {usual: row.values.get(name) for usual, name in reader.column_names.items()}
         self.values = {usual: value for usual, value in values.items() if value is not None}
@@ -216,11 +218,9 @@ class _PreferenceParser:
         return prompt, LabelledAnswer(answer, self.read_number("label", self.require("label")))
 
     def parse_steps(self) -> tuple[Messages, LabelledSteps]:
-        prompt, texts, labels = (
-            self.read_prompt(),
-            self.read_items("completions"),
-            self.read_items("labels"),
-        )
+        prompt = self.read_prompt()
+        texts = self.read_items("completions")
+        labels = self.read_items("labels")
         if len(texts) != len(labels):
             lengths = (
                 f"{self.quote('completions')} has {len(texts)} steps, {self.quote('labels')} "

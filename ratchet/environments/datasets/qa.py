@@ -101,7 +101,7 @@ class _Row(NamedTuple):
 
 
 def _read_questions(path: DataFile) -> list[_Row]:
-    """Return the rows of a file. Of several rows with the same question the last one is used."""
+    """Return the rows of a file. If rows have the same question, the last is used."""
     row_by_question = {
         row.values["question"]: _Row(row.line, row.values["question"], row.values["answer"])
         for row in read_rows(path, {"question": str, "answer": str})

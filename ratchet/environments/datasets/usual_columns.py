@@ -67,7 +67,12 @@ def explain_ambiguous(usual_name: str, candidates: Sequence[str]) -> str:
 
 def explain_no_prompt(columns: Sequence[str]) -> str:
     """Return the error text for a row without a prompt, with the recipe line that names one."""
-    known = (*ALTERNATIVE_NAMES["prompt"], "messages", *ALTERNATIVE_NAMES["messages"], "text")
+    accepted_names = (
+        *ALTERNATIVE_NAMES["prompt"],
+        "messages",
+        *ALTERNATIVE_NAMES["messages"],
+        "text",
+    )
     answers = [
         name for name in columns if name in ("answer", "solution", *ALTERNATIVE_NAMES["answer"])
     ]
@@ -77,5 +82,5 @@ def explain_no_prompt(columns: Sequence[str]) -> str:
         line += f", answer: {others[1]}"
     return (
         f"no column 'prompt'; the row has {summarize_columns(columns) or 'no columns'}, and none "
-        f"of {', '.join(known)}: name yours in `columns`: {{{line}}}"
+        f"of {', '.join(accepted_names)}: name yours in `columns`: {{{line}}}"
     )

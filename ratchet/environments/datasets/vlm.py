@@ -1,7 +1,7 @@
 """The configuration of questions about images, audio clips and videos.
 
-A row is a row of the `dataset` environment plus an image, audio clip or video. The kind of answer
-chooses the reward. Importing the module loads no data library.
+Each row has the columns of the `dataset` environment, and an image, audio clip or video. The kind
+of answer chooses the reward. Importing the module loads no data library.
 """
 
 from __future__ import annotations

@@ -183,10 +183,8 @@ class FrozenLake(BoardGame[Lake]):
             if self.config.slip
             else ""
         )
-        signs, drawn = (
-            (PLAYER, GOAL, ICE, HOLE),
-            ("the red triangle", "the green square", "light", "dark discs"),
-        )
+        signs = (PLAYER, GOAL, ICE, HOLE)
+        drawn = ("the red triangle", "the green square", "light", "dark discs")
         you, goal, ice, holes = signs if board_is_text else drawn
         return (
             f"You ({you}) stand on a frozen lake. Walk to the goal ({goal}) over the ice ({ice}) "

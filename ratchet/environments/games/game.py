@@ -131,7 +131,9 @@ class Game(Procedural, Generic[State]):
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         """Return the moves of the best player. They may lose if the game has random events."""
-        state, player, messages = self.start(task), self.player(task), list[Message]()
+        state = self.start(task)
+        player = self.player(task)
+        messages = list[Message]()
         for turn in itertools.count():
             answer = Message("assistant", self.write_move(player(state)))
             state, step = self._play_turn(task, state, turn, answer.text)
@@ -142,7 +144,9 @@ class Game(Procedural, Generic[State]):
         raise AssertionError("a game ends at its last move")
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._current_task, self._state, self._turns = task, self.start(task), 0
+        self._state = self.start(task)
+        self._current_task = task
+        self._turns = 0
         return task.messages
 
     async def step(self, message: Message) -> Step:

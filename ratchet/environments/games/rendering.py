@@ -31,9 +31,17 @@ COLOURS: Mapping[str, Rgb] = {
 }
 # Bitmap of each digit: five rows of three pixels.
 DIGITS = {
-    "0": "111101101101111", "1": "010110010010111", "2": "111001111100111", "3": "111001111001111", "4": "101101111001001",
-    "5": "111100111001111", "6": "111100111101111", "7": "111001010010010", "8": "111101111101111", "9": "111101111001111",
-}  # fmt: skip
+    "0": "111101101101111",
+    "1": "010110010010111",
+    "2": "111001111100111",
+    "3": "111001111001111",
+    "4": "101101111001001",
+    "5": "111100111001111",
+    "6": "111100111101111",
+    "7": "111001010010010",
+    "8": "111101111101111",
+    "9": "111101111001111",
+}
 
 
 def create_image(width: int, height: int, colour: Rgb = WHITE) -> Image:
@@ -117,10 +125,8 @@ def _draw_number(pen: Any, digits: str, box: Box, colour: Rgb) -> None:
     # Each bitmap pixel is drawn as a square of `dot` x `dot` image pixels. Adjacent digits are
     # separated by one such square.
     dot = max(1, int(min((right - left + 1) / (4 * len(digits) - 1), (bottom - top + 1) / 5)))
-    x0, y0 = (
-        left + (right - left + 1 - dot * (4 * len(digits) - 1)) // 2,
-        top + (bottom - top + 1 - dot * 5) // 2,
-    )
+    x0 = left + (right - left + 1 - dot * (4 * len(digits) - 1)) // 2
+    y0 = top + (bottom - top + 1 - dot * 5) // 2
     for position, digit in enumerate(digits):
         for i, bit in enumerate(DIGITS[digit]):
             x, y = x0 + (4 * position + i % 3) * dot, y0 + i // 3 * dot

@@ -86,7 +86,8 @@ class Sokoban(BoardGame[Room]):
         if len(free) < self.config.boxes + 2:
             return None
         *goals, player = rng.sample(free, self.config.boxes + 1)
-        room, solution = Room(walls, frozenset(goals), frozenset(goals), player), list[str]()
+        room = Room(walls, frozenset(goals), frozenset(goals), player)
+        solution = list[str]()
         for _ in range(self.config.pulls):
             options = list(self._iter_pulls(room))
             if not options:
@@ -187,11 +188,10 @@ class Sokoban(BoardGame[Room]):
         return replay_moves(task.answer.split() if moves is None else moves)
 
     def rules(self, board_is_text: bool = True) -> str:
-        signs, drawn = (
-            ("@, on a goal +", "$", ".; with a box on it *", "#"),
-            ("the blue disc", "orange", "red rings", "dark"),
-        )
-        you, boxes, goals, walls = signs if board_is_text else drawn
+        if board_is_text:
+            you, boxes, goals, walls = "@, on a goal +", "$", ".; with a box on it *", "#"
+        else:
+            you, boxes, goals, walls = "the blue disc", "orange", "red rings", "dark"
         return (
             f"You ({you}) push boxes ({boxes}) onto the goals ({goals}) in a room with walls "
             f"({walls}). You can "

@@ -3,7 +3,7 @@
 The tests run in a new session of the task's image, which gets the agent's files: those of the
 working directory, of /logs/artifacts and of the task's artifacts. So no process, no variable and
 no other file of the agent can reach the tests, their files or the reward file. What Harbor counts
-as an error of the verifier (no reward file, a reward that is no number, a timeout) fails the
+as an error of the verifier (no reward file, a reward that is not a number, a timeout) fails the
 attempt.
 
 Source: the package harbor 0.25.0, verifier/verifier.py and agents/oracle.py.
@@ -184,7 +184,8 @@ class Harbor(ShellEnvironment):
         await self.close()
         session = await self._open(directory, directory.verifier_image)
         try:
-            tests, has_own_image = directory.read_tests(), directory.has_own_verifier_image
+            tests = directory.read_tests()
+            has_own_image = directory.has_own_verifier_image
             folders = (directory.workdir, *LOG_FOLDERS)
             start_files = {} if has_own_image else self._read_files(directory)
             await self._prepare(session, directory, "verifier", folders, {**start_files, **tests})

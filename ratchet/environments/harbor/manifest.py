@@ -91,7 +91,7 @@ class Machine(_Table):
     @classmethod
     def _check_memory(cls, memory: str | None) -> str | None:
         if memory is not None and not re.fullmatch(r"\s*\d+(\.\d+)?[GgMmKk]\s*", memory):
-            raise ValueError(f"{memory!r} is no size: write 1G or 512M")
+            raise ValueError(f"{memory!r} is not a size: write 1G or 512M")
         return memory
 
 
@@ -216,7 +216,7 @@ def _list_unmet(manifest: Manifest, directory: Path) -> Iterator[tuple[Waiver | 
     }
     for prefix, table in tables.items():
         for name in table.model_extra or ():
-            yield "unknown_keys", f"{prefix}{name} is no key of schema 1.4."
+            yield "unknown_keys", f"{prefix}{name} is not a key of schema 1.4."
 
 
 def _list_unmet_machine(table: str, machine: Machine) -> Iterator[tuple[Waiver | None, str]]:

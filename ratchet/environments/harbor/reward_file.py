@@ -37,7 +37,7 @@ def read_reward(
         tests: Contents of the tests' files.
         name: Name of the reward if reward.json has several numbers.
 
-    Raises VerifierError if there is no reward file, or if its reward is no finite number.
+    Raises VerifierError if there is no reward file, or if its reward is not a finite number.
     """
     text = b"\n".join(tests.values())
     mentioned = [file for file in (JSON_FILE, TEXT_FILE) if file.encode() in text]
@@ -73,7 +73,7 @@ def _read_values(file: str, data: bytes) -> dict[str, float]:
         raise ValueError(f"it must be an object with 1 to {MAX_VALUES} named numbers")
     for name, value in content.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"'{name}' is no finite number")
+            raise ValueError(f"'{name}' is not a finite number")
     return {name: float(value) for name, value in content.items()}
 
 

@@ -137,8 +137,8 @@ class TaskDirectory:
     def read_files(self) -> dict[str, bytes]:
         """Return the files to copy into a sandbox, by path relative to the root.
 
-        They replace the task's image if the sandbox can't use it, or if there is none. Of a
-        Dockerfile, only WORKDIR, COPY and ADD are followed. Without a Dockerfile, the whole folder
+        They replace the task's image if the sandbox can't use it, or if there is none. Only
+        WORKDIR, COPY and ADD of a Dockerfile are followed. Without a Dockerfile, the whole folder
         is the working directory.
         """
         if not (self.environment_folder / DOCKERFILE).is_file():

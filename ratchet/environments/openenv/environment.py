@@ -214,7 +214,9 @@ class OpenEnv(SeededTasks):
             text = format_observation(self.config.reply, answer.observation)
             self._state = text
         except InvalidAction as error:  # the policy's fault, which it can mend
-            answer, text, invalid = Answer({}, 0.0, False), f"invalid action: {error.detail}", 1.0
+            answer = Answer({}, 0.0, False)
+            text = f"invalid action: {error.detail}"
+            invalid = 1.0
         return Step(
             messages=() if answer.done else (Message("user", text),),
             reward=answer.reward,
@@ -225,11 +227,15 @@ class OpenEnv(SeededTasks):
 
     async def _call_tools(self, message: Message) -> Step:
         answers: list[Message] = []
-        reward, done, n_errors = 0.0, not message.tool_calls, 0.0
+        reward = 0.0
+        done = not message.tool_calls
+        n_errors = 0.0
         for call in message.tool_calls:
             answer, text, is_error = await self._call_tool(call)
             answers.append(Message("tool", text, tool_call_id=call.id))
-            reward, done, n_errors = reward + answer.reward, answer.done, n_errors + is_error
+            reward += answer.reward
+            done = answer.done
+            n_errors += is_error
             if done:
                 break
         metrics = {"tool_calls": float(len(answers)), "tool_errors": n_errors}

@@ -29,7 +29,7 @@ class ServerProcess:
         timeout_s: Seconds that the start may take.
 
     Raises:
-        ConfigError: The directory is no package, or the server does not start.
+        ConfigError: The directory is not a package, or the server does not start.
     """
 
     def __init__(self, package: Path, python: str, sessions: int, timeout_s: float) -> None:

@@ -58,7 +58,9 @@ class OpenEnvSession:
     """A connection with an environment of its own on the server."""
 
     def __init__(self, socket: Any, url: str, timeout_s: float) -> None:
-        self._socket, self._url, self._timeout_s = socket, url, timeout_s
+        self._socket = socket
+        self._url = url
+        self._timeout_s = timeout_s
 
     @classmethod
     async def open(cls, url: str, timeout_s: float) -> OpenEnvSession:

@@ -164,7 +164,7 @@ def ask_server(url: str, body: Any, timeout_s: float) -> Any:
         finally:
             await session.close()
 
-    # In a thread, because the caller may be in an event loop.
+    # `asyncio.run` needs a thread of its own, because the caller may be in an event loop.
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(asyncio.run, ask()).result().read_json()
 

@@ -111,7 +111,8 @@ class OpenReward(Rows):
         for call in message.tool_calls:
             result = await self._session.call(call.name, call.arguments)
             answers.append(Message("tool", result.content, tool_call_id=call.id))
-            reward, n_errors = reward + result.reward, n_errors + result.is_error
+            reward += result.reward
+            n_errors += result.is_error
             is_done = result.finished
             if is_done:
                 break

@@ -70,7 +70,7 @@ class OpenRewardSession:
         events = read_events(answer.require_success())
         session_id = next((data for name, data in events if name == "task_id"), "").strip()
         if not session_id:
-            raise answer.make_fault("no session")
+            raise answer.make_fault("not a session")
         self._http.headers[SESSION_HEADER] = session_id
         request = {"env_name": self._environment, "split": split, "index": index}
         (await self._http.post("/create", request)).require_success()
@@ -137,7 +137,7 @@ class OpenRewardSession:
                 self.terminal_tool = str(terminal_tool["name"])
                 self._terminal_argument = terminal_tool.get("arg")
         except (LookupError, TypeError, AttributeError):
-            raise answer.make_fault("no list of tools") from None
+            raise answer.make_fault("not a list of tools") from None
 
 
 def read_events(answer: HTTPAnswer) -> list[tuple[str, str]]:
@@ -173,7 +173,7 @@ def _read_result(answer: HTTPAnswer) -> ToolResult:
         raise answer.make_fault("a call that failed")
     output = values.get("output")
     if not isinstance(output, dict) or not isinstance(output.get("finished", False), bool):
-        raise answer.make_fault("no result of a tool")
+        raise answer.make_fault("not a result of a tool")
     reward = output.get("reward")
     return ToolResult(
         _read_blocks(output.get("blocks"), answer),
@@ -191,7 +191,7 @@ def _read_messages(answer: HTTPAnswer) -> tuple[Message, ...]:
     except (LookupError, TypeError, AttributeError):
         messages = []
     if not messages:
-        raise answer.make_fault("no conversation")
+        raise answer.make_fault("not a conversation")
     return tuple(messages)
 
 
@@ -225,7 +225,7 @@ def _read_blocks(blocks: Any, answer: HTTPAnswer) -> str | tuple[Part, ...]:
             return parts
         return "\n".join(part.value for part in parts)
     except (LookupError, TypeError, AttributeError):
-        raise answer.make_fault("no list of blocks") from None
+        raise answer.make_fault("not a list of blocks") from None
 
 
 def _describe_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -118,7 +118,9 @@ def make_catalogue(n_products: int, seed: int) -> tuple[Product, ...]:
             for option, values in department.options.items()
         }
         attributes = tuple(rng.sample(department.attributes, N_ATTRIBUTES))
-        kind, brand, price = rng.choice(department.kinds), rng.choice(BRANDS), rng.randint(5, 99)
+        kind = rng.choice(department.kinds)
+        brand = rng.choice(BRANDS)
+        price = rng.randint(5, 99)
         products.append(Product(f"P{number:04}", name, kind, brand, attributes, options, price))
     return tuple(products)
 

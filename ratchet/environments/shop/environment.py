@@ -30,13 +30,11 @@ from ratchet.protocols import Step
 from ratchet.types import Message, Task
 
 ACTION = re.compile(r"(search|click)\[([^\[\]]{1,200})\]", re.IGNORECASE)
-BUY, DESCRIPTION, NEXT, PREVIOUS, BACK = (
-    "buy now",
-    "description",
-    "next >",
-    "< prev",
-    "back to search",
-)
+BUY = "buy now"
+DESCRIPTION = "description"
+NEXT = "next >"
+PREVIOUS = "< prev"
+BACK = "back to search"
 N_CACHED_SEARCHES = 64
 RULES = (
     "You are in a shop. Answer with one action: search[WORDS] on the search page, or click[BUTTON] "
@@ -218,7 +216,9 @@ class Shop(Procedural):
     # --- the protocol
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._current_task, self._state, self._turns = task, ShopState(), 0
+        self._current_task = task
+        self._state = ShopState()
+        self._turns = 0
         return task.messages
 
     async def step(self, message: Message) -> Step:
@@ -233,7 +233,8 @@ class Shop(Procedural):
 
         Raises DataError if it takes more than `max_actions` messages.
         """
-        goal, product = Goal.from_meta(task.meta), self._product_by_id[task.meta["product"]]
+        goal = Goal.from_meta(task.meta)
+        product = self._product_by_id[task.meta["product"]]
         query = " ".join((product.brand, product.kind, *product.attributes)).lower()
         results = self._search(query)
         n_pages = results.index(product) // self.config.page_size

@@ -141,7 +141,7 @@ class Toolbox:
         except (RatchetError, ToolError):
             raise
         # A tool is user code and may raise any exception. The policy reads the exception's text and
-        # may go on.
+        # may continue.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
@@ -177,7 +177,7 @@ def describe_unknown_tool(name: str, names: Iterable[str]) -> str:
 
 
 def read_answer(value: Any) -> str | tuple[Part, ...]:
-    """Return what a tool returned as the content of a message.
+    """Convert the value that a tool returned to the content of a message.
 
     A `Part`, an image of Pillow, and a list or tuple with one of these become parts, in order.
     Anything else becomes text.

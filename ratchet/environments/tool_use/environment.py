@@ -109,8 +109,8 @@ class ToolUse(ToolEnvironment):
     def demonstration(self, task: Task) -> Sequence[Message]:
         """Return an episode that evaluates the prompt's expression with the calculator.
 
-        Raises DataError if there is no calculator, if the prompt is no expression for it, or if its
-        result is not the task's answer.
+        Raises DataError if there is no calculator, if the prompt is not an expression for it, or if
+        its result is not the task's answer.
         """
         if "calculator" not in self.toolbox:
             raise DataError(
@@ -128,7 +128,7 @@ class ToolUse(ToolEnvironment):
 def find_expression(task: Task) -> tuple[str, str]:
     """Return the expression in a task's prompt, and its value, which is the task's answer.
 
-    Raises DataError if the prompt is no expression for the calculator, or has another value.
+    Raises DataError if the prompt is not an expression for the calculator, or has another value.
     """
     problem = f"task '{task.id}' has no demonstration with tools"
     expression = re.sub(r"\s*=?\s*\??$", "", task.messages[-1].text)

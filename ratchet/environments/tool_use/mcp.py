@@ -36,7 +36,7 @@ class MCPConfig(ToolConfig):
     images: bool = Field(
         False,
         description="true: images in answers reach the policy, whose model must read them; false: "
-        "the text (image) stands for each.",
+        "each image is replaced by the text (image).",
     )
     start_s: float = Field(
         30.0,
@@ -172,11 +172,9 @@ async def _keep_connection(config: MCPConfig, state: _State) -> None:
     )
     with open(os.devnull, "w", encoding="utf-8") as discarded:
         async with Client(stdio_client(parameters, errlog=discarded)) as client:
-            state.client, state.loop, state.stop = (
-                client,
-                asyncio.get_running_loop(),
-                asyncio.Event(),
-            )
+            state.client = client
+            state.loop = asyncio.get_running_loop()
+            state.stop = asyncio.Event()
             state.tool_descriptions = (await client.list_tools()).tools
             state.ready.set()
             await state.stop.wait()
@@ -186,11 +184,9 @@ class MCPTool:
     """A tool of an MCP server."""
 
     def __init__(self, server: MCPServer, description: Any) -> None:
-        self.server, self.name, self.description = (
-            server,
-            str(description.name),
-            str(description.description or ""),
-        )
+        self.server = server
+        self.name = str(description.name)
+        self.description = str(description.description or "")
         self.parameters: Mapping[str, Any] = description.input_schema
 
     async def call(self, **arguments: Any) -> str | list[Part]:

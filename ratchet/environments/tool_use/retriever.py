@@ -123,7 +123,9 @@ class RetrieverTool:
             raise MissingDependency("bm25s", extra="tools", needed_for="the search tool") from None
         if not passages:
             raise DataError("a corpus without passages can't be searched")
-        self.passages, self.results, self.max_chars = passages, results, max_chars
+        self.passages = passages
+        self.results = results
+        self.max_chars = max_chars
         self.parameters = {
             "type": "object",
             "properties": {"query": {"type": "string", "description": "what to look for"}},
@@ -249,7 +251,8 @@ def _load_model_embedder(directory: str) -> Embed:
     from ratchet.models.load import find_model, load_policy
 
     model_directory = find_model(directory)
-    model, tokenizer = load_policy(model_directory), load_tokenizer(model_directory)
+    model = load_policy(model_directory)
+    tokenizer = load_tokenizer(model_directory)
 
     def embed(texts: Sequence[str]) -> NDArray[Any]:
         embeddings: list[NDArray[Any]] = []

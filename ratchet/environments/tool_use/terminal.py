@@ -54,13 +54,15 @@ WORK, CHECK = "work", "check"
 WORK_REFERENCE = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
 # Commands that run before the check, in its session. The Python variables are for a check that does
 # `cd "$WORK"`, where Python would import the agent's files. The git variables are for a check that
-# uses a repository of the agent: they keep `git status` and `git fetch` from running commands in its
-# configuration.
+# uses a repository of the agent: they keep `git status` and `git fetch` from running commands in
+# its configuration.
 SETUP_COMMANDS = f"""
 export {WORK.upper()}="$PWD/{WORK}" {CHECK.upper()}="$PWD/{CHECK}"
-export HOME="$CHECK" PYTHONPATH="$CHECK" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
+export HOME="$CHECK"
+export PYTHONPATH="$CHECK" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 export GIT_CONFIG_COUNT=2 GIT_CONFIG_KEY_0=core.fsmonitor GIT_CONFIG_VALUE_0=false
-export GIT_CONFIG_KEY_1=core.hooksPath GIT_CONFIG_VALUE_1=/dev/null GIT_ALLOW_PROTOCOL=file GIT_NO_LAZY_FETCH=1
+export GIT_CONFIG_KEY_1=core.hooksPath GIT_CONFIG_VALUE_1=/dev/null
+export GIT_ALLOW_PROTOCOL=file GIT_NO_LAZY_FETCH=1
 mkdir -p "$WORK" "$CHECK" && cd "$CHECK" || exit 125
 """
 # Optional columns of a row: (type, default).

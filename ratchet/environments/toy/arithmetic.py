@@ -26,7 +26,7 @@ Operators = Annotated[
     tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_check_distinct)
 ]
 
-# Without "/", so that results are integers.
+# Division is left out, so that results are integers.
 IntegerOperators = Annotated[
     tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_check_distinct)
 ]
@@ -65,17 +65,17 @@ class Arithmetic(SingleAnswer, Procedural):
 
     def sample(self, rng: random.Random) -> Problem:
         digits = self.config.digits
-        sign = rng.choice(self.config.operators)
+        symbol = rng.choice(self.config.operators)
         x, y = rng.randrange(10**digits), rng.randrange(10**digits)
-        value = OPERATIONS[sign](x, y)
-        answer = self._reverse_answer(value, sign) if self.config.reverse else str(value)
-        return Problem(f"{x:0{digits}d}{sign}{y:0{digits}d}=", answer)
+        value = OPERATIONS[symbol](x, y)
+        answer = self._reverse_answer(value, symbol) if self.config.reverse else str(value)
+        return Problem(f"{x:0{digits}d}{symbol}{y:0{digits}d}=", answer)
 
-    def _reverse_answer(self, value: int, sign: str) -> str:
+    def _reverse_answer(self, value: int, symbol: str) -> str:
         """Return the answer with its least significant digit first, padded to a fixed width.
 
         Carries then follow the order of writing, and the length of the answer is fixed. A minus
         sign counts as one character of the width and comes last.
         """
-        width = 2 * self.config.digits if sign == "*" else self.config.digits + 1
+        width = 2 * self.config.digits if symbol == "*" else self.config.digits + 1
         return f"{value:0{width}d}"[::-1]

@@ -73,7 +73,7 @@ class Countdown(Procedural):
         solution = self._combine(rng, numbers)
         if solution is None or solution.value > self.config.max_target or solution.value in numbers:
             return None  # a target among the numbers would make the problem trivial
-        # Sorted, so that no reordered copy of a training problem is in the test split.
+        # Numbers are sorted, so that no reordered training problem is in the test split.
         numbers.sort()
         number_text = " ".join(map(str, numbers))
         prompt = self.config.template.replace("{numbers}", number_text).replace(
@@ -97,23 +97,23 @@ class Countdown(Procedural):
         return terms[0]
 
 
-def _join(left: Term, sign: str, right: Term) -> Term | None:
+def _join(left: Term, symbol: str, right: Term) -> Term | None:
     """Return the terms joined by an operator; None unless the value is a positive integer."""
-    value = _compute(left.value, sign, right.value)
+    value = _compute(left.value, symbol, right.value)
     if value is None or value < 1:
         return None
-    precedence = PRECEDENCE[sign]
+    precedence = PRECEDENCE[symbol]
     left_text = left.text if left.precedence >= precedence else f"({left.text})"
     # "-" and "/" associate to the left, so a-(b-c) keeps its parentheses.
     right_text = (
         right.text
-        if right.precedence > precedence or (right.precedence == precedence and sign == "+")
+        if right.precedence > precedence or (right.precedence == precedence and symbol == "+")
         else f"({right.text})"
     )
-    return Term(value, f"{left_text}{sign}{right_text}", precedence)
+    return Term(value, f"{left_text}{symbol}{right_text}", precedence)
 
 
-def _compute(left: int, sign: str, right: int) -> int | None:
-    if sign == "/":
+def _compute(left: int, symbol: str, right: int) -> int | None:
+    if symbol == "/":
         return left // right if left % right == 0 else None
-    return {"+": left + right, "-": left - right, "*": left * right}[sign]
+    return {"+": left + right, "-": left - right, "*": left * right}[symbol]

@@ -192,10 +192,8 @@ class Shapes(SingleAnswer, Procedural):
         image = create_image(size, size)
         half = int(cell * FILLED_SHARE) // 2
         for thing in things:
-            x, y = (
-                int((thing.column + 0.5) * cell) + thing.right,
-                int((thing.row + 0.5) * cell) + thing.down,
-            )
+            x = int((thing.column + 0.5) * cell) + thing.right
+            y = int((thing.row + 0.5) * cell) + thing.down
             draw(
                 image,
                 (thing.shape, COLOURS[thing.colour]),
@@ -229,10 +227,8 @@ class Shapes(SingleAnswer, Procedural):
     # --- questions
 
     def _ask_count(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion:
-        colour, shape = (
-            rng.choice((None, *self.config.colours)),
-            rng.choice((None, *self.config.shapes)),
-        )
+        colour = rng.choice((None, *self.config.colours))
+        shape = rng.choice((None, *self.config.shapes))
         number = sum(
             colour in (None, thing.colour) and shape in (None, thing.shape) for thing in things
         )

@@ -159,7 +159,8 @@ class ImageZoom(Procedural):
             try:
                 reply = self._zoom(self._current_task, call)
             except ToolError as error:
-                reply, n_errors = self._reply(call, f"Error: {error}"), n_errors + 1
+                reply = self._reply(call, f"Error: {error}")
+                n_errors += 1
             replies.append(reply)
         return Step(tuple(replies), metrics={"zooms": len(zooms), "zoom_errors": n_errors})
 

@@ -116,7 +116,7 @@ class WorkerEnvironment(Environment):
         Like `step`, it raises EnvironmentProcessLost if the process died, and EnvironmentRaised,
         with the traceback, if the environment raised an exception.
         """
-        self._task, self._reply = None, await self._pool.reset(self._instance, task)
+        self._reply = await self._pool.reset(self._instance, task)
         self._task = task
         return self._reply["messages"]
 

@@ -85,7 +85,9 @@ class _PoolState:
     """
 
     def __init__(self, section: Mapping[str, Any], processes: int, threads: int) -> None:
-        self.section, self.processes, self.threads = section, processes, threads
+        self.section = section
+        self.processes = processes
+        self.threads = threads
         self._workers: list[Worker] = []  # workers that accept attempts
         # Workers that hang or leak. Each is killed after its last attempt.
         self._retired: set[Worker] = set()

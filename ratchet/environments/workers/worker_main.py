@@ -126,7 +126,8 @@ class _AttemptThread:
         if call["limit_s"] is not None:
             CURRENT_DEADLINE.set(_DriverDeadline(call["limit_s"], call_id, connection))
         try:
-            kind, answer = FrameKind.RESULT, pack(await self._run_operation(call))
+            kind = FrameKind.RESULT
+            answer = pack(await self._run_operation(call))
         # Every error of an environment is sent to the driver. A cancelled call is answered too,
         # because the driver waits for one answer to each call.
         except BaseException:

@@ -132,7 +132,8 @@ class PrefetchingSource(Source):
         self.source.nack(ids, reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        metrics, concurrency = self.source.measure(groups), self.scheduler.concurrency
+        metrics = self.source.measure(groups)
+        concurrency = self.scheduler.concurrency
         if concurrency is None:
             return metrics
         return {

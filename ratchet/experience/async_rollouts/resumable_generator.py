@@ -22,7 +22,7 @@ from ratchet.allowed_tokens import AllowedTokens
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
 from ratchet.generators.wrapper import GeneratorWrapper
 from ratchet.protocols import Generator
-from ratchet.types import Completion, Placed, Sampling, StopReason
+from ratchet.types import Completion, PlacedMedium, Sampling, StopReason
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ResumableGenerator(GeneratorWrapper):
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         group = CURRENT_GROUP.get()
         if group is None:

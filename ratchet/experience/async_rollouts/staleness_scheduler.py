@@ -127,9 +127,9 @@ class StalenessScheduler:
     def _choose_first_ready(self, step: int) -> list[ScheduledGroup] | None:
         """Return the groups that became ready first, if all others can still meet the bound.
 
-        A group of version v must be trained on by step v + k, its deadline. Of all groups with a
-        deadline up to d, the d - step steps after this one can train (d - step) * groups_per_step.
-        This step must take the rest. Return None if it must wait for them.
+        A group of version v must be trained on by step v + k, its deadline. The d - step steps
+        after this one can train (d - step) * groups_per_step groups. If more groups have a deadline
+        up to d, this step must take the others. Return None if it must wait for them.
         """
         chosen: list[ScheduledGroup] = []
         for deadline in range(step, step + self.max_staleness + 1):

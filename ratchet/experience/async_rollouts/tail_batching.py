@@ -25,7 +25,7 @@ from ratchet.experience.rollout.manager import gather_first
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.generators.wrapper import GeneratorWrapper
 from ratchet.protocols import Generator, Source
-from ratchet.types import Completion, Group, Placed, Sampling, Task
+from ratchet.types import Completion, Group, PlacedMedium, Sampling, Task
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class AbortableGenerator(GeneratorWrapper):
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         counter = CURRENT_COUNTER.get()
         if counter is None:

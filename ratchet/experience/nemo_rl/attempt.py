@@ -207,7 +207,8 @@ class RowBarrier(Generic[T]):
         self._waiting = [request for request in self._waiting if not request.future.done()]
         if not self._waiting or len(self._waiting) < self.n_remaining:
             return
-        waiting, self._waiting = sorted(self._waiting, key=lambda request: request.row), []
+        waiting = sorted(self._waiting, key=lambda request: request.row)
+        self._waiting = []
         requests_by_handle: dict[Any, list[_RowRequest]] = {}
         for request in waiting:
             requests_by_handle.setdefault(request.handle, []).append(request)

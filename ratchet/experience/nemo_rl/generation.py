@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ratchet.errors import ConfigError
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.specs import GenerationDatumSpec
-from ratchet.types import Completion, Placed, Sampling, StopReason
+from ratchet.types import Completion, PlacedMedium, Sampling, StopReason
 
 T = TypeVar("T")
 Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
@@ -46,12 +46,12 @@ class WithSampling:
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         return await self.generator.generate(tokens, sampling, media)
 
 
-def refuse_media(media: Sequence[Placed]) -> None:
+def refuse_media(media: Sequence[PlacedMedium]) -> None:
     """Raise ConfigError for media, because batch generators take only tokens."""
     if media:
         raise ConfigError(
@@ -121,7 +121,7 @@ class UnbatchedGenerator:
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         refuse_media(media)
         requests = [(tokens, sampling)]

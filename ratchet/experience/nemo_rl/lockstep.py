@@ -24,7 +24,7 @@ from ratchet.experience.nemo_rl.generation import (
 from ratchet.experience.nemo_rl.played_batch import Environments, make_batch, split_rows
 from ratchet.experience.nemo_rl.row import RowPlayer
 from ratchet.experience.nemo_rl.specs import DatumSpec
-from ratchet.types import Completion, Placed, Sampling
+from ratchet.types import Completion, PlacedMedium, Sampling
 
 
 async def play_in_lockstep(
@@ -86,7 +86,7 @@ class _LockstepGenerator:
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         refuse_media(media)
         return await self.barrier.submit(self.row, self.complete_rows, (tokens, sampling))

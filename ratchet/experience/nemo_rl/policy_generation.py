@@ -59,7 +59,7 @@ class PolicyGeneration(WithSampling):
     def finish_generation(self, *args: Any, release_gpu: bool = True, **options: Any) -> bool:
         """Stop generating, and release the accelerator unless `release_gpu` is False.
 
-        Running requests keep their tokens and go on after `prepare_for_generation`.
+        Running requests keep their tokens and continue after `prepare_for_generation`.
         """
         run_blocking(self._rest(release_gpu))
         return True

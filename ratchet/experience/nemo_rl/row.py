@@ -23,7 +23,7 @@ from ratchet.experience.nemo_rl.metrics import measure_sample
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 from ratchet.experience.nemo_rl.tokens import TokenizerType, get_log_renderer
 from ratchet.experience.rollout.episode import EpisodePlayer
-from ratchet.experience.rollout.episode_state import PromptMemo
+from ratchet.experience.rollout.episode_state import PromptCache
 from ratchet.experience.seeds import derive_seed
 from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
 
@@ -63,9 +63,9 @@ class RowPlayer:
         log: MessageLog = state["message_log"]
         messages = tuple(as_message(entry) for entry in log)
         # The prompt is not rendered again, because the log has its tokens.
-        memo = PromptMemo()
-        memo.key = (list(messages), None)
-        memo.tokens = concatenate_tokens(log).numpy()
+        prompt_cache = PromptCache()
+        prompt_cache.key = (list(messages), None)
+        prompt_cache.tokens = concatenate_tokens(log).numpy()
         dialogue = MessageLogDialogue(
             step_function,
             raw_observations=environment.raw_observations,
@@ -73,13 +73,13 @@ class RowPlayer:
         )
         dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
         renderer = get_log_renderer(self.tokenizer)
-        memo.media = renderer.media(memo.tokens, messages)
+        prompt_cache.media = renderer.media(prompt_cache.tokens, messages)
         player = EpisodePlayer(
             generator, renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns
         )
         task = Task(f"row/{row}", messages, tag=state["task_name"])
         (whole_trajectory,) = await player.play(
-            task, dialogue, self._get_sampling(row), attempt=row, memo=memo
+            task, dialogue, self._get_sampling(row), attempt=row, prompt_cache=prompt_cache
         )
         trajectory = _truncate(whole_trajectory, self.max_seq_len)
         metrics = measure_sample(trajectory)

@@ -85,8 +85,8 @@ class GenerationInterface(ABC):
     row) in the order of completion. A batch generator samples with its own parameters. It gets only
     the stop strings of a `Sampling`, and whether to be greedy.
 
-    `PolicyGeneration` has upstream's calls around a generation and a refit, for generators of
-    Ratchet. The rollout functions make none of them.
+    `PolicyGeneration` adds upstream's calls before and after a generation and a refit to a
+    generator of Ratchet. The rollout functions do not make these calls.
     """
 
     @abstractmethod

@@ -40,8 +40,8 @@ async def run_agent(agent: Agent, task: Task, base_url: str, api_key: str) -> An
 def _run_in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
     """Run a call in a daemon thread.
 
-    A thread can't be stopped: after a cancellation it goes on until its next request is refused. It
-    does not delay the exit of the process.
+    A thread can't be stopped: after a cancellation it continues until its next request is refused.
+    It does not delay the exit of the process.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -56,10 +56,8 @@ def _run_in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
         # Every exception goes to the awaiting code, where the episode boundary handles it.
         except BaseException as error:
             # A future refuses StopIteration.
-            result, setter = (
-                (RuntimeError("StopIteration") if isinstance(error, StopIteration) else error),
-                future.set_exception,
-            )
+            result = RuntimeError("StopIteration") if isinstance(error, StopIteration) else error
+            setter = future.set_exception
         with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(set_if_pending, setter, result)
 

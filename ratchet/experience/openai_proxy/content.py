@@ -48,12 +48,12 @@ def read_content(content: Any, kinds: Sequence[str]) -> Content:
         return content
     if not isinstance(content, list):
         return join_text_parts(content, kinds)
-    known = f"this endpoint takes {', '.join((*kinds, *IMAGE_TYPES))}"
+    accepted_types = f"this endpoint takes {', '.join((*kinds, *IMAGE_TYPES))}"
     return join_parts(
         [
             _read_image(part)
             if isinstance(part, dict) and part.get("type") in IMAGE_TYPES
-            else Part("text", _read_text(part, kinds, known))
+            else Part("text", _read_text(part, kinds, accepted_types))
             for part in content
         ]
     )

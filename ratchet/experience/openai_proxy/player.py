@@ -12,7 +12,7 @@ from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.experience.openai_proxy.agents import Agent, run_agent
 from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.experience.openai_proxy.session import AgentSession
-from ratchet.experience.rollout.episode_state import PromptMemo
+from ratchet.experience.rollout.episode_state import PromptCache
 from ratchet.protocols import Environment, Generator
 from ratchet.types import Failed, Outcome, Sampling, Task, Trajectory, Truncated
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
@@ -51,7 +51,7 @@ class AgentPlayer:
         sampling: Sampling,
         *,
         attempt: int,
-        memo: PromptMemo | None = None,
+        prompt_cache: PromptCache | None = None,
     ) -> list[Trajectory]:
         """Play an attempt and return its trajectories, in the order of their last answers.
 

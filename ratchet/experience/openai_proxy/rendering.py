@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Return the result of `work`, run in a thread so that the event loop goes on.
+    """Return the result of `work`, run in a thread so that the event loop continues.
 
     Rendering, tokenizing or decoding a long text takes seconds, and no other request should wait
     for that.

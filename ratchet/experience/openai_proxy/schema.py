@@ -132,7 +132,7 @@ class ChatMessage(EchoedModel):
 
 
 def write_thinking(thinking: str) -> str:
-    """Return reasoning as it stands before an answer in the text of reasoning models."""
+    """Return reasoning in the tags with which reasoning models write it before an answer."""
     return f"<think>\n{thinking}\n</think>\n\n" if thinking else ""
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ratchet.data.chat.renderer import Tools
 from ratchet.experience.rollout.episode_state import TokenRecord
-from ratchet.types import Completion, Message, Placed, Sampling, Turn
+from ratchet.types import Completion, Message, PlacedMedium, Sampling, Turn
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class AgentStrand:
     tip: AgentAnswer | None = None
 
     @property
-    def media(self) -> tuple[Placed, ...]:
+    def media(self) -> tuple[PlacedMedium, ...]:
         return () if self.tip is None else self.tip.media
 
 
@@ -59,7 +59,7 @@ class AgentAnswer:
     sampling: Sampling
     n_malformed: int
     cut: bool
-    media: tuple[Placed, ...] = ()
+    media: tuple[PlacedMedium, ...] = ()
     strand: AgentStrand | None = None
 
     @property
@@ -82,7 +82,7 @@ class AgentPrompt:
 
     tokens: NDArray[np.int64]
     parent: AgentAnswer | None = None
-    media: tuple[Placed, ...] = ()
+    media: tuple[PlacedMedium, ...] = ()
 
 
 def find_token_parent(

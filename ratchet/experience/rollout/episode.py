@@ -25,7 +25,7 @@ from ratchet.experience.rollout.environment_answers import (
     check_step,
     get_offered_tools,
 )
-from ratchet.experience.rollout.episode_state import EpisodeState, EpisodeStrand, PromptMemo
+from ratchet.experience.rollout.episode_state import EpisodeState, EpisodeStrand, PromptCache
 from ratchet.experience.rollout.history import observe
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
@@ -76,7 +76,7 @@ class EpisodePlayer:
         sampling: Sampling,
         *,
         attempt: int,
-        memo: PromptMemo | None = None,
+        prompt_cache: PromptCache | None = None,
     ) -> list[Trajectory]:
         """Play an attempt and return its trajectories, without rewards.
 
@@ -89,7 +89,7 @@ class EpisodePlayer:
         offered, and the sums of the environment's step metrics.
 
         Args:
-            memo: The prompt cache that the attempts of a group share.
+            prompt_cache: The prompt cache that the attempts of a group share.
         """
         state = EpisodeState(task, environment, sampling, list(task.messages))
         outcome: Outcome | None
@@ -97,7 +97,7 @@ class EpisodePlayer:
         try:
             player = replace(self, renderer=get_task_renderer(self.renderer, task))
             async with limit:
-                outcome = await player._play_turns(state, memo or PromptMemo())
+                outcome = await player._play_turns(state, prompt_cache or PromptCache())
                 if isinstance(outcome, Truncated):
                     await player._reward_cut_attempt(state)
         except TimeoutError:
@@ -114,10 +114,10 @@ class EpisodePlayer:
             outcome = Failed("environment", f"{task.label}:\n{failure}")
         # The messages can't be rendered, or the generator can't read the prompt.
         except DataError as error:
-            outcome = Failed("data", f"{task.label}, {state.rendered}:\n{error}")
+            outcome = Failed("data", f"{task.label}, {state.last_rendered}:\n{error}")
         return state.trajectories(attempt, outcome)
 
-    async def _play_turns(self, state: EpisodeState, memo: PromptMemo) -> Outcome | None:
+    async def _play_turns(self, state: EpisodeState, prompt_cache: PromptCache) -> Outcome | None:
         """Play turns until the attempt ends. Return its outcome; None if it ended normally."""
         environment = state.environment
         with self._waiting("reset", environment):
@@ -129,7 +129,7 @@ class EpisodePlayer:
             state.metrics["malformed_tool_calls"] = 0
         strand = state.strand
         state.turn_starts.append(len(state.messages))
-        prompt, strand.media = memo.render(self.renderer, state.messages, state.tools)
+        prompt, strand.media = prompt_cache.render(self.renderer, state.messages, state.tools)
         strand.record.add(Owner.PROMPT, prompt)
         for turn_index in range(self.max_turns):
             room = self.max_context - state.strand.record.length
@@ -245,7 +245,7 @@ class EpisodePlayer:
     async def _append_observation(
         self, state: EpisodeState, observation: Sequence[Message]
     ) -> None:
-        """Append the environment's messages, in a new strand if the history can't go on.
+        """Append the environment's messages, in a new strand if the history can't continue.
 
         Inline text continues the policy's turn instead.
         """
@@ -259,7 +259,7 @@ class EpisodePlayer:
         sampled, state.turn_tokens = state.turn_tokens, []
         state.messages.extend(observation)
         n_turns = int(state.metrics["turns"])
-        state.rendered = f"the reply of {type(state.environment).__name__} to turn {n_turns}"
+        state.last_rendered = f"the reply of {type(state.environment).__name__} to turn {n_turns}"
         if self.history_window is not None:
             if state.environment.raw_observations:
                 raise DataError(
@@ -300,7 +300,8 @@ class EpisodePlayer:
             sampled: The tokens of that turn.
             reply: The message that was parsed from them.
         """
-        history, tools = tuple(state.messages[: state.turn_starts[-1]]), state.tools
+        history = tuple(state.messages[: state.turn_starts[-1]])
+        tools = state.tools
         if not self.renderer.keeps_turn(
             sampled, observation, history=history, reply=reply, tools=tools
         ):

@@ -16,7 +16,7 @@ from ratchet.types import (
     Message,
     Outcome,
     Owner,
-    Placed,
+    PlacedMedium,
     Sampling,
     Task,
     Trajectory,
@@ -24,17 +24,17 @@ from ratchet.types import (
 )
 
 
-class PromptMemo:
+class PromptCache:
     """A cache of the first prompt, which the attempts of a group almost always share."""
 
     def __init__(self) -> None:
         self.key: tuple[Sequence[Message], Tools | None] | None = None
         self.tokens = np.zeros(0, dtype=np.int64)
-        self.media: tuple[Placed, ...] = ()
+        self.media: tuple[PlacedMedium, ...] = ()
 
     def render(
         self, renderer: Renderer, messages: Sequence[Message], tools: Tools | None
-    ) -> tuple[np.ndarray, tuple[Placed, ...]]:
+    ) -> tuple[np.ndarray, tuple[PlacedMedium, ...]]:
         """Return the prompt's tokens and media."""
         if self.key != (messages, tools):
             self.tokens = np.asarray(renderer.prompt(messages, tools), dtype=np.int64)
@@ -138,7 +138,7 @@ class EpisodeStrand:
 
     record: TokenRecord = field(default_factory=TokenRecord)
     turns: list[Turn] = field(default_factory=list)
-    media: tuple[Placed, ...] = ()
+    media: tuple[PlacedMedium, ...] = ()
     message_count: int = 0
 
     @property
@@ -162,7 +162,7 @@ class EpisodeState:
     turn_starts: list[int] = field(default_factory=list)  # number of messages before each turn
     strands: list[EpisodeStrand] = field(default_factory=lambda: [EpisodeStrand()])
     waits_for: str = "the environment"  # or "the generator"
-    rendered: str = "the prompt"  # the text that was rendered last
+    last_rendered: str = "the prompt"  # names the text that was rendered last, for errors
     metrics: dict[str, float] = field(
         default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from ratchet.experience.rollout.episode_state import PromptMemo
+from ratchet.experience.rollout.episode_state import PromptCache
 from ratchet.experience.rollout.failures import is_retryable
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import waiting
@@ -53,7 +53,7 @@ class AttemptPlayer(Protocol):
         sampling: Sampling,
         *,
         attempt: int,
-        memo: PromptMemo | None = None,
+        prompt_cache: PromptCache | None = None,
     ) -> AttemptRows: ...
 
 
@@ -134,14 +134,15 @@ class RolloutManager:
             redundant: Begin this many more attempts. The first `attempts` that do not fail are
                 kept, and the others are cancelled.
         """
-        memo = PromptMemo()
+        prompt_cache = PromptCache()
         coroutines = [
-            self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)
+            self._attempt(task, sampling, group_id, i, prompt_cache)
+            for i in range(attempts + redundant)
         ]
         played_attempts = gather_first(coroutines, attempts, is_good=_has_not_failed)
         if greedy:
             greedy_coroutine = self._attempt(
-                task, replace(sampling, temperature=0.0), group_id, len(coroutines), memo
+                task, replace(sampling, temperature=0.0), group_id, len(coroutines), prompt_cache
             )
             attempt_rows, (baseline,) = await asyncio.gather(
                 played_attempts, gather_first([greedy_coroutine], 1)
@@ -189,7 +190,7 @@ class RolloutManager:
         await asyncio.gather(*(_close(environment) for environment in idle))
 
     async def _attempt(
-        self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo
+        self, task: Task, sampling: Sampling, group_id: str, attempt: int, prompt_cache: PromptCache
     ) -> AttemptRows:
         """Play an attempt, with retries, and judge it unless its group is judged together."""
         self.n_playing += 1
@@ -197,10 +198,12 @@ class RolloutManager:
             seeded = sampling.seeded(derive_seed(sampling.seed, group_id, attempt))
             retries = 0
             with span(ATTEMPT_TRACK, f"{group_id}#{attempt}") as attempt_span:
-                rows = await self._play(task, seeded, attempt, memo)
+                rows = await self._play(task, seeded, attempt, prompt_cache)
                 while retries < self.retries and is_retryable(rows[-1].outcome):
                     retries += 1
-                    rows = await self._play(task, seeded, attempt, memo, in_new_environment=True)
+                    rows = await self._play(
+                        task, seeded, attempt, prompt_cache, in_new_environment=True
+                    )
                 if attempt_span is not None:
                     attempt_span.attributes = {
                         "rl.attempt.outcome": type(rows[-1].outcome).__name__.lower(),
@@ -220,7 +223,7 @@ class RolloutManager:
         task: Task,
         sampling: Sampling,
         attempt: int,
-        memo: PromptMemo,
+        prompt_cache: PromptCache,
         *,
         in_new_environment: bool = False,
     ) -> AttemptRows:
@@ -233,7 +236,7 @@ class RolloutManager:
         is_reusable = False
         try:
             rows = await self.player.play(
-                _copy_task(task), environment, sampling, attempt=attempt, memo=memo
+                _copy_task(task), environment, sampling, attempt=attempt, prompt_cache=prompt_cache
             )
             is_reusable = not isinstance(rows[-1].outcome, Failed)
             return rows

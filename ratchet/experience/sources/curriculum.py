@@ -100,7 +100,8 @@ class Curriculum(TaskStream):
 
     def restore(self, state: Mapping[str, Any]) -> list[tuple[int, Task]]:
         self.seek(state["position"])
-        self._rates_N, self._tried_N = state["rates"].copy(), state["tried"].copy()
+        self._rates_N = state["rates"].copy()
+        self._tried_N = state["tried"].copy()
         return [
             (position, self._pool[index])
             for position, index in zip(state["pending"], state[PENDING_INDICES], strict=True)

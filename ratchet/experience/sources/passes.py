@@ -40,14 +40,16 @@ class ResolvedRecipe:
         ]
 
 
-def resolve_lengths(config: RunConfig) -> ResolvedRecipe:
+def resolve_passes(config: RunConfig) -> ResolvedRecipe:
     """Replace the `passes` of each stage by the number of steps that they take.
 
     Raises:
         ConfigError: The tasks of a stage are endless, or a key does not fit its number of steps.
         DataError: The data can't be read.
     """
-    stages, notes, environments = list(config.stages), {}, {}
+    stages = list(config.stages)
+    notes = {}
+    environments = {}
     for index, stage in enumerate(config.stages):
         if stage.steps is not None or stage.passes is None:
             continue
@@ -69,17 +71,17 @@ def resolve_lengths(config: RunConfig) -> ResolvedRecipe:
     return ResolvedRecipe(resolved, notes, environments)
 
 
-def describe_lengths(config: RunConfig) -> tuple[RunConfig, Mapping[int, str]]:
+def describe_passes(config: RunConfig) -> tuple[RunConfig, Mapping[int, str]]:
     """Return the recipe with its numbers of steps, and a text on each stage that had `passes`.
 
     The texts describe the stages' lengths, by the stage's index. If the data can't be read on this
     machine, the recipe is unchanged, and the texts say why.
 
     Raises:
-        ConfigError: See `resolve_lengths`.
+        ConfigError: See `resolve_passes`.
     """
     try:
-        resolved = resolve_lengths(config)
+        resolved = resolve_passes(config)
     except (DataError, MissingDependency) as error:
         reason = f"the number of steps depends on the data, which can't be read here: {error}"
         return config, {

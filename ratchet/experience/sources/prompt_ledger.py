@@ -93,7 +93,7 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def find_ledger_faults(
-    lines: Iterator[dict[str, Any]], *, max_staleness: int, max_age: int = 0
+    entries: Iterator[dict[str, Any]], *, max_staleness: int, max_age: int = 0
 ) -> list[str]:
     """Return the violations in a ledger, as text.
 
@@ -102,7 +102,7 @@ def find_ledger_faults(
     trained on.
 
     Args:
-        lines: The entries, in order.
+        entries: The entries of the ledger, in order.
         max_staleness: Maximum of (step that trains on a group) - (version of the weights when it
             was issued).
         max_age: Maximum of (step that replays a group) - (oldest version of the weights that
@@ -111,28 +111,28 @@ def find_ledger_faults(
     issued: dict[str, int] = {}
     end_counts: Counter[str] = Counter()
     faults = []
-    for line in lines:
-        group_id = line["id"]
-        if line["event"] == "issued":
-            issued[group_id] = line["version"]
-        elif line["event"] == "deferred":
+    for entry in entries:
+        group_id = entry["id"]
+        if entry["event"] == "issued":
+            issued[group_id] = entry["version"]
+        elif entry["event"] == "deferred":
             issued.pop(group_id, None)
-        elif line["event"] == "replayed":
+        elif entry["event"] == "replayed":
             if not end_counts[group_id]:
                 faults.append(f"{group_id} was replayed before it was trained on")
-            if line["step"] - line["version"] > max_age:
+            if entry["step"] - entry["version"] > max_age:
                 faults.append(
-                    f"{group_id} was drawn by version {line['version']} and replayed at step "
-                    f"{line['step']}"
+                    f"{group_id} was drawn by version {entry['version']} and replayed at step "
+                    f"{entry['step']}"
                 )
-        elif line["event"] in END_EVENTS:
+        elif entry["event"] in END_EVENTS:
             end_counts[group_id] += 1
             if group_id not in issued:
-                faults.append(f"{group_id} was {line['event']} and never issued")
-            elif line["event"] == "trained" and line["step"] - issued[group_id] > max_staleness:
+                faults.append(f"{group_id} was {entry['event']} and never issued")
+            elif entry["event"] == "trained" and entry["step"] - issued[group_id] > max_staleness:
                 faults.append(
                     f"{group_id} was issued at version {issued[group_id]} and trained on at step "
-                    f"{line['step']}"
+                    f"{entry['step']}"
                 )
     faults += [
         f"{group_id} ended {count} times" for group_id, count in end_counts.items() if count > 1

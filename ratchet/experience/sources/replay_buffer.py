@@ -77,8 +77,8 @@ class ReplayBuffer(Source):
                     "replayed", [group.id], step=step, version=_get_oldest_version(group)
                 )
             if self._compute_priority(group):
-                # Drop the answer and meta: the group is not judged again, and they may be of types
-                # that a checkpoint can't hold.
+                # The group is not judged again, so it needs no answer and meta, whose types a
+                # checkpoint may be unable to hold.
                 task = replace(group.task, answer=None, meta={})
                 self._buffer[group.id] = replace(group, task=task, n_uses=group.n_uses + 1)
         self._buffer = dict(list(self._buffer.items())[-self.config.capacity :])

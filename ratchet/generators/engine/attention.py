@@ -135,7 +135,10 @@ class PrefillAttention:
         slots: Tensor,
         positions: Tensor,
     ) -> None:
-        self.cache, self.sources, self.slots, self.positions = cache, sources, slots, positions
+        self.cache = cache
+        self.sources = sources
+        self.slots = slots
+        self.positions = positions
         self.buckets = _make_buckets(lengths, sources.device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -158,7 +161,9 @@ def _attend_causal(bucket: _Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor)
             .transpose(1, 2)
         )
 
-    q, k, v = to_padded_rows(q_THD), to_padded_rows(k_TKD), to_padded_rows(v_TKD)
+    q = to_padded_rows(q_THD)
+    k = to_padded_rows(k_TKD)
+    v = to_padded_rows(v_TKD)
     return (
         attend_grouped(q, k, v).transpose(1, 2).flatten(0, 1).index_select(0, bucket.cell_indices)
     )

@@ -32,9 +32,9 @@ class CompiledDecoder:
             if isinstance(block, DecoderLayer) and isinstance(block.mlp, GatedMLP)
         ]
         self._modules = [_list_modules(block) for block in dense_blocks]
-        self._maps = [linear for _, linear in decoder.layer_linears]
+        self._linears = [linear for _, linear in decoder.layer_linears]
         is_small = (
-            sum(linear.in_features * linear.out_features for linear in self._maps) <= MAX_ENTRIES
+            sum(linear.in_features * linear.out_features for linear in self._linears) <= MAX_ENTRIES
         )
         self._is_supported = (
             len(dense_blocks) == len(blocks)
@@ -42,7 +42,7 @@ class CompiledDecoder:
             and decoder.config.head_dim <= cpu.MAX_HEAD_DIM
         )
         # Instructions for bfloat16 multiply pairs of terms.
-        self._has_even_sizes = not any(linear.in_features % 2 for linear in self._maps)
+        self._has_even_sizes = not any(linear.in_features % 2 for linear in self._linears)
 
     def layers(self) -> Layers | None:
         """Return the current weights by layer; None if the kernel can't compute with them."""
@@ -57,9 +57,9 @@ class CompiledDecoder:
         if is_rounded and not (self._has_even_sizes and cpu.has_bfloat16_step()):
             return None
         # `_modules` and `_parameters` are read directly, because attribute lookups of `nn.Module`
-        # would take a noticeable part of a small model's step. A linear map's submodule is an
+        # would take a noticeable part of a small model's step. A linear layer's submodule is an
         # adapter or a quantised matrix, which the kernel can't read.
-        if any(child is not None for linear in self._maps for child in linear._modules.values()):
+        if any(child is not None for linear in self._linears for child in linear._modules.values()):
             return None
         layers: Layers = []
         for modules in self._modules:
@@ -134,11 +134,13 @@ class CompiledDecoder:
 def _list_modules(block: DecoderLayer) -> list[nn.Module | None]:
     attention, mlp = block.self_attn, block.mlp
     assert isinstance(mlp, GatedMLP)
-    first_modules = [
+    return [
         block.input_layernorm,
         attention.qkv_proj,
         attention.q_norm,
         attention.k_norm,
         attention.o_proj,
+        block.post_attention_layernorm,
+        mlp.gate_up_proj,
+        mlp.down_proj,
     ]
-    return [*first_modules, block.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj]

@@ -14,7 +14,7 @@ from ratchet.errors import ModelError
 from ratchet.generators.async_engine import AsyncEngine
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.batch_invariance import measure_stable_rows
-from ratchet.generators.engine.kv_cache import get_default_budget
+from ratchet.generators.engine.kv_cache import get_default_kv_bytes
 from ratchet.generators.engine.limits import GIB, SchedulerLimits
 from ratchet.generators.engine.scheduler import Scheduler
 from ratchet.generators.engine.stop_strings import TextDecoder
@@ -56,7 +56,7 @@ class EmbeddedEngine(AsyncEngine):
         auto_cache = config.kv_cache_gib == "auto"
         limits = SchedulerLimits(
             max_running=config.max_running,
-            kv_bytes=get_default_budget(device)
+            kv_bytes=get_default_kv_bytes(device)
             if auto_cache
             else int(float(config.kv_cache_gib) * GIB),
             prefill_tokens=config.prefill_tokens,

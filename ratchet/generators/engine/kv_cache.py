@@ -134,8 +134,8 @@ def _round_up_to_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def get_default_budget(device: torch.device) -> int:
-    """Return the default size limit: half of free GPU memory or a quarter of main memory."""
+def get_default_kv_bytes(device: torch.device) -> int:
+    """Return the default size of the KV cache: half of free GPU memory, or a quarter of RAM."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

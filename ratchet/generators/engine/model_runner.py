@@ -226,14 +226,17 @@ class ModelRunner:
         hidden = self._decode_with_torch(active, longest)
         slots = slots[[adapter is None for adapter in active.adapters]]
         if len(slots):
-            tokens, positions = active.input_tokens[slots], active.positions[slots]
+            tokens = active.input_tokens[slots]
+            positions = active.positions[slots]
             hidden[slots] = self.compiled(layers, tokens, positions, slots, self.cache)
         return hidden
 
     def _decode_with_torch(self, active: ActiveSlots, longest: int) -> Tensor:
         """Return hidden states like `_compute_next`, without the compiled step."""
         attend = DecodeAttention(self.cache, active.positions, longest)
-        tokens, positions, count = active.input_tokens, active.positions, active.n_slots
+        tokens = active.input_tokens
+        positions = active.positions
+        count = active.n_slots
         recorder = self._make_recorder(len(tokens)) if active.records_routes else None
         decoder = self.decoder
         if active.adapters is not None:

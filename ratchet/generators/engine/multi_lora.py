@@ -37,7 +37,7 @@ class AdapterRows:
 
 
 class MultiAdapter(FusedLoRA):
-    """A linear map's adapter that applies several adapters, each to its own rows.
+    """A linear layer's adapter that applies several adapters, each to its own rows.
 
     Args:
         default: the decoder's own adapter, if it has one.
@@ -74,9 +74,9 @@ class MultiLoRA:
         self.source_decoder = decoder
         self.row_multiple = row_multiple
         self._adapter_rows = AdapterRows()
-        # By name, then by path of the linear map.
+        # Adapters by their name, then by the path of the linear layer.
         self._adapters_by_name: dict[str, dict[str, FusedLoRA]] = {}
-        # A decoder with the source's tensors and a `MultiAdapter` at each linear map, if built.
+        # A decoder with the source's tensors and a `MultiAdapter` at each linear layer, if built.
         self._view: Decoder | None = None
         # The `id`s of the source's adapters when the view was built.
         self._view_adapters: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class MultiLoRA:
             target_weights[key].copy_(weight)
         self._adapters_by_name[name] = {
             path: linear.adapter
-            for path, linear in _get_linear_maps(adapted_decoder).items()
+            for path, linear in _get_linear_layers(adapted_decoder).items()
             if linear.adapter is not None
         }
         self._view = None
@@ -117,7 +117,7 @@ class MultiLoRA:
         Further rows are padding. The decoder is valid for the next forward only.
         """
         adapters = tuple(
-            id(linear.adapter) for linear in _get_linear_maps(self.source_decoder).values()
+            id(linear.adapter) for linear in _get_linear_layers(self.source_decoder).values()
         )
         if self._view is None or adapters != self._view_adapters:
             self._view = self._build_view()
@@ -140,14 +140,14 @@ class MultiLoRA:
 
     def _build_view(self) -> Decoder:
         view = self._copy_decoder()
-        source_maps = _get_linear_maps(self.source_decoder)
-        for path, linear in _get_linear_maps(view).items():
+        source_layers = _get_linear_layers(self.source_decoder)
+        for path, linear in _get_linear_layers(view).items():
             named = {
                 name: adapters[path]
                 for name, adapters in self._adapters_by_name.items()
                 if path in adapters
             }
-            linear.adapter = MultiAdapter(self._adapter_rows, source_maps[path].adapter, named)
+            linear.adapter = MultiAdapter(self._adapter_rows, source_layers[path].adapter, named)
         return view
 
     def _copy_decoder(self) -> Decoder:
@@ -157,10 +157,10 @@ class MultiLoRA:
             for tensor in (*self.source_decoder.parameters(), *self.source_decoder.buffers())
         }
         decoder = copy.deepcopy(self.source_decoder, shared)
-        for linear in _get_linear_maps(decoder).values():
+        for linear in _get_linear_layers(decoder).values():
             linear.adapter = None
         return decoder
 
 
-def _get_linear_maps(decoder: Decoder) -> dict[str, Linear]:
+def _get_linear_layers(decoder: Decoder) -> dict[str, Linear]:
     return {path: module for path, module in decoder.named_modules() if isinstance(module, Linear)}

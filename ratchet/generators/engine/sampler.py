@@ -23,7 +23,9 @@ from ratchet.types import Sampling
 from ratchet.utils.transfer import upload_together
 
 # The constants of SplitMix64.
-GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 BITS = 24  # random bits of a uniform number: the precision of float32
 # Maximum number of logits sampled at a time: 128 MiB in float32, and a few copies of them exist.
 CHUNK_ELEMENTS = 2**25
@@ -228,9 +230,9 @@ def draw_filtered(
 ) -> tuple[Tensor, Tensor]:
     """Sample from filtered rows and return (tokens [F], log of the kept mass [F]).
 
-    Each filter keeps the most probable tokens of the distribution at the sampling temperature. Of
-    equal probabilities, the lower id comes first. The sample is drawn from the tokens that all
-    filters keep.
+    Each filter keeps the most probable tokens of the distribution at the sampling temperature.
+    Among equal probabilities, the lower id comes first. The sample is drawn from the tokens that
+    all filters keep.
     """
     sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
     cdf_FV = sorted_FV.cumsum(-1)

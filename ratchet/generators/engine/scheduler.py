@@ -213,7 +213,7 @@ class Scheduler:
         masks: BatchMasks,
         end_reasons: EndReasons,
     ) -> dict[int, RequestFailed]:
-        """Feed the drawn tokens to the grammars of requests that go on.
+        """Feed the drawn tokens to the grammars of requests that continue.
 
         Returns the errors of grammars that can't be followed, by slot.
         """

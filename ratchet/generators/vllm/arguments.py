@@ -220,7 +220,7 @@ def parse_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         key = f"generator.arguments.{name}"
         if name not in names:
-            raise ConfigError(f"{key} is no argument of vLLM's engine{_suggest(name, names)}")
+            raise ConfigError(f"{key} is not an argument of vLLM's engine{_suggest(name, names)}")
         if value is None:  # vLLM's default
             continue
         try:
@@ -271,7 +271,7 @@ def _check_speculation(settings: Any) -> None:
         return
     if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"generator.arguments.{SPECULATIVE_CONFIG}={settings!r} is no mapping. Set it to "
+            f"generator.arguments.{SPECULATIVE_CONFIG}={settings!r} is not a mapping. Set it to "
             "{method: ngram, num_speculative_tokens: 4} or the like."
         )
     section = import_module("vllm.config.speculative").SpeculativeConfig

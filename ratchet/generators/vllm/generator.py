@@ -37,7 +37,7 @@ from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.protocols import Shard
-from ratchet.types import Completion, Placed, Sampling
+from ratchet.types import Completion, PlacedMedium, Sampling
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class VLLMGenerator(AsyncEngine):
         return [name for name in self.core.loras if name is not None]
 
     async def generate(
-        self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
+        self, tokens: Any, sampling: Sampling, media: Sequence[PlacedMedium] = ()
     ) -> Completion:
         """Return the completion of a prompt.
 
@@ -166,11 +166,11 @@ class VLLMGenerator(AsyncEngine):
                     f"sampling.structured: {self._grammar_refusal}. Set generator.kind=engine."
                 )
             check_structured(sampling.structured, sampling, self.tokenizer.eos_ids[0])
-        if 0 < sampling.temperature < (least_temperature := self.config.least_temperature):
+        if 0 < sampling.temperature < (min_temperature := self.config.min_temperature):
             raise ConfigError(
                 f"sampling.temperature={sampling.temperature:g}, but vLLM would use "
-                f"{least_temperature:g} instead: set sampling.temperature to 0 (greedy), or to "
-                f"{least_temperature:g} or more"
+                f"{min_temperature:g} instead: set sampling.temperature to 0 (greedy), or to "
+                f"{min_temperature:g} or more"
             )
         if self._broken_reason:
             raise ModelError(

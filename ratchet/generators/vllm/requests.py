@@ -112,9 +112,9 @@ class PartialCompletion:
                 "algorithm.router.replay=false if every request fails like this."
             )
         # Tokens after a stop string are dropped, so there may be more experts than tokens.
-        known = self.experts[: length - 1, self.sparse_layers]
-        routes = np.full((length, *known.shape[1:]), UNKNOWN, dtype=np.int16)
-        routes[:-1] = known
+        recorded_routes = self.experts[: length - 1, self.sparse_layers]
+        routes = np.full((length, *recorded_routes.shape[1:]), UNKNOWN, dtype=np.int16)
+        routes[:-1] = recorded_routes
         return routes
 
 

@@ -1,4 +1,4 @@
-"""Have vLLM follow grammars, by its backend of llguidance."""
+"""Make vLLM follow grammars, with its backend `guidance` (llguidance)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ratchet.allowed_tokens import AllowedTokens
 from ratchet.generators.request import PromptKey
-from ratchet.types import Completion, Medium, Placed, Sampling, StopReason
+from ratchet.types import Completion, Medium, PlacedMedium, Sampling, StopReason
 
 FIELDS = tuple(field.name for field in fields(Sampling))
 
@@ -35,7 +35,10 @@ class RequestBatch:
 
     @classmethod
     def from_requests(
-        cls, requests: Mapping[int, tuple[NDArray[np.int64], PromptKey, Sampling, Sequence[Placed]]]
+        cls,
+        requests: Mapping[
+            int, tuple[NDArray[np.int64], PromptKey, Sampling, Sequence[PlacedMedium]]
+        ],
     ) -> RequestBatch:
         """Pack requests.
 
@@ -66,13 +69,13 @@ class RequestBatch:
             else (),
         )
 
-    def unpack(self) -> list[tuple[int, NDArray[np.int64], Sampling, tuple[Placed, ...]]]:
+    def unpack(self) -> list[tuple[int, NDArray[np.int64], Sampling, tuple[PlacedMedium, ...]]]:
         """Return (number, prompt, sampling, media) of each request."""
         if self.prompts is None:
             return []
         prompts = [self.prompts[start:end] for start, end in pairwise(self.starts)]
         media_by_prompt = [
-            tuple(Placed(start, self.media[i]) for start, i in media_of_prompt)
+            tuple(PlacedMedium(start, self.media[i]) for start, i in media_of_prompt)
             for media_of_prompt in self.media_positions
         ] or [()] * len(prompts)
         return [

@@ -83,8 +83,8 @@ class GeneratorWorkersConfig(GeneratorSection):
         return self.worker.records_masks
 
     @property
-    def least_temperature(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.worker.least_temperature
+    def min_temperature(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.worker.min_temperature
 
     @property
     def accelerators(self) -> int:

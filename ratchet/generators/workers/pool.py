@@ -23,7 +23,7 @@ from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.worker_queue import PendingRequest, WorkerQueue
 from ratchet.protocols import Generator, Shard
-from ratchet.types import Completion, Placed, Sampling
+from ratchet.types import Completion, PlacedMedium, Sampling
 from ratchet.utils.thread_pool import finish_in_thread
 from ratchet.worker_protocols import Workers
 
@@ -250,7 +250,7 @@ class GeneratorPool(Generator):
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         sampling: Sampling,
-        media: Sequence[Placed] = (),
+        media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         """Return the completion of a prompt.
 

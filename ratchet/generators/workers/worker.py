@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ratchet.errors import RatchetError, WorkerRaised
 from ratchet.generators.workers.batch_protocol import CompletionBatch, RequestBatch
 from ratchet.protocols import Generator, Shard
-from ratchet.types import Completion, Placed, Sampling
+from ratchet.types import Completion, PlacedMedium, Sampling
 
 GATHER_S = 0.005  # wait after the first completion, so that the call can return others too
 
@@ -100,7 +100,11 @@ class GeneratorRank:
         )
 
     def _begin(
-        self, number: int, tokens: NDArray[np.int64], sampling: Sampling, media: Sequence[Placed]
+        self,
+        number: int,
+        tokens: NDArray[np.int64],
+        sampling: Sampling,
+        media: Sequence[PlacedMedium],
     ) -> None:
         task = self._running[number] = asyncio.ensure_future(
             self.generator.generate(tokens, sampling, media)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ratchet.generators.request import PromptKey, make_prompt_key
 from ratchet.generators.workers.batch_protocol import RequestBatch
-from ratchet.types import Completion, Placed, Sampling, StopReason
+from ratchet.types import Completion, PlacedMedium, Sampling, StopReason
 from ratchet.worker_protocols import Workers
 
 
@@ -23,7 +23,7 @@ class PendingRequest:
     tokens: NDArray[np.int64]
     sampling: Sampling
     future: asyncio.Future[Completion]
-    media: tuple[Placed, ...] = ()
+    media: tuple[PlacedMedium, ...] = ()
     is_aborted: bool = False
     key: PromptKey = field(init=False)
 

@@ -87,8 +87,8 @@ class _TargetLogprobs(Function):
         block = hidden.new_empty(min(ctx.chunk_rows, len(hidden)), len(matrix))
         for start in range(0, len(hidden), ctx.chunk_rows):
             chunk = slice(start, start + ctx.chunk_rows)
-            # In place: z / t, log p, p, then the gradient of z. `weight` is the gradient of the
-            # target's log p, divided by t.
+            # The block holds z / t, then log p, then p, then the gradient of z, each in place.
+            # `weight` is the gradient of the target's log p, divided by t.
             grad_logits = _compute_scaled_logits(hidden[chunk], matrix, temperature[chunk], block)
             grad_logits.sub_(log_sums[chunk, None]).exp_().mul_(-weight[chunk, None])
             grad_logits.scatter_add_(1, targets[chunk, None], weight[chunk, None])

@@ -80,7 +80,8 @@ class Forward:
                     for p in module.parameters()
                 }
                 memo |= {id(buffer): buffer for buffer in module.buffers()}
-        clone.model, clone.head = copy.deepcopy(self.model, memo), copy.deepcopy(self.head, memo)
+        clone.model = copy.deepcopy(self.model, memo)
+        clone.head = copy.deepcopy(self.head, memo)
         return clone
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -95,7 +96,9 @@ class Forward:
             ]
         return named_parameters
 
-    def learn(self, micro: Batch, terms: Sequence[LossTerm], seed: int = 0) -> Mapping[str, Tensor]:
+    def forward_backward(
+        self, micro: Batch, terms: Sequence[LossTerm], seed: int = 0
+    ) -> Mapping[str, Tensor]:
         """Run forward and backward, and return the losses and metrics of the terms.
 
         Gradients are added to `.grad`. "loss" is the sum that was differentiated.
@@ -123,7 +126,7 @@ class Forward:
         terms: Sequence[LossTerm],
         monitor: RouterMonitor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (the sum to differentiate, losses and metrics as `learn` returns them).
+        """Return (the sum to differentiate, losses and metrics as `forward_backward` returns them).
 
         Args:
             micro: A micro-batch on the device, in the dtype of losses.

@@ -236,7 +236,7 @@ class DTensorLearner(RankLearner):
             return total * factor
 
         if pipeline is not None:
-            pipeline.learn(device_micros, loss)
+            pipeline.forward_backward(device_micros, loss)
         else:
             for number, micro in enumerate(device_micros):
                 with seed_dropout(self.model, self._derive_seed(number)):

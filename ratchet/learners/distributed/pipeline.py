@@ -59,7 +59,7 @@ class Pipeline:
         """True if this rank has the last stage, which returns the final hidden states."""
         return self.mesh.coordinates.pipeline == self.mesh.topology.pipeline - 1
 
-    def learn(self, micros: Sequence[Batch], loss: Loss) -> None:
+    def forward_backward(self, micros: Sequence[Batch], loss: Loss) -> None:
         """Accumulate the gradients of the micro-batches' losses.
 
         The schedule is 1F1B (arXiv:2006.09503), interleaved if a rank has several stages

@@ -31,7 +31,7 @@ class WeightSpec:
     def from_text(cls, text: str) -> WeightSpec:
         """Parse the notation `"name [size, size]"`."""
         match = SPEC.fullmatch(text)
-        assert match is not None, f"'{text}' is no weight with its shape"
+        assert match is not None, f"'{text}' is not a weight with its shape"
         return cls(match[1], tuple(match[2].split(", ")))
 
 

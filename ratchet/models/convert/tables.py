@@ -131,7 +131,7 @@ TABLES: Mapping[str, FamilyTable] = {
         NORMS | LATENT_ATTENTION | LATENT_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
     ),
 }
-# For DeepSeek models whose queries are not low-rank.
+# The table of DeepSeek models whose queries are not low-rank.
 DEEPSEEK_WITHOUT_Q_RANK = FamilyTable(
     NORMS | LATENT_ATTENTION | FULL_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
 )

@@ -65,8 +65,8 @@ class LayerRouting(NamedTuple):
 class RouterMonitor:
     """A record of the expert choices in one forward pass, from which router metrics are computed.
 
-    Like `Routing` it is no dataclass: FSDP would pass a copy of a dataclass to each layer, and what
-    is recorded in a copy is lost.
+    Like `Routing` it is not a dataclass: FSDP would pass a copy of a dataclass to each layer, and
+    what is recorded in a copy is lost.
     """
 
     def __init__(self) -> None:

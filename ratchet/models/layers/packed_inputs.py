@@ -40,8 +40,8 @@ class PackedInputs:
     # int64, index of each of the T tokens among the computed final states; None: same order.
     state_index_T: Tensor | None = None
     routing: Routing | None = None
-    # Seed of adapter dropout, which the Megatron learner sets for updates; None: the inputs carry
-    # none, and the adapters drop nothing unless `seed_dropout` sets their seed.
+    # Seed of adapter dropout, which the Megatron learner sets for updates. None: adapters take the
+    # seed of `seed_dropout`, and drop nothing without it.
     seed: int | None = None
     # int64, indices of the output tokens among the U tokens; None: all U final states are computed.
     output_index_n: Tensor | None = None
@@ -139,8 +139,8 @@ def pack_output_inputs(
     """Return the decoder's inputs if the caller uses only some final states (output tokens).
 
     Tokens after a sequence's last output token are not computed, except for rounding up to
-    `STRIDE`. For earlier tokens that are no output tokens, the last layer computes only keys and
-    values. `unfold` returns meaningless states for them.
+    `STRIDE`. For the other tokens that are not output tokens, the last layer computes only keys and
+    values, and `unfold` returns meaningless states.
 
     Args:
         output_mask_T: bool, True for output tokens; at least one must be True.
@@ -185,7 +185,7 @@ def _select_computed(lengths: Sequence[int], output_mask_T: Tensor) -> tuple[Ten
     first_S = np.minimum.reduceat(np.where(is_output_T, index_T, len(is_output_T)), starts_S)
     last_S = np.maximum.reduceat(np.where(is_output_T, index_T, -1), starts_S)
     # Number of tokens after the first output token, rounded up.
-    following_S = -(-(last_S - first_S) // STRIDE) * STRIDE
+    following_S = (last_S - first_S + STRIDE - 1) // STRIDE * STRIDE
     ends_S = np.where(
         last_S < 0, starts_S + 1, np.minimum(first_S + 1 + following_S, starts_S + lengths_S)
     )

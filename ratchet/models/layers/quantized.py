@@ -22,7 +22,7 @@ FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class QuantizedMatrix(nn.Module):
-    """A quantized matrix of a linear map. Quantizing a dequantized matrix again changes nothing.
+    """A quantized matrix of a linear layer. Quantizing a dequantized matrix again changes nothing.
 
     "nf4" is 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes. The error of a
     number is at most 0.16 of the largest number in its block.

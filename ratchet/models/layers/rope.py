@@ -39,7 +39,8 @@ class RotaryTable(nn.Module):
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return (cos [T, 1, D], sin [T, 1, D / 2]) for `ratchet.models.ops.rotate`."""
         angles = positions_T[:, None, None].to(torch.float32) * self.frequencies
-        cos, sin = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        cos = (angles.cos() * self.scale).to(dtype)
+        sin = (angles.sin() * self.scale).to(dtype)
         return torch.cat([cos, cos], dim=-1), sin
 
 

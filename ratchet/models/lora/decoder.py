@@ -1,6 +1,6 @@
 """Add LoRA adapters to the built-in decoder: initial values, weight names and merging.
 
-Names are those of peft's files: `base_model.model.<path of the linear map>.lora_A.weight` [r,
+Names are those of peft's files: `base_model.model.<path of the linear layer>.lora_A.weight` [r,
 inputs] and `.lora_B.weight` [outputs, r].
 """
 
@@ -56,7 +56,7 @@ def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str]
 
     Args:
         weights: Weights of the model, by canonical name.
-        names: Names of the linear maps that get an adapter (last path parts, such as q_proj).
+        names: Names of the linear layers that get an adapter (last path parts, such as q_proj).
         rank: Rank of the adapter.
     """
     target_names = set(names)
@@ -72,7 +72,7 @@ def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str]
 
 
 def attach(decoder: Decoder, adapter: Adapter) -> None:
-    """Freeze a decoder, quantize its linear maps as `lora.base` says, and add adapters.
+    """Freeze a decoder, quantize its linear layers as `lora.base` says, and add adapters.
 
     `lora.base` is the quantization of the base weights; None: they are not quantized.
 
@@ -206,7 +206,7 @@ def merge_lazily(
 ) -> dict[str, SavableTensor]:
     """Return the weights of a model with its adapter, which is merged as each weight is read.
 
-    Raises ModelError if the adapter has a weight for a linear map that the model lacks.
+    Raises ModelError if the adapter has a weight for a linear layer that the model lacks.
     """
     unused = set(adapter)
     merged_weights: dict[str, SavableTensor] = {}
@@ -220,7 +220,7 @@ def merge_lazily(
         merged_weights[name] = weight
     if unused:
         raise ModelError(
-            f"the adapter's weight '{min(unused)}' is for a linear map that this model doesn't "
+            f"the adapter's weight '{min(unused)}' is for a linear layer that this model doesn't "
             "have: the adapter belongs to another base model"
         )
     return merged_weights

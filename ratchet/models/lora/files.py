@@ -111,7 +111,7 @@ class StoredAdapter:
             shape = shapes.get(f"{layer}.weight")
             if shape is None:
                 raise ModelError(
-                    f"the adapter's weight '{name}' is for a linear map that this model doesn't "
+                    f"the adapter's weight '{name}' is for a linear layer that this model doesn't "
                     "have: the adapter belongs to another base model"
                 )
             expected = (rank, shape[1]) if factor.startswith("A") else (shape[0], rank)
@@ -140,7 +140,7 @@ def load_adapter(directory: Path) -> StoredAdapter:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         reason = get_first_line(str(error))
         raise ModelError(
-            f"{directory} is no adapter that peft can read ({CONFIG}, {WEIGHTS}): {reason}"
+            f"{directory} is not an adapter that peft can read ({CONFIG}, {WEIGHTS}): {reason}"
         ) from None
     if config.peft_type != "LORA":  # a text, or an enum of texts
         raise ModelError(
@@ -160,8 +160,8 @@ def load_adapter(directory: Path) -> StoredAdapter:
             name.startswith(PEFT_PREFIX) and name.endswith((".lora_A.weight", ".lora_B.weight"))
         ):
             raise ModelError(
-                f"{directory}: weight '{name}' is neither the A nor the B of a linear map, so this "
-                "is not plain LoRA"
+                f"{directory}: weight '{name}' is neither the A nor the B of a linear layer, so "
+                "this is not plain LoRA"
             )
     target_modules = tuple(sorted({name.split(".")[-3] for name in weights}))
     try:

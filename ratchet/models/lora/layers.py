@@ -1,6 +1,6 @@
-"""Define the layers that LoRA adds to a linear map (arXiv:2106.09685, eq. 3): out + scale B A x.
+"""Define the layers that LoRA adds to a linear layer (arXiv:2106.09685, eq. 3): out + scale B A x.
 
-T = tokens, r = rank, i = inputs, o = outputs of the map, p = parts that have an adapter.
+T = tokens, r = rank, i = inputs, o = outputs of the linear layer, p = parts that have an adapter.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ def derive_mask_seed(*numbers: int) -> int:
 
 
 class SwitchableAdapter(nn.Module):
-    """A module that adapts a linear map, and has no effect while `is_off` is True."""
+    """A module that adapts a linear layer, and has no effect while `is_off` is True."""
 
     is_off = False
 
 
 class FusedLoRA(SwitchableAdapter):
-    """The adapter of one linear map of the built-in decoder.
+    """The adapter of one linear layer of the built-in decoder.
 
-    The map's matrix may fuse several matrices of the checkpoint. Each of these parts has its own A
-    and B, stacked in `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. Both are uninitialised.
+    The layer's matrix may fuse several matrices of the checkpoint. Each of these parts has its own
+    A and B, stacked in `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. Both are
+    uninitialised.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class FusedLoRA(SwitchableAdapter):
         """Allocate A and B for each part.
 
         Args:
-            weight: the map's matrix.
+            weight: the linear layer's matrix.
             spans: the matrix rows of each adapted part; other rows have no adapter.
             index: see `SeededDropout`.
         """
@@ -97,7 +98,7 @@ class FusedLoRA(SwitchableAdapter):
         return out_To if self.is_off else out_To + self.delta(x_Ti)
 
     def delta(self, x_Ti: Tensor) -> Tensor:
-        """Return the adapter's term, which is added to the map's output [T, o]."""
+        """Return the adapter's term, which is added to the linear layer's output [T, o]."""
         ax_parts = (F.linear(self.dropout(x_Ti), self.lora_A) * self.scale).split(self.rank, dim=-1)
         parts = [F.linear(ax_Tr, b) for ax_Tr, (_, b) in zip(ax_parts, self.factors(), strict=True)]
         return place_columns(list(zip(self.spans, parts, strict=True)), self.outputs)
@@ -112,7 +113,7 @@ class FusedLoRA(SwitchableAdapter):
 
     @torch.no_grad()
     def merge_into(self, weight: Tensor) -> None:
-        """Add scale B A to the map's matrix, in place."""
+        """Add scale B A to the linear layer's matrix, in place."""
         for span, (a, b) in zip(self.spans, self.factors(), strict=True):
             weight[span.start : span.stop] += (self.scale * (b @ a)).to(weight.dtype)
 

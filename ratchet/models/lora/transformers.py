@@ -22,8 +22,8 @@ ADAPTER_NAME = "default"  # peft's name for an unnamed adapter
 BASE_SUFFIX = ".base_layer"
 
 
-def list_linear_maps(layers: Sequence[nn.Module]) -> list[str]:
-    """Return the names of the linear maps in layers (last path parts, such as q_proj)."""
+def list_linear_layers(layers: Sequence[nn.Module]) -> list[str]:
+    """Return the names of the linear layers in decoder layers, such as q_proj."""
     paths = (
         path
         for layer in layers
@@ -46,7 +46,7 @@ def attach(
     """Inject an adapter into a model, with its initial values, and freeze all other weights.
 
     Args:
-        names: Names of the linear maps to adapt.
+        names: Names of the linear layers to adapt.
         within: The part of the model that gets the adapter; None: the whole model.
 
     Raises ModelError if peft can't adapt the model.

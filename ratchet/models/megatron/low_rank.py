@@ -1,12 +1,12 @@
-"""Add LoRA to Megatron's parallel linear maps: out + scale B A x (arXiv:2106.09685, eq. 3).
+"""Add LoRA to Megatron's parallel linear layers: out + scale B A x (arXiv:2106.09685, eq. 3).
 
-A and B are divided like the map. If the map's outputs are divided over tensor-parallel ranks, the
-rows of B are divided too, and each rank has the whole A. If the map's inputs are divided, the
+A and B are divided like the layer. If the layer's outputs are divided over tensor-parallel ranks,
+the rows of B are divided too, and each rank has the whole A. If its inputs are divided, the
 columns of A are divided too, and each rank has the whole B. In both cases ranks exchange only A x,
 which is r numbers per token.
 
 t = input tokens, u = output tokens (differs from t under sequence parallelism), 1 = Megatron's
-batch dimension, r = rank of the adapter, i = inputs and o = outputs of the map on this rank.
+batch dimension, r = rank of the adapter, i = inputs and o = outputs of the layer on this rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FACTORS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class FactorSharding:
-    """The tensor-parallel sharding of an adapter's factors, for one kind of linear map."""
+    """The tensor-parallel sharding of an adapter's factors, for one kind of linear layer."""
 
     divided_factor: str  # the name of the divided factor
     dim: int  # the dimension in which it is divided
@@ -68,11 +68,11 @@ DIVIDED_INPUTS = FactorSharding(
 class LoRAFactors(nn.Module):
     """The factors A [r, i] and B [rows, r] of one target, such as q_proj. They are uninitialised.
 
-    The rows are those rows of the map's matrix that belong to the target.
+    The rows are those rows of the layer's matrix that belong to the target.
     """
 
     def __init__(self, weight: Tensor, adapted: Sequence[WeightPiece], rank: int) -> None:
-        """Allocate the factors; `adapted` are the target's blocks in the map's matrix."""
+        """Allocate the factors; `adapted` are the target's blocks in the layer's matrix."""
         super().__init__()
         self.spans = [piece.rows for piece in adapted]
         empty = {"dtype": weight.dtype, "device": weight.device}
@@ -89,13 +89,13 @@ class LoRAFactors(nn.Module):
         }
 
     def multiply_b(self, ax_ur: Tensor) -> list[tuple[range, Tensor]]:
-        """Return (columns of the map's output, B A x for these columns), computed from A x."""
+        """Return (columns of the layer's output, B A x for these columns), computed from A x."""
         outputs = F.linear(ax_ur, self.lora_B).split([len(span) for span in self.spans], dim=-1)
         return list(zip(self.spans, outputs, strict=True))
 
 
 class ParallelLoRA(SwitchableAdapter):
-    """The adapter of one parallel linear map, with factors for each target in its matrix."""
+    """The adapter of one parallel linear layer, with factors for each target in its matrix."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class ParallelLoRA(SwitchableAdapter):
 
 
 class AdaptableLinear(nn.Module):
-    """A mixin of Megatron's parallel linear maps that lets them have an adapter."""
+    """A mixin of Megatron's parallel linear layers that lets them have an adapter."""
 
     sharding: FactorSharding
     weight: Tensor
@@ -194,12 +194,12 @@ class AdaptableLinear(nn.Module):
 
 
 class ColumnLinear(AdaptableLinear, ColumnParallelLinear):
-    """A column-parallel linear map, whose outputs are divided."""
+    """A column-parallel linear layer, whose outputs are divided."""
 
     sharding = DIVIDED_OUTPUTS
 
 
 class RowLinear(AdaptableLinear, RowParallelLinear):
-    """A row-parallel linear map, whose inputs are divided."""
+    """A row-parallel linear layer, whose inputs are divided."""
 
     sharding = DIVIDED_INPUTS

@@ -22,13 +22,13 @@ from torch.autograd import Function
 Group = dist.ProcessGroup
 
 
-def _find(name: str, name_before_2_13: str) -> Any:
+def _get_collective(name: str, name_before_2_13: str) -> Any:
     """Return a collective operation by the name that it has in the installed torch."""
     return getattr(dist, name, None) or getattr(dist, name_before_2_13)
 
 
-_all_gather = _find("all_gather_single", "all_gather_into_tensor")
-_reduce_scatter = _find("reduce_scatter_single", "reduce_scatter_tensor")
+_all_gather = _get_collective("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _get_collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def sum_forward(x: Tensor, group: Group) -> Tensor:
@@ -139,7 +139,9 @@ class _SumBackward(Function):
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, same_use_on_all_ranks: bool) -> Tensor:
-        ctx.group, ctx.same_use_on_all_ranks, ctx.size = group, same_use_on_all_ranks, len(x)
+        ctx.group = group
+        ctx.same_use_on_all_ranks = same_use_on_all_ranks
+        ctx.size = len(x)
         return _all_gather_tensor(x, group)
 
     @staticmethod

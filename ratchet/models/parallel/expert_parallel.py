@@ -64,7 +64,9 @@ class _AllToAll(Function):
     def forward(
         ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.sent = sent
+        ctx.received = received
+        ctx.group = group
         return _exchange_rows(x, sent, received, group)
 
     @staticmethod

@@ -126,9 +126,9 @@ class VocabParallelLogits:
     def find_top(self, all_nV: Tensor, k: int) -> Tensor:
         """Return the ids of the k largest logits, chosen from the k largest of each rank."""
         values_nk, ids_nk = all_nV.detach().topk(min(k, all_nV.shape[1]), dim=-1)
-        missing = (0, k - values_nk.shape[1])
-        values_nk = F.pad(values_nk, missing, value=-torch.inf)
-        ids_nk = F.pad(ids_nk + self.rows.start, missing)
+        padding = (0, k - values_nk.shape[1])
+        values_nk = F.pad(values_nk, padding, value=-torch.inf)
+        ids_nk = F.pad(ids_nk + self.rows.start, padding)
         values_nK, ids_nK = (gather(x.T, self.group).T for x in (values_nk, ids_nk))
         return ids_nK.gather(1, values_nK.topk(k, dim=-1).indices)
 

@@ -34,7 +34,7 @@ from ratchet.models.transformers.policy import (
 )
 from ratchet.models.transformers.tensor_parallel import TPPlan
 from ratchet.models.weights.hf_weights import SavableTensor
-from ratchet.types import MediaKind, Medium, Placed
+from ratchet.types import MediaKind, Medium, PlacedMedium
 from ratchet.utils.atomic_files import atomic_path
 
 # Kinds of media that are encoded before the forward, if the backbone accepts encoder outputs.
@@ -43,7 +43,7 @@ SEPARATELY_ENCODED: tuple[MediaKind, ...] = ("image", "video")
 MEDIA_TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
 N_PROBE_TEXT_TOKENS = 3  # before a probe sequence's first medium; one more follows each medium
 
-Media = Sequence[Sequence[Placed]]  # the media of each sequence
+Media = Sequence[Sequence[PlacedMedium]]  # the media of each sequence
 
 
 class MultimodalPolicy(TransformersPolicy):
@@ -283,9 +283,9 @@ class MultimodalPolicy(TransformersPolicy):
             )
         return out, mask_NL, positions_RNL.amax((0, 2)) + 1
 
-    def _mark_media(self, types_T: Tensor, tokens_T: Tensor, placed: Sequence[Placed]) -> None:
+    def _mark_media(self, types_T: Tensor, tokens_T: Tensor, media: Sequence[PlacedMedium]) -> None:
         """Write the types of one sequence's media tokens into `types_T`."""
-        for start, medium in placed:
+        for start, medium in media:
             span = slice(start, start + medium.span)
             types_T[span] = self._find_types(tokens_T[span])
 
@@ -320,7 +320,7 @@ class MultimodalPolicy(TransformersPolicy):
         return 3 if hasattr(self.backbone, "get_rope_index") else 1
 
     def _find_types(self, tokens_T: Tensor) -> Tensor:
-        """Return the type id of each token (see `MEDIA_TYPES`); 0 if it is no placeholder."""
+        """Return the type id of each token (see `MEDIA_TYPES`); 0 if it is not a placeholder."""
         types_T = torch.zeros_like(tokens_T)
         for kind, number in MEDIA_TYPES.items():
             token = getattr(self.model.config, f"{kind}_token_id", None)
@@ -408,14 +408,14 @@ class MultimodalPolicy(TransformersPolicy):
 
     def _make_probe_rows(
         self, probes: Sequence[Medium]
-    ) -> tuple[list[Tensor], list[tuple[Placed, ...]]]:
+    ) -> tuple[list[Tensor], list[tuple[PlacedMedium, ...]]]:
         """Return three sequences and their media: the first medium, no medium, and both media."""
         token = int(self.model.config.image_token_id)
-        rows, media = list[Tensor](), list[tuple[Placed, ...]]()
+        rows, media = list[Tensor](), list[tuple[PlacedMedium, ...]]()
         for row_probes in ([probes[0]], [], [probes[1], probes[0]]):
-            pieces, placed = [self._make_probe_tokens(N_PROBE_TEXT_TOKENS)], list[Placed]()
+            pieces, placed = [self._make_probe_tokens(N_PROBE_TEXT_TOKENS)], list[PlacedMedium]()
             for medium in row_probes:
-                placed.append(Placed(sum(map(len, pieces)), medium))
+                placed.append(PlacedMedium(sum(map(len, pieces)), medium))
                 pieces += [
                     torch.full((medium.span,), token, device=self.model.device),
                     self._make_probe_tokens(N_PROBE_TEXT_TOKENS + 1),

@@ -98,8 +98,8 @@ class TransformersPolicy(PolicyModel):
             model, loading = loaded
             refuse_missing_weights(directory, loading)
             policy = cls(model, saved_config=saved_config)
-            # The probes of the constructor compare float32 products on the CPU. Those of an
-            # accelerator round otherwise in other shapes.
+            # The constructor's probes run on the CPU in float32, before the model moves: on an
+            # accelerator, rounding depends on the shapes, so packing would seem to change results.
             nn.Module.to(model, device)
             return policy
 
@@ -330,7 +330,7 @@ class TransformersPolicy(PolicyModel):
                 f"lora.base={lora.base} is for Ratchet's own decoder, but transformers runs this "
                 "model: remove lora.base"
             )
-        return resolve_target_modules(lora, transformers_lora.list_linear_maps(self.layers()))
+        return resolve_target_modules(lora, transformers_lora.list_linear_layers(self.layers()))
 
     def attach(self, adapter: Adapter) -> None:
         transformers_lora.attach(self.model, adapter, self.resolve_adapter_layers(adapter.lora))
@@ -437,7 +437,7 @@ def _find_head_name(model: PreTrainedModel) -> str:
     for path, module in model.named_modules():
         if module is head and path:
             return f"{path}.weight"
-    raise ModelError(f"{type(model).__name__} has no output embedding: it is no language model")
+    raise ModelError(f"{type(model).__name__} has no output embedding: it is not a language model")
 
 
 class _FixedBackbone(nn.Module):

@@ -81,12 +81,12 @@ class TPPlan:
                 )
             if style in BY_ROWS + BY_COLUMNS and not _is_linear(module):
                 raise ModelError(
-                    f"the plan of {model_name} divides {path}, which is no plain linear map: "
+                    f"the plan of {model_name} divides {path}, which is not a plain linear layer: "
                     f"{REMEDY}"
                 )
             if style in EMBEDDING and not isinstance(module, nn.Embedding):
                 raise ModelError(
-                    f"the plan of {model_name} divides {path}, which is no embedding: {REMEDY}"
+                    f"the plan of {model_name} divides {path}, which is not an embedding: {REMEDY}"
                 )
         return cls(styles, head)
 
@@ -188,7 +188,7 @@ def _cut_block(
 def _divide_outputs(
     linear: nn.Linear, shard_index: ShardIndex, group: Group, *, gather_outputs: bool = False
 ) -> CutPieces:
-    """Divide a linear map by its outputs (column parallelism)."""
+    """Divide a linear layer by its outputs (column parallelism)."""
     linear.weight, piece = _cut_block(linear.weight, 0, shard_index)
     pieces: CutPieces = {linear.weight: piece}
     if linear.bias is not None:
@@ -207,7 +207,7 @@ def _divide_outputs(
 def _divide_inputs(
     linear: nn.Linear, shard_index: ShardIndex, group: Group, *, split_input: bool
 ) -> CutPieces:
-    """Divide a linear map by its inputs (row parallelism)."""
+    """Divide a linear layer by its inputs (row parallelism)."""
     linear.weight, piece = _cut_block(linear.weight, 1, shard_index)
 
     def forward(input: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = safe_read.read_json(path)
     except FileNotFoundError:
-        raise ModelError(f"{path.parent} is no model directory: it has no {path.name}") from None
+        raise ModelError(f"{path.parent} is not a model directory: it has no {path.name}") from None
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}") from None
     except ValueError as error:
@@ -172,7 +172,7 @@ class WeightFiles:
         remaining = set(names)
         for file in sorted({self.files[name] for name in remaining}):
             with _open(self.directory / file) as weight_file:
-                for name in weight_file.keys():  # noqa: SIM118 (it looks like a mapping but is none)
+                for name in weight_file.keys():  # noqa: SIM118 (it is not a mapping)
                     if name in remaining:
                         yield name, weight_file.get_tensor(name)
 
@@ -223,7 +223,7 @@ def _open(path: Path) -> Any:
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror or error}") from None
     except SafetensorError as error:
-        raise ModelError(f"{path} is damaged, or is no safetensors file: {error}") from None
+        raise ModelError(f"{path} is damaged, or is not a safetensors file: {error}") from None
 
 
 def load_decoder(

@@ -21,7 +21,7 @@ from ratchet.types import (
     Message,
     Outcome,
     Part,
-    Placed,
+    PlacedMedium,
     Scored,
     Task,
     ToolCall,
@@ -124,13 +124,13 @@ def _build_media(
     entries: Sequence[Mapping[str, Any]],
     sources: Mapping[str, bytes],
     media_by_key: dict[str, Medium],
-) -> tuple[Placed, ...]:
+) -> tuple[PlacedMedium, ...]:
     for entry in entries:
         if entry["key"] not in media_by_key:
             media_by_key[entry["key"]] = Medium(
                 entry["key"], entry["kind"], entry["span"], {}, find_source(entry["name"], sources)
             )
-    return tuple(Placed(entry["start"], media_by_key[entry["key"]]) for entry in entries)
+    return tuple(PlacedMedium(entry["start"], media_by_key[entry["key"]]) for entry in entries)
 
 
 def _build_outcome(fields: Mapping[str, Any]) -> Outcome | None:

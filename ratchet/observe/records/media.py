@@ -59,7 +59,7 @@ def shorten_value(part: Part) -> str:
 
 
 def parse_placeholder(value: str) -> str | None:
-    """Return the name of the medium in a placeholder; None if the value is no placeholder."""
+    """Return the name of the medium in a placeholder; None if the value is not a placeholder."""
     match = PLACEHOLDER.fullmatch(value)
     return None if match is None else match[1]
 

@@ -111,7 +111,7 @@ def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
         if body.pop("check") != _compute_checksum(body):
             raise ValueError("its checksum does not match")
         if not RECORD_NAME.fullmatch(body["name"]):
-            raise ValueError(f"{body['name']!r} is no name of a record file")
+            raise ValueError(f"{body['name']!r} is not a name of a record file")
         steps = tuple(StepFacts(**facts) for facts in body.pop("steps"))
         file = RecordFile(**body, steps=steps)
         _check_facts(file)

@@ -121,7 +121,8 @@ def _build_learned_columns(
     columns_T = {name: batch.token_columns[name].detach().cpu().numpy() for name in available}
     columns_T |= {"trained": batch.trainable_T.cpu().numpy(), "weights": weights_T}
     batch_indices = [row.batch_index for row in rows if row.batch_index is not None]
-    lengths_S, starts_S = batch.lengths_S.cpu().numpy(), batch.starts_S.cpu().numpy()
+    lengths_S = batch.lengths_S.cpu().numpy()
+    starts_S = batch.starts_S.cpu().numpy()
     token_indices_N = (
         None
         if len(batch_indices) == batch.n_sequences
@@ -207,9 +208,8 @@ def _get_nulls_R(column: pa.Array) -> NDArray[np.bool_]:
 
 def _divide(sums: pa.Array, counts: pa.Array) -> pa.Array:
     """Return sums / counts; null where the sum or the count is null, or the count is 0."""
-    counts_R, sums_R = (
-        np.where(_get_nulls_R(column), 0.0, read_array(column)) for column in (counts, sums)
-    )
+    sums_R = np.where(_get_nulls_R(sums), 0.0, read_array(sums))
+    counts_R = np.where(_get_nulls_R(counts), 0.0, read_array(counts))
     empty_R = _get_nulls_R(sums) | (counts_R == 0)
     return make_array(sums_R / np.where(empty_R, 1.0, counts_R), pa.float64(), empty_R)
 
@@ -229,10 +229,8 @@ def _build_scalars(
     trained = _sum_rows(token_columns["trained"])
     advantages = _sum_rows(token_columns["advantages"], _get_values_N(token_columns["trained"]))
     logprobs_R = read_array(_sum_rows(token_columns["rollout_logprobs"]))
-    is_policy_N, row_N = (
-        _get_values_N(token_columns["owner"]) == POLICY,
-        _get_row_N(token_columns["owner"]),
-    )
+    is_policy_N = _get_values_N(token_columns["owner"]) == POLICY
+    row_N = _get_row_N(token_columns["owner"])
     oldest, newest = _find_versions(token_columns["versions"])
     column_values: dict[str, list[Any] | pa.Array] = {
         "step": [step] * len(rows),
@@ -332,7 +330,8 @@ def _build_sampled_columns(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[
         name: _build_lists(lengths_R, column_N, SAMPLED[name], null_R)
         for name, column_N in columns_N.items()
     }
-    has_kept_mass, has_routes = bool(batch.log_kept_mass_T.any()), ROUTES in batch.token_columns
+    has_kept_mass = bool(batch.log_kept_mass_T.any())
+    has_routes = ROUTES in batch.token_columns
     routes = [t.routes if has_routes else None for t in trajectories]
     allowed = [t.allowed for t in trajectories]
     nullable: dict[str, list[NDArray[Any] | None]] = {

@@ -82,12 +82,10 @@ class Recorder:
         keep_through: int = 0,
         in_background: bool = True,
     ) -> None:
-        self.config, self.directory, self.seed, self.in_background = (
-            config,
-            directory,
-            seed,
-            in_background,
-        )
+        self.config = config
+        self.directory = directory
+        self.seed = seed
+        self.in_background = in_background
         self.files: list[RecordFile] = []
         # The content of the next file.
         self._tables: list[pa.Table] = []
@@ -213,7 +211,10 @@ class Recorder:
             write = partial(
                 self._write, pa.concat_tables(self._tables), tuple(self._facts), self._media
             )
-            self._tables, self._facts, self._media, self._n_tokens = [], [], {}, 0
+            self._tables = []
+            self._facts = []
+            self._media = {}
+            self._n_tokens = 0
             write() if self.in_background else self._submit(write)
 
     def _write(

@@ -14,7 +14,9 @@ class BusyTime:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self._busy_s, self._n_working, self._since = 0.0, 0, 0.0
+        self._busy_s = 0.0
+        self._n_working = 0
+        self._since = 0.0
 
     @property
     def seconds(self) -> float:

@@ -104,7 +104,7 @@ class Trace:
             self._add_event(phase, ATTEMPTS, 1, span.name, ts=ts, cat="attempt", id=span.name)
 
     def flush(self) -> None:
-        """Write the new events. If the disk fails, the trace ends but the run goes on."""
+        """Write the new events. If the disk fails, the trace ends but the run continues."""
         events, self._events = self._events, []
         if self._file is None:
             return
@@ -151,5 +151,6 @@ def _keep_complete_events(content: bytes) -> bytes:
 
     The closing bracket, or an event that a crash cut off, is left out.
     """
-    content = content.removesuffix(b"\n]\n") + b",\n" if content.endswith(b"}\n]\n") else content
+    if content.endswith(b"}\n]\n"):
+        content = content.removesuffix(b"\n]\n") + b",\n"
     return content[: max(content.rfind(b"},\n") + 1, 0)]

@@ -103,12 +103,10 @@ class Profiler:
         show: Callable[[str], None],
     ) -> None:
         assert steps >= 1, steps
-        self.subject, self.requested_steps, self.directory, self.show = (
-            subject,
-            steps,
-            directory,
-            show,
-        )
+        self.subject = subject
+        self.requested_steps = steps
+        self.directory = directory
+        self.show = show
         # A short stage gets fewer warm-up steps, but one if it has at least two steps.
         self.warm_up = min(WARM_UP, max(steps_left - steps, min(steps_left - 1, 1)))
         self.steps = min(steps, steps_left - self.warm_up)
@@ -129,7 +127,8 @@ class Profiler:
         if self.step == self.first_profiled_step and self.profile is None:
             self._start()
         self._step_excluded_s = 0.0
-        self._step_busy_start, self._step_start = time.process_time(), time.perf_counter()
+        self._step_busy_start = time.process_time()
+        self._step_start = time.perf_counter()
 
     def end_step(self) -> None:
         seconds = time.perf_counter() - self._step_start
@@ -151,7 +150,8 @@ class Profiler:
         is_excluded = span.name in EXCLUDED_PHASES
         if self._torch_profile is None and not is_excluded:
             return None
-        tokens_before, busy_before_s = self.subject.requested_tokens(), time.process_time()
+        tokens_before = self.subject.requested_tokens()
+        busy_before_s = time.process_time()
         trace_range = record_function(span.name)
         trace_range.__enter__()
 
@@ -219,10 +219,8 @@ class Profiler:
         }
         count_work(events, phases, vocab_size=subject.vocab_size)
         if subject.device.type == "cuda":
-            idle_share, idle_resource = (
-                1 - measure_kernel_seconds(events, excluded=EXCLUDED_PHASES) / wall_s,
-                "the accelerator",
-            )
+            idle_share = 1 - measure_kernel_seconds(events, excluded=EXCLUDED_PHASES) / wall_s
+            idle_resource = "the accelerator"
         else:
             threads = subject.threads
             idle_share = 1 - (self._busy_s - self._excluded_busy_s) / (wall_s * threads)
@@ -272,7 +270,8 @@ def read_events(torch_profile: profile) -> list[TraceEvent]:
     results = torch_profile.profiler and torch_profile.profiler.kineto_results
     for event in results.events() if results else ():
         name, is_host = event.name(), event.device_type() == DeviceType.CPU
-        has_flop, is_step = name in (*PRODUCTS, ONEDNN, EMBEDDING), name.startswith(STEP)
+        has_flop = name in (*PRODUCTS, ONEDNN, EMBEDDING)
+        is_step = name.startswith(STEP)
         is_range = event.is_user_annotation() and not is_step
         if is_host and not (has_flop or is_step or is_range):
             continue

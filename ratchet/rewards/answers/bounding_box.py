@@ -138,10 +138,8 @@ class BoundingBox(FinalAnswer):
         if box is None:
             return self.lowest
         if self.config.task_units != self.config.answer_units:
-            (task_width, task_height), (answer_width, answer_height) = (
-                get_side_lengths(self.config.task_units, task),
-                get_side_lengths(self.config.answer_units, task),
-            )
+            task_width, task_height = get_side_lengths(self.config.task_units, task)
+            answer_width, answer_height = get_side_lengths(self.config.answer_units, task)
             box = box.scale(task_width / answer_width, task_height / answer_height)
         value = compute_iou(box, gold) if self.config.measure == "iou" else compute_giou(box, gold)
         return value if self.config.threshold is None else float(value >= self.config.threshold)
@@ -152,7 +150,7 @@ class BoundingBox(FinalAnswer):
             first, second, third, fourth = map(float, values)
         except (TypeError, ValueError):
             raise DataError(
-                f"{task.where}: its answer {str(task.answer)[:100]!r} is no box [x1, y1, x2, y2]"
+                f"{task.where}: its answer {str(task.answer)[:100]!r} is not a box [x1, y1, x2, y2]"
             ) from None
         gold = (
             Box(first, second, third, fourth)
@@ -161,8 +159,8 @@ class BoundingBox(FinalAnswer):
         )
         if not gold.area:
             raise DataError(
-                f"{task.where}: its box {task.answer} has no area as {self.config.corners}: set "
-                "corners"
+                f"{task.where}: its box {task.answer} has no area if read as "
+                f"corners={self.config.corners}: set the other form of corners, or correct the box"
             )
         return gold
 

@@ -5,8 +5,8 @@ Each function in `CHECKS` takes a text and the arguments of its instruction in t
 The checks are safe for hostile text: each takes time linear in the text's length, and words of the
 data are never used as patterns. They differ from the published code in three ways: rules split
 sentences (the published code uses a trained model), a text of unknown language fails a language
-instruction (in the published code it passes), and a line that is a lone asterisk is no bullet (in
-the published code it may be one).
+instruction (in the published code it passes), and a line that is a lone asterisk is not a bullet
+(in the published code it may be one).
 """
 
 from __future__ import annotations

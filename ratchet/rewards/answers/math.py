@@ -53,7 +53,7 @@ class MathConfig(Section):
 log = logging.getLogger(__name__)
 FORMULA = re.compile(r"\$\$?(?P<a>[^$]+)\$\$?|\\\((?P<b>(?>(?:[^\\]+|\\(?![()]))*))\\\)")
 PACKAGE = "math_verify"
-MAX_ALGEBRA_CHARS = 500  # a longer text is no final answer, and takes seconds to parse
+MAX_ALGEBRA_CHARS = 500  # a longer text is not a final answer, and takes seconds to parse
 # Matches "5 6", which math-verify adds up to 11.
 SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")
 
@@ -127,7 +127,8 @@ def extract_formula(text: str) -> str | None:
 
     A text without a formula or number is itself the formula if it is one short line.
     """
-    formula, number = find_last_match(FORMULA, text), find_last_match(NUMBER, text)
+    formula = find_last_match(FORMULA, text)
+    number = find_last_match(NUMBER, text)
     if number is not None and (formula is None or number.end() > formula.end()):
         is_only_number = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
         return (

@@ -49,7 +49,8 @@ class MultipleChoice(FinalAnswer):
         verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|would\sbe)(?:\s{0,3}:)?)?"
         noun = r"(?i:\b(?:answer|choice|option)\b)\*{0,2}"
         self._answer_pattern = re.compile(
-            rf"{noun}(?P<verb>{verb})\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{OPENING_MARKS}{letter}"
+            rf"{noun}(?P<verb>{verb})\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?"
+            rf"{OPENING_MARKS}{letter}"
         )
         self._letter_pattern = re.compile(
             rf"\s*{OPENING_MARKS}{letter}{CLOSING_MARKS}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL
@@ -100,7 +101,7 @@ class MultipleChoice(FinalAnswer):
         )
 
     def _read_task_letter(self, task: Task) -> str:
-        """Return the task's letter. Raises DataError if its answer is no letter and no index."""
+        """Return the task's letter. Raises DataError if the answer is no letter and no index."""
         answer, letters = task.answer, self.config.letters
         if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
             return letters[answer]

@@ -65,7 +65,7 @@ LATEX_REPLACEMENTS = (
     (re.compile(r"\\(?:[!,]|(?=[$%]))"), ""),
     (re.compile("−"), "-"),
 )
-# a heading (#### Step 2) is no marker
+# a heading (#### Step 2) is not a marker
 HASHES = re.compile(rf"####[ \t]*(?=[$+-]*{DECIMAL})([^\n]*)")
 BOXED = "\\boxed{"
 

@@ -28,7 +28,7 @@ class UnwantedTextConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_some(self) -> UnwantedTextConfig:
+    def _check_any_unwanted(self) -> UnwantedTextConfig:
         if not self.texts and not self.token_ids:
             raise ValueError("nothing is unwanted: set texts or token_ids")
         return self

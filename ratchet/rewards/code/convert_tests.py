@@ -134,7 +134,8 @@ def _convert_checks(cases: Sequence[Any], sources: Sequence[str], label: str) ->
     prompt = USUAL_IMPORTS
     for case in cases:
         values: Mapping[str, Any] = case if isinstance(case, Mapping) else {}
-        name, prefix = values.get("entry_point", "candidate"), values.get("import_prefix", "")
+        name = values.get("entry_point", "candidate")
+        prefix = values.get("import_prefix", "")
         if not isinstance(name, str) or not name.isidentifier() or not isinstance(prefix, str):
             raise DataError(
                 f"task '{label}': entry_point and import_prefix of a check-based test must be text"
@@ -208,14 +209,16 @@ def _find_functions(tree: ast.Module, label: str) -> list[str]:
         if alias.name != "*"
     ]
     if not imported:
-        known = {*vars(builtins), *_list_bound_names(tree)}
+        defined_names = {*vars(builtins), *_list_bound_names(tree)}
         called = [
             node.func.id
             for node in ast.walk(tree)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         ]
         imported = [
-            name for name in called if name not in known and not defines_name(USUAL_IMPORTS, name)
+            name
+            for name in called
+            if name not in defined_names and not defines_name(USUAL_IMPORTS, name)
         ]
     names = list(dict.fromkeys(imported))
     if not names:

@@ -89,10 +89,8 @@ def has_expected_output(
     """
     if compare == "lines":
         return output_matches(result, expected)
-    printed_tokens, expected_tokens = (
-        result.stdout.split(),
-        expected.encode("utf-8", "surrogatepass").split(),
-    )
+    printed_tokens = result.stdout.split()
+    expected_tokens = expected.encode("utf-8", "surrogatepass").split()
     if not result.ok or len(printed_tokens) != len(expected_tokens):
         return False
     return all(

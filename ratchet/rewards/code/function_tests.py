@@ -128,7 +128,9 @@ class FunctionJudge:
     """
 
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
-        self.sandbox, self.limits, self.share = sandbox, limits, share
+        self.sandbox = sandbox
+        self.limits = limits
+        self.share = share
         is_same_python = sandbox.has_same_python
         self._answer_script, self._explain_script = (
             _build_script("program_runner", entry, compiled=is_same_python)
@@ -147,7 +149,10 @@ class FunctionJudge:
         Raises DataError if the tests can judge no program, SandboxError if the sandbox failed.
         """
         plan = await self._get_plan(task)
-        calls, answers, n_certain, n_follow_up_calls = plan.calls, [], 0, 0
+        calls = plan.calls
+        answers = []
+        n_certain = 0
+        n_follow_up_calls = 0
         runner = ProgramRunner(self.sandbox, MAX_WALL_MULTIPLE * self.limits.wall_s)
         for _ in range(MAX_ROUNDS):
             request = {**_get_program_columns(task), "text": text, "calls": calls}
@@ -290,7 +295,7 @@ def _get_program_columns(task: FunctionTask) -> dict[str, str]:
 
 
 def _get_complete_lines(result: Result) -> list[str]:
-    """Return the complete lines of stdout: a line that was cut off is no answer."""
+    """Return the complete lines of stdout: a line that was cut off is not an answer."""
     return [line.decode("utf-8", "replace") for line in result.stdout.split(b"\n")[:-1]]
 
 

@@ -40,7 +40,9 @@ class pytest:
 
     class raises:
         def __init__(self, expected, match=None):
-            self.expected, self.match, self.value = expected, match, None
+            self.expected = expected
+            self.match = match
+            self.value = None
 
         def __enter__(self):
             return self
@@ -57,7 +59,9 @@ class pytest:
 
     class approx:
         def __init__(self, expected, rel=None, abs=None):
-            self.expected, self.rel, self.abs = expected, rel, abs
+            self.expected = expected
+            self.rel = rel
+            self.abs = abs
 
         def __eq__(self, actual):
             expected = self.expected

@@ -125,7 +125,10 @@ class AssertionJudge:
         answers: list[str],
         share: bool,
     ) -> None:
-        self.prompt, self.entry_point, self.test, self.share = prompt, entry_point, test, share
+        self.prompt = prompt
+        self.entry_point = entry_point
+        self.test = test
+        self.share = share
         self.calls, self.answers = calls, answers
         self.calls_made: list[str] = []
         self.n_certain: int | None = None  # calls before the first without an answer
@@ -158,12 +161,12 @@ class AssertionJudge:
         has_ended = False
         try:
             self._run()
-            end, reason, has_ended = ("wrong" if self.n_broken else "passed"), "", True
+            end = "wrong" if self.n_broken else "passed"
+            reason = ""
+            has_ended = True
         except BaseException as error:
-            end, reason = (
-                ("crashed" if error in self.program_errors else "wrong"),
-                f"{type(error).__name__}: {error}",
-            )
+            end = "crashed" if error in self.program_errors else "wrong"
+            reason = f"{type(error).__name__}: {error}"
             if self._is_tests_fault(error):
                 end = "unusable"
             # Without `share`, a failed assertion ends the tests here, and is counted already.
@@ -305,7 +308,9 @@ class AssertionJudge:
 
     def _read_answer(self, line: str) -> Any:
         """Return, or raise, the answer in a line from the program, which may hold anything."""
-        had_seen_text, self.has_answered, self.has_seen_text = self.has_seen_text, True, True
+        had_seen_text = self.has_seen_text
+        self.has_answered = True
+        self.has_seen_text = True
         try:
             answer = json.loads(line)
             if "raised" in answer:

@@ -200,7 +200,7 @@ def has_no_commas(text: str) -> bool:
     return "," not in text
 
 
-# By the name in the data.
+# The functions by their names in the data.
 FUNCTIONS: Mapping[str, Callable[..., bool]] = {
     "verify_keywords": has_keywords,
     "verify_keyword_frequency": has_keyword_frequency,

@@ -82,7 +82,9 @@ class TRLReward(Reward):
     def __init__(
         self, function: Callable[..., Any], label: str, *, conversational: bool | None = None
     ) -> None:
-        self.function, self.label, self.conversational = function, label, conversational
+        self.function = function
+        self.label = label
+        self.conversational = conversational
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return an outcome for each attempt; attempts that failed or were cancelled keep theirs.

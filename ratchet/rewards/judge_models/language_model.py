@@ -1,4 +1,4 @@
-"""A language model of the run that answers the questions of judging rewards."""
+"""A judge model that the run itself loads: it answers the questions of LLM-judge rewards."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class LanguageModelJudge(JudgeModel):
             ),
         )
         text = self._renderer.parse(completion.tokens.tolist(), completion.stop).text.strip()
-        # The score may be what is missing, or a part of it: "Score: 1" of "Score: 10".
+        # A reply that was cut off may lack the score, or show "Score: 1" where "Score: 10" was
+        # meant.
         if not completion.stop.finished:
             raise DataError(
                 f"judge {self.name}: the reply was cut off after {len(completion.tokens)} tokens "

@@ -18,7 +18,7 @@ from ratchet.utils.retry import get_retry_wait_s
 
 def _check_url(url: str) -> str:
     if not re.fullmatch(r"https?://[^\s/]+\S*", url):
-        raise ValueError(f"{url!r} is no address: it must begin with http:// or https://")
+        raise ValueError(f"{url!r} is not an address: it must begin with http:// or https://")
     return url
 
 
@@ -118,7 +118,9 @@ class Endpoint:
         """Raise ConfigError if the key's environment variable is not set."""
         import httpx2
 
-        self._httpx2, self.url, self.config = httpx2, url, config
+        self._httpx2 = httpx2
+        self.url = url
+        self.config = config
         self._headers = {"content-type": "application/json"}
         if config.api_key_env is not None:
             self._headers["authorization"] = f"Bearer {get_credential(config.api_key_env)}"

@@ -199,7 +199,7 @@ class PairwiseJudge(Reward):
             "reference": "" if self.config.against == "answer" else format_reference(task),
             "rubric": self.config.rubric,
         }
-        # Sorted, so that two answers make the same (shared) request in either order.
+        # Answers are sorted, so that two answers make the same (shared) request in either order.
         first, second = sorted((text, other_text))
         orders = (
             ((first, second), (second, first)) if self.config.both_orders else ((first, second),)

@@ -54,7 +54,9 @@ class RewardWorkers:
     def __init__(
         self, function: str, *, cpu_s: float, memory_mib: int = 2048, size: int = 2
     ) -> None:
-        self.function, self.cpu_s, self.memory_mib = function, cpu_s, memory_mib
+        self.function = function
+        self.cpu_s = cpu_s
+        self.memory_mib = memory_mib
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="reward-worker")
         self._idle: list[_Worker] = []
         self._lock = threading.Lock()

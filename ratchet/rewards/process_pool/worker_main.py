@@ -40,6 +40,7 @@ def serve(connection: Connection, path: str, cpu_s: float, memory_mib: int) -> N
             kind, answer = FrameKind.RESULT, dump_json(function(*arguments))
         # The caller decides how a bug, an exit or exhausted memory affects the reward.
         except (Exception, SystemExit):
-            kind, answer = FrameKind.RAISED, dump_json(traceback.format_exc()[-4000:])
+            kind = FrameKind.RAISED
+            answer = dump_json(traceback.format_exc()[-4000:])
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send(kind, call.number, answer)

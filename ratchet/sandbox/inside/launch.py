@@ -149,8 +149,8 @@ def list_library_paths() -> tuple[str, ...]:
 def find_strongest_level(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
     """Return the strongest level up to `at_most` that is granted, and why others were refused."""
     if not seccomp.is_available():
-        known = " and ".join(seccomp.NUMBERS_BY_MACHINE)
-        return 0, [f"no system call filter for {syscalls.MACHINE}; Ratchet has one for {known}"]
+        machines = " and ".join(seccomp.NUMBERS_BY_MACHINE)
+        return 0, [f"no system call filter for {syscalls.MACHINE}; Ratchet has one for {machines}"]
     refused: list[str] = []
     if reason := try_in_child(try_filter):
         return 0, [f"seccomp: {reason}"]

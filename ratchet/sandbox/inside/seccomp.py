@@ -17,8 +17,15 @@ from signal import SIGKILL
 from .syscall_numbers import NUMBERS_BY_MACHINE
 from .syscalls import MACHINE, SECCOMP, syscall
 
-LOAD, JUMP_EQUAL, JUMP_SET, JUMP_GE, RETURN, BIT_AND = 0x20, 0x15, 0x45, 0x35, 0x06, 0x54
-KILL_PROCESS, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
+LOAD = 0x20
+JUMP_EQUAL = 0x15
+JUMP_SET = 0x45
+JUMP_GE = 0x35
+RETURN = 0x06
+BIT_AND = 0x54
+KILL_PROCESS = 0x80000000
+ALLOW = 0x7FFF0000
+FAIL = 0x00050000
 # The kernel's names of the machines, AUDIT_ARCH_*
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000  # set in the numbers of x86-64's calls with 32-bit pointers
@@ -57,8 +64,8 @@ CHANGING = list_names("""
     truncate ftruncate rename mkdir rmdir creat link unlink symlink chmod fchmod mkdirat
     unlinkat renameat linkat symlinkat fchmodat utimensat fallocate renameat2
 """)
-# Allowed only inside a separate process namespace. make sets its ids to their current values when it
-# starts a command; without capabilities no other values can be set.
+# Allowed only inside a separate process namespace. `make` sets its ids to their current values when
+# it starts a command; without capabilities no other values can be set.
 FORKING = list_names("""
     fork vfork execve wait4 kill setpgid setsid setresuid setresgid setpriority tgkill waitid
     execveat
@@ -89,16 +96,17 @@ def return_error(number: int = errno.EPERM) -> Instruction:
 def load_argument(index: int) -> Instruction:
     """Return the instruction that loads the low half of an argument.
 
-    The kernel also reads checked arguments as 32-bit.
+    The kernel too reads the arguments that are checked here as 32-bit numbers.
     """
     return (LOAD, 0, 0, 16 + 8 * index)
 
 
 def if_call(call: int | None, body: list[Instruction]) -> list[Instruction]:
-    """Return the filter that runs `body` if the system call is `call`; None for a machine without.
+    """Return the filter that runs `body` if the system call is `call`.
 
-    `body` must return. It may overwrite the loaded call number, because it returns before another
-    instruction reads that number.
+    `call` is None on a machine without the call: the filter is then empty. `body` must return. It
+    may overwrite the loaded call number, because it returns before another instruction reads that
+    number.
     """
     return [] if call is None else [(JUMP_EQUAL, 0, len(body), call), *body]
 

@@ -266,7 +266,7 @@ def test_places_and_forms_that_are_none_are_refused(written, tmp_path):
     with pytest.raises(ConfigError, match="exists: give another place"):
         run(written("llama"), tmp_path / "file", "dcp")
     with pytest.raises(
-        ConfigError, match="--to onnx is no format of weights: choose one of hf, megatron, dcp"
+        ConfigError, match="--to onnx is not a format of weights: choose one of hf, megatron, dcp"
     ):
         run(written("llama"), tmp_path / "made", "onnx")
     with pytest.raises(

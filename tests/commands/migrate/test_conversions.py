@@ -328,7 +328,7 @@ def test_no_clipping_of_gradients_is_none_here() -> None:
 
 @pytest.mark.fault("I5")
 def test_a_null_there_is_not_their_default() -> None:
-    """TRL's null bound is no bound; it was read as the default, 3."""
+    """TRL's null bound is not a bound; it was read as the default, 3."""
     keys = {
         "use_vllm": True,
         "vllm_importance_sampling_mode": "token_truncate",

@@ -18,7 +18,7 @@ from ratchet.observe.records.writer import Recorder
 from ratchet.observe.sinks import JsonlSink
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing.builders import make_trajectory
-from ratchet.types import Group, Medium, Message, Part, Placed, Scored, Task
+from ratchet.types import Group, Medium, Message, Part, PlacedMedium, Scored, Task
 
 LARGE = (1400, 1000)
 
@@ -83,7 +83,8 @@ def make_picture_run(path, *, question="How many circles?"):
             list(b"how many?"), list(b"one"), outcome=Scored(reward), attempt=attempt, version=0
         )
         media = tuple(
-            Placed(i, Medium(f"medium {i}", "image", 1, {}, shapes_source())) for i in range(6)
+            PlacedMedium(i, Medium(f"medium {i}", "image", 1, {}, shapes_source()))
+            for i in range(6)
         )
         rows.append(replace(row, messages=said, media=() if attempt else media))
     group = Group(

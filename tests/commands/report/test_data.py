@@ -12,8 +12,8 @@ from commands.report.made_runs import grow, make_run
 from ratchet.commands.report.metrics import MetricsFile
 from ratchet.commands.report.predicted import compare_with_plan
 from ratchet.commands.report.runs import RunReader, find_runs, flatten, open_runs
-from ratchet.commands.report.schema import pack
 from ratchet.commands.report.texts import TokenTexts
+from ratchet.commands.report.wire_format import pack
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer, character_tokenizer
 from ratchet.errors import DataError, RunDirectoryError
 

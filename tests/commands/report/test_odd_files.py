@@ -133,12 +133,12 @@ def test_numbers_that_json_lacks_and_a_record_that_is_a_file_are_shown(run: Path
 
 def test_a_report_takes_the_place_of_plain_files_alone(run: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(RunDirectoryError, match=r"pipe is no plain file; choose another --out"):
+    with pytest.raises(RunDirectoryError, match=r"pipe is not a plain file; choose another --out"):
         write_report([run], tmp_path / "pipe", rollouts=0)
     assert (tmp_path / "pipe").is_fifo()
     (tmp_path / "real").write_text('{"row": 1}')
     (tmp_path / "link").symlink_to("real")
-    with pytest.raises(RunDirectoryError, match="link is no report and is not overwritten"):
+    with pytest.raises(RunDirectoryError, match="link is not a report and is not overwritten"):
         write_report([run], tmp_path / "link", rollouts=0)
     assert (tmp_path / "real").read_text() == '{"row": 1}'
     (tmp_path / "real").write_text("")

@@ -16,7 +16,7 @@ REFUSED = {
     "lora.rank=0": "lora.rank: 0 must be at least 1",
     "lora.dropout=1": "lora.dropout: 1 must be less than 1",
     "lora.init=pissa": "lora.init: 'pissa' must be 'kaiming' or 'gaussian'",
-    "lora.target_modules=[q_prj]": "no linear map of the model's layers is called 'q_prj'; did you "
+    "lora.target_modules=[q_prj]": "no linear layer of the model is called 'q_prj'; did you "
     "mean 'q_proj'?",
     "lora.alfa=3": "lora.alfa: unknown key; did you mean 'alpha'?",
     "model.preset=tiny-moe": "set lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",

@@ -146,7 +146,7 @@ MALFORMED = [
         '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 100_000 + "</tool_call>",
         1,
     ),
-    # then the good one is no call either
+    # then the good one is not a call either
     ("hermes", f"<tool_call>{JSON}</tool_call><tool_call></tool_call>", 1),
     ("qwen3_coder", "<tool_call>\nadd\n</tool_call>", 1),
     ("qwen3_coder", "<function=add><parameter=a>2</function>", 1),

@@ -140,7 +140,7 @@ async def wait_for(environment):
 @pytest.mark.parametrize(
     ("factory", "words"),
     [
-        ("NoReset", "NoReset is no environment of TRL: it has no method `reset`"),
+        ("NoReset", "NoReset is not an environment of TRL: it has no method `reset`"),
         ("Untyped", "Untyped.add can't be a tool: .*Give each parameter a type"),
     ],
 )

@@ -384,7 +384,7 @@ def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_
             await player.reset(task)
         old = await pid_of(leaks)
         watched = Watched(old)
-        for count in (0, 15, 15):  # what is there after the first is no leak
+        for count in (0, 15, 15):  # what is there after the first is not a leak
             await leaks.reset(task)
             assert await pid_of(leaks) == old
             await tell(leaks, f"leak {count}")
@@ -667,7 +667,7 @@ def test_a_task_arrives_as_it_was(answer, meta):
     task = Task("t", messages, answer=answer, seed=3, meta=meta)
     arrived = from_plain(pack(task).load_json())
     assert arrived == task
-    assert repr(arrived) == repr(task), "a list is no tuple"
+    assert repr(arrived) == repr(task), "a list is not a tuple"
     step = Step(messages, reward=0.5, done=True, state_key="k", metrics={"m": 1.0})
     assert from_plain(pack(step).load_json()) == step
 

@@ -98,7 +98,7 @@ class InParts:
     def __init__(self, generator, sigma):
         self.generator = generator
 
-    async def play(self, task, environment, sampling, *, attempt, memo=None):
+    async def play(self, task, environment, sampling, *, attempt, prompt_cache=None):
         asked = [replace(sampling, seed=derive_seed(sampling.seed, part)) for part in range(2)]
         found = [await self.generator.generate([1], own) for own in asked]
         row = make_trajectory([1], [0, 0], attempt=attempt)

@@ -54,7 +54,7 @@ class Counts:
     def __init__(self, generator, lengths):
         self.generator, self.lengths = generator, lengths
 
-    async def play(self, task, environment, sampling, *, attempt, memo=None):
+    async def play(self, task, environment, sampling, *, attempt, prompt_cache=None):
         number = int(task.id.rpartition("/")[2])
         wanted = self.lengths[number % len(self.lengths)] + attempt
         found = await self.generator.generate([1], replace(sampling, max_new_tokens=wanted))

@@ -74,7 +74,7 @@ def test_the_rules_by_hand():
             policy, start, TOKENIZER, {"count": environment}, max_seq_len=40, max_rollout_turns=3
         )
         assert batch["total_reward"].tolist()[:3] == [0.5, 1.0, 1.5]
-        assert math.isnan(batch["total_reward"][3]), "a failure is no reward"
+        assert math.isnan(batch["total_reward"][3]), "a failure is not a reward"
         assert batch["loss_multiplier"].tolist() == [1, 1, 1, 0]
         assert batch["truncated"].tolist() == [False] * 4
         assert [error is None for error in batch["failed"]] == [True, True, True, False]

@@ -121,7 +121,7 @@ def test_limits_and_stop_strings_of_a_request():
         async with serving(generator, max_new_tokens=6) as (session, client):
             question = [{"role": "user", "content": "hi"}]
             _, short = await said(client, question, max_tokens=3, stop=["x"])
-            assert not session.latest_answer.cut, "the agent's own limit is no budget of the run"
+            assert not session.latest_answer.cut, "the agent's own limit is not a budget of the run"
             (row,) = session.trajectories(0, None, {})
             assert row.is_cut_short, "but it took the end off the answer"
             _, cut = await said(client, question, max_completion_tokens=99, stop="y", seed=1)

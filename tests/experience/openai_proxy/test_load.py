@@ -162,7 +162,7 @@ def test_what_is_longer_than_the_context_is_not_rendered() -> None:
 
 
 def test_a_long_text_that_fits_is_answered() -> None:
-    """White space may vanish in a tokenizer, and is no reason to refuse."""
+    """White space may vanish in a tokenizer, and is not a reason to refuse."""
 
     async def scene() -> Any:
         async with serving(Scripted(["a"]), max_context=4096) as (_, client):

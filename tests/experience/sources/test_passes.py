@@ -11,7 +11,7 @@ from ratchet.cli.main import app
 from ratchet.config.loader import load_config
 from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import ConfigError
-from ratchet.experience.sources.passes import resolve_lengths
+from ratchet.experience.sources.passes import resolve_passes
 from ratchet.observe.sinks import read_jsonl
 from ratchet.training.start import resume_run, start_run
 
@@ -38,9 +38,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def count_steps(recipe: Path, *overrides: str) -> list[int]:
-    return [
-        stage.n_steps for stage in resolve_lengths(load_config(recipe, overrides)).config.stages
-    ]
+    return [stage.n_steps for stage in resolve_passes(load_config(recipe, overrides)).config.stages]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +68,7 @@ def test_a_pass_over_a_mixture_is_one_over_all_its_parts(recipe: Path) -> None:
     Path("g.jsonl").write_text(
         "".join(json.dumps({**row, "question": f"{n}?"}) + "\n" for n in range(20))
     )
-    mixture = resolve_lengths(
+    mixture = resolve_passes(
         load_config(recipe, [f"environment={{kind: mixture, parts: {parts}}}"])
     )
     train = next(iter(mixture.environments.values()))
@@ -90,7 +88,7 @@ def test_endless_tasks_have_no_pass_but_over_examples(recipe: Path) -> None:
 def test_keys_are_checked_again_with_the_steps(recipe: Path) -> None:
     late = load_config(recipe, ["optimizer.warmup_steps=9"])
     with pytest.raises(ConfigError, match=r"stage sft: optimizer.warmup_steps=9 is more than"):
-        resolve_lengths(late)
+        resolve_passes(late)
 
 
 def test_a_run_keeps_its_steps_and_resumes_with_them(

@@ -15,7 +15,7 @@ from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.request import GenerationRequest
 from ratchet.generators.vllm.media import check_expanded, check_installed, collapse_placeholders
 from ratchet.generators.vllm.requests import make_vllm_prompt
-from ratchet.types import Medium, Placed, Sampling
+from ratchet.types import Medium, PlacedMedium, Sampling
 
 PLAY = Path(__file__).parent / "vllm_media_play.py"
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
@@ -33,7 +33,9 @@ def request(tokens, *placed):
     )
 
 
-TWO = request([1, 9, 9, 9, 2, 9, 9, 3], Placed(1, image("a", 3)), Placed(5, image("b", 2, 16)))
+TWO = request(
+    [1, 9, 9, 9, 2, 9, 9, 3], PlacedMedium(1, image("a", 3)), PlacedMedium(5, image("b", 2, 16))
+)
 
 
 def test_each_image_is_one_placeholder_and_says_what_it_is():
@@ -50,7 +52,7 @@ def test_each_image_is_one_placeholder_and_says_what_it_is():
 
 def test_two_images_side_by_side_stay_two():
     assert collapse_placeholders(
-        request([9, 9, 9, 9], Placed(0, image("a", 2)), Placed(2, image("b", 2)))
+        request([9, 9, 9, 9], PlacedMedium(0, image("a", 2)), PlacedMedium(2, image("b", 2)))
     ) == [
         9,
         9,
@@ -67,9 +69,9 @@ def test_what_vllm_makes_of_a_prompt_is_compared():
 
 def test_what_it_is_not_given_is_refused():
     with pytest.raises(ConfigError, match="kind audio, but the vLLM generator takes only images"):
-        make_vllm_prompt(request([1, 9], Placed(1, Medium("a", "audio", 1, {}, b""))), 0)
+        make_vllm_prompt(request([1, 9], PlacedMedium(1, Medium("a", "audio", 1, {}, b""))), 0)
     with pytest.raises(ModelError, match="differ from one another"):
-        collapse_placeholders(request([1, 8, 9], Placed(1, image("a", 2))))
+        collapse_placeholders(request([1, 8, 9], PlacedMedium(1, image("a", 2))))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from ratchet.testing.conformance import check_learner
 
 pytestmark = pytest.mark.needs("bitsandbytes")
 CONFIG = AdamW8bitConfig(lr=1.0, betas=(0.9, 0.99), weight_decay=0.1, ema_decay=0.5)
-# the second is no whole blocks
+# the second is not whole blocks
 SHAPES = {"matrix": (70, 100), "odd": (3, 41, 43), "vector": (5000,), "small": (8, 8)}
 
 

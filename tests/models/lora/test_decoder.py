@@ -224,5 +224,5 @@ def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path):
     )
     with pytest.raises(ModelError, match="use_dora=True"):
         load_adapter(tmp_path)
-    with pytest.raises(ModelError, match="no adapter that peft can read"):
+    with pytest.raises(ModelError, match="not an adapter that peft can read"):
         load_adapter(tmp_path / "nowhere")

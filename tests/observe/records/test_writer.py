@@ -39,7 +39,7 @@ from ratchet.types import (
     Medium,
     Message,
     Part,
-    Placed,
+    PlacedMedium,
     Scored,
     Task,
     ToolCall,
@@ -70,7 +70,7 @@ def some_groups() -> list[Group]:
         messages=said,
         metrics={"turns": 2.0, "nan": float("nan")},
         extras={"odd": {1, 2}},
-        media=(Placed(0, Medium("xxh3:1", "image", 1, {}, b"x")),),
+        media=(PlacedMedium(0, Medium("xxh3:1", "image", 1, {}, b"x")),),
         log_kept_mass=np.asarray([0, 0, -0.5, 0, 0], np.float32),
         routes=np.arange(20, dtype=np.int16).reshape(5, 2, 2),
         allowed=AllowedTokens(
@@ -319,7 +319,7 @@ def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_interrupted(tmp_pa
         made.close()
 
     session(tmp_path / "whole", range(1, 6))
-    session(tmp_path / "broken", range(1, 4))  # and its file of step 3 is no checkpoint's
+    session(tmp_path / "broken", range(1, 4))  # and its file of step 3 is not a checkpoint's
     (tmp_path / "broken" / ".00000004-00000004.parquet.partial").write_bytes(b"PAR1 torn")
     (tmp_path / "broken" / "00000009-00000009.parquet").write_bytes(b"never indexed")
     with (tmp_path / "broken" / INDEX).open("a") as index:
@@ -350,7 +350,7 @@ def files_in(directory):
 
 
 def picture(number, size=1):
-    """(part, medium) of the same source, which is no image: nothing here looks into it."""
+    """(part, medium) of the same source, which is not an image: nothing here looks into it."""
     source = bytes([number]) * size
     part = Part("image", f"data:image/png;base64,{b64encode(source).decode()}")
     return part, Medium(
@@ -367,18 +367,18 @@ def with_pictures(size=1):
         replace(
             make_trajectory([1, 7, 7, 2], [3], reward=1.0, attempt=0, version=1),
             messages=(asked, Message("assistant", "a")),
-            media=(Placed(1, cat),),
+            media=(PlacedMedium(1, cat),),
         ),
         replace(
             make_trajectory([1, 7, 7, 2, 7, 7], [3], reward=0.0, attempt=1, version=1),
             messages=(asked, Message("assistant", "a"), Message("user", (second,))),
-            media=(Placed(1, cat), Placed(4, dog)),
+            media=(PlacedMedium(1, cat), PlacedMedium(4, dog)),
         ),
     ]
     filed = replace(
         make_trajectory([7, 7], [3], reward=1.0, version=1),
         messages=(Message("user", (Part("image", "far/away.png"),)),),
-        media=(Placed(0, far),),
+        media=(PlacedMedium(0, far),),
     )
     return [Group("g/0", Task("t/0", (asked,)), tuple(rows)), make_group("g/1", [filed])]
 
@@ -511,7 +511,7 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path, caplog):
     recorder = Recorder(RecordConfig(max_gib=1), tmp_path / "steps", seed=3, keep_through=9)
     recorder.add(10, "rl", some_groups(), columned(some_groups()), ones, {})
     recorder.close()
-    assert "'../mine.parquet' is no name of a record file" in caplog.text
+    assert "'../mine.parquet' is not a name of a record file" in caplog.text
     assert (tmp_path / "mine.parquet").read_text() == "mine"
 
 

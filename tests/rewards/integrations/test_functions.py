@@ -1,4 +1,4 @@
-"""Reward functions of other libraries judge as they do there, and a fault of theirs is no reward."""
+"""Reward functions of other libraries judge as they do there, and a fault of theirs is not a reward."""
 
 import asyncio
 import re

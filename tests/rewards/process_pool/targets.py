@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def echo(*arguments):
-    sys.stdout.write("a library's chatter is no answer\n")
+    sys.stdout.write("a library's chatter is not an answer\n")
     return list(arguments)
 
 

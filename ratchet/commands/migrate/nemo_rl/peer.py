@@ -11,7 +11,7 @@ from ratchet.commands.migrate.nemo_rl.common import common_rows
 from ratchet.commands.migrate.nemo_rl.distillation import DISTILLATION
 from ratchet.commands.migrate.nemo_rl.grpo import GRPO
 from ratchet.commands.migrate.nemo_rl.ppo import PPO
-from ratchet.commands.migrate.nemo_rl.tasks import find_other_task
+from ratchet.commands.migrate.nemo_rl.tasks import explain_unsupported_task
 from ratchet.commands.migrate.table import KeyRow, Method, Peer, choose, real, whole
 
 
@@ -64,10 +64,10 @@ def _detect_method(values: Mapping[str, Any]) -> str:
 DATASET = {"environment.kind": "dataset"}
 MATH = {"rewards": [{"kind": "math"}]}
 NEMO_RL = Peer(
-    "nemo-rl",
-    "NeMo RL",
-    "0.4 to 0.7",
-    (
+    name="nemo-rl",
+    title="NeMo RL",
+    version="0.4 to 0.7",
+    marks=(
         "policy.model_name",
         "loss_fn",
         "checkpointing",
@@ -78,8 +78,8 @@ NEMO_RL = Peer(
         "dpo",
         "policy.generation",
     ),
-    _detect_method,
-    {
+    detect_method=_detect_method,
+    methods={
         "grpo": Method({"algorithm.kind": "grpo", **DATASET, **MATH}, GRPO),
         "ppo": Method({"algorithm.kind": "ppo", **DATASET, **MATH}, PPO),
         "distillation": Method(
@@ -91,5 +91,5 @@ NEMO_RL = Peer(
             {"algorithm.kind": "reward_model", **DATASET}, _offline("rm", shared.PAIR_COLUMNS)
         ),
     },
-    find_other_task,
+    explain_unsupported_task=explain_unsupported_task,
 )

@@ -10,7 +10,9 @@ from typing import Any
 from ratchet.commands.migrate import numbers
 from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
 
-GENERATION, DTENSOR, MEGATRON = "policy.generation", "policy.dtensor_cfg", "policy.megatron_cfg"
+GENERATION = "policy.generation"
+DTENSOR = "policy.dtensor_cfg"
+MEGATRON = "policy.megatron_cfg"
 # The parallel dimensions of a Megatron learner.
 PARALLEL_DIMENSIONS = ("tensor", "pipeline", "expert", "context")
 
@@ -53,7 +55,8 @@ def count_learner_gpus(config: PeerConfig) -> int:
     """Return the number of accelerators without those of a separate generator."""
     if not generates_separately(config):
         return count_gpus(config)
-    per_node, nodes = config.whole("cluster.gpus_per_node", 1), config.whole("cluster.num_nodes", 1)
+    per_node = config.whole("cluster.gpus_per_node", 1)
+    nodes = config.whole("cluster.num_nodes", 1)
     resources = f"{GENERATION}.colocated.resources"
     generator_per_node = config.whole(f"{resources}.gpus_per_node", per_node)
     generator_nodes = config.whole(f"{resources}.num_nodes", 1 if nodes == 1 else 0, 0)

@@ -33,7 +33,8 @@ TIS = "loss_fn.truncated_importance_sampling"
 def clip(value: Any, config: PeerConfig) -> Any:
     if config.flag("loss_fn.disable_ppo_ratio"):
         return Values({"algorithm.loss.kind": "reinforce"})
-    low, high = config.number("loss_fn.ratio_clip_min"), config.number("loss_fn.ratio_clip_max")
+    low = config.number("loss_fn.ratio_clip_min")
+    high = config.number("loss_fn.ratio_clip_max")
     if config.flag("loss_fn.use_cispo"):
         # ratio_clip_min=1 means that there is no lower bound.
         lower_bound = {"algorithm.loss.clip_low": low if low < 1 else None}

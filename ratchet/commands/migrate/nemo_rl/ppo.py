@@ -247,7 +247,7 @@ CRITIC = (
     ),
     *section_rows("value"),
     *switches(
-        "the critic runs on the policy's learner, and has its settings but for the learning rate",
+        "the critic runs on the policy's learner, and has its settings except the learning rate",
         "value.*",
     ),
 )
@@ -258,7 +258,7 @@ PPO = (
         "ppo.critic_ppo_epochs", note="algorithm.epochs is this number here", convert=_critic_epochs
     ),
     *CRITIC,
-    # After the keys of the critic, which raw_reward removes.
+    # This row follows the keys of the critic, because raw_reward removes the critic.
     KeyRow(f"{ESTIMATOR}.name", "algorithm.kind", convert=_estimator, default="gae"),
     *rollout_rows("ppo", prompts=32, attempts=16),
     *reward_rows("ppo"),

@@ -43,8 +43,8 @@ MEDIA_DATASETS = frozenset(map(normalise_name, MEDIA_PRESETS)) | {
 }
 
 
-def find_other_task(values: Mapping[str, Any]) -> str | None:
-    """Return a sentence on the file's task and one on its remedy; None if it is converted.
+def explain_unsupported_task(values: Mapping[str, Any]) -> str | None:
+    """Return why the file's task is not converted, and what to do instead; None if it is converted.
 
     Args:
         values: The file's values by dotted key.

@@ -70,7 +70,8 @@ def batches(value: Any, config: PeerConfig) -> int:
 
 def _counts_steps(section: str, config: PeerConfig) -> bool:
     """True unless `max_num_steps` is unset, or so large that `max_num_epochs` ends training."""
-    steps, epochs = config[f"{section}.max_num_steps"], config[f"{section}.max_num_epochs"]
+    steps = config[f"{section}.max_num_steps"]
+    epochs = config[f"{section}.max_num_epochs"]
     count = 0 if steps is None else numbers.number(steps)
     if count <= 0:
         return False

@@ -13,7 +13,7 @@ from ratchet.commands.migrate.roll import values as to
 from ratchet.commands.migrate.roll.agentic import keep_used_definitions
 from ratchet.commands.migrate.roll.common import COMMON, batch_rows, train_rows
 from ratchet.commands.migrate.roll.rlvr import RLVR
-from ratchet.commands.migrate.roll.tasks import find_other_task
+from ratchet.commands.migrate.roll.tasks import explain_unsupported_task
 from ratchet.commands.migrate.table import (
     KeyRow,
     Method,
@@ -82,10 +82,10 @@ def _detect_method(values: Mapping[str, Any]) -> str:
 
 DATASET = {"environment.kind": "dataset"}
 ROLL = Peer(
-    "roll",
-    "ROLL",
-    "0.3",
-    (
+    name="roll",
+    title="ROLL",
+    version="0.3",
+    marks=(
         "pretrain",
         "actor_train",
         "actor_infer",
@@ -95,12 +95,12 @@ ROLL = Peer(
         "rollout_batch_size",
         "num_return_sequences_in_group",
     ),
-    _detect_method,
-    {
+    detect_method=_detect_method,
+    methods={
         "RLVR": Method({"algorithm.kind": "grpo", **DATASET, "rewards": [{"kind": "math"}]}, RLVR),
         "DPO": Method({"algorithm.kind": "dpo", **DATASET}, DPO),
         "SFT": Method({"algorithm.kind": "sft", **DATASET}, SFT),
     },
-    find_other_task,
+    explain_unsupported_task=explain_unsupported_task,
     keep_used=keep_used_definitions,
 )

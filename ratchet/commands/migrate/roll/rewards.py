@@ -135,7 +135,8 @@ def _convert_judge(
         reward["temperature"] = config.number(f"{role}.generating_args.temperature")
     kind = config[f"{role}.judge_model_type"]
     if kind == "api":
-        url, model = config[f"{role}.judge_api_url"], config[f"{role}.judge_model_name"]
+        url = config[f"{role}.judge_api_url"]
+        model = config[f"{role}.judge_model_name"]
         if not url or not model:
             raise InvalidValue(
                 "the judge needs judge_api_url and judge_model_name. Set both, or a reward of "

@@ -16,7 +16,7 @@ LOSSES = {"topr": "topr", "vanilla": "reinforce", "cispo": "cispo", "kimi15": "k
 MEDIA_ENDINGS = (".image_max_pixels", ".image_folder", ".video_folder", ".audio_folder")
 
 
-def find_other_task(values: Mapping[str, Any]) -> str | None:
+def explain_unsupported_task(values: Mapping[str, Any]) -> str | None:
     """Return a sentence on the file's task and one on its remedy; None if it is converted.
 
     Args:

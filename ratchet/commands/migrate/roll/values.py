@@ -118,7 +118,8 @@ def difficulty(value: Any, config: PeerConfig) -> Any:
 def clip(value: Any, config: PeerConfig) -> Any:
     """Convert the clip bounds, importance_sampling and dual_clip_loss to the policy loss."""
     if config.flag("use_pg_clip_range"):
-        low, high = config.number("pg_clip_low"), config.number("pg_clip_high")
+        low = config.number("pg_clip_low")
+        high = config.number("pg_clip_high")
     else:
         low = high = config.number("pg_clip")
     level = config["importance_sampling"]
@@ -205,10 +206,8 @@ def correction(value: Any, config: PeerConfig) -> Any:
     """Convert the importance weight between sampler and learner, with its level and bound."""
     if not numbers.flag(value):
         return Inert("it is off there")
-    level, bound = (
-        config[f"{CORRECTION}.is_weight.weight_type"],
-        config[f"{CORRECTION}.is_weight.upper_bound"],
-    )
+    level = config[f"{CORRECTION}.is_weight.weight_type"]
+    bound = config[f"{CORRECTION}.is_weight.upper_bound"]
     note = "a segment is what a turn is here" if level == "segment" else ""
     high = None if bound is None else numbers.number(bound, "upper_bound")
     return Values(

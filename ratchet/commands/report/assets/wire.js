@@ -1,5 +1,5 @@
 "use strict";
-// Unpacks what ratchet/commands/report/schema.py packs.
+// Unpacks what ratchet/commands/report/wire_format.py packs.
 
 const ARRAYS = {
   u1: Uint8Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array, f8: Float64Array,

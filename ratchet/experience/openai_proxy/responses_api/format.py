@@ -124,7 +124,8 @@ class ResponsesFormat:
         yield self._write_event("response.content_part.done", **position, part=part)
 
     def _write_arguments(self, position: dict[str, Any], item: dict[str, Any]) -> Iterator[str]:
-        kind, arguments = "response.function_call_arguments", item["arguments"]
+        kind = "response.function_call_arguments"
+        arguments = item["arguments"]
         yield self._write_event(f"{kind}.delta", **position, delta=arguments)
         yield self._write_event(f"{kind}.done", **position, name=item["name"], arguments=arguments)
 
@@ -206,7 +207,8 @@ def _drop_constants(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_usage(reply: ChatReply) -> dict[str, Any]:
-    n_prompt_tokens, n_sampled_tokens = len(reply.prompt), len(reply.completion.tokens)
+    n_prompt_tokens = len(reply.prompt)
+    n_sampled_tokens = len(reply.completion.tokens)
     return {
         "input_tokens": n_prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
