@@ -50,8 +50,7 @@ class Outputs:
     sequence_sum: sums a token column within each sequence, over context-parallel ranks too.
     logprobs [T]: log p(token | tokens before it in its sequence) under the row's temperature; 0 if
         the token does not train.
-    old_logprobs [T], detached: the batch's column; the live logprobs if the batch gets a single
-        optimizer step.
+    old_logprobs [T], detached: the batch's column; the live logprobs in a batch of a single step.
     entropy [T]: in nats, under the row's temperature. Like `logprobs` and `values`, entry t belongs
         to the prediction *of* token t.
     values [T]: aligned with `logprobs`.
@@ -171,8 +170,7 @@ class Learner(ABC):
 
         Args:
             averaged: write the running average of the weights, if the optimizer keeps one.
-            part: "all" merges the adapter into the model; "base" leaves it out; "adapter" writes it
-                alone, in peft's format.
+            part: "all" merges the adapter; "base" omits it; "adapter" is it alone, as in peft.
         """
 
     def fingerprint(self) -> str | None:
@@ -206,8 +204,7 @@ class Generator(ABC):
             the learner needs (`Completion.allowed`).
         can_offload: True if `offload` frees the accelerator for others (colocation).
         computed_tokens: Number of tokens computed so far; 0 if they are not counted.
-        final_error: The error with which every further request fails; None while requests are
-            answered.
+        final_error: The error of every further request; None while requests are answered.
     """
 
     version: int
@@ -327,6 +324,10 @@ class Environment(ABC):
         """Return True to leave the task out if its row is too long; False makes it an error."""
         return False
 
+    def post_process(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return a step's groups before it trains on them, perhaps with other rewards."""
+        return groups
+
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the environment's own metrics of a step's groups."""
         return {}
@@ -438,10 +439,7 @@ class Reward(ABC):
         return None
 
     def find_answer_extractor(self, task: Task) -> Reward | None:
-        """Return the reward that extracts final answers for this task: this one or a part of it.
-
-        Returns None if there is none.
-        """
+        """Return the reward that extracts this task's final answers, itself or a part; or None."""
         has_answers = _has_own_method(self, Reward.extract_final_answer)
         return self if has_answers else None
 

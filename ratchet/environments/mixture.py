@@ -215,6 +215,15 @@ class Mixture(Environment):
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         return self._copies.get(task.tag, self._find_part(task)).tools(task)
 
+    def post_process(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return the groups, each as its part returns it."""
+        processed: dict[str, Group] = {}
+        for tag, part in self._parts.items():
+            part_groups = [group for group in groups if group.task.tag == tag]
+            if part_groups:
+                processed |= {group.id: group for group in part.post_process(part_groups)}
+        return [processed.get(group.id, group) for group in groups]
+
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the metrics of the parts, and the number of prompts of each part.
 

@@ -199,6 +199,7 @@ def _make_batcher(
         stage_source,
         groups_per_step=spec.batch_size,
         max_failed_share=spec.rollouts.max_failed_share,
+        post_process=setup.environment.post_process,
     )
 
 

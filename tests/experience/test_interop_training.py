@@ -11,6 +11,7 @@ from typing import Any
 import PIL.Image
 import pytest
 import torch
+from experience.copying_env import Copying
 from pictures import picture, renderer
 from pydantic import ValidationError
 
@@ -18,10 +19,10 @@ from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.data.chat.builtin_tokenizers import BUILTIN_TEMPLATES, character_tokenizer
 from ratchet.data.chat.renderer import Renderer
-from ratchet.errors import DataError
+from ratchet.errors import TrainingError
 from ratchet.evals.openai_client import EndpointPlayer
 from ratchet.experience.config import MessageLogConfig
-from ratchet.experience.nemo_rl import EnvironmentInterface, EnvironmentReturn, make_datum
+from ratchet.experience.nemo_rl import BatchedDataDict, EnvironmentInterface, EnvironmentReturn
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig
 from ratchet.testing import check_environment
@@ -169,9 +170,6 @@ def test_message_logs_have_images():
     assert row.outcome is None
     assert [len(media) for media in generator.media] == [1, 2]
     assert row.media == read.media(row.tokens, row.messages[:-1])
-    # A tokenizer alone has no processor, so the functions that play batches refuse images.
-    with pytest.raises(DataError, match="the model reads only text"):
-        make_datum([show("prompt")], read.tokenizer)
 
 
 def test_an_api_can_t_take_raw_observations():
@@ -218,19 +216,71 @@ def test_what_cannot_work_is_refused_when_it_is_read(values, message):
         MessageLogConfig(**({"interface": COPYING["interface"], "data": COPYING["data"]} | values))
 
 
-def test_numbers_of_its_own_that_break_cost_nothing(monkeypatch, caplog):
-    environment = build(resolve("environment", COPYING))
-    _, run = run_of(lambda metrics: None, steps=1)
-    groups = []
+def drawn_by(interface, **arguments):
+    """The groups of a first step as they train, and the metrics of the interface."""
+    section = {**COPYING, "interface": f"{__name__}:{interface}", "arguments": arguments}
+    _, run = run_of(lambda metrics: None, steps=1, environment=section)
 
     async def draw():
-        groups.extend(await run.batcher.next(0))
+        groups = await run.batcher.next(0)
+        metrics = run.measure_environment(groups)
         await run.close()
+        return groups, metrics
 
-    asyncio.run(draw())
-    assert not math.isnan(environment.measure(groups)["copying/perfect"])
-    monkeypatch.setattr(
-        environment.interface, "global_post_process_and_metrics", lambda batch: 1 / 0
-    )
-    assert environment.measure(groups) == {}
-    assert "ZeroDivisionError" in caplog.text
+    return asyncio.run(draw())
+
+
+class Revising(Copying):
+    """It doubles rewards and adds 1, and leaves attempts without a right answer out."""
+
+    def __init__(self, reward=1.0, returns="revised"):
+        super().__init__(reward)
+        self.returns = returns
+
+    def global_post_process_and_metrics(self, batch):
+        revised = BatchedDataDict(dict(batch))
+        if self.returns == "revised":
+            revised["total_reward"] = batch["total_reward"] * 2 + 1
+            revised["loss_multiplier"] = (batch["total_reward"] > 0).float()
+        elif self.returns == "raises":
+            raise ZeroDivisionError
+        else:
+            revised[self.returns] = torch.full((batch.size,), math.nan)
+        return revised, {"judged": batch.size, "note": "not a number"}
+
+
+def test_what_the_interface_changes_in_the_batch_trains():
+    plain, _ = drawn_by("Copying")
+    revised, metrics = drawn_by("Revising")
+    assert metrics == {"copying/judged": 64}
+    pairs = [
+        (before, after)
+        for old, new in zip(plain, revised, strict=True)
+        for before, after in zip(old.trajectories, new.trajectories, strict=True)
+    ]
+    assert {before.reward for before, _ in pairs} >= {0.0, 1.0}
+    for before, after in pairs:
+        assert before.tokens.tolist() == after.tokens.tolist()
+        assert after.reward == 2 * before.reward + 1
+        if after.turns[-1].reward is not None:  # an answer that was cut off has none
+            assert sum(turn.reward for turn in after.turns) == after.reward
+        assert after.trainable.any() == (before.reward > 0)
+    parts = [{**COPYING, "interface": f"{__name__}:Revising", "tag": "copying"}]
+    mixture = build(resolve("environment", {"kind": "mixture", "parts": parts}))
+    (again,) = mixture.post_process(plain[:1])
+    assert [row.reward for row in again.trajectories] == [
+        row.reward for row in revised[0].trajectories
+    ]
+
+
+@pytest.mark.parametrize(
+    ("returns", "why"),
+    [
+        ("raises", "ZeroDivisionError"),
+        ("total_reward", "total_reward must be finite, not nan"),
+        ("loss_multiplier", "loss_multiplier must be 0 or 1, not nan"),
+    ],
+)
+def test_post_processing_that_breaks_ends_the_run(returns, why):
+    with pytest.raises(TrainingError, match=r"Revising\.global_post(.|\n)*" + why):
+        drawn_by("Revising", returns=returns)

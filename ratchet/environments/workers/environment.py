@@ -148,6 +148,9 @@ class WorkerEnvironment(Environment):
     def stop_strings(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._reply.get("stop_strings", ())
 
+    def post_process(self, groups: Sequence[Group]) -> Sequence[Group]:
+        return self.local.post_process(groups)
+
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         return self.local.measure(groups)
 

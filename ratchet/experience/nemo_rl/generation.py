@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,14 @@ from ratchet.experience.nemo_rl.specs import GenerationDatumSpec
 from ratchet.types import Completion, PlacedMedium, Sampling, StopReason
 
 T = TypeVar("T")
-Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
+
+
+class PromptRequest(NamedTuple):
+    """A prompt with its media."""
+
+    tokens: Sequence[int] | NDArray[np.int64]
+    sampling: Sampling
+    media: Sequence[PlacedMedium] = ()
 
 
 @dataclass(frozen=True)
@@ -49,15 +57,6 @@ class WithSampling:
         media: Sequence[PlacedMedium] = (),
     ) -> Completion:
         return await self.generator.generate(tokens, sampling, media)
-
-
-def refuse_media(media: Sequence[PlacedMedium]) -> None:
-    """Raise ConfigError for media, because batch generators take only tokens."""
-    if media:
-        raise ConfigError(
-            f"the prompt has {len(media)} media, but a batch generator (GenerationInterface) takes "
-            "only tokens. Use a generator with the `generate` of ratchet.protocols.Generator"
-        )
 
 
 def get_weights_version(policy_generation: Any) -> int:
@@ -111,11 +110,17 @@ def is_synchronous_batch_generator(policy_generation: Any) -> bool:
 
 
 class UnbatchedGenerator:
-    """An adapter of a batch generator to the `Generator` protocol. Each request is a batch of 1."""
+    """An adapter of a batch generator to the `Generator` protocol. Each request is a batch of 1.
+
+    Attributes:
+        tokens_by_worker: Number of generated tokens by worker, where the generator names its worker
+            in the output's column `gen_leader_worker_idx`.
+    """
 
     def __init__(self, policy_generation: Any, *, pad_id: int) -> None:
         self.policy_generation = policy_generation
         self.pad_id = pad_id
+        self.tokens_by_worker: Counter[int] = Counter()
 
     async def generate(
         self,
@@ -123,43 +128,49 @@ class UnbatchedGenerator:
         sampling: Sampling,
         media: Sequence[PlacedMedium] = (),
     ) -> Completion:
-        refuse_media(media)
-        requests = [(tokens, sampling)]
+        requests = [PromptRequest(tokens, sampling, media)]
         if not hasattr(self.policy_generation, "generate_async"):
             return complete_batch(self.policy_generation, requests, pad_id=self.pad_id)[0]
-        data = _make_generation_data(requests, self.pad_id)
+        data = _make_generation_data(self.policy_generation, requests, self.pad_id)
         rows = self.policy_generation.generate_async(data, greedy=sampling.greedy)
-        (completion,) = [
-            completion
-            async for _, completion in _iterate_completions(
-                rows, requests, get_weights_version(self.policy_generation)
-            )
-        ]
+        ((_, output),) = [row async for row in rows]
+        version = get_weights_version(self.policy_generation)
+        completion = _make_completion(output, 0, requests[0], version)
+        if "gen_leader_worker_idx" in output:
+            worker = torch.as_tensor(output["gen_leader_worker_idx"]).flatten()[0]
+            self.tokens_by_worker[int(worker)] += len(completion.tokens)
         return completion
 
 
 def complete_batch(
-    policy_generation: Any, requests: Sequence[Request], *, pad_id: int
+    policy_generation: Any, requests: Sequence[PromptRequest], *, pad_id: int
 ) -> list[Completion]:
     """Complete all requests in one call of a batch generator."""
-    greedy = requests[0][1].greedy
-    output = policy_generation.generate(_make_generation_data(requests, pad_id), greedy=greedy)
+    data = _make_generation_data(policy_generation, requests, pad_id)
+    output = policy_generation.generate(data, greedy=requests[0].sampling.greedy)
     version = get_weights_version(policy_generation)
     return [_make_completion(output, i, request, version) for i, request in enumerate(requests)]
 
 
 async def complete(
-    policy_generation: Any, requests: Sequence[Request], *, pad_id: int
+    policy_generation: Any, requests: Sequence[PromptRequest], *, pad_id: int
 ) -> list[Completion]:
     """Complete all requests concurrently, and return the completions in order."""
     if not takes_batches(policy_generation):
         return list(
-            await asyncio.gather(*(policy_generation.generate(*request) for request in requests))
+            await asyncio.gather(
+                *(
+                    # A generator that reads only text need not have the argument `media`.
+                    policy_generation.generate(*(request if request.media else request[:2]))
+                    for request in requests
+                )
+            )
         )
     if not hasattr(policy_generation, "generate_async"):
         return complete_batch(policy_generation, requests, pad_id=pad_id)
     rows = policy_generation.generate_async(
-        _make_generation_data(requests, pad_id), greedy=requests[0][1].greedy
+        _make_generation_data(policy_generation, requests, pad_id),
+        greedy=requests[0].sampling.greedy,
     )
     completions = {
         i: completion
@@ -171,33 +182,47 @@ async def complete(
 
 
 async def _iterate_completions(
-    rows: AsyncIterator[tuple[int, Any]], requests: Sequence[Request], version: int
+    rows: AsyncIterator[tuple[int, Any]], requests: Sequence[PromptRequest], version: int
 ) -> AsyncIterator[tuple[int, Completion]]:
     async for i, output in rows:
         yield i, _make_completion(output, 0, requests[i], version)
 
 
 def _make_generation_data(
-    requests: Sequence[Request], pad_id: int
+    policy_generation: Any, requests: Sequence[PromptRequest], pad_id: int
 ) -> BatchedDataDict[GenerationDatumSpec]:
-    prompts = [torch.as_tensor(np.asarray(tokens, dtype=np.int64)) for tokens, _ in requests]
-    return BatchedDataDict[GenerationDatumSpec](
+    """Return the prompts of a batch generator.
+
+    Raises ConfigError for media if the generator does not say that it reads them.
+    """
+    prompts = [torch.as_tensor(np.asarray(request.tokens, dtype=np.int64)) for request in requests]
+    data = BatchedDataDict[GenerationDatumSpec](
         {
             "input_ids": pad_sequence(prompts, batch_first=True, padding_value=pad_id),
             "input_lengths": torch.tensor([len(prompt) for prompt in prompts]),
-            "stop_strings": [list(sampling.stop) or None for _, sampling in requests],
+            "stop_strings": [list(request.sampling.stop) or None for request in requests],
         }
     )
+    if any(request.media for request in requests):
+        # The generator may be a plain class of a user that lacks this attribute.
+        if not getattr(policy_generation, "reads_media", False):
+            raise ConfigError(
+                "a prompt has media, which the batch generator "
+                f"{type(policy_generation).__name__} does not read. Set its attribute "
+                "reads_media=True, and read the column `media`; or use a generator with the "
+                "`generate` of ratchet.protocols.Generator"
+            )
+        data["media"] = [tuple(request.media) for request in requests]
+    return data
 
 
-def _make_completion(output: Any, row: int, request: Request, version: int) -> Completion:
+def _make_completion(output: Any, row: int, request: PromptRequest, version: int) -> Completion:
     """Return row `row` of a GenerationOutputSpec as a completion.
 
     Logprobs are NaN if the generator returned none. The stop reason is derived from `truncated` and
     the last token.
     """
-    tokens, sampling = request
-    new_slice = slice(len(tokens), int(output["unpadded_sequence_lengths"][row]))
+    new_slice = slice(len(request.tokens), int(output["unpadded_sequence_lengths"][row]))
     new_tokens = _to_numpy(output["output_ids"][row, new_slice], np.int64)
     logprobs = (
         output["logprobs"][row, new_slice]
@@ -207,7 +232,7 @@ def _make_completion(output: Any, row: int, request: Request, version: int) -> C
     is_truncated = bool(output["truncated"][row]) if "truncated" in output else False
     last_token = int(new_tokens[-1]) if len(new_tokens) else None
     # A stop token at the length limit ends the row too, though some generators report truncation.
-    has_stop_token = last_token in sampling.stop_ids
+    has_stop_token = last_token in request.sampling.stop_ids
     return Completion(
         tokens=new_tokens,
         logprobs=_to_numpy(logprobs, np.float32),

@@ -15,10 +15,10 @@ from ratchet.experience.nemo_rl.attempt import RowBarrier, step_each
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.environment import get_environment
 from ratchet.experience.nemo_rl.generation import (
+    PromptRequest,
     UnbatchedGenerator,
     complete_batch,
     is_synchronous_batch_generator,
-    refuse_media,
     takes_batches,
 )
 from ratchet.experience.nemo_rl.played_batch import Environments, make_batch, split_rows
@@ -88,5 +88,5 @@ class _LockstepGenerator:
         sampling: Sampling,
         media: Sequence[PlacedMedium] = (),
     ) -> Completion:
-        refuse_media(media)
-        return await self.barrier.submit(self.row, self.complete_rows, (tokens, sampling))
+        request = PromptRequest(tokens, sampling, media)
+        return await self.barrier.submit(self.row, self.complete_rows, request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -77,6 +78,11 @@ def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "max_total_reward": max(rewards),
             "min_total_reward": min(rewards),
         }
+    tokens_by_worker: Counter[int] = Counter()
+    for sample in samples:
+        tokens_by_worker.update(sample.get("per_worker_token_counts", {}))
+    if tokens_by_worker:
+        metrics["per_worker_token_counts"] = dict(tokens_by_worker)
     for name, column in HISTOGRAMS.items():
         metrics[name] = [count for sample in samples for count in sample[column]]
     return metrics

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from ratchet.config.resolve import resolve
 from ratchet.errors import ModelError
 from ratchet.experience.nemo_rl.generation import WithSampling, get_weights_version, run_blocking
-from ratchet.protocols import Generator, Learner, WeightSync
+from ratchet.protocols import Generator, Learner, Shard, WeightSync
 from ratchet.types import Sampling
 from ratchet.utils.summarize import summarize_names
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
@@ -18,7 +20,8 @@ class PolicyGeneration(WithSampling):
     """A generator of Ratchet for loops that are written to upstream's GenerationInterface.
 
     The rollout functions take it as any generator. All calls here block until they are done, so the
-    refit methods return no references to wait for.
+    refit methods return no references to wait for. The weights come from a learner of Ratchet by a
+    weight sync, or from any other policy by `update_weights`.
 
     Args:
         generator: The generator.
@@ -33,6 +36,7 @@ class PolicyGeneration(WithSampling):
         self.weight_sync = weight_sync
         self._version = get_weights_version(generator)
         self._is_shut_down = False
+        self._refit_info: Mapping[str, Any] = {}
 
     @classmethod
     def from_learner(
@@ -79,7 +83,7 @@ class PolicyGeneration(WithSampling):
         """Compare the learner's weights, (shape, dtype) by name, with the generator's.
 
         Raises ModelError for a name or a shape that the generator doesn't have. A generator whose
-        weights can't be read is not compared.
+        weights can't be read is not compared. `update_weights` then takes these weights only.
         """
         shapes = {shard.name: tuple(shard.shape) for shard in self.generator.weights()}
         wrong = [
@@ -92,6 +96,7 @@ class PolicyGeneration(WithSampling):
                 f"the generator lacks {summarize_names(wrong)}, or has another shape of it. Refit "
                 "it from a learner of the same model"
             )
+        self._refit_info = dict(state_dict_info)
 
     def update_weights_from_collective(self) -> Sequence[Any]:
         """Push the learner's weights by the weight sync, whatever its transport is.
@@ -101,11 +106,56 @@ class PolicyGeneration(WithSampling):
         """
         if self.weight_sync is None:
             raise ModelError(
-                "this generator has no weight sync. Make it by PolicyGeneration.from_learner"
+                "this generator has no weight sync. Make it by PolicyGeneration.from_learner, or "
+                "hand it the weights by update_weights"
             )
         run_blocking(self.weight_sync.push(self._version + 1))
         self._version += 1
         return ()
+
+    def update_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> bool:
+        """Load the weights that a policy of any library hands over, as Hugging Face names them.
+
+        Args:
+            weights: All weights of the model: a state dict, or (name, tensor) pairs that are read
+                one after the other, so that no whole model need be in memory.
+
+        Raises:
+            ModelError: `prepare_refit_info` has named other weights, or another shape or dtype of
+                one. Then, and if the generator raises, the old weights continue to serve.
+        """
+        source: Any = weights
+        items = source.items() if isinstance(source, Mapping) else source
+        run_blocking(self._load(self._check(items)))
+        self._version += 1
+        return True
+
+    async def _load(self, shards: Iterator[Shard]) -> None:
+        await self.generator.prepare({})
+        try:
+            await self.generator.receive(shards)
+            await self.generator.commit(self._version + 1)
+        except BaseException:
+            await self.generator.rollback()
+            raise
+
+    def _check(self, items: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:
+        """Yield the weights as shards. Raises ModelError if they are not the announced ones."""
+        missing = dict(self._refit_info)
+        for name, tensor in items:
+            if self._refit_info:
+                shape, dtype, *_ = missing.pop(name, (None, None))
+                if shape is None or tuple(shape) != tuple(tensor.shape) or dtype != tensor.dtype:
+                    raise ModelError(
+                        f"weight {name} is {tuple(tensor.shape)} {tensor.dtype}, which "
+                        "prepare_refit_info did not announce. Send what it announced, once"
+                    )
+            yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+        if missing:
+            raise ModelError(
+                f"the refit lacks {summarize_names(list(missing))}, which prepare_refit_info "
+                "announced. Send all weights"
+            )
 
     def update_weights_via_ipc_zmq(self) -> Sequence[Any]:
         """Push the learner's weights, as `update_weights_from_collective` does."""

@@ -31,7 +31,7 @@ from ratchet.experience.nemo_rl.environment import (
     step_rows,
 )
 from ratchet.experience.nemo_rl.generation import (
-    Request,
+    PromptRequest,
     UnbatchedGenerator,
     complete,
     complete_batch,
@@ -45,7 +45,7 @@ from ratchet.experience.nemo_rl.lockstep import play_in_lockstep
 from ratchet.experience.nemo_rl.played_batch import Environments, make_batch, split_rows
 from ratchet.experience.nemo_rl.row import RowPlayer, concatenate_tokens, make_answer_entry
 from ratchet.experience.nemo_rl.specs import DatumSpec, GenerationDatumSpec, MessageLog
-from ratchet.experience.nemo_rl.tokens import TokenizerType, get_answer_decoder
+from ratchet.experience.nemo_rl.tokens import TokenizerType, find_media, get_answer_decoder
 from ratchet.experience.seeds import derive_seed
 from ratchet.types import Completion, Sampling
 
@@ -86,7 +86,8 @@ def generate_responses(
         generation_input_data: `input_ids` int64 [B, S]; its `stop_strings` are replaced by the
             `stop_strings` of `batch`.
         batch: The logs.
-        tokenizer: The policy's tokenizer.
+        tokenizer: The policy's tokenizer; for logs with images, audio or video a `Renderer` with
+            the model's processor.
         input_lengths: int64 [B].
         include_logprobs: Store the logprobs in the logs.
         greedy: Sample at temperature 0.
@@ -250,7 +251,8 @@ def run_async_multi_turn_rollout(
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
     """Play rows like `run_multi_turn_rollout`, but each row calls its environment alone.
 
-    Each call runs in a thread of its own.
+    Each call runs in a thread of its own. An exception fails its row, as in the synchronous form.
+    NeMo RL ends the batch there, which loses the other rows.
     """
 
     async def play() -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
@@ -285,20 +287,24 @@ async def run_sample_multi_turn_rollout(
 
     Returns:
         The row's final state, with the sums of the reward's named parts and `idx` = `sample_idx`,
-        and the metrics of `measure_sample`.
+        and the metrics of `measure_sample`. `per_worker_token_counts` is added if a batch generator
+        names its workers.
     """
     environment = get_environment(task_to_env, initial_sample_state["task_name"])
     player = RowPlayer(policy_generation, tokenizer, max_seq_len, max_rollout_turns, greedy)
     generator = policy_generation
     if takes_batches(policy_generation):
         generator = UnbatchedGenerator(policy_generation, pad_id=_get_pad_id(tokenizer))
-    return await player.play(
+    final_state, metrics = await player.play(
         sample_idx,
         initial_sample_state,
         generator,
         environment,
         partial(step_alone, environment),
     )
+    if isinstance(generator, UnbatchedGenerator) and generator.tokens_by_worker:
+        metrics["per_worker_token_counts"] = dict(generator.tokens_by_worker)
+    return final_state, metrics
 
 
 # --- helpers
@@ -313,7 +319,7 @@ def _make_requests(
     *,
     greedy: bool,
     room: int | None = None,
-) -> list[Request]:
+) -> list[PromptRequest]:
     """Return a request for each row. `room` is another limit on the number of new tokens."""
     stop_strings = batch.get("stop_strings") or [None] * len(input_lengths)
     data["stop_strings"] = stop_strings
@@ -328,7 +334,7 @@ def _make_requests(
         base_sampling,
         max_new_tokens=min(base_sampling.max_new_tokens, room or base_sampling.max_new_tokens),
     )
-    requests: list[Request] = []
+    requests: list[PromptRequest] = []
     for row, (length, row_stop_strings) in enumerate(
         zip(input_lengths.tolist(), stop_strings, strict=True)
     ):
@@ -336,7 +342,9 @@ def _make_requests(
         sampling = replace(
             base_sampling, seed=seed, stop=(*base_sampling.stop, *(row_stop_strings or ()))
         )
-        requests.append((data["input_ids"][row, :length].cpu().numpy(), sampling))
+        tokens = data["input_ids"][row, :length].cpu().numpy()
+        media = find_media(batch["message_log"][row], tokens, tokenizer)
+        requests.append(PromptRequest(tokens, sampling, media))
     return requests
 
 

@@ -16,7 +16,7 @@ from ratchet.data.formats.media import embed, is_pillow_image
 from ratchet.data.formats.media_columns import join_parts, read_content
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
-from ratchet.types import Message, Role
+from ratchet.types import Message, PlacedMedium, Role
 
 # A conversation. Each entry has `role`, `content` and `token_ids` (int64 [L]); the tokens of all
 # entries, end to end, are the model's input. An entry that the policy generated may have
@@ -53,10 +53,12 @@ class GenerationDatumSpec(TypedDict):
         input_ids: int64 [B, S], padded on the right.
         input_lengths: int64 [B].
         stop_strings: The stop strings of each row.
+        media: The media of each row, with their places in its tokens; absent if no row has any.
     """
 
     input_ids: Tensor
     input_lengths: Tensor
+    media: NotRequired[list[tuple[PlacedMedium, ...]]]
     stop_strings: NotRequired[list[list[str] | None]]
 
 
@@ -87,7 +89,13 @@ class GenerationInterface(ABC):
 
     `PolicyGeneration` adds upstream's calls before and after a generation and a refit to a
     generator of Ratchet. The rollout functions do not make these calls.
+
+    Attributes:
+        reads_media: True if `generate` reads the column `media`. Otherwise prompts with media are
+            refused.
     """
+
+    reads_media: bool = False
 
     @abstractmethod
     def generate(

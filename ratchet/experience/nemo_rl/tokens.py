@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import tokenizers
 import torch
+from numpy.typing import NDArray
 
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError
 from ratchet.experience.nemo_rl.specs import DatumSpec, MessageLog, as_message
-from ratchet.types import Message, StopReason
+from ratchet.types import Message, PlacedMedium, StopReason
 
 
 @runtime_checkable
@@ -38,7 +40,8 @@ class DecodingTokenizer(Protocol):
     def batch_decode(self, sequences: Any, *, skip_special_tokens: bool = ...) -> list[str]: ...
 
 
-TokenizerType = Tokenizer | HubTokenizer
+# A tokenizer; or a renderer, which a model that reads media needs, with its processor of media.
+TokenizerType = Tokenizer | HubTokenizer | Renderer
 
 
 class LogRenderer(Renderer):
@@ -48,6 +51,13 @@ class LogRenderer(Renderer):
     `EpisodePlayer` begins a new trajectory when the template rewrites earlier turns; a log can't
     hold two trajectories.
     """
+
+    @classmethod
+    def from_renderer(cls, renderer: Renderer) -> LogRenderer:
+        """Return a log renderer with the tokenizer, template and processor of another renderer."""
+        log_renderer = cls.__new__(cls)
+        vars(log_renderer).update(vars(renderer))
+        return log_renderer
 
     def keeps_turn(
         self, sampled: Sequence[int], messages: Sequence[Message], **context: Any
@@ -95,15 +105,29 @@ def get_answer_decoder(tokenizer: TokenizerType | DecodingTokenizer) -> AnswerDe
     )
 
 
+def find_media(
+    log: MessageLog, tokens: Sequence[int] | NDArray[np.int64], tokenizer: TokenizerType
+) -> tuple[PlacedMedium, ...]:
+    """Return the media of a log with their places in its tokens; () for a tokenizer of text.
+
+    Raises DataError if a medium of the log is not in the tokens.
+    """
+    if not isinstance(tokenizer, Renderer) or tokenizer.processor is None:
+        return ()
+    return tokenizer.media(tokens, [as_message(entry) for entry in log])
+
+
 @lru_cache(maxsize=8)
 def get_log_renderer(tokenizer: TokenizerType) -> LogRenderer:
-    """Return a log renderer with the tokenizer's chat template.
+    """Return a log renderer with the tokenizer's chat template, or that of a renderer.
 
     If the tokenizer has none, the texts of messages are concatenated.
 
     Raises:
         ConfigError: The tokenizer is not a fast one.
     """
+    if isinstance(tokenizer, Renderer):
+        return LogRenderer.from_renderer(tokenizer)
     converted = tokenizer if isinstance(tokenizer, Tokenizer) else _convert(tokenizer)
     return LogRenderer(converted, None if converted.chat_template else "plain")
 
@@ -126,7 +150,7 @@ def _convert(tokenizer: HubTokenizer) -> Tokenizer:
 
 
 def make_datum(
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     tokenizer: TokenizerType,
     *,
     idx: int = 0,
@@ -136,7 +160,8 @@ def make_datum(
 ) -> DatumSpec:
     """Return a sample whose prompt is `messages`, rendered by the tokenizer's chat template.
 
-    The last message holds all tokens, because rendered text can't be split by message.
+    The last message holds all tokens, because rendered text can't be split by message. For messages
+    with media, `tokenizer` is a `Renderer` with the model's processor.
     """
     tokens = get_log_renderer(tokenizer).prompt([as_message(message) for message in messages])
     log: MessageLog = [

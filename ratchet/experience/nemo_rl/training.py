@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from ratchet.config.resolve import import_object
 from ratchet.environments.single_turn import Rows
-from ratchet.errors import DataError
+from ratchet.errors import DataError, TrainingError
 from ratchet.experience.config import MessageLogConfig
 from ratchet.experience.nemo_rl.attempt import MessageLogDialogue, step_alone
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
@@ -23,10 +25,8 @@ from ratchet.experience.nemo_rl.environment import (
 )
 from ratchet.experience.nemo_rl.specs import DatumSpec, as_message, embed_images
 from ratchet.protocols import Step
-from ratchet.types import Group, Message, Split, Task, Trajectory
+from ratchet.types import Group, Message, Scored, Split, Task, Trajectory, Truncated
 from ratchet.utils.user_parts import add_missing_members
-
-log = logging.getLogger(__name__)
 
 
 class MessageLogEnvironment(Rows):
@@ -52,6 +52,7 @@ class MessageLogEnvironment(Rows):
             config.judges_cut_answers, self.interface.judges_cut_answers
         )
         self._rows: dict[Split, list[Task]] = {}
+        self._metrics: Mapping[str, float] = {}
         self.dialogue = self._make_dialogue()
 
     def rows(self, split: Split) -> Sequence[Task]:
@@ -88,26 +89,49 @@ class MessageLogEnvironment(Rows):
     def stop_strings(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.dialogue.stop_strings
 
-    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return the numeric metrics of a step's judged attempts.
+    def post_process(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return a step's groups with what `global_post_process_and_metrics` changes.
 
-        They come from `global_post_process_and_metrics`. The batch that it returns is ignored,
-        because the training data are fixed by then. If it raises, the error is logged and there are
-        no metrics.
+        A changed `total_reward` is the attempt's reward, and with a `loss_multiplier` of 0 none of
+        its tokens trains. The metrics are those that `measure` returns.
+
+        Raises:
+            TrainingError: The method raises, or returns rewards or multipliers that can't be used.
         """
-        batch = _make_batch(groups)
-        if not batch.size:
-            return {}
+        attempts = _list_judged_attempts(groups)
+        self._metrics = {}
+        if not attempts:
+            return groups
+        batch = _make_batch(attempts)
+        tasks = dict.fromkeys(batch["task_name"], self.interface)
+        method = f"{self.interface_name}.global_post_process_and_metrics"
         try:
-            _, metrics = post_process(batch, dict.fromkeys(batch["task_name"], self.interface))
-        except Exception:  # user code: a failure of its metrics must not end the run
-            log.warning(
-                "%s.global_post_process_and_metrics failed:\n%s",
-                self.interface_name,
-                traceback.format_exc(),
+            processed, metrics = post_process(batch, tasks)
+            rewards, multipliers = _read_processed(processed)
+        except Exception as error:  # user code
+            raise TrainingError(
+                f"{method} failed. Mend it, then resume:\n{traceback.format_exc()}"
+            ) from error
+        self._metrics = {
+            name: float(value) for name, value in metrics.items() if isinstance(value, Real)
+        }
+        changes = dict(zip(attempts, zip(rewards, multipliers, strict=True), strict=True))
+        return [
+            replace(
+                group,
+                trajectories=tuple(
+                    _change_row(row, *changes[group.id, row.attempt])
+                    if (group.id, row.attempt) in changes and row.use == "train"
+                    else row
+                    for row in group.trajectories
+                ),
             )
-            return {}
-        return {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+            for group in groups
+        ]
+
+    def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Return the numeric metrics of the step's judged attempts, from `post_process`."""
+        return self._metrics
 
     def _make_task(self, split: Split, index: int, datum: Mapping[str, Any]) -> Task:
         messages = datum.get("message_log")
@@ -137,16 +161,25 @@ def _choose(setting: bool | None, default: bool) -> bool:
     return default if setting is None else setting
 
 
-def _make_batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
-    """Return the judged training attempts as a batch without tokens.
+def _list_judged_attempts(
+    groups: Sequence[Group],
+) -> dict[tuple[str, int], tuple[Task, Trajectory]]:
+    """Return the judged training attempts by group and number: the task and the last row.
 
     An attempt whose history forked has several rows; the last has the whole conversation.
     """
-    attempts: dict[tuple[str, int], tuple[Task, Trajectory]] = {}
-    for group in groups:
-        for row in group.trajectories:
-            if row.use == "train" and row.reward is not None:
-                attempts[group.id, row.attempt] = group.task, row
+    return {
+        (group.id, row.attempt): (group.task, row)
+        for group in groups
+        for row in group.trajectories
+        if row.use == "train" and row.reward is not None
+    }
+
+
+def _make_batch(
+    attempts: Mapping[tuple[str, int], tuple[Task, Trajectory]],
+) -> BatchedDataDict[DatumSpec]:
+    """Return the attempts as a batch without tokens. Rewards are float64, as they train."""
     judged_attempts = list(attempts.values())
     return BatchedDataDict[DatumSpec](
         {
@@ -159,10 +192,44 @@ def _make_batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
             "idx": [task.id for task, _ in judged_attempts],
             "task_name": [task.tag for task, _ in judged_attempts],
             "total_reward": torch.tensor(
-                [row.reward for _, row in judged_attempts], dtype=torch.float32
+                [row.reward for _, row in judged_attempts], dtype=torch.float64
             ),
             "truncated": torch.tensor(
                 [row.truncated for _, row in judged_attempts], dtype=torch.bool
             ),
         }
     )
+
+
+def _read_processed(batch: BatchedDataDict[DatumSpec]) -> tuple[list[float], list[float]]:
+    """Return the rewards and the loss multipliers. Raises DataError if they can't be used."""
+    rewards = [float(reward) for reward in batch["total_reward"]]
+    multipliers = [float(multiplier) for multiplier in batch["loss_multiplier"]]
+    for reward in rewards:
+        if not math.isfinite(reward):
+            raise DataError(f"total_reward must be finite, not {reward}")
+    for multiplier in multipliers:
+        if multiplier not in (0, 1):
+            raise DataError(f"loss_multiplier must be 0 or 1, not {multiplier:g}")
+    return rewards, multipliers
+
+
+def _change_row(row: Trajectory, reward: float, multiplier: float) -> Trajectory:
+    """Return a row with another reward, and without trainable tokens if the multiplier is 0.
+
+    The last turn gets the difference, and so does a part `post_process` if the reward has parts, so
+    that turns and parts still sum to the reward.
+    """
+    if not multiplier:
+        row = replace(row, trainable=np.zeros_like(row.trainable))
+    outcome = row.outcome
+    if not isinstance(outcome, Scored | Truncated) or outcome.reward is None:
+        return row
+    difference = reward - outcome.reward
+    if not difference:
+        return row
+    parts = {**outcome.parts, "post_process": difference} if outcome.parts else {}
+    turns = row.turns
+    if turns and turns[-1].reward is not None:
+        turns = (*turns[:-1], replace(turns[-1], reward=turns[-1].reward + difference))
+    return replace(row, turns=turns, outcome=replace(outcome, reward=reward, parts=parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ratchet.errors import TrainingError
 from ratchet.experience.rollout.failures import describe_failures
@@ -24,14 +24,21 @@ class Batcher:
         groups_per_step: Number of groups of a step.
         max_failed_share: Maximum share of failures among the attempts of the last WINDOW steps.
             Above it the run stops and shows the most frequent failure.
+        post_process: Returns a step's groups as they train (`Environment.post_process`).
     """
 
     def __init__(
-        self, source: Source, *, groups_per_step: int, max_failed_share: float = 0.5
+        self,
+        source: Source,
+        *,
+        groups_per_step: int,
+        max_failed_share: float = 0.5,
+        post_process: Callable[[Sequence[Group]], Sequence[Group]] = list,
     ) -> None:
         self.source = source
         self.groups_per_step = groups_per_step
         self.max_failed_share = max_failed_share
+        self.post_process = post_process
         # For each step, its failures and its number of attempts.
         self._recent: deque[tuple[list[Failed], int]] = deque(maxlen=WINDOW)
         self._warned = False
@@ -54,7 +61,7 @@ class Batcher:
         self._recent.append((failures, len(outcomes)))
         if failures:
             self._report(step, failures, len(outcomes))
-        return groups
+        return list(self.post_process(groups))
 
     def ack(self, groups: Sequence[Group], step: int) -> None:
         self.source.ack([group.id for group in groups], step)

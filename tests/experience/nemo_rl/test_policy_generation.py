@@ -62,6 +62,52 @@ def test_a_refit_brings_the_weights_of_the_learner(method) -> None:
     assert generation.shutdown()
 
 
+def as_llama(policy):
+    """The state dict and its info, as a policy of another library has them."""
+    weights = {name: weight.clone() for name, weight in policy.canonical_weights()}
+    return weights, {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+def test_any_policy_hands_over_its_weights(as_pairs) -> None:
+    policy = init_policy(SHAPE, seed=2)
+    weights, info = as_llama(policy)
+    engine = start_engine(init_policy(SHAPE, seed=1))
+    generation = PolicyGeneration(engine, SAMPLING)
+    generation.prepare_refit_info(info)
+    assert generation.update_weights(iter(weights.items()) if as_pairs else weights)
+    assert generation.version == 1
+    found = draw(generation)
+    assert found[:2] == draw(start_engine(policy))[:2]
+    assert found[2][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda weights: weights.popitem(), "the refit lacks model.norm.weight"),
+        (
+            lambda weights: weights.update({"model.norm.weight": torch.ones(7)}),
+            r"weight model.norm.weight is \(7,\)",
+        ),
+        (
+            lambda weights: weights.update({"more": torch.ones(1)}),
+            "weight more is .*did not announce",
+        ),
+    ],
+)
+def test_a_wrong_refit_leaves_the_old_weights(change, why) -> None:
+    weights, info = as_llama(init_policy(SHAPE, seed=2))
+    generation = PolicyGeneration(start_engine(init_policy(SHAPE, seed=1)), SAMPLING)
+    generation.prepare_refit_info(info)
+    before = draw(generation)
+    change(weights)
+    with pytest.raises(ModelError, match=why):
+        generation.update_weights(weights)
+    assert draw(generation) == before
+    assert generation.version == 0
+
+
 def test_a_generation_phase_ends_and_begins_again() -> None:
     policy = init_policy(SHAPE, seed=1)
     engine = start_engine(policy)

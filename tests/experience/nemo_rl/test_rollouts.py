@@ -107,6 +107,33 @@ def test_the_rules_by_hand():
         assert (metrics["count/rows"], metrics["count/best"]) == (4, 1.5)
 
 
+class OfWorkers(BatchedAsync):
+    """Rows are answered by two workers in turns."""
+
+    n_calls = 0
+
+    async def generate_async(self, data, greedy=False):
+        async for row, output in super().generate_async(data, greedy):
+            output["gen_leader_worker_idx"] = [[OfWorkers.n_calls % 2]]
+            OfWorkers.n_calls += 1
+            yield row, output
+
+
+def test_tokens_are_counted_by_the_worker_that_drew_them():
+    policy = OfWorkers(lambda tokens, sampling: [*ids("ab"), EOS])
+    _, metrics = run_async_multi_turn_rollout(
+        policy, batch_of({"turns": 1}, {"turns": 2}), TOKENIZER, {"count": Counting()}, 40
+    )
+    assert sorted(metrics["per_worker_token_counts"].values()) == [3, 6]
+    (datum,) = batch_of({"turns": 3})["message_log"]
+    state = {"message_log": datum, "extra_env_info": {"turns": 3}, "task_name": "count"}
+    _, sample = asyncio.run(
+        run_sample_multi_turn_rollout(0, state, policy, TOKENIZER, {"count": Counting()}, 40)
+    )
+    assert sum(sample["per_worker_token_counts"].values()) == 9
+    assert len(sample["per_worker_token_counts"]) == 2
+
+
 def test_percentiles_are_values_that_occurred():
     assert compute_percentile([3, 1, 2], 50) == 2
     assert compute_percentile([1, 2, 3, 4], 50) == 3
