@@ -44,6 +44,11 @@ class EngineConfig(GeneratorSection):
         description="Maximum size of the KV cache in GiB; auto: half of the free device memory, "
         "or a quarter of main memory on a CPU.",
     )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Dtype of the layers' matrices and of the KV cache; auto: float32 on a CPU, "
+        "else bfloat16. The learner's weights keep their dtype.",
+    )
     prefill_tokens: int = Field(
         2048,
         ge=1,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rehearsal.cuda_learners import CASES, make_learner, update
-from rehearsal.device_counts import decode, make_table, measure
+from rehearsal.device_counts import Counts, decode, make_table, measure
 from rehearsal.device_counts import update as count_update
 from support.pretend_cuda.counting import counting
 
@@ -30,7 +30,9 @@ def test_a_decoding_step_waits_only_to_see_stop_ids(rows):
     assert waits["Decoding step of 128 requests, 2 layers"] == 0
     assert waits["the same with stop ids"] == 1
     assert waits["the same with top-p, top-k and min-p"] == 0
-    assert rows["each further layer"].kernel <= 22
+    assert rows["each further layer"].kernel <= 26
+    assert rows["A replayed step"] == Counts(kernel=1, copy=0, sync=0)
+    assert rows["a replayed step with stop ids"] == Counts(kernel=1, copy=1, sync=1)
     assert decode(6).count("sync") == 2, "in the step in which its requests end"
 
 

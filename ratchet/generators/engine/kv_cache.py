@@ -51,11 +51,13 @@ class KVCache:
         self.bytes_per_token = (
             2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
         )
+        self.generation = 0  # a number that is new whenever the memory is
         self.clear()
 
     def clear(self) -> None:
         """Drop all slots and their memory."""
         self.n_slots = self.capacity = 0
+        self.generation += 1
         self.keys: list[Tensor] = []  # [R, K, C, D] by layer
         self.values: list[Tensor] = []
         self._windows: dict[tuple[int, int], list[Window]] = {}
@@ -87,6 +89,7 @@ class KVCache:
                 else:
                     store.append(grown_store)
         self.n_slots, self.capacity = n_slots, capacity
+        self.generation += 1
         self._windows.clear()
 
     def get_window(self, n_slots: int, length: int) -> list[Window]:
