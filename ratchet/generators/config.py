@@ -46,8 +46,8 @@ class EngineConfig(GeneratorSection):
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Dtype of the layers' matrices and of the KV cache; auto: float32 on a CPU, "
-        "else bfloat16. The learner's weights keep their dtype.",
+        description="Dtype of the layers' matrices and of the KV cache; auto: bfloat16 on "
+        "CUDA devices, else float32. The learner's weights keep their dtype.",
     )
     prefill_tokens: int = Field(
         2048,

@@ -6,6 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ratchet.errors import ConfigError
+
+
+def require_accelerator(device: torch.device) -> None:
+    """Raise ConfigError if the run's device is an accelerator that torch does not find."""
+    backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
+    if device.type != "cpu" and not backends[device.type].is_available():
+        raise ConfigError(
+            f"device={device}, but torch finds no {device.type.upper()} accelerator here. Set "
+            "device=cpu"
+        )
+
 
 def use_accelerator(device: torch.device | str) -> None:
     """Make a CUDA device the current one of this thread, and choose its attention kernels.

@@ -54,7 +54,7 @@ class EmbeddedEngine(AsyncEngine):
             for _, linear in decoder.layer_linears:
                 linear.quantise(config.quantise)
         device, weights_dtype = decoder.head_weight.device, decoder.head_weight.dtype
-        is_half = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type != "cpu")
+        is_half = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
         casts = is_half and weights_dtype is torch.float32
         self.precision = config.quantise or ("bfloat16" if casts else None)
         auto_rows = config.row_multiple == "auto"

@@ -139,6 +139,6 @@ def _round_up_to_power_of_two(n: int) -> int:
 
 def get_default_budget(device: torch.device) -> int:
     """Return the default size limit: half of free GPU memory or a quarter of main memory."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
+    if device.type in ("cuda", "xpu"):
+        return torch.get_device_module(device).mem_get_info(device)[0] // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

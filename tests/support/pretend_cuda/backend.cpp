@@ -9,6 +9,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/ApproximateClock.h>
+#include <torch/csrc/profiler/stubs/base.h>
 #include <torch/library.h>
 
 #include <array>
@@ -398,8 +400,11 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", &copy_);
   library.impl("resize_", &resize_);
-  // PyTorch's kernel for all devices would read the offsets on the host; CUDA's does not.
-  library.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  // PyTorch's kernels for all devices would read offsets on the host, which CUDA's does not, or
+  // look for kernels of CUDA.
+  for (const char* name : {"_grouped_mm", "convolution", "convolution_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
 }
 
 // Streams and events do nothing: every operation has ended when its call returns.
@@ -454,6 +459,33 @@ struct Hooks final : at::CUDAHooksInterface {
     return at::make_generator<DeviceGenerator>(index < 0 ? ::current_device : index);
   }
 };
+
+// The profiler's events of the device, which take no time. Without them PyTorch writes a warning
+// with a stack for every operation.
+struct ProfilerEvents final : torch::profiler::impl::ProfilerStubs {
+  void record(DeviceIndex* device, torch::profiler::impl::ProfilerVoidEventStub* event,
+              int64_t* cpu_ns) const override {
+    if (device) *device = current_device;
+    if (cpu_ns) *cpu_ns = c10::getTime();
+    *event = std::make_shared<int>(0);
+  }
+  float elapsed(const torch::profiler::impl::ProfilerVoidEventStub*,
+                const torch::profiler::impl::ProfilerVoidEventStub*) const override {
+    return 0;
+  }
+  void mark(const char*) const override {}
+  void rangePush(const char*) const override {}
+  void rangePop() const override {}
+  bool enabled() const override { return true; }
+  void onEachDevice(std::function<void(int)> call) const override {
+    for (int device = 0; device < DEVICE_COUNT; device++) call(device);
+  }
+  void synchronize() const override {}
+};
+
+ProfilerEvents profiler_events;
+const bool has_profiler_events =
+    (torch::profiler::impl::registerCUDAMethods(&profiler_events), true);
 
 }  // namespace
 
