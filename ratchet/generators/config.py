@@ -41,8 +41,8 @@ class EngineConfig(GeneratorSection):
     )
     kv_cache_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
-        description="Maximum size of the KV cache in GiB; auto: half of the free device memory, "
-        "or a quarter of main memory on a CPU.",
+        description="Maximum size of the KV cache in GiB; auto: half of the device memory that "
+        "a learner in the same process leaves free, or a quarter of main memory on a CPU.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

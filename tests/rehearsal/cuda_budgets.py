@@ -1,6 +1,7 @@
 """Budgets of kernels, copies and waits, and the table of docs/accelerators.md."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,22 @@ def rows():
 def test_the_page_has_the_counts(rows):
     table = make_table(rows)
     assert table in PAGE.read_text(encoding="utf-8"), f"put this into {PAGE.name}:\n{table}"
+
+
+def test_the_page_has_a_state_for_every_fault():
+    rows = re.findall(
+        r"^\| ([CLS]\d+) .*?\| (.*?) \| .+ \|$", PAGE.read_text("utf-8"), re.MULTILINE
+    )
+    letters = {"C": 8, "L": 6, "S": 13}
+    expected = [f"{letter}{i + 1}" for letter, count in letters.items() for i in range(count)]
+    assert [fault for fault, _ in rows] == expected
+    assert {state for _, state in rows} <= {
+        "mended",
+        "mended in part",
+        "stated",
+        "open",
+        "no fault",
+    }
 
 
 def test_a_decoding_step_waits_only_to_see_stop_ids(rows):

@@ -92,6 +92,16 @@ def test_replayed_steps_give_the_bits_of_steps_that_are_not_captured(name):
             assert completion.routes.tolist() == reference.routes.tolist()
 
 
+def test_the_cache_leaves_room_for_the_learner():
+    budgets = []
+    for is_trained in (False, True):
+        policy = init_policy(SHAPE, seed=0, device="cuda:1").requires_grad_(is_trained)
+        budgets.append(EmbeddedEngine(EngineConfig(), policy).core.limits.kv_bytes)
+    count = sum(parameter.numel() for parameter in policy.parameters())
+    # Gradients and moments, 12 bytes; half of what remains is for activations.
+    assert budgets[0] - budgets[1] == pytest.approx(6 * count, rel=0.5)
+
+
 def test_a_step_in_float32_with_experts_is_not_captured():
     policy = init_policy(EXPERTS, seed=0, device="cuda:1")
     engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01, dtype="float32"), policy)

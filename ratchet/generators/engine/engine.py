@@ -61,7 +61,7 @@ class EmbeddedEngine(AsyncEngine):
         auto_cache = config.kv_cache_gib == "auto"
         limits = SchedulerLimits(
             max_running=config.max_running,
-            kv_bytes=get_default_budget(device)
+            kv_bytes=get_default_budget(device, _count_later_bytes(decoder, casts=casts))
             if auto_cache
             else int(float(config.kv_cache_gib) * GIB),
             prefill_tokens=config.prefill_tokens,
@@ -99,3 +99,13 @@ class EmbeddedEngine(AsyncEngine):
         read or doesn't fit the model.
         """
         self.core.runner.adapters.add(name, load_adapter(directory))
+
+
+def _count_later_bytes(decoder: Decoder, *, casts: bool) -> int:
+    """Return the bytes that learner and engine allocate on the device later.
+
+    A learner in this process keeps a gradient and two moments of each weight, in float32.
+    """
+    trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+    copied = sum(p.numel() for p in decoder.parameters()) if casts else 0
+    return 12 * trained + 2 * copied

@@ -137,8 +137,13 @@ def _round_up_to_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def get_default_budget(device: torch.device) -> int:
-    """Return the default size limit: half of free GPU memory or a quarter of main memory."""
+def get_default_budget(device: torch.device, reserved: int = 0) -> int:
+    """Return the default size limit in bytes: half of free GPU memory or a quarter of main memory.
+
+    reserved: bytes of GPU memory that are free now and not for the cache. At least a 16th of the
+        free memory is for the cache.
+    """
     if device.type in ("cuda", "xpu"):
-        return torch.get_device_module(device).mem_get_info(device)[0] // 2
+        free = torch.get_device_module(device).mem_get_info(device)[0]
+        return max((free - reserved) // 2, free // 16)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
