@@ -26,6 +26,7 @@ from sft import DRIVERS as SFT
 from side_by_side import RATES, Case, compare, options, rate
 
 GROUPS = {"--prompts": 32, "--group-size": 16, "--prompt-tokens": 128, "--new-tokens": 512}
+CASES = ("decoding", "training", "grpo")
 PACKED = {"--rows": 16, "--shortest": 4096, "--longest": 4096}
 
 
@@ -44,6 +45,7 @@ def main() -> None:
         type=int,
         help="try the script: divide all lengths by this number; default: 16 on a CPU, else 1",
     )
+    parser.add_argument("--case", choices=CASES, help="measure only this one; default: all")
     chosen = parser.parse_args()
     if chosen.device != "cpu" and not torch.cuda.is_available():
         sys.exit(
@@ -80,7 +82,9 @@ def main() -> None:
             target=6.0,
         ),
     )
-    for case in cases:
+    for name, case in zip(CASES, cases, strict=True):
+        if chosen.case not in (None, name):
+            continue
         compare(
             case
             if divisor == 1

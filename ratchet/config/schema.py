@@ -43,7 +43,10 @@ def _must_match(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Device = Annotated[str, _must_match(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
+Device = Annotated[
+    str,
+    _must_match(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", "auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
+]
 RunName = Annotated[
     str,
     _must_match(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory"),
@@ -418,8 +421,8 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
     device: Device = Field(
         default="auto",
-        description="Device of the models: cpu, cuda or cuda:N; auto: cuda if there is a CUDA "
-        "device, else cpu.",
+        description="Device of the models: cpu; cuda or cuda:N (NVIDIA, or AMD under ROCm); mps "
+        "(Apple); xpu or xpu:N (Intel). auto: cuda if there is a CUDA device, else cpu.",
     )
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",

@@ -353,7 +353,10 @@ class LocalLearner(Learner):
 
 def _fetch(values: Mapping[str, Tensor]) -> dict[str, float]:
     """Return scalars of the device as numbers, after one wait for all of them."""
-    together = torch.stack([value.to(torch.float64) for value in values.values()])
+    # MPS has no float64.
+    is_mps = any(value.device.type == "mps" for value in values.values())
+    dtype = torch.float32 if is_mps else torch.float64
+    together = torch.stack([value.to(dtype) for value in values.values()])
     return dict(zip(values, together.tolist(), strict=True))
 
 

@@ -94,12 +94,16 @@ def split_heads(
     q_weight, k_weight = norms
     if _kernel_supports_heads(qkv, norms, cos_T1D, sin_T1C):
         return cpu.split_heads(qkv, norms, cos_T1D, sin_T1C, sizes, eps)
-    qk, v_TKD = qkv.split([sum(sizes), sizes[1]], dim=1)
-    # Queries and keys are normalised together: small models are bound by the number of operations.
-    if q_weight is not None and k_weight is not None:
-        weights = q_weight.expand(sizes[0], -1), k_weight.expand(sizes[1], -1)
-        qk = rms_norm(qk, torch.cat(weights), eps)
-    q_THD, k_TKD = rotate(qk, cos_T1D, sin_T1C).split(sizes, dim=1)
+    # Autocast would store the normalised heads in float32. The kernels compute in float32 anyhow,
+    # and attention rounds to bfloat16.
+    with torch.autocast(qkv.device.type, enabled=False):
+        qk, v_TKD = qkv.split([sum(sizes), sizes[1]], dim=1)
+        # Queries and keys are normalised together: small models are bound by the number of
+        # operations.
+        if q_weight is not None and k_weight is not None:
+            weights = q_weight.expand(sizes[0], -1), k_weight.expand(sizes[1], -1)
+            qk = rms_norm(qk, torch.cat(weights), eps)
+        q_THD, k_TKD = rotate(qk, cos_T1D, sin_T1C).split(sizes, dim=1)
     return q_THD, k_TKD, v_TKD
 
 
@@ -227,12 +231,13 @@ class _Rotate(Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Return x rotated by its positions. direction: 1, or -1 to rotate back."""
-    out = torch.mul(x, cos).to(x.dtype)
+    # In the wider of the two dtypes, so that the result is rounded once.
+    out = torch.mul(x, cos)
     first, second = x.chunk(2, dim=-1)
     out_first, out_second = out.chunk(2, dim=-1)
     out_first.addcmul_(second, sin, value=-direction)
     out_second.addcmul_(first, sin, value=direction)
-    return out
+    return out.to(x.dtype)
 
 
 class _SwiGLU(Function):

@@ -25,7 +25,7 @@ from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import DistributedConfig, DTensorConfig
 from ratchet.learners.distributed.topology import build_topology
-from ratchet.models.accelerator import use_accelerator
+from ratchet.models.accelerator import require_accelerator, use_accelerator
 from ratchet.models.load import find_model, init_policy, load_policy
 from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
@@ -59,7 +59,8 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
         ModelError: The learner's ranks can't divide the model.
     """
     learner, generator = config.stages[0].learner, config.stages[0].generator
-    on_cpu = config.device == "cpu"
+    # Only CUDA devices are given to processes.
+    on_cpu = not config.device.startswith("cuda")
     trainer_resources = _get_trainer_resources(config, policy.model)
     # A driver that trains on an accelerator of this machine shares it only with a colocated
     # generator.
@@ -228,11 +229,8 @@ def build_policy(config: RunConfig) -> Policy:
     use_kernels(config.kernels == "compiled", rounds_products=rounds_products)
     source, device = config.model, torch.device(config.device)
     model_device = "cpu" if _computes_elsewhere(config) else device
+    require_accelerator(device)
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"device={config.device}, but torch finds no CUDA accelerator here. Set device=cpu"
-            )
         use_accelerator(device)
     tokenizer = build(config.tokenizer, source.path)
     if source.path is not None:

@@ -56,6 +56,27 @@ def fetch_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [_view_as(part_n, tensor) for tensor, part_n in zip(tensors, parts, strict=True)]
 
 
+class Fetch:
+    """A copy of a tensor to main memory, in progress until `wait`.
+
+    On CUDA the device goes on computing meanwhile; elsewhere the copy has ended already.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        # PyTorch makes the copy in page-locked memory.
+        self._copy = tensor.to("cpu", non_blocking=tensor.is_cuda)
+        self._event = None
+        if tensor.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """Return the copy, after all that the device had to do before it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
+
+
 def _view_as(bytes_n: Tensor, tensor: Tensor) -> Tensor:
     """Return the first of these bytes as a tensor of the same dtype and shape as another."""
     return bytes_n[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

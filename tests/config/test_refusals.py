@@ -130,7 +130,7 @@ WRONG_VALUES = [
     ({"steps": "1.5"}, "line 5: steps: 1.5 must be a whole number"),
     ({"steps": "many"}, "line 5: steps: 'many' must be a whole number"),
     ({"threads": "0"}, "line 5: threads: 0 must be at least 1 or 'auto'"),
-    ({"device": "gpu"}, "line 5: device: 'gpu' must be auto, cpu, cuda or cuda:N"),
+    ({"device": "gpu"}, "line 5: device: 'gpu' must be auto, cpu, cuda, cuda:N, mps, xpu or xpu:N"),
     ({"name": "a/b"}, "line 5: name: 'a/b' must be of letters, digits"),
     ({"name": "../../x"}, "line 5: name: '../../x' must be of letters, digits"),
     (

@@ -1,12 +1,13 @@
 """Budgets of kernels, copies and waits, and the table of docs/accelerators.md."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from rehearsal.cuda_learners import CASES, make_learner, update
-from rehearsal.device_counts import decode, make_table, measure
+from rehearsal.device_counts import Counts, decode, make_table, measure
 from rehearsal.device_counts import update as count_update
 from support.pretend_cuda.counting import counting
 
@@ -25,12 +26,30 @@ def test_the_page_has_the_counts(rows):
     assert table in PAGE.read_text(encoding="utf-8"), f"put this into {PAGE.name}:\n{table}"
 
 
+def test_the_page_has_a_state_for_every_fault():
+    rows = re.findall(
+        r"^\| ([CLS]\d+) .*?\| (.*?) \| .+ \|$", PAGE.read_text("utf-8"), re.MULTILINE
+    )
+    letters = {"C": 8, "L": 6, "S": 13}
+    expected = [f"{letter}{i + 1}" for letter, count in letters.items() for i in range(count)]
+    assert [fault for fault, _ in rows] == expected
+    assert {state for _, state in rows} <= {
+        "mended",
+        "mended in part",
+        "stated",
+        "open",
+        "no fault",
+    }
+
+
 def test_a_decoding_step_waits_only_to_see_stop_ids(rows):
     waits = {name: counts.sync for name, counts in rows.items()}
     assert waits["Decoding step of 128 requests, 2 layers"] == 0
     assert waits["the same with stop ids"] == 1
     assert waits["the same with top-p, top-k and min-p"] == 0
-    assert rows["each further layer"].kernel <= 22
+    assert rows["each further layer"].kernel <= 26
+    assert rows["A replayed step"] == Counts(kernel=1, copy=0, sync=0)
+    assert rows["a replayed step with stop ids"] == Counts(kernel=1, copy=1, sync=1)
     assert decode(6).count("sync") == 2, "in the step in which its requests end"
 
 

@@ -37,7 +37,8 @@ SAMPLINGS = {
 
 def generate(device, samplings, *, shape=SHAPE, prompts=PROMPTS, **keys):
     policy = init_policy(shape, seed=0, device=device)
-    engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01, **keys), policy, TOKENIZER)
+    config = EngineConfig(kv_cache_gib=0.01, dtype="float32", **keys)
+    engine = EmbeddedEngine(config, policy, TOKENIZER)
     return engine.generate_all(prompts, samplings)
 
 
@@ -64,6 +65,62 @@ def test_the_engine_draws_the_cpus_tokens(name):
     assert_same(results[1], results[0])
 
 
+@pytest.mark.parametrize("name", [*SAMPLINGS, "routes of experts"])
+def test_replayed_steps_give_the_bits_of_steps_that_are_not_captured(name):
+    """In bfloat16. A capture refuses every wait and every copy to or from the host."""
+    # Requests may leave a step later, and rows of the CPU's products must not depend on others.
+    shape, samplings, sizes = SHAPE, SAMPLINGS.get(name), {"max_running": 5, "row_multiple": 16}
+    if samplings is None:
+        shape, sizes = EXPERTS, {}
+        samplings = [Sampling(max_new_tokens=24, seed=i, routes=True) for i in range(COUNT)]
+    results = []
+    for captures in (False, True):
+        policy = init_policy(shape, seed=0, device="cuda:1")
+        config = EngineConfig(kv_cache_gib=0.01, **sizes)
+        engine = EmbeddedEngine(config, policy, TOKENIZER)
+        graphs = engine.core.graphs
+        assert graphs is not None
+        if not captures:
+            engine.core.graphs = None
+        results.append(engine.generate_all(PROMPTS, samplings))
+        assert (graphs.replays > 10) == captures
+    for completion, reference in zip(*results, strict=True):
+        assert completion.tokens.tolist() == reference.tokens.tolist()
+        assert completion.stop is reference.stop
+        assert completion.logprobs.tolist() == reference.logprobs.tolist()
+        if reference.routes is not None:
+            assert completion.routes.tolist() == reference.routes.tolist()
+
+
+def test_the_cache_leaves_room_for_the_learner():
+    budgets = []
+    for is_trained in (False, True):
+        policy = init_policy(SHAPE, seed=0, device="cuda:1").requires_grad_(is_trained)
+        budgets.append(EmbeddedEngine(EngineConfig(), policy).core.limits.kv_bytes)
+    count = sum(parameter.numel() for parameter in policy.parameters())
+    # Gradients and moments, 12 bytes; half of what remains is for activations.
+    assert budgets[0] - budgets[1] == pytest.approx(6 * count, rel=0.5)
+
+
+def test_a_step_in_float32_with_experts_is_not_captured():
+    policy = init_policy(EXPERTS, seed=0, device="cuda:1")
+    engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01, dtype="float32"), policy)
+    assert engine.core.graphs is None
+
+
+def test_the_bfloat16_engine_and_the_learners_autocast_agree():
+    policy = init_policy(SHAPE, seed=0, device="cuda:1")
+    engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01), policy)
+    assert engine.precision == "bfloat16"
+    completion = engine.generate_all([PROMPTS[0]], [Sampling(max_new_tokens=24, seed=1)])[0]
+    tokens = torch.tensor([*PROMPTS[0], *completion.tokens.tolist()])
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        hidden = policy.hidden(tokens, torch.arange(len(tokens)), [len(tokens)])
+    scores = policy.logits(hidden).detach().log_softmax(-1)[len(PROMPTS[0]) - 1 : -1].cpu()
+    expected = scores.gather(1, tokens[len(PROMPTS[0]) :, None])[:, 0].numpy()
+    assert np.abs(completion.logprobs - expected).mean() < 0.02
+
+
 def test_the_engine_records_the_routes_of_experts():
     samplings = [Sampling(max_new_tokens=9, seed=i, routes=i % 2 == 0) for i in range(COUNT)]
     results = [generate(device, samplings, shape=EXPERTS) for device in DEVICES]
@@ -77,7 +134,8 @@ def test_the_engine_goes_on_with_new_weights():
     async def run(device):
         policy = init_policy(SHAPE, seed=0, device=device)
         policy.attach(Adapter(LoRAConfig(rank=2, alpha=4.0), seed=1))
-        engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01, keep_kv=False), policy, TOKENIZER)
+        config = EngineConfig(kv_cache_gib=0.01, keep_kv=False, dtype="float32")
+        engine = EmbeddedEngine(config, policy, TOKENIZER)
         running = asyncio.gather(
             *(engine.generate(prompt, Sampling(max_new_tokens=24, seed=3)) for prompt in PROMPTS)
         )

@@ -6,15 +6,18 @@ rehearsal's session.
 
 import itertools
 import json
+import sys
 
 import pytest
 import torch
 from commands.replay.test_command import trained
 from safetensors.torch import load_file
+from support.programs import run_program
 
 from ratchet.commands.eval import evaluate_target
 from ratchet.commands.eval_setup import EvaluationSettings
-from ratchet.training.start import resume_run
+from ratchet.testing.tiny_vlm import SHAPES, write_tiny_vlm
+from ratchet.training.start import resume_run, start_run
 
 RECIPE = {
     "name": "rehearsed",
@@ -67,6 +70,29 @@ def test_a_resumed_run_has_the_same_bits_and_is_evaluated(train, tmp_path):
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
     evaluate_target(str(whole), EvaluationSettings(tasks=8, samples=2), out=tmp_path / "eval")
     assert any((tmp_path / "eval").iterdir())
+
+
+def test_a_profiled_run_writes_its_table(tmp_path, repository):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(RECIPE), encoding="utf-8")
+    words = ["train", recipe, "--run-dir", tmp_path / "run", "--profile", "1"]
+    run_program(sys.executable, "-m", "ratchet", *words, cwd=repository, timeout=600)
+    tables = list((tmp_path / "run").glob("**/table.txt"))
+    assert tables
+    assert all("the accelerator" in table.read_text(encoding="utf-8") for table in tables)
+
+
+def test_the_recipe_with_pictures_trains(tmp_path, repository):
+    model = write_tiny_vlm(tmp_path / "model", SHAPES)
+    tiny = [f"model.path={model}", "device=cuda", "evaluation.tasks=2", "evaluation.every=0"]
+    tiny += ["logging.progress=off", "sampling.max_new_tokens=3"]
+    for stage in ("sft", "grpo"):
+        tiny += [f"stages.{stage}.steps=2", f"stages.{stage}.batch_size=4"]
+        tiny.append(f"stages.{stage}.optimizer.warmup_steps=0")
+    tiny += ["stages.grpo.algorithm.equal_rewards=keep"]
+    recipe = repository / "ratchet" / "recipes" / "shapes.yaml"
+    assert start_run(recipe, tiny, tmp_path / "run", command="test") == 0
+    assert min(read_gradient_norms(tmp_path / "run")[:2]) > 0
 
 
 PARTS = {

@@ -64,9 +64,16 @@ def count_events(work: Callable[[], object]) -> DeviceEvents:
     return events
 
 
-def decode(tokens: int, *, layers: int = 2, **sampling: object) -> DeviceEvents:
-    """Count what generating this many tokens takes for every one of 128 requests at once."""
+def decode(
+    tokens: int, *, layers: int = 2, captures: bool = False, **sampling: object
+) -> DeviceEvents:
+    """Count what generating this many tokens takes for every one of 128 requests at once.
+
+    captures: True to replay steps from the third token on, as an engine on CUDA does.
+    """
     engine = EmbeddedEngine(EngineConfig(max_running=REQUESTS), make_policy(layers))
+    if not captures:
+        engine.core.graphs = None
     prompts = [[i % VOCAB] * PROMPT for i in range(REQUESTS)]
     samplings = [Sampling(max_new_tokens=tokens, seed=seed, **sampling) for seed in range(REQUESTS)]
     completions = []
@@ -123,6 +130,10 @@ def measure() -> dict[str, Counts]:
             decode(6, **filters), decode(2, **filters), 4
         ),
         "each further layer": subtract(decode(6, layers=3), long, 6),
+        "A replayed step": subtract(decode(10, captures=True), decode(6, captures=True), 4),
+        "a replayed step with stop ids": subtract(
+            decode(10, captures=True, **stop_ids), decode(6, captures=True, **stop_ids), 4
+        ),
         "GRPO update of one micro-batch, 2 layers": subtract(one, DeviceEvents()),
         "each further micro-batch": micro_batch,
         "each further layer of a micro-batch": Counts(

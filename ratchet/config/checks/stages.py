@@ -13,6 +13,7 @@ from ratchet.config.base import Section
 from ratchet.config.checks.async_rollouts import ASYNC_CHECKS
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.checks.curriculum import SELECTION_CHECKS
+from ratchet.config.checks.devices import DEVICE_CHECKS
 from ratchet.config.checks.judges import JUDGE_CHECKS, judge_conflicts
 from ratchet.config.checks.length import LENGTH_CHECKS
 from ratchet.config.checks.lora import LORA_CHECKS
@@ -451,5 +452,6 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     *PLACEMENT_CHECKS,
     *LORA_CHECKS,
     *PRECISION_CHECKS,
+    *DEVICE_CHECKS,
     *SIZE_CHECKS,
 )

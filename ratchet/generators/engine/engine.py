@@ -1,14 +1,17 @@
 """The embedded engine: continuous batching in this process, from the learner's own weights.
 
-It has no copy of the weights. After an in-place optimizer step the next token comes from the new
-weights, and `commit` only sets their version. Equal (prompt, sampling, weights) give equal
-completions, independently of other requests.
+On a CPU it has no copy of the weights: after an in-place optimizer step the next token comes from
+the new weights, and `commit` only sets their version. On an accelerator it has a copy of the
+layers' matrices in bfloat16, which `commit` renews. On a CPU, equal (prompt, sampling, weights)
+give equal completions, independently of other requests.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from ratchet.errors import ModelError
 from ratchet.generators.async_engine import AsyncEngine
@@ -50,17 +53,20 @@ class EmbeddedEngine(AsyncEngine):
         if config.quantise is not None:
             for _, linear in decoder.layer_linears:
                 linear.quantise(config.quantise)
-        self.precision = config.quantise
-        device = decoder.head_weight.device
+        device, weights_dtype = decoder.head_weight.device, decoder.head_weight.dtype
+        is_half = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
+        casts = is_half and weights_dtype is torch.float32
+        self.precision = config.quantise or ("bfloat16" if casts else None)
         auto_rows = config.row_multiple == "auto"
         auto_cache = config.kv_cache_gib == "auto"
         limits = SchedulerLimits(
             max_running=config.max_running,
-            kv_bytes=get_default_kv_bytes(device)
+            kv_bytes=get_default_kv_bytes(device, _count_later_bytes(decoder, casts=casts))
             if auto_cache
             else int(float(config.kv_cache_gib) * GIB),
             prefill_tokens=config.prefill_tokens,
             row_multiple=measure_stable_rows(decoder) if auto_rows else int(config.row_multiple),
+            dtype=torch.bfloat16 if casts else None,
         )
         positions = decoder.config.max_positions
         super().__init__(
@@ -93,3 +99,13 @@ class EmbeddedEngine(AsyncEngine):
         read or doesn't fit the model.
         """
         self.core.runner.adapters.add(name, load_adapter(directory))
+
+
+def _count_later_bytes(decoder: Decoder, *, casts: bool) -> int:
+    """Return the bytes that learner and engine allocate on the device later.
+
+    A learner in this process keeps a gradient and two moments of each weight, in float32.
+    """
+    trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
+    copied = sum(p.numel() for p in decoder.parameters()) if casts else 0
+    return 12 * trained + 2 * copied

@@ -51,11 +51,13 @@ class KVCache:
         self.bytes_per_token = (
             2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
         )
+        self.generation = 0  # a number that is new whenever the memory is
         self.clear()
 
     def clear(self) -> None:
         """Drop all slots and their memory."""
         self.n_slots = self.capacity = 0
+        self.generation += 1
         self.keys: list[Tensor] = []  # [R, K, C, D] by layer
         self.values: list[Tensor] = []
         self._windows: dict[tuple[int, int], list[Window]] = {}
@@ -87,6 +89,7 @@ class KVCache:
                 else:
                     store.append(grown_store)
         self.n_slots, self.capacity = n_slots, capacity
+        self.generation += 1
         self._windows.clear()
 
     def get_window(self, n_slots: int, length: int) -> list[Window]:
@@ -134,8 +137,13 @@ def _round_up_to_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def get_default_kv_bytes(device: torch.device) -> int:
-    """Return the default size of the KV cache: half of free GPU memory, or a quarter of RAM."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
+def get_default_kv_bytes(device: torch.device, reserved: int = 0) -> int:
+    """Return the default bytes of the KV cache: half of free GPU memory, or a quarter of RAM.
+
+    reserved: bytes of GPU memory that are free now and not for the cache. At least a 16th of the
+        free memory is for the cache.
+    """
+    if device.type in ("cuda", "xpu"):
+        free = torch.get_device_module(device).mem_get_info(device)[0]
+        return max((free - reserved) // 2, free // 16)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

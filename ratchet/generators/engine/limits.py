@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 GIB = 2**30  # bytes
 
 
@@ -16,3 +18,5 @@ class SchedulerLimits:
     # Maximum number of prompt tokens of one forward. A longer prompt has a forward of its own.
     prefill_tokens: int
     row_multiple: int  # see `engine.batch_invariance`
+    # Dtype of the layers' matrices and of the KV cache; None: that of the weights.
+    dtype: torch.dtype | None = None

@@ -5,7 +5,7 @@ T = prompt tokens of a forward, N = requests, d = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -14,15 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.generators.engine.attention import DecodeAttention, PrefillAttention
+from ratchet.generators.engine.cast_weights import CastDecoder
 from ratchet.generators.engine.compiled_decode import CompiledDecoder
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.generators.engine.layout import concatenate_ranges, round_up_to, split_spans
 from ratchet.generators.engine.limits import SchedulerLimits
 from ratchet.generators.engine.multi_lora import MultiLoRA
 from ratchet.generators.engine.running_requests import ActiveSlots, RequestSlots
+from ratchet.generators.engine.step_graphs import LEAST_ROWS, round_up_to_bucket
 from ratchet.generators.request import GenerationRequest, PromptKey
-from ratchet.models.decoder import Decoder
+from ratchet.kernels import bfloat16
+from ratchet.models.decoder import AttentionFn, Decoder
 from ratchet.models.layers.expert_routing import RouteRecorder
+from ratchet.models.layers.moe import Experts, can_group
 from ratchet.utils.transfer import upload
 
 
@@ -30,7 +34,7 @@ class ModelRunner:
     """The decoder with the device memory of its requests: KV cache and token histories.
 
     Its methods take requests in the order of their slots and return hidden states. They read the
-    decoder's parameters at every call.
+    decoder's parameters at every call, or at `renew_weights` if the limits have a dtype.
 
     Attributes:
         max_length: maximum number of tokens of a single request that fills the whole cache.
@@ -40,13 +44,14 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, limits: SchedulerLimits) -> None:
         weight = decoder.head_weight
         self.decoder = decoder
+        self.cast = None if limits.dtype is None else CastDecoder(decoder, limits.dtype)
         self.limits = limits
         self.device = weight.device
         max_rounded_slots = round_up_to(limits.max_running, limits.row_multiple)
         self.cache = KVCache(
             decoder.config,
             max_rounded_slots=max_rounded_slots,
-            dtype=weight.dtype,
+            dtype=limits.dtype or weight.dtype,
             device=weight.device,
         )
         routes_shape = len(decoder.config.sparse_layers), decoder.config.experts_per_token
@@ -64,7 +69,8 @@ class ModelRunner:
         ):
             self.max_length *= 2
         self.prefilled_tokens = self.decoded_tokens = 0
-        self._active: ActiveSlots | None = None  # all running requests; None when they have changed
+        self._addresses: tuple[int, ...] = ()
+        self.active: ActiveSlots | None = None  # all running requests; None when they have changed
 
     # --- memory
 
@@ -79,7 +85,36 @@ class ModelRunner:
         """Drop all slots and their memory."""
         self.cache.clear()
         self.slots.clear()
-        self._active = None
+        self.active = None
+
+    def renew_weights(self) -> None:
+        """Read the decoder's current weights, and note where they are."""
+        bfloat16.forget_weights()
+        if self.cast is not None:
+            self.cast.renew()
+        if self.device.type != "cpu":
+            decoder = self.decoder if self.cast is None else self.cast.decoder
+            self._addresses = tuple(
+                tensor.data_ptr() for tensor in (*decoder.parameters(), *decoder.buffers())
+            )
+
+    @property
+    def can_capture(self) -> bool:
+        """True if a decoding step on CUDA reads nothing back, so that a graph can replay it."""
+        if self.device.type != "cuda":
+            return False
+        experts = [layer for layer in self.decoder.modules() if isinstance(layer, Experts)]
+        # The number of padding rows of experts is known only on the device.
+        return not experts or (
+            self.cache.dtype is torch.bfloat16
+            and self.limits.row_multiple == 1
+            and all(can_group(matrix) for layer in experts for matrix in layer.parameters())
+        )
+
+    @property
+    def memory(self) -> Hashable:
+        """A value that is new whenever weights, KV cache or histories have new addresses."""
+        return self._addresses, self.cache.generation
 
     def reserve(self, n_slots: int, length: int) -> bool:
         """Make room in the cache and the slots. Returns True if they had to grow."""
@@ -95,7 +130,7 @@ class ModelRunner:
         Keys and values that aren't finite are erased. Otherwise the next request in the slot would
         read them with weight 0, and 0 * NaN is NaN.
         """
-        self._active = None
+        self.active = None
         broken = self.slots.find_nonfinite([*slots, *moved])
         self.cache.erase([slot for slot in slots if slot in broken])
         if moved:
@@ -114,7 +149,7 @@ class ModelRunner:
         prompt is computed once.
         """
         count = len(requests)
-        self._active = None
+        self.active = None
         # P = distinct prompts; prompt_N: the index of each request's prompt among them.
         prompt_numbers: dict[tuple[str | None, PromptKey], int] = {}
         prompt_N = np.array(
@@ -184,36 +219,59 @@ class ModelRunner:
         self.prefilled_tokens += len(tokens_T)
         tokens_T = F.pad(tokens_T, padding)
         positions_T = F.pad(self._upload(concatenate_ranges(lengths)), padding)
-        decoder = self.decoder
+        decoder = None
         if any(adapter is not None for adapter in adapters):
             adapters_T = np.repeat(np.array(adapters, dtype=object), lengths).tolist()
             decoder = self.adapters.select_decoder(adapters_T)
-        return decoder(tokens_T, positions_T, attend, row_multiple=multiple, route=recorder)
+        return self._run(decoder, tokens_T, positions_T, attend, recorder)
+
+    def _run(
+        self,
+        decoder: Decoder | None,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: AttentionFn,
+        recorder: RouteRecorder | None,
+    ) -> Tensor:
+        """Return the decoder's hidden states, [T, d], computed as the learner's autocast would.
+
+        decoder: with the adapters of requests; None: no request has one.
+        """
+        multiple = self.limits.row_multiple
+        if decoder is None:
+            decoder = self.decoder if self.cast is None else self.cast.decoder
+        with torch.autocast(self.device.type, self.limits.dtype, enabled=self.cast is not None):
+            return decoder(tokens_T, positions_T, attend, row_multiple=multiple, route=recorder)
 
     # --- decode
 
-    def decode(self, requests: Sequence[GenerationRequest]) -> tuple[ActiveSlots, Tensor]:
-        """Return the running requests' slots and the hidden states of their last tokens.
+    def begin_decode(self, requests: Sequence[GenerationRequest]) -> tuple[ActiveSlots, int]:
+        """Return the running requests' slots, and the length of the longest request.
 
-        The states are [N, d], followed by padding rows.
+        There is room for a further token of each. If steps can be captured, the slots are padded
+        to the rows of a captured step.
 
         requests: all running requests, by slot.
         """
-        active = self._active or self.slots.upload_active(requests)
-        longest = int(self.slots.lengths[: len(requests)].max())
-        if self.reserve(active.n_slots, longest + 1):
-            active = self.slots.upload_active(requests)
-        self._active = active
-        self.decoded_tokens += active.n_slots
-        return active, self._compute_next(active, longest)
+        count = len(requests)
+        longest = int(self.slots.lengths[:count].max())
+        if self.reserve(count, longest + 1) or self.active is None:
+            n_rows = 0
+            if self.can_capture:
+                multiple = self.limits.row_multiple
+                room = self.cache.n_slots // multiple * multiple
+                n_rows = min(round_up_to_bucket(count, LEAST_ROWS), room)
+            self.active = self.slots.upload_active(requests, n_rows=n_rows)
+        self.decoded_tokens += count
+        return self.active, longest
 
-    def _compute_next(self, active: ActiveSlots, longest: int) -> Tensor:
+    def compute_next(self, active: ActiveSlots, longest: int) -> Tensor:
         """Return hidden states of the requests' last tokens: [N, d], followed by padding rows.
 
         If the compiled step is available, it always computes the requests without an adapter,
         even if other running requests have one: a request's bits must not depend on its neighbours.
         """
-        if (layers := self.compiled.layers()) is None:
+        if self.cast is not None or (layers := self.compiled.layers()) is None:
             return self._decode_with_torch(active, longest)
         count = active.n_slots
         slots = torch.arange(count)
@@ -236,13 +294,12 @@ class ModelRunner:
         attend = DecodeAttention(self.cache, active.positions, longest)
         tokens = active.input_tokens
         positions = active.positions
-        count = active.n_slots
+        count = active.n_sampled
         recorder = self._make_recorder(len(tokens)) if active.records_routes else None
-        decoder = self.decoder
+        decoder = None
         if active.adapters is not None:
             decoder = self.adapters.select_decoder(active.adapters)
-        multiple = self.limits.row_multiple
-        hidden = decoder(tokens, positions, attend, row_multiple=multiple, route=recorder)
+        hidden = self._run(decoder, tokens, positions, attend, recorder)
         if recorder is not None:
             targets = attend.slots_N[:count], positions[:count]
             self.slots.routes_RCLK.index_put_(targets, recorder.experts_TLK[:count])

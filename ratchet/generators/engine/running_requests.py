@@ -2,15 +2,16 @@
 
 Settings and lengths are on the host, tokens are on the device. Running requests fill the slots
 0 .. n-1, in any order. Each gets one token per step, so the host knows every length without a
-transfer. A step waits for the device only if a stop id or a stop string may end a request.
+transfer. The host needs a step's tokens only if a stop id or a stop string may end a request.
 
-R = slots, C = capacity in tokens, N = slots of a range, S = stop ids, F = filtered rows of a chunk,
+R = slots, C = capacity in tokens, N = slots of a range (in steps that are captured: also the free
+slots after it that pad the step), S = stop ids, F = filtered rows of a chunk,
 L = sparse layers, K = experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,9 +56,34 @@ class ActiveSlots:
     grammars: list[GrammarMatcher | None] | None  # by request; None: no request has a grammar
 
     @property
+    def n_sampled(self) -> int:
+        """The number of rows that get a token: N."""
+        return len(self.offset_N)
+
+    @property
     def token_index_N(self) -> Tensor:
         """Return the index that each slot's next token has in its completion."""
-        return self.positions[: self.n_slots] + 1 - self.prompt_lengths_N
+        return self.positions[: self.n_sampled] + 1 - self.prompt_lengths_N
+
+    @property
+    def kind(self) -> Hashable:
+        """The shapes and branches of a step; steps of one kind run the same kernels."""
+        chunks = tuple(
+            (chunk.settings.greedy_N is None, chunk.settings.filters is None)
+            for chunk in self.chunks
+        )
+        return len(self.input_tokens), self.n_sampled, self.records_routes, chunks
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that a step reads, in an order that depends only on its kind."""
+        return [
+            self.input_tokens,
+            self.positions,
+            self.prompt_lengths_N,
+            self.offset_N,
+            *(tensor for chunk in self.chunks for tensor in chunk.settings.tensors),
+        ]
 
 
 class RequestSlots:
@@ -213,26 +239,39 @@ class RequestSlots:
         return routes
 
     def upload_active(
-        self, requests: Sequence[GenerationRequest], first_slot: int = 0
+        self, requests: Sequence[GenerationRequest], first_slot: int = 0, n_rows: int = 0
     ) -> ActiveSlots:
-        """Upload the state of the requests in the slots from `first_slot` on, for a step."""
+        """Upload the state of the requests in the slots from `first_slot` on, for a step.
+
+        n_rows: Number of slots that get a token, if more than the requests: the free slots after
+            them are padding, which starts at position 0.
+        """
         end = first_slot + len(requests)
-        padding = -len(requests) % self.row_multiple
-        slot_indices = torch.arange(first_slot, end, device=self.device)
-        positions_N = self._upload(self.lengths[first_slot:end]) - 1
+        n_sampled = max(n_rows, len(requests))
+        padding = -n_sampled % self.row_multiple
+        free = (0, n_sampled - len(requests))
+        slot_indices = torch.arange(first_slot, first_slot + n_sampled, device=self.device)
+        positions_N = self._upload(np.pad(self.lengths[first_slot:end] - 1, free))
+        prompt_lengths = np.pad(self.prompt_lengths[first_slot:end], free)
         tokens_N = self.tokens_RC[slot_indices, positions_N]
         adapters = [request.sampling.adapter for request in requests]
         grammars = [request.grammar for request in requests]
-        settings = self.settings[first_slot:end]
+        settings = np.pad(self.settings[first_slot:end], free, mode="edge")
         return ActiveSlots(
             first_slot=first_slot,
             n_slots=len(requests),
             input_tokens=torch.cat([tokens_N, tokens_N.new_zeros(padding)]),
             positions=torch.cat([positions_N, positions_N.new_zeros(padding)]),
-            prompt_lengths_N=self._upload(self.prompt_lengths[first_slot:end]),
+            prompt_lengths_N=self._upload(prompt_lengths),
             offset_N=slot_indices * self.capacity,
             has_stop_ids=bool((self.stop_ids[first_slot:end] != NO_STOP).any()),
-            chunks=make_chunks(settings, self.vocab_size, self.row_multiple, self.device),
+            chunks=make_chunks(
+                settings,
+                self.vocab_size,
+                self.row_multiple,
+                self.device,
+                pads_filters=n_rows > 0,
+            ),
             adapters=None if adapters.count(None) == len(adapters) else adapters,
             records_routes=any(request.sampling.routes for request in requests),
             watched_slots=[
@@ -247,9 +286,12 @@ class RequestSlots:
         return upload(torch.from_numpy(array.copy()), self.device)
 
     def record(self, active: ActiveSlots, draws: Sequence[SampledTokens]) -> Tensor:
-        """Append the sampled tokens to the slots of the range and return them, int64 [N]."""
-        n_slots = active.n_slots
-        index_N = active.offset_N + active.positions[:n_slots] + 1
+        """Append the sampled tokens to the slots of the range and return them, int64 [N].
+
+        Only tensors on the device change; `advance` counts the tokens.
+        """
+        n_sampled = active.n_sampled
+        index_N = active.offset_N + active.positions[:n_sampled] + 1
         tokens_N = torch.cat([draw.tokens_N for draw in draws])
         self.tokens_RC.view(-1).index_copy_(0, index_N, tokens_N)
         self.logprobs_RC.view(-1).index_copy_(
@@ -262,10 +304,13 @@ class RequestSlots:
                 self.log_kept_RC.view(-1).index_copy_(
                     0, index_N[chunk.rows][filters.rows_F], kept_F
                 )
-        active.input_tokens[:n_slots] = tokens_N
-        active.positions[:n_slots] += 1
-        self.lengths[active.first_slot : active.first_slot + n_slots] += 1
+        active.input_tokens[:n_sampled] = tokens_N
+        active.positions[:n_sampled] += 1
         return tokens_N
+
+    def advance(self, active: ActiveSlots) -> None:
+        """Count a further token of each slot of the range."""
+        self.lengths[active.first_slot : active.first_slot + active.n_slots] += 1
 
 
 def _grow(table: NDArray, rows: int) -> NDArray:

@@ -118,11 +118,27 @@ class SamplingSettings:
     greedy_N: Tensor | None
     filters: SamplingFilters | None
 
-    @classmethod
-    def from_table(cls, table_N: NDArray[np.void], device: torch.device) -> SamplingSettings:
-        """Return the settings of N rows of SETTING_DTYPE, on a device."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all settings that are not None."""
+        tensors = [self.streams_N, self.temperature_N]
+        if self.greedy_N is not None:
+            tensors.append(self.greedy_N)
+        if (filters := self.filters) is not None:
+            tensors += [filters.rows_F, filters.top_k_F, filters.top_p_F, filters.min_p_F]
+        return tensors
 
+    @classmethod
+    def from_table(
+        cls, table_N: NDArray[np.void], device: torch.device, *, pads_filters: bool = False
+    ) -> SamplingSettings:
+        """Return the settings of N rows of SETTING_DTYPE, on a device.
+
+        pads_filters: True to repeat the last filtered row until F = N, if a row is filtered.
+        """
         rows_F = np.flatnonzero(table_N["filtered"])
+        if pads_filters and len(rows_F):
+            rows_F = np.pad(rows_F, (0, len(table_N) - len(rows_F)), mode="edge")
         columns = [table_N[name].copy() for name in ("stream", "temperature", "greedy")]
         columns += [rows_F, *(table_N[name][rows_F] for name in ("top_k", "top_p", "min_p"))]
         streams_N, temperature_N, greedy_N, *filter_columns = upload_together(
@@ -158,16 +174,27 @@ class LogitsChunk:
 
 
 def make_chunks(
-    table_N: NDArray[np.void], vocab_size: int, row_multiple: int, device: torch.device
+    table_N: NDArray[np.void],
+    vocab_size: int,
+    row_multiple: int,
+    device: torch.device,
+    *,
+    pads_filters: bool = False,
 ) -> tuple[LogitsChunk, ...]:
-    """Return the chunks of N rows of SETTING_DTYPE, with their settings on a device."""
+    """Return the chunks of N rows of SETTING_DTYPE, with their settings on a device.
+
+    pads_filters: see `SamplingSettings.from_table`.
+    """
     chunk_rows = max(CHUNK_ELEMENTS // vocab_size // row_multiple, 1) * row_multiple
     row_ranges = [
         slice(start, min(start + chunk_rows, len(table_N)))
         for start in range(0, len(table_N), chunk_rows)
     ]
     return tuple(
-        LogitsChunk(rows, SamplingSettings.from_table(table_N[rows], device)) for rows in row_ranges
+        LogitsChunk(
+            rows, SamplingSettings.from_table(table_N[rows], device, pads_filters=pads_filters)
+        )
+        for rows in row_ranges
     )
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, islice
 
 import numpy as np
@@ -25,14 +26,30 @@ from ratchet.generators.engine.limits import GIB, SchedulerLimits
 from ratchet.generators.engine.model_runner import ModelRunner
 from ratchet.generators.engine.running_requests import ActiveSlots
 from ratchet.generators.engine.sampler import Sampler
+from ratchet.generators.engine.step_graphs import (
+    LEAST_LENGTH,
+    StepGraphs,
+    round_up_to_bucket,
+)
 from ratchet.generators.faults import explain_nonfinite, find_first_nonfinite, make_request_error
 from ratchet.generators.grammar_masks import BatchMasks
 from ratchet.generators.request import GenerationRequest, PromptKey
-from ratchet.kernels import bfloat16
 from ratchet.models.decoder import Decoder
 from ratchet.types import StopReason
+from ratchet.utils.transfer import Fetch
 
-EndReasons = Mapping[int, StopReason | RequestFailed]  # by slot
+EndReasons = dict[int, StopReason | RequestFailed]  # by slot
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """The tokens of a step on their way to the host, with the state of its requests then."""
+
+    requests: Sequence[GenerationRequest]
+    lengths: NDArray[np.int64]  # of the requests, with these tokens
+    stop_ids: NDArray[np.int64]  # of the requests
+    watched: Sequence[int]  # indices of the requests with stop strings
+    fetch: Fetch
 
 
 class Scheduler:
@@ -50,6 +67,11 @@ class Scheduler:
         self.running: list[GenerationRequest] = []  # by slot
         self.version = 0
         self._is_cache_stale = False  # keys and values belong to older weights
+        self.graphs = (
+            StepGraphs(self._compute_step, self.runner.device) if self.runner.can_capture else None
+        )
+        # The tokens of the last step, if the host reads them after it has launched the next one.
+        self._unread: DrawnTokens | None = None
 
     @property
     def busy(self) -> bool:
@@ -78,6 +100,7 @@ class Scheduler:
 
     def abort(self) -> None:
         try:
+            self._retire(self._read_late())
             self._retire(dict.fromkeys(range(len(self.running)), StopReason.ABORTED))
         except ModelError as error:
             for request in self.reset():
@@ -90,13 +113,14 @@ class Scheduler:
         requests = [*self.running, *self.waiting]
         self.running = []
         self.waiting = deque()
+        self._unread = None
         self.runner.clear()
         self._is_cache_stale = False
         return requests
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
-        bfloat16.forget_weights()
+        self.runner.renew_weights()
         self._is_cache_stale |= bool(self.running) and not keep_kv
         for slot, request in enumerate(self.running):
             generated = int(self.slots.lengths[slot] - self.slots.prompt_lengths[slot])
@@ -108,16 +132,33 @@ class Scheduler:
 
         A request that can't be computed fails alone. Raises ModelError if the weights are broken.
         """
+        # Weights may have changed without a commit, for example to their moving averages.
         if not self.running:
-            bfloat16.forget_weights()  # the learner may have changed them since the last request
+            self.runner.renew_weights()
         if self._is_cache_stale:
             self._is_cache_stale = False
             self.runner.recompute_cache(self.running)
         while batch := self._get_admissible():
             self._admit(batch)
         if self.running:
-            active, hidden_Nd = self.runner.decode(self.running)
-            self._append_tokens(active, hidden_Nd)
+            self._decode()
+
+    def _decode(self) -> None:
+        """Compute the next token of every running request."""
+        active, longest = self.runner.begin_decode(self.running)
+        if self.graphs is None or active.adapters is not None or active.grammars is not None:
+            self._append_tokens(active, self.runner.compute_next(active, longest))
+            return
+        self.runner.active = active = self.graphs.load(active, self.runner.memory)
+        length = round_up_to_bucket(longest, LEAST_LENGTH)
+        # The device always has work then. A request that stops has computed a token in vain.
+        self._end_step(active, self.graphs(active, length), reads_late=True)
+
+    def _compute_step(self, active: ActiveSlots, longest: int) -> Tensor:
+        """Compute and return the next token of every slot, without the host's part of a step."""
+        hidden_Nd = self.runner.compute_next(active, longest)
+        draws = self.sampler(hidden_Nd, active.chunks, active.token_index_N)
+        return self.slots.record(active, draws)
 
     # --- requests enter
 
@@ -196,15 +237,59 @@ class Scheduler:
         if active.grammars is not None:
             masks = BatchMasks.compute(active.grammars, self.slots.vocab_size)
         draws = self.sampler(hidden_Nd, active.chunks, active.token_index_N, masks)
-        tokens_N = self.slots.record(active, draws)
+        self._end_step(active, self.slots.record(active, draws), masks)
+
+    def _end_step(
+        self,
+        active: ActiveSlots,
+        tokens_N: Tensor,
+        masks: BatchMasks | None = None,
+        *,
+        reads_late: bool = False,
+    ) -> None:
+        """Count the tokens, and retire the requests that have ended.
+
+        reads_late: True to leave the tokens to the next step. They are read now if a request has
+            its full length, because the host then waits for its completion.
+        """
+        self.slots.advance(active)
         end_reasons = self._find_at_limit(active)
+        drawn = None
         # Requests with a grammar have stop ids.
         if active.watched_slots or active.has_stop_ids:
-            tokens = tokens_N.cpu().numpy()  # the step's only wait for the device
-            end_reasons |= self._find_stopped(active, tokens)
+            rows = slice(active.first_slot, active.first_slot + active.n_slots)
+            drawn = DrawnTokens(
+                self.running[rows],
+                self.slots.lengths[rows].copy(),
+                self.slots.stop_ids[rows].copy(),
+                [slot - active.first_slot for slot in active.watched_slots],
+                Fetch(tokens_N),
+            )
+        is_all = active.n_slots == len(self.running)
+        earlier_ends = self._read_late() if is_all else {}
+        if reads_late and not end_reasons:
+            self._unread = drawn
+        elif drawn is not None:
+            tokens = drawn.fetch.wait().numpy()[: active.n_slots]
+            end_reasons |= self._find_stopped(drawn, tokens)
             if masks is not None:
                 end_reasons |= self._feed_grammars(active, tokens, masks, end_reasons)
-        self._retire(end_reasons)
+        self._retire(end_reasons | earlier_ends)
+
+    def _read_late(self) -> EndReasons:
+        """Return the slots that the step before ended, with the reason. Drops their newest token.
+
+        This waits for the step before, while the device computes the next one.
+        """
+        drawn, self._unread = self._unread, None
+        if drawn is None:
+            return {}
+        tokens = drawn.fetch.wait().numpy()[: len(drawn.requests)]
+        end_reasons = self._find_stopped(drawn, tokens)
+        lengths = dict(zip(drawn.requests, drawn.lengths.tolist(), strict=True))
+        for slot in end_reasons:
+            self.slots.lengths[slot] = lengths[self.running[slot]]
+        return end_reasons
 
     def _feed_grammars(
         self,
@@ -229,7 +314,7 @@ class Scheduler:
                 errors[first + row] = error
         return errors
 
-    def _find_at_limit(self, active: ActiveSlots) -> dict[int, StopReason | RequestFailed]:
+    def _find_at_limit(self, active: ActiveSlots) -> EndReasons:
         """Return the slots whose sequences have their full length, with the reason."""
         first = active.first_slot
         end = first + active.n_slots
@@ -239,28 +324,27 @@ class Scheduler:
             for slot in (np.flatnonzero(is_at_limit) + first).tolist()
         }
 
-    def _find_stopped(self, active: ActiveSlots, tokens: NDArray[np.int64]) -> EndReasons:
+    def _find_stopped(self, drawn: DrawnTokens, tokens: NDArray[np.int64]) -> EndReasons:
         """Return the slots that stop strings or stop ids ended, with the reason.
 
-        A stop id overrides a stop string. Text that can't be decoded fails its request.
+        A stop id overrides a stop string. Text that can't be decoded fails its request. Requests
+        that have left since are passed over.
         """
-        first = active.first_slot
-        end = first + active.n_slots
-        end_reasons: dict[int, StopReason | RequestFailed] = {}
-        if active.watched_slots:
-            watched_tokens = tokens[np.array(active.watched_slots) - first].tolist()
-            for slot, token in zip(active.watched_slots, watched_tokens, strict=True):
-                stop_strings = self.running[slot].stop_strings
-                try:
-                    if stop_strings is not None and stop_strings.feed(token):
-                        end_reasons[slot] = StopReason.STOP_STRING
-                except RequestFailed as error:
-                    end_reasons[slot] = error
-        if active.has_stop_ids:
-            is_stop_N = (tokens[:, None] == self.slots.stop_ids[first:end]).any(-1)
-            stop_slots = (np.flatnonzero(is_stop_N) + first).tolist()
-            end_reasons |= dict.fromkeys(stop_slots, StopReason.STOP_TOKEN)
-        return end_reasons
+        reasons: dict[GenerationRequest, StopReason | RequestFailed] = {}
+        for row, token in zip(drawn.watched, tokens[drawn.watched].tolist(), strict=True):
+            request = drawn.requests[row]
+            try:
+                if request.stop_strings is not None and request.stop_strings.feed(token):
+                    reasons[request] = StopReason.STOP_STRING
+            except RequestFailed as error:
+                reasons[request] = error
+        for row in np.flatnonzero((tokens[:, None] == drawn.stop_ids).any(-1)).tolist():
+            reasons[drawn.requests[row]] = StopReason.STOP_TOKEN
+        return {
+            self.running.index(request): reason
+            for request, reason in reasons.items()
+            if request in self.running
+        }
 
     def _retire(self, end_reasons: EndReasons) -> None:
         """Deliver the results of these slots, or their errors, and free the slots.

@@ -177,12 +177,14 @@ def multiply_grouped(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tens
 
 
 def _has_grouped_kernel(x_Nd: Tensor, weight_EOd: Tensor) -> bool:
-    """True if the grouped kernel supports the inputs.
+    return len(x_Nd) > 0 and x_Nd.dtype == torch.bfloat16 and can_group(weight_EOd)
 
-    It needs bfloat16, row sizes that are multiples of 16 bytes, and an Ampere GPU or later.
+
+def can_group(weight_EOd: Tensor) -> bool:
+    """True if the grouped kernel can multiply rows in bfloat16 by these matrices in bfloat16.
+
+    It needs row sizes that are multiples of 16 bytes, and an Ampere GPU or later.
     """
-    if not (x_Nd.is_cuda and len(x_Nd) and x_Nd.dtype == torch.bfloat16):
+    if not weight_EOd.is_cuda or any(size % 8 for size in weight_EOd.shape[1:]):
         return False
-    return all(size % 8 == 0 for size in weight_EOd.shape[1:]) and torch.cuda.get_device_capability(
-        x_Nd.device
-    ) >= (8, 0)
+    return torch.cuda.get_device_capability(weight_EOd.device) >= (8, 0)

@@ -9,10 +9,14 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/ApproximateClock.h>
+#include <torch/csrc/profiler/stubs/base.h>
 #include <torch/library.h>
 
 #include <array>
 #include <atomic>
+#include <functional>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -52,6 +56,21 @@ std::atomic<Listener> listener{nullptr};
 
 void report(const char* kind, const std::string& operation) {
   if (Listener call = listener.load()) call(kind, operation.c_str());
+}
+
+// The work of a CUDA graph, in order. As on CUDA, capturing leaves the memory as it was: an operation
+// has to run so that its results have sizes, so what it overwrites is saved and restored.
+struct Graph {
+  std::vector<std::function<void()>> work;
+  std::vector<std::pair<Tensor, Tensor>> saved;  // (host alias of a whole storage, its copy)
+  std::set<void*> known;  // addresses of storages that are saved, or that the graph made
+};
+
+std::map<int64_t, Graph> graphs;
+thread_local Graph* capturing = nullptr;
+
+void refuse_while_capturing(const std::string& operation) {
+  TORCH_CHECK(!capturing, "operation not permitted when stream is capturing (", operation, ")");
 }
 
 // What a device storage owns: the host memory under it.
@@ -99,6 +118,16 @@ Tensor alias_on_host(const Tensor& device_tensor) {
     alias.unsafeGetTensorImpl()->set_wrapped_number(true);
   }
   return alias;
+}
+
+// Save the memory of a device tensor that a captured operation is about to overwrite.
+void save_while_capturing(const Tensor& tensor) {
+  if (!capturing || !tensor.defined() || !tensor.is_cuda() || !tensor.storage().nbytes()) return;
+  if (!capturing->known.insert(tensor.storage().mutable_data()).second) return;
+  auto alias = alias_on_host(tensor);
+  const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  Tensor whole = at::from_blob(tensor.storage().mutable_data(), {bytes}, at::kByte);
+  capturing->saved.emplace_back(whole, whole.clone());
 }
 
 // A generator of the device. `host` draws its numbers, so they equal the CPU's.
@@ -243,14 +272,10 @@ class HostCall {
   std::vector<std::pair<Tensor, Tensor>> operands_;  // (device tensor, its alias on the host)
 };
 
-void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
-  // Their results have sizes or values that the host needs.
-  static const std::set<std::string> WAITING{
-      "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal",
-      "aten::bincount", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
+// Call an operation on the host. The stack has its arguments, and then its results.
+HostCall call_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   const auto& schema = operation.schema();
-  const std::string& name = schema.name();
-  HostCall call(name);
+  HostCall call(schema.name());
   auto arguments = torch::jit::pop(*stack, schema.arguments().size());
   for (const auto& argument : arguments) call.check_device(argument);
   for (const auto& argument : arguments) stack->push_back(call.lower(argument));
@@ -258,23 +283,99 @@ void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack)
   call.apply_resizes();
   auto results = torch::jit::pop(*stack, schema.returns().size());
   for (const auto& result : results) stack->push_back(call.raise(result));
+  return call;
+}
+
+// Copy a result of a replayed operation into the memory that the captured one gave it.
+void copy_result(const Tensor& captured, const Tensor& replayed) {
+  if (!captured.defined() || !captured.is_cuda()) return;
+  if (captured.data_ptr() == replayed.data_ptr()) return;
+  TORCH_CHECK(captured.sizes() == replayed.sizes(), "a replayed operation has another shape");
+  alias_on_host(captured).copy_(alias_on_host(replayed));
+}
+
+void copy_results(const IValue& captured, const IValue& replayed) {
+  if (captured.isTensor()) copy_result(captured.toTensor(), replayed.toTensor());
+  if (!captured.isTensorList()) return;
+  const auto targets = captured.toTensorVector(), sources = replayed.toTensorVector();
+  for (size_t i = 0; i < targets.size(); i++) copy_result(targets[i], sources[i]);
+}
+
+void add_storages(const IValue& value, std::set<void*>& storages) {
+  std::vector<Tensor> tensors;
+  if (value.isTensor()) tensors = {value.toTensor()};
+  if (value.isTensorList()) tensors = value.toTensorVector();
+  for (const Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.is_cuda()) storages.insert(tensor.storage().mutable_data());
+  }
+}
+
+void capture(const c10::OperatorHandle& operation, torch::jit::Stack arguments,
+             torch::jit::Stack results) {
+  std::set<void*> given;
+  for (const auto& argument : arguments) add_storages(argument, given);
+  std::set<void*> returned;
+  for (const auto& result : results) add_storages(result, returned);
+  for (void* storage : returned) {
+    if (!given.count(storage)) capturing->known.insert(storage);
+  }
+  capturing->work.push_back([operation, arguments, results] {
+    torch::jit::Stack stack = arguments;
+    call_on_host(operation, &stack);
+    for (size_t i = 0; i < results.size(); i++) copy_results(results[i], stack[i]);
+  });
+}
+
+void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  // Their results have sizes or values that the host needs.
+  static const std::set<std::string> WAITING{
+      "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal",
+      "aten::bincount", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
+  const auto& schema = operation.schema();
+  const std::string& name = schema.name();
+  const bool allocates = name.rfind("aten::empty", 0) == 0;
+  torch::jit::Stack arguments;
+  if (capturing) {
+    arguments = torch::jit::last(*stack, schema.arguments().size()).vec();
+    for (size_t i = 0; i < arguments.size(); i++) {
+      const auto* alias = schema.arguments()[i].alias_info();
+      if (!alias || !alias->isWrite()) continue;
+      if (arguments[i].isTensor()) save_while_capturing(arguments[i].toTensor());
+      if (arguments[i].isTensorList()) {
+        for (const Tensor& tensor : arguments[i].toTensorVector()) save_while_capturing(tensor);
+      }
+    }
+  }
+  const HostCall call = call_on_host(operation, stack);
   const bool reads_scalar = name == "aten::_local_scalar_dense";
   if (reads_scalar) report("copy", name);
-  if (call.waits() || WAITING.count(name)) report("sync", name);
-  const bool allocates = name.rfind("aten::empty", 0) == 0;
+  if (call.waits() || WAITING.count(name)) {
+    refuse_while_capturing(name);
+    report("sync", name);
+  }
+  if (capturing && !allocates) {
+    capture(operation, std::move(arguments), torch::jit::last(*stack, schema.returns().size()).vec());
+  }
   if (!allocates && !reads_scalar && call.computes()) report("kernel", name);
 }
 
 Tensor& copy_(Tensor& target, const Tensor& source, bool non_blocking) {
   const bool from_device = source.is_cuda();
   const bool to_device = target.is_cuda();
-  (to_device ? alias_on_host(target) : target)
-      .copy_(from_device ? alias_on_host(source) : source);
+  auto copy = [](const Tensor& target, const Tensor& source) {
+    (target.is_cuda() ? alias_on_host(target) : target)
+        .copy_(source.is_cuda() ? alias_on_host(source) : source);
+  };
   if (from_device && to_device) {
+    save_while_capturing(target);
+    if (capturing) capturing->work.push_back([copy, target, source] { copy(target, source); });
+    copy(target, source);
     report("kernel", "aten::copy_");
     return target;
   }
   const char* direction = to_device ? "copy to the device" : "copy to the host";
+  refuse_while_capturing(direction);
+  copy(target, source);
   report("copy", direction);
   if (!non_blocking) report("sync", direction);
   return target;
@@ -299,6 +400,11 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", &copy_);
   library.impl("resize_", &resize_);
+  // PyTorch's kernels for all devices would read offsets on the host, which CUDA's does not, or
+  // look for kernels of CUDA.
+  for (const char* name : {"_grouped_mm", "convolution", "convolution_backward"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
 }
 
 // Streams and events do nothing: every operation has ended when its call returns.
@@ -345,11 +451,41 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::Allocator* getPinnedMemoryAllocator() const override {
     return c10::GetAllocator(at::kCPU);
   }
-  void deviceSynchronize(DeviceIndex) const override { report("sync", "synchronize"); }
+  void deviceSynchronize(DeviceIndex) const override {
+    refuse_while_capturing("synchronize");
+    report("sync", "synchronize");
+  }
   at::Generator getNewGenerator(DeviceIndex index) const override {
     return at::make_generator<DeviceGenerator>(index < 0 ? ::current_device : index);
   }
 };
+
+// The profiler's events of the device, which take no time. Without them PyTorch writes a warning
+// with a stack for every operation.
+struct ProfilerEvents final : torch::profiler::impl::ProfilerStubs {
+  void record(DeviceIndex* device, torch::profiler::impl::ProfilerVoidEventStub* event,
+              int64_t* cpu_ns) const override {
+    if (device) *device = current_device;
+    if (cpu_ns) *cpu_ns = c10::getTime();
+    *event = std::make_shared<int>(0);
+  }
+  float elapsed(const torch::profiler::impl::ProfilerVoidEventStub*,
+                const torch::profiler::impl::ProfilerVoidEventStub*) const override {
+    return 0;
+  }
+  void mark(const char*) const override {}
+  void rangePush(const char*) const override {}
+  void rangePop() const override {}
+  bool enabled() const override { return true; }
+  void onEachDevice(std::function<void(int)> call) const override {
+    for (int device = 0; device < DEVICE_COUNT; device++) call(device);
+  }
+  void synchronize() const override {}
+};
+
+ProfilerEvents profiler_events;
+const bool has_profiler_events =
+    (torch::profiler::impl::registerCUDAMethods(&profiler_events), true);
 
 }  // namespace
 
@@ -366,5 +502,17 @@ void pretend_reset_peak_memory(int64_t device) {
 }
 int64_t pretend_current_device() { return current_device; }
 void pretend_set_device(int64_t device) { current_device = static_cast<DeviceIndex>(device); }
+void pretend_begin_capture(int64_t graph) { capturing = &graphs[graph]; }
+void pretend_end_capture() {
+  for (auto& [whole, copy] : capturing->saved) whole.copy_(copy);
+  capturing->saved.clear();
+  capturing = nullptr;
+}
+void pretend_replay(int64_t graph) {
+  c10::InferenceMode guard;
+  report("kernel", "graph");
+  for (auto& work : graphs.at(graph).work) work();
+}
+void pretend_drop_graph(int64_t graph) { graphs.erase(graph); }
 void pretend_listen(Listener function) { listener = function; }
 }

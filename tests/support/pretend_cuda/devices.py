@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ def install() -> None:
         setattr(torch.cuda, name, function)
     torch.cuda.device = DeviceContext
     torch.cuda.Stream = torch.cuda.Event = Stream
+    torch.cuda.CUDAGraph = Graph
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch.Tensor.pin_memory = lambda self, device=None: self
     torch.Tensor.is_pinned = lambda self, device=None: self.is_cpu
@@ -97,6 +99,30 @@ class Stream:
         return self
 
 
+class Graph:
+    """A CUDA graph: operations that are run again on the memory that they had when captured.
+
+    As on CUDA, they don't run while they are captured, and what waits for the device is refused.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)
+
+    def capture_begin(self, **options: Any) -> None:
+        load_backend().pretend_begin_capture(self.number)
+
+    def capture_end(self) -> None:
+        load_backend().pretend_end_capture()
+
+    def replay(self) -> None:
+        load_backend().pretend_replay(self.number)
+
+    def __del__(self) -> None:
+        load_backend().pretend_drop_graph(self.number)
+
+
 class DeviceContext:
     """`torch.cuda.device`: the current device of this thread inside a block."""
 
@@ -156,6 +182,7 @@ def _make_functions() -> dict[str, Callable[..., Any]]:
         "reset_peak_memory_stats": lambda device=None: backend.pretend_reset_peak_memory(
             get_index(device)
         ),
+        "graph_pool_handle": lambda: (0, 0),
         "stream": lambda stream: nullcontext(),
     }
 
