@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from command_line import ratchet
 from pages import written
+from support.programs import run_program
 
 
 def run(*arguments):
@@ -29,3 +31,28 @@ def test_new_tasks_pass_their_oracle_and_train(repository, tmp_path, monkeypatch
     run("train", "with_tasks.yaml")
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     assert '"rollout/reward"' in metrics.read_text(encoding="utf-8")
+
+
+PYTHON = Path(__file__).parents[3] / ".venv" / "nemo-gym" / "bin" / "python"
+READS = """
+import pathlib, typer
+from harbor.cli.lint import lint_command
+from harbor.models.task.task import Task
+task = Task(pathlib.Path("my-sum"))
+assert "sum of the numbers" in task.instruction
+try:
+    lint_command([pathlib.Path("my-sum")], None, None, None, False)
+except typer.Exit as ended:
+    raise SystemExit(ended.exit_code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason="`make` installs Harbor where it finds Python 3.12")
+def test_harbor_reads_a_new_task_and_its_linter_finds_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("new", "harbor-task", "my-sum")
+    assert run_program(PYTHON, "-c", READS, cwd=tmp_path) == ""
+    (tmp_path / "my-sum" / "task.toml").write_text('[agent]\ntimeout_sec = "long"\n')
+    with pytest.raises(AssertionError, match="timeout_sec"):
+        run_program(PYTHON, "-c", READS, cwd=tmp_path)
