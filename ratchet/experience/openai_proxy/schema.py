@@ -165,7 +165,7 @@ def make_chat_tool(
 
 
 class StreamOptions(WireModel):
-    """What a stream has beside the answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 

@@ -55,7 +55,7 @@ PROBE_NUMBER = b"42"
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What a compiler made of a source.
+    """The outcome of compiling a source.
 
     Attributes:
         runner: Python source that becomes the compiled program; None if the source has errors, or
