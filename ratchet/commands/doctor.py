@@ -45,6 +45,7 @@ PURPOSES = {
     "bm25s": ("tools", "the search tool"),
     "gymnasium": ("envs", "environments of gymnasium"),
     "gem-llm": ("gem", "environments of gem"),
+    "textworld": ("textworld", "games of TextWorld"),
     "verifiers": ("verifiers", "environments of verifiers"),
     "websockets": ("openenv", "environments on OpenEnv's servers"),
     "llguidance": ("structured", "structured output: JSON schemas, regular expressions, grammars"),

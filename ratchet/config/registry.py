@@ -42,6 +42,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "shop": "ratchet.environments.shop.environment:ShopConfig",
     "gymnasium": "ratchet.environments.adapters.gymnasium:GymnasiumConfig",
     "gem": "ratchet.environments.adapters.gem:GemConfig",
+    "textworld": "ratchet.environments.adapters.textworld:TextWorldConfig",
     "openenv": "ratchet.environments.openenv.environment:OpenEnvConfig",
     "nemo_gym": "ratchet.environments.servers.nemo_gym:NemoGymConfig",
     "open_reward": "ratchet.environments.servers.open_reward:OpenRewardConfig",

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from environments import stand_in_textworld
 from environments.harbor.task_directories import write_task
 from environments.openenv.stub_server import StubServer
 from environments.servers.open_reward_stub import Stub, events, result
@@ -486,6 +487,12 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
     if find_spec("gem"):  # it has no release for later versions of Python than 3.11
         tools = ["environments.gem_tools:with_halving"]
         played("1", kind="gem", id="game:GuessTheNumber-v0-easy", wrappers=tools)
+    patch.setitem(sys.modules, "textworld", stand_in_textworld)
+    for name in ("a.z8", "a.json", "held/b.z8", "held/b.json"):
+        (Path("games") / name).parent.mkdir(parents=True, exist_ok=True)
+        (Path("games") / name).touch()
+    games = {"train": ["games/*.z8"], "test": "games/held"}
+    played("open box", "take key", kind="textworld", commands=True, max_turns=2, **games)
     called = Message("assistant", tool_calls=(ToolCall("call_0", "look", {}),))
     Path("rooms.py").write_text(
         "class Room:\n"

@@ -507,7 +507,7 @@ def costs(monkeypatch) -> dict[str, int]:
     )
     count(ThreadPool, "run", most("jobs", lambda crew, jobs: len(jobs)))
     count(ModelRunner, "prefill", add("prefills"))
-    count(ModelRunner, "decode", most("running", lambda runner, requests: len(requests)))
+    count(ModelRunner, "begin_decode", most("running", lambda runner, requests: len(requests)))
     count(
         Decoder,
         "forward",

@@ -1,7 +1,9 @@
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
+from environments import stand_in_textworld
 from pydantic import ValidationError
 
 from ratchet.config.model_shape.presets import get_preset
@@ -10,6 +12,7 @@ from ratchet.config.resolve import section_class
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.adapters.gem import GemConfig
 from ratchet.environments.adapters.reset_step import ResetStepConfig
+from ratchet.environments.adapters.textworld import TextWorldConfig
 from ratchet.environments.adapters.trl import TRLEnvironmentConfig
 from ratchet.environments.adapters.verifiers import VerifiersConfig
 from ratchet.environments.code.interpreter import CodeInterpreterConfig
@@ -74,6 +77,7 @@ def test_each_kind_names_a_class_that_takes_its_section(section, tmp_path, monke
         "function": "rewards.integrations.trl_rewards:exact",
         "factory": "environments.adapters.trl_environments:Counter",
     }
+    monkeypatch.setitem(sys.modules, "textworld", stand_in_textworld)
     needed |= (
         {"path": "collections:OrderedDict"}
         if issubclass(section, GemConfig)
@@ -93,6 +97,7 @@ def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_jud
         PreferencesConfig,
         GameConfig,
         ResetStepConfig,
+        TextWorldConfig,
         VerifiersConfig,
         TRLEnvironmentConfig,
         MessageLogConfig,
