@@ -253,6 +253,8 @@ class Revising(Copying):
             revised["loss_multiplier"] = (batch["total_reward"] > 0).float()
         elif self.returns == "raises":
             raise ZeroDivisionError
+        elif self.returns == "reversed":
+            revised = batch.select_indices(range(batch.size - 1, -1, -1))
         else:
             revised[self.returns] = torch.full((batch.size,), math.nan)
         return revised, {"judged": batch.size, "note": "not a number"}
@@ -323,6 +325,7 @@ def test_replayed_groups_are_not_post_processed_again():
     ("returns", "why"),
     [
         ("raises", "ZeroDivisionError"),
+        ("reversed", "the rows are in another order"),
         ("total_reward", "total_reward must be finite, not nan"),
         ("loss_multiplier", "loss_multiplier must be 0 or 1, not nan"),
     ],

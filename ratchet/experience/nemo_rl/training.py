@@ -107,6 +107,8 @@ class MessageLogEnvironment(Rows):
         method = f"{self.interface_name}.global_post_process_and_metrics"
         try:
             processed, metrics = post_process(batch, tasks)
+            if list(processed.get("idx", batch["idx"])) != list(batch["idx"]):
+                raise DataError("the rows are in another order. Return them in the order given")
             rewards, multipliers = _read_processed(processed)
         except Exception as error:  # user code
             raise TrainingError(
