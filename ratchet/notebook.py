@@ -21,6 +21,7 @@ from ratchet.commands.report.runs import RunReader
 from ratchet.commands.report.watch import CURVES, shrink_curve
 from ratchet.errors import ConfigError, DataError
 from ratchet.observe.progress import sparkline
+from ratchet.utils.terminal_text import escape_controls
 
 Colouring = Literal["logprob", "advantage", "ratio", "value", "share"]
 WIDTH, HEIGHT = 220, 70  # size of a curve, in pixels
@@ -98,7 +99,7 @@ class RunView:
         return ReportView(page)
 
     def __repr__(self) -> str:
-        lines = [f"{self._reader.name} ({self._reader.read_state()})"]
+        lines = [escape_controls(f"{self._reader.name} ({self._reader.read_state()})")]
         for name, (_, values) in self.read_curves().items():
             bars = sparkline(shrink_curve(values, TERMINAL_WIDTH))
             lines.append(f"{name:16}{bars:{TERMINAL_WIDTH}} {values[0]:.3g} -> {values[-1]:.3g}")
@@ -125,7 +126,7 @@ class GroupView:
 
     def __repr__(self) -> str:
         return "\n".join(
-            f"{_describe_attempt(attempt)}: {''.join(attempt['tokens']['text'])}"
+            escape_controls(f"{_describe_attempt(attempt)}: {''.join(attempt['tokens']['text'])}")
             for attempt in self.attempts
         )
 

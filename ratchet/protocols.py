@@ -325,7 +325,7 @@ class Environment(ABC):
         return False
 
     def post_process(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return a step's groups before it trains on them, perhaps with other rewards."""
+        """Return a step's new groups as they train, in their order, perhaps with other rewards."""
         return groups
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:

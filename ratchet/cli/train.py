@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -129,7 +129,9 @@ def train(
                 "--try limits the seconds of one start: give --try-steps with --supervise"
             )
         place = resume or run_dir or _choose_run_dir(recipe, changes, start_from)
-        raise typer.Exit(_supervise(place, supervise, changed_data=changed_data))
+        # The run may crash before it has written the changed keys. Given twice, they do nothing.
+        resume_options = [*(["--changed-data"] * changed_data), *(changes if resume else ())]
+        raise typer.Exit(_supervise(place, supervise, resume_options))
     # Set before torch is imported, because torch's tracer would print progress notes.
     if profile is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -179,13 +181,13 @@ def _choose_run_dir(recipe: str | None, changes: list[str], start_from: str | No
     return str(config.run_dir or find_free_run_dir(config.name))
 
 
-def _supervise(place: str, max_restarts: int, *, changed_data: bool) -> int:
+def _supervise(place: str, max_restarts: int, resume_options: Sequence[str]) -> int:
     """Run this command in a child process, and `ratchet train --resume` after each crash.
 
     Args:
         place: The directory or address of the run.
         max_restarts: As of `Supervisor`.
-        changed_data: True if data may have changed since the run's last start.
+        resume_options: Further arguments of each `ratchet train --resume`.
 
     Returns:
         The exit status of the last start.
@@ -202,11 +204,11 @@ def _supervise(place: str, max_restarts: int, *, changed_data: bool) -> int:
     arguments = _remove_option(sys.argv[1:], "--supervise")
     names = {argument.partition("=")[0] for argument in arguments}
     if not names & {"--run-dir", "--resume"}:
-        arguments += ["--run-dir", place]
+        arguments[1:1] = ["--run-dir", place]  # after "train": behind "--" it would be no option
     supervisor = Supervisor(
         get_mirror_work_dir(place) if is_address(place) else Path(place),
         arguments,
-        ["train", "--resume", place, *(["--changed-data"] * changed_data)],
+        ["train", "--resume", place, *resume_options],
         max_restarts=max_restarts,
         say=lambda line: typer.echo(escape_controls(line), err=True),
     )
@@ -214,9 +216,9 @@ def _supervise(place: str, max_restarts: int, *, changed_data: bool) -> int:
 
 
 def _remove_option(arguments: list[str], name: str) -> list[str]:
-    """Return command-line arguments without an option and its value (`--x 1` or `--x=1`)."""
+    """Return command-line arguments without an option and its values (`--x 1` or `--x=1`)."""
     kept = [argument for argument in arguments if not argument.startswith(f"{name}=")]
-    if name in kept:
+    while name in kept:
         index = kept.index(name)
         del kept[index : index + 2]
     return kept

@@ -195,11 +195,13 @@ def _make_batcher(
         stage_source = _wrap_source(
             source, rollout_policy, setup, spec, is_informative, end_step=end_step
         )
+    # A replay buffer post-processes new groups itself, and must not do it again to replayed ones.
+    does_post_process = not isinstance(stage_source, ReplayBuffer)
     return Batcher(
         stage_source,
         groups_per_step=spec.batch_size,
         max_failed_share=spec.rollouts.max_failed_share,
-        post_process=setup.environment.post_process,
+        post_process=setup.environment.post_process if does_post_process else list,
     )
 
 
@@ -248,6 +250,7 @@ def _wrap_source(
             settings.replay,
             ledger=rollouts.ledger,
             seed=derive_seed(spec.seed, spec.name, "replay"),
+            post_process=setup.environment.post_process,
         )
     return source
 

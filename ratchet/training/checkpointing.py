@@ -342,11 +342,17 @@ def check_changed_inputs(
             "run's weights (--from)"
         )
         consequence = "rows may be repeated or skipped, or judged in another way"
-    changed_paths = ", ".join(path for path, value in saved.items() if inputs.get(path) != value)
-    if changed_paths and not changed_data:
-        raise DataError(f"{changed_paths} changed since {start}, {reason}. {remedy}")
-    if changed_paths:
-        log.warning("%s changed since %s: %s", changed_paths, start, consequence)
+    # A path that is not in `inputs` but exists is no longer read, because the recipe was changed.
+    changed = [path for path, value in saved.items() if inputs.get(path, value) != value]
+    missing = [path for path in saved if path not in inputs and not os.path.exists(path)]
+    faults = [f"{', '.join(changed)} changed since {start}"] * bool(changed)
+    faults += [f"{', '.join(missing)} not found"] * bool(missing)
+    if any(not os.path.isabs(path) for path in missing):
+        reason += ". Relative paths need the working directory in which the run was started"
+    if faults and not changed_data:
+        raise DataError(f"{', and '.join(faults)}, {reason}. {remedy}")
+    if faults:
+        log.warning("%s: %s", ", and ".join(faults), consequence)
 
 
 def refuse_lost_checkpoints(

@@ -28,6 +28,7 @@ from ratchet.environments.build import build_environment
 from ratchet.environments.mixture import MixtureConfig, get_part_tag
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 from ratchet.executors import env_vars
+from ratchet.experience.async_rollouts.group_filter import build_group_filter
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.models.load import find_model, is_hub_id
@@ -117,6 +118,9 @@ def run_preflight(config: RunConfig, *, scan: bool = True) -> PreflightReport:
         check = _StageCheck(config, stage, renderer, report, scan)
         with report.section(f"stages.{stage.name}"):
             check.open_training_data()
+        with report.section(f"stages.{stage.name}.rollouts.group_filter"):
+            if stage.rollouts.group_filter is not None:
+                build_group_filter(stage.rollouts.group_filter)
         with report.section(f"stages.{stage.name}.evaluation"):
             check.open_evaluation()
     report.opened = list(dict.fromkeys(report.opened))

@@ -129,6 +129,9 @@ def test_dynamic_micro_batches_are_cut_to_their_rounded_length():
         micros = list(shard.make_microbatch_iterator_with_dynamic_shapes())
         assert [micro["ids"].shape for micro in micros] == [(2, 4), (1, 10)]
         assert shard.get_microbatch_iterator_dynamic_shapes_len() == 2
+    with pytest.raises(DataError, match="micro-batches of one chunk"):
+        shards[0].reorder_data([2, 1, 0]).get_microbatch_iterator_dynamic_shapes_len()
+    shards[0].reorder_data([2, 1, 0])
     restored = BatchedDataDict.from_batches(shards).reorder_data(rows)
     assert restored["row"] == batch["row"]
     assert torch.equal(restored["ids"], batch["ids"])
@@ -247,7 +250,13 @@ def test_samples_become_a_batch():
             lambda: of_lengths(1).shard_by_batch_size(
                 1, sequence_packing_args={**PACKED, "input_lengths_key": "size"}
             ),
-            "input_lengths_key=size is no column",
+            "input_lengths_key=size is not a column",
+        ),
+        (
+            lambda: of_lengths(1).shard_by_batch_size(
+                1, dynamic_batching_args={**DYNAMIC, "input_key": "tokens"}
+            ),
+            "input_key=tokens is not a column",
         ),
     ],
 )

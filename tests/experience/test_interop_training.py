@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -26,11 +27,12 @@ from ratchet.experience.nemo_rl import BatchedDataDict, EnvironmentInterface, En
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig
 from ratchet.testing import check_environment
+from ratchet.testing.builders import make_trajectory
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
 from ratchet.training.stage_from_config import build_run
-from ratchet.types import Owner, Sampling
+from ratchet.types import Group, Owner, Sampling, Turn
 
 COPYING = {
     "kind": "message_log",
@@ -40,7 +42,13 @@ COPYING = {
 
 
 def run_of(
-    observe, *, steps: int, batch_size: int = 8, lr: float = 3e-3, environment: Any = COPYING
+    observe,
+    *,
+    steps: int,
+    batch_size: int = 8,
+    lr: float = 3e-3,
+    environment: Any = COPYING,
+    **keys: Any,
 ):
     stage = {
         "name": "grpo",
@@ -52,6 +60,7 @@ def run_of(
         "batch_size": batch_size,
         "sampling": {"max_new_tokens": 4},
         "evaluation": {"tasks": 2},
+        **keys,
     }
     settings = RunConfig.model_validate({
         "threads": 1,
@@ -244,6 +253,8 @@ class Revising(Copying):
             revised["loss_multiplier"] = (batch["total_reward"] > 0).float()
         elif self.returns == "raises":
             raise ZeroDivisionError
+        elif self.returns == "reversed":
+            revised = batch.select_indices(range(batch.size - 1, -1, -1))
         else:
             revised[self.returns] = torch.full((batch.size,), math.nan)
         return revised, {"judged": batch.size, "note": "not a number"}
@@ -271,12 +282,50 @@ def test_what_the_interface_changes_in_the_batch_trains():
     assert [row.reward for row in again.trajectories] == [
         row.reward for row in revised[0].trajectories
     ]
+    assert "copying/judged" in mixture.measure([again])
+    assert mixture.measure([]) == {"prompts/copying": 0}
+
+
+def test_only_the_last_row_of_an_attempt_gets_the_difference():
+    section = {**COPYING, "interface": f"{__name__}:Revising"}
+    environment = build(resolve("environment", section))
+    task = next(iter(environment.tasks("train", seed=0)))
+    row = make_trajectory([1], [2], reward=1.0)
+    rows = [replace(row, turns=(Turn(1, 2, reward=reward),)) for reward in (0.75, 0.25)]
+    (group,) = environment.post_process([Group("g", task, tuple(rows))])
+    assert [row.reward for row in group.trajectories] == [3.0, 3.0]
+    assert [row.turns[0].reward for row in group.trajectories] == [0.75, 2.25]
+
+
+def test_replayed_groups_are_not_post_processed_again():
+    _, run = run_of(
+        lambda metrics: None,
+        steps=2,
+        environment={**COPYING, "interface": f"{__name__}:Revising"},
+        algorithm={"kind": "grpo", "group_size": 8, "correction": {"weight": "token"}},
+        rollouts={"replay": {"groups": 4, "priority": "uniform"}},
+    )
+
+    async def draw():
+        first = await run.batcher.next(0)
+        run.batcher.ack(first, 0)
+        second = await run.batcher.next(1)
+        await run.close()
+        return first, second
+
+    first, second = asyncio.run(draw())
+    rewards = {group.id: group.rewards for group in first}
+    replayed = [group for group in second if group.n_uses]
+    assert len(replayed) == 4
+    assert all(group.rewards == rewards[group.id] for group in replayed)
+    assert {reward for group in second for reward in group.rewards} <= {1.0, 3.0, 5.0}
 
 
 @pytest.mark.parametrize(
     ("returns", "why"),
     [
         ("raises", "ZeroDivisionError"),
+        ("reversed", "the rows are in another order"),
         ("total_reward", "total_reward must be finite, not nan"),
         ("loss_multiplier", "loss_multiplier must be 0 or 1, not nan"),
     ],

@@ -1,6 +1,7 @@
 """Runs whose attempts are judged by models of the run itself."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -92,13 +93,14 @@ def test_each_file_that_rewards_read_is_held_at_a_resumption(here):
         "rewards": [
             {"kind": "by_tag", "domains": {"*": [{"kind": "reward_model", "path": "scorer"}]}}
         ],
-        "eval_rewards": RECIPE["rewards"],
+        "eval_rewards": [*RECIPE["rewards"], {"kind": "reward_model", "path": "other"}],
         "evaluation": {"tasks": 1},
     }
+    shutil.copytree(here / "scorer", here / "other")
     start_run(written("run", **keys), ["steps=1"], "runs/run", command="test")
     for name in (
         *("scorer/model.safetensors", "scorer/tokenizer.json", "scorer/config.json"),
-        *("judge/chat_template.jinja", "turns.jinja"),
+        *("judge/chat_template.jinja", "turns.jinja", "other/config.json"),
     ):
         content = (here / name).read_bytes()
         (here / name).write_bytes(content[:-1] + b"#")
@@ -106,7 +108,13 @@ def test_each_file_that_rewards_read_is_held_at_a_resumption(here):
         with pytest.raises(DataError, match=f"^{changed} changed since step 1"):
             resume_run("runs/run", ["steps=2"], command="test")
         (here / name).write_bytes(content)
-    assert resume_run("runs/run", ["steps=2"], command="test") == 0
+    (here / "turns.jinja").rename(here / "moved.jinja")
+    with pytest.raises(DataError, match=r"^turns\.jinja not found, .* Relative paths need"):
+        resume_run("runs/run", ["steps=2"], command="test")
+    (here / "moved.jinja").rename(here / "turns.jinja")
+    # Rewards of evaluations may change, and then their files are no longer read.
+    without = f"eval_rewards={json.dumps(RECIPE['rewards'])}"
+    assert resume_run("runs/run", ["steps=2", without], command="test") == 0
 
 
 def test_a_recorded_run_is_scored_again_by_its_judge(here, capsys):

@@ -230,6 +230,18 @@ def test_raw_observations_need_the_turns_that_a_window_drops(folder):
         report.raise_problems()
 
 
+def test_a_filter_that_can_t_be_built_is_a_problem(folder):
+    (folder / "bad.py").write_text("class Filter:\n    def __init__(self):\n        int('a')\n")
+    rollouts = {"group_filter": {"kind": "bad:Filter"}}
+    environment = {"kind": "sorting"}
+    report = run_preflight(
+        load(folder, environment=environment, algorithm={"kind": "grpo"}, rollouts=rollouts)
+    )
+    message = r"rollouts\.group_filter: ValueError: invalid literal.*bad\.py"
+    with pytest.raises(ConfigError, match=message):
+        report.raise_problems()
+
+
 def test_tags_of_effort_that_no_task_has_are_refused(folder):
     def check(environment, *tags):
         shaping = [{"kind": "effort_length", "max_length": 9, "tags": tags}]

@@ -1,9 +1,12 @@
 """A supervised run starts again after a crash, within bounds, and after nothing else."""
 
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ratchet.cli.main import app
 from ratchet.training import supervise
 from ratchet.training.supervise import Supervisor
 
@@ -62,3 +65,30 @@ def test_crashes_without_a_new_checkpoint_are_bounded(tmp_path):
 def test_a_run_that_saves_may_crash_any_number_of_times(tmp_path):
     ends = [(1, step) for step in range(1, 9)]
     assert ScriptedSupervisor(tmp_path, [*ends, (0, 9)], max_restarts=1).run() == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "start", "resume"),
+    [
+        (
+            ["--supervise", "1", "--supervise=2", "--supervise", "3", "--", "quickstart", "seed=3"],
+            ["--run-dir", "runs/quickstart", "--", "quickstart", "seed=3"],
+            ["--resume", "runs/quickstart"],
+        ),
+        (
+            ["--resume", "runs/a", "--supervise", "1", "steps=4", "--changed-data", "seed=3"],
+            ["--resume", "runs/a", "steps=4", "--changed-data", "seed=3"],
+            ["--resume", "runs/a", "--changed-data", "steps=4", "seed=3"],
+        ),
+    ],
+)
+def test_starts_get_the_arguments_of_the_command(tmp_path, monkeypatch, words, start, resume):
+    starts = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ratchet", "train", *words])
+    monkeypatch.setattr(Supervisor, "run", lambda self: starts.append(self) or 0)
+    done = CliRunner().invoke(app, ["train", *words])
+    assert done.exit_code == 0, done.output
+    (supervisor,) = starts
+    assert supervisor._start == ["train", *start]
+    assert supervisor._resume == ["train", *resume]

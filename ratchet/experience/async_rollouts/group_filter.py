@@ -8,6 +8,7 @@ from functools import partial
 from statistics import pstdev
 from typing import Any, ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from ratchet.config.base import Section
@@ -40,7 +41,7 @@ def build_group_filter(section: Section) -> GroupFilter:
     """Return the filter of a section, whose errors say that they are the filter's.
 
     The filter is a function of a group, or an object with such a function named `keep`. It returns
-    True for a group that trains.
+    True for a group that trains (a bool of Python or numpy).
 
     Raises TrainingError, when called, if the filter raises or returns something else.
     """
@@ -59,12 +60,12 @@ def _call_filter(keep: Callable[[Group], object], name: str, group: Group) -> bo
             f"rollouts.group_filter={name} failed at group {group.id}. Mend it, then resume:\n"
             f"{traceback.format_exc()}"
         ) from error
-    if not isinstance(is_kept, bool):
+    if not isinstance(is_kept, bool | np.bool_):
         raise TrainingError(
             f"rollouts.group_filter={name} returned {is_kept!r:.80} for group {group.id}. Return "
             "True for a group that trains, and False for one to replace"
         )
-    return is_kept
+    return bool(is_kept)
 
 
 def _exceeds_std(group: Group, *, above: float) -> bool:

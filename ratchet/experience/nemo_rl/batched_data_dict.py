@@ -127,6 +127,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             raise DataError(f"new_positions={targets} must name each of the {self.size} rows once")
         inverse = sorted(range(len(targets)), key=targets.__getitem__)
         self.data = {name: _select_rows(column, inverse) for name, column in self.data.items()}
+        self.micro_batch_indices = None  # they name rows of the old order
         return self
 
     @overload
@@ -184,12 +185,15 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
             )
         starts = range(0, self.size, chunk) if chunk else range(0)
         if dynamic_batching_args is not None:
-            args, width = dynamic_batching_args, self[dynamic_batching_args["input_key"]].shape[1]
-            plan = partial(plan_dynamic_batches, shards=shards, args=args, width=width)
-            return self._shard_by_length(shards, starts, plan, get_lengths(self, args))
+            lengths = get_lengths(self, dynamic_batching_args)
+            width = self[dynamic_batching_args["input_key"]].shape[1]
+            plan = partial(
+                plan_dynamic_batches, shards=shards, args=dynamic_batching_args, width=width
+            )
+            return self._shard_by_length(shards, starts, plan, lengths)
         if sequence_packing_args is not None:
-            plan = partial(plan_packed_batches, shards=shards, args=sequence_packing_args)
             lengths = get_lengths(self, sequence_packing_args)
+            plan = partial(plan_packed_batches, shards=shards, args=sequence_packing_args)
             return self._shard_by_length(shards, starts, plan, lengths)
         width = -(-chunk // shards)
         return [

@@ -132,9 +132,10 @@ class UnbatchedGenerator:
         if not hasattr(self.policy_generation, "generate_async"):
             return complete_batch(self.policy_generation, requests, pad_id=self.pad_id)[0]
         data = _make_generation_data(self.policy_generation, requests, self.pad_id)
+        # Read before the request: a push meanwhile must not make older tokens look fresh.
+        version = get_weights_version(self.policy_generation)
         rows = self.policy_generation.generate_async(data, greedy=sampling.greedy)
         ((_, output),) = [row async for row in rows]
-        version = get_weights_version(self.policy_generation)
         completion = _make_completion(output, 0, requests[0], version)
         if "gen_leader_worker_idx" in output:
             worker = torch.as_tensor(output["gen_leader_worker_idx"]).flatten()[0]
@@ -147,8 +148,8 @@ def complete_batch(
 ) -> list[Completion]:
     """Complete all requests in one call of a batch generator."""
     data = _make_generation_data(policy_generation, requests, pad_id)
-    output = policy_generation.generate(data, greedy=requests[0].sampling.greedy)
     version = get_weights_version(policy_generation)
+    output = policy_generation.generate(data, greedy=requests[0].sampling.greedy)
     return [_make_completion(output, i, request, version) for i, request in enumerate(requests)]
 
 

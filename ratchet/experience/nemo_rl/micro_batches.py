@@ -180,7 +180,7 @@ def get_lengths(
     batch: Mapping[str, Any], args: DynamicBatchingArgs | SequencePackingArgs
 ) -> list[int]:
     """Return the lengths of a batch's rows, from the column that the settings name."""
-    name = args["input_lengths_key"]
-    if name not in batch:
-        raise ShardingError(f"input_lengths_key={name} is no column of the batch. Mend it")
-    return [int(length) for length in batch[name]]
+    for key in ("input_key", "input_lengths_key"):
+        if args[key] not in batch:
+            raise ShardingError(f"{key}={args[key]} is not a column of the batch. Mend it")
+    return [int(length) for length in batch[args["input_lengths_key"]]]

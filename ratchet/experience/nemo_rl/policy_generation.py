@@ -121,8 +121,9 @@ class PolicyGeneration(WithSampling):
                 one after the other, so that no whole model need be in memory.
 
         Raises:
-            ModelError: `prepare_refit_info` has named other weights, or another shape or dtype of
-                one. Then, and if the generator raises, the old weights continue to serve.
+            ModelError: A weight is missing, or `prepare_refit_info` has named other weights, or
+                another shape or dtype of one. Then, and if the generator raises, the old weights
+                continue to serve.
         """
         source: Any = weights
         items = source.items() if isinstance(source, Mapping) else source
@@ -140,11 +141,17 @@ class PolicyGeneration(WithSampling):
             raise
 
     def _check(self, items: Iterable[tuple[str, Tensor]]) -> Iterator[Shard]:
-        """Yield the weights as shards. Raises ModelError if they are not the announced ones."""
-        missing = dict(self._refit_info)
+        """Yield the weights as shards. Raises ModelError if they are not the announced ones.
+
+        If none were announced, they must be all weights of the generator whose names can be read.
+        """
+        missing: dict[str, Any] = dict(self._refit_info)
+        if not missing:
+            missing = dict.fromkeys(shard.name for shard in self.generator.weights())
         for name, tensor in items:
+            announced = missing.pop(name, None)
             if self._refit_info:
-                shape, dtype, *_ = missing.pop(name, (None, None))
+                shape, dtype, *_ = announced or (None, None)
                 if shape is None or tuple(shape) != tuple(tensor.shape) or dtype != tensor.dtype:
                     raise ModelError(
                         f"weight {name} is {tuple(tensor.shape)} {tensor.dtype}, which "
@@ -153,8 +160,7 @@ class PolicyGeneration(WithSampling):
             yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
         if missing:
             raise ModelError(
-                f"the refit lacks {summarize_names(list(missing))}, which prepare_refit_info "
-                "announced. Send all weights"
+                f"the refit lacks {summarize_names(list(missing))} of the model. Send all weights"
             )
 
     def update_weights_via_ipc_zmq(self) -> Sequence[Any]:

@@ -107,6 +107,8 @@ class MessageLogEnvironment(Rows):
         method = f"{self.interface_name}.global_post_process_and_metrics"
         try:
             processed, metrics = post_process(batch, tasks)
+            if list(processed.get("idx", batch["idx"])) != list(batch["idx"]):
+                raise DataError("the rows are in another order. Return them in the order given")
             rewards, multipliers = _read_processed(processed)
         except Exception as error:  # user code
             raise TrainingError(
@@ -120,7 +122,11 @@ class MessageLogEnvironment(Rows):
             replace(
                 group,
                 trajectories=tuple(
-                    _change_row(row, *changes[group.id, row.attempt])
+                    _change_row(
+                        row,
+                        *changes[group.id, row.attempt],
+                        is_last=row is attempts[group.id, row.attempt][1],
+                    )
                     if (group.id, row.attempt) in changes and row.use == "train"
                     else row
                     for row in group.trajectories
@@ -131,7 +137,7 @@ class MessageLogEnvironment(Rows):
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the numeric metrics of the step's judged attempts, from `post_process`."""
-        return self._metrics
+        return self._metrics if groups else {}
 
     def _make_task(self, split: Split, index: int, datum: Mapping[str, Any]) -> Task:
         messages = datum.get("message_log")
@@ -214,11 +220,11 @@ def _read_processed(batch: BatchedDataDict[DatumSpec]) -> tuple[list[float], lis
     return rewards, multipliers
 
 
-def _change_row(row: Trajectory, reward: float, multiplier: float) -> Trajectory:
+def _change_row(row: Trajectory, reward: float, multiplier: float, *, is_last: bool) -> Trajectory:
     """Return a row with another reward, and without trainable tokens if the multiplier is 0.
 
-    The last turn gets the difference, and so does a part `post_process` if the reward has parts, so
-    that turns and parts still sum to the reward.
+    The last turn of the attempt's last row gets the difference, and so does a part `post_process`
+    if the reward has parts, so that turns and parts still sum to the reward.
     """
     if not multiplier:
         row = replace(row, trainable=np.zeros_like(row.trainable))
@@ -230,6 +236,6 @@ def _change_row(row: Trajectory, reward: float, multiplier: float) -> Trajectory
         return row
     parts = {**outcome.parts, "post_process": difference} if outcome.parts else {}
     turns = row.turns
-    if turns and turns[-1].reward is not None:
+    if is_last and turns and turns[-1].reward is not None:
         turns = (*turns[:-1], replace(turns[-1], reward=turns[-1].reward + difference))
     return replace(row, turns=turns, outcome=replace(outcome, reward=reward, parts=parts))

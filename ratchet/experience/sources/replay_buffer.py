@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import Any
@@ -27,21 +27,36 @@ class ReplayBuffer(Source):
     rewards, or 1). The drawn groups are those with the greatest keys u^(1 / priority) for uniform u
     (Efraimidis and Spirakis, 2006). u depends on the seed, the step and the group's id, so a
     resumed run draws the same groups.
+
+    Args:
+        source: The source of new groups.
+        config: The recipe's section.
+        ledger: Gets an entry for each replayed group.
+        seed: The seed of the draws.
+        post_process: Returns new groups as they train and enter the buffer
+            (`Environment.post_process`).
     """
 
     def __init__(
-        self, source: Source, config: ReplayConfig, *, ledger: PromptLedger, seed: int
+        self,
+        source: Source,
+        config: ReplayConfig,
+        *,
+        ledger: PromptLedger,
+        seed: int,
+        post_process: Callable[[Sequence[Group]], Sequence[Group]] = list,
     ) -> None:
         self.source = source
         self.config = config
         self.ledger = ledger
         self.seed = seed
+        self.post_process = post_process
         self._unacknowledged: dict[str, Group] = {}
         self._buffer: dict[str, Group] = {}  # in the order in which groups entered it
 
     async def draw(self, n: int, version: int) -> list[Group]:
         """Return n groups of the source, followed by the replayed ones."""
-        new_groups = await self.source.draw(n, version)
+        new_groups = self.post_process(await self.source.draw(n, version))
         oldest_allowed = version - self.config.max_age
         self._buffer = {
             group_id: group

@@ -9,7 +9,7 @@ from support.browser import collect_complaints
 from ratchet.errors import ConfigError, DataError, RunNotFound
 from ratchet.notebook import RunView
 
-HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
+HOSTILE = "<img src=x onerror=\"document.title='owned'\">\x1b[2J"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,9 @@ def test_no_text_of_a_run_is_markup(run):
     pages = [run._repr_html_(), run.show_group(1)._repr_html_(), run.show_report()._repr_html_()]
     assert not any("<img" in page for page in pages)
     assert re.match("<iframe sandbox='allow-scripts' ", pages[2])
+    shown = repr(run.show_group(1))
+    assert "<img" in shown
+    assert "\x1b" not in shown
 
 
 def test_what_is_not_there_is_named(run, tmp_path):

@@ -1,5 +1,6 @@
 """Filters of groups by their kind, of the library and of one's own."""
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -21,6 +22,10 @@ def group(*rewards):
 
 def by_best(group, above: float):
     return max(row.reward for row in group.trajectories) > above
+
+
+def by_spread(group):
+    return np.std([row.reward for row in group.trajectories]) > 0.4
 
 
 def no_answer(group):
@@ -51,6 +56,8 @@ def test_a_spread_of_rewards_is_above_its_bound():
 def test_a_function_or_class_of_one_s_own_is_a_filter():
     best = built(f"{__name__}:by_best", above=0.5)
     assert (best(group(0.0, 1.0)), best(group(0.0, 0.5))) == (True, False)
+    spread = built(f"{__name__}:by_spread")
+    assert [spread(group(0.0, 1.0)), spread(group(1.0, 1.0))] == [True, False]
     other = built(f"{__name__}:EveryOther", first=False)
     assert [other(group(0.0)) for _ in range(3)] == [False, True, False]
     with pytest.raises(ValidationError, match="above"):

@@ -108,6 +108,17 @@ def test_a_wrong_refit_leaves_the_old_weights(change, why) -> None:
     assert generation.version == 0
 
 
+def test_a_refit_that_was_not_announced_must_be_whole() -> None:
+    weights, _ = as_llama(init_policy(SHAPE, seed=2))
+    generation = PolicyGeneration(start_engine(init_policy(SHAPE, seed=1)), SAMPLING)
+    before = draw(generation)
+    for part in ({}, dict(list(weights.items())[:-1])):
+        with pytest.raises(ModelError, match=r"the refit lacks .* of the model"):
+            generation.update_weights(part)
+    assert draw(generation) == before
+    assert generation.update_weights(weights)
+
+
 def test_a_generation_phase_ends_and_begins_again() -> None:
     policy = init_policy(SHAPE, seed=1)
     engine = start_engine(policy)

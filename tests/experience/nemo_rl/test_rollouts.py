@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl import BatchedDataDict, WithSampling, collate, make_datum
+from ratchet.experience.nemo_rl.generation import UnbatchedGenerator
 from ratchet.experience.nemo_rl.metrics import compute_percentile
 from ratchet.experience.nemo_rl.rollouts import (
     calculate_rewards,
@@ -132,6 +133,23 @@ def test_tokens_are_counted_by_the_worker_that_drew_them():
     )
     assert sum(sample["per_worker_token_counts"].values()) == 9
     assert len(sample["per_worker_token_counts"]) == 2
+
+
+class Pushed(BatchedAsync):
+    """A generator that gets new weights while it generates."""
+
+    version = 0
+
+    async def generate_async(self, data, greedy=False):
+        self.version += 1
+        async for row in super().generate_async(data, greedy):
+            yield row
+
+
+def test_tokens_have_the_version_of_before_a_push_meanwhile():
+    generator = UnbatchedGenerator(Pushed(lambda *_: [*ids("ab"), EOS]), pad_id=0)
+    drawn = [asyncio.run(generator.generate(ids("q"), Sampling())) for _ in range(2)]
+    assert [completion.versions.tolist() for completion in drawn] == [[0, 0, 0], [1, 1, 1]]
 
 
 def test_percentiles_are_values_that_occurred():
