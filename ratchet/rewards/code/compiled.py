@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ratchet.rewards.deadline import ProgramRunner
+from ratchet.rewards.deadline import ProgramRunner, can_share, wait_for_shared
 from ratchet.sandbox import Limits, Result, Sandbox, SandboxError
 
 Language = Literal["python", "cpp", "go"]
@@ -102,10 +102,9 @@ class Compiler:
         language compiles and runs a known program.
         """
         check = self._checks.get(language)
-        is_usable = check is not None and check.get_loop() is asyncio.get_running_loop()
-        if check is None or not is_usable or check.cancelled() or _has_failed(check):
+        if not can_share(check):
             check = self._checks[language] = asyncio.ensure_future(self._check(language))
-        await asyncio.shield(check)
+        await wait_for_shared(check)
         return await self._compile(source, language, runner)
 
     async def _check(self, language: str) -> None:
@@ -136,7 +135,3 @@ class Compiler:
             return CompiledProgram(None, result)
         data = base64.b64encode(zlib.compress(result.stdout, 1)).decode("ascii")
         return CompiledProgram(RUN_SCRIPT.format(data=data), replace(result, stdout=b""))
-
-
-def _has_failed(check: asyncio.Future[None]) -> bool:
-    return check.done() and check.exception() is not None
