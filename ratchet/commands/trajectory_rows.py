@@ -135,9 +135,11 @@ def write_rows(source: Path, out: Path) -> int:
         source: A JSON file with a trajectory, or a directory of such files.
 
     Raises:
-        ConfigError: There is no file to read, or `out` exists.
-        DataError: A file is no trajectory, or has a field that can't be read.
+        ConfigError: There is no file to read, or `out` exists or can't be written.
+        DataError: A file is not a trajectory, or has a field that can't be read.
     """
+    if not source.exists():
+        raise ConfigError(f"{source} does not exist: give a trajectory, or a directory of them")
     if out.exists():
         raise ConfigError(f"--out {out} exists already: choose another file, or remove it")
     paths = sorted(source.glob("*.json")) if source.is_dir() else [source]
@@ -146,10 +148,20 @@ def write_rows(source: Path, out: Path) -> int:
     rows = [row for path in paths for row in read_rows(path)]
     if not rows:
         raise DataError(f"{source}: the trajectories have no answer that may train")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(out) as partial_path:
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        partial_path.write_text("".join(lines), encoding="utf-8")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(out) as partial_path:
+            partial_path.write_text(text, encoding="utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{source}: a text holds {error.object[error.start]!a}, half of a character: remove "
+            "it, or leave the trajectory out"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out} can't be written ({error.strerror}): choose another file"
+        ) from error
     return len(rows)
 
 
@@ -179,12 +191,15 @@ def _validate(kind: type[T], document: dict[str, Any], path: Path) -> T:
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        # Of a union the members' names stand in the path too ("str", "list[_Part]").
-        path_parts = [part for part in first["loc"] if part != "str"]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        # If no member of a union fits, the one that was read furthest is the one that was meant.
+        deepest = max(errors, key=lambda details: len(details["loc"]))
+        # The path of an error in a union has the members' names too ("str", "list[_Part]").
+        path_parts = [part for part in deepest["loc"] if part != "str"]
         names = [part for part in path_parts if isinstance(part, int) or "[" not in part]
         place = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
-        raise DataError(f"{path}: {place.lstrip('.') or 'the file'}: {first['msg']}") from error
+        reason = deepest["msg"].removeprefix("Value error, ")
+        raise DataError(f"{path}: {place.lstrip('.') or 'the file'}: {reason}") from error
 
 
 def _list_atif_rows(trajectory: _Trajectory, path: Path) -> Iterator[dict[str, Any]]:

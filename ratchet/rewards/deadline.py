@@ -12,10 +12,11 @@ import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeGuard, TypeVar
 
 from ratchet.sandbox import Limits, Result, Sandbox
 
+T = TypeVar("T")
 # The innermost deadline of the running asyncio task; None without a deadline.
 CURRENT_DEADLINE: ContextVar[Pausable | None] = ContextVar("deadline", default=None)
 # An answer's programs may take this multiple of the deadline, in case the machine is busy.
@@ -143,6 +144,27 @@ class ProgramRunner:
             result = await self.sandbox.run(program, stdin, limits)
         self.remaining_s -= result.seconds
         return result
+
+
+def can_share(work: asyncio.Future[T] | None) -> TypeGuard[asyncio.Future[T]]:
+    """True if work of this event loop is pending or has a result."""
+    return (
+        work is not None
+        and work.get_loop() is asyncio.get_running_loop()
+        and not work.cancelled()
+        and not (work.done() and work.exception() is not None)
+    )
+
+
+async def wait_for_shared(work: asyncio.Future[T]) -> T:
+    """Return the result of sandboxed work that several answers wait for.
+
+    The deadline is paused, as while the answer's own programs run. A cancelled caller does not
+    cancel the work.
+    """
+    deadline = CURRENT_DEADLINE.get()
+    with contextlib.nullcontext() if deadline is None else deadline.paused():
+        return await asyncio.shield(work)
 
 
 class NoLimit:

@@ -115,8 +115,8 @@ def test_written_answers_come_back_as_rows_with_the_same_tokens(tmp_path: Path) 
         assert row["logprobs"] == trajectory.rollout_logprobs[span].tolist()
         assert (row["task"], row["reward"]) == ("t", 0.5)
         messages = list(read_messages(row["messages"], "row"))
-        _, image = messages[1].content
-        assert (tmp_path / image.value).read_bytes() == b"\x89PNG\r\n\x1a\n"
+        (image,) = messages[1].media
+        assert (tmp_path / image).read_bytes() == b"\x89PNG\r\n\x1a\n"
         messages[1] = MESSAGES[1]
         assert messages == list(MESSAGES[:length])
 
@@ -159,7 +159,7 @@ STEP = {"source": "agent", "message": "3"}
     ("document", "reason"),
     [
         ({"turns": []}, "schema_version=None is neither"),
-        ({**TRACE, "turns": [{**TURN, "loss_mask": [1]}]}, r"turns\[0\]: .*loss_mask has 1 values"),
+        ({**TRACE, "turns": [{**TURN, "loss_mask": [1]}]}, r"turns\[0\]: loss_mask has 1 values"),
         ({**TRACE, "turns": [{**TURN, "response": {}}]}, r"turns\[0\].response has no choices"),
         ({**TRACE, "turns": [{**TURN, "node_id": 5}]}, r"turns\[0\].node_id: "),
         ({"schema_version": "ATIF-v1.8", "agent": {}, "steps": [{}]}, r"steps\[0\].source: "),
@@ -167,9 +167,17 @@ STEP = {"source": "agent", "message": "3"}
             {
                 "schema_version": "ATIF-v1.8",
                 "agent": {},
+                "steps": [{**STEP, "message": [{"type": "text"}]}],
+            },
+            r"steps\[0\].message\[0\]: has no text",
+        ),
+        (
+            {
+                "schema_version": "ATIF-v1.8",
+                "agent": {},
                 "steps": [STEP, {**STEP, "metrics": {"completion_token_ids": [1], "logprobs": []}}],
             },
-            r"steps\[1\].metrics: .*logprobs has 0 values for 1 tokens",
+            r"steps\[1\].metrics: logprobs has 0 values for 1 tokens",
         ),
     ],
 )
@@ -182,6 +190,23 @@ def test_bad_trajectories_are_refused_by_file_and_field(
         write_rows(path, tmp_path / "rows.jsonl")
     path.write_text("{")
     with pytest.raises(DataError, match=r"bad\.json: "):
+        write_rows(path, tmp_path / "rows.jsonl")
+
+
+def test_files_that_can_not_be_read_or_written_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with pytest.raises(ConfigError, match=r"trace\.json does not exist: give a trajectory"):
+        write_rows(path, tmp_path / "rows.jsonl")
+    path.write_text(json.dumps(TRACE))
+    with pytest.raises(ConfigError, match=r"--out .*rows\.jsonl can't be written \(File exists\)"):
+        write_rows(path, path / "rows.jsonl")
+    document = {
+        "schema_version": "ATIF-v1.8",
+        "agent": {},
+        "steps": [{**STEP, "message": "\ud800"}],
+    }
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="half of a character"):
         write_rows(path, tmp_path / "rows.jsonl")
 
 

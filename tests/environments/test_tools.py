@@ -216,8 +216,9 @@ def test_passages_are_found_by_their_words():
     assert search.call("Spree Germany") == "[1] Germany\nBerlin lies"
     assert search.call("zebra") == "nothing was found"
     assert search.call("") == "nothing was found"
-    with pytest.raises(DataError, match="without passages"):
-        RetrieverTool([])
+    for wordless in ([], [Passage("", "?!")]):
+        with pytest.raises(DataError, match="without words"):
+            RetrieverTool(wordless)
 
 
 def by_first_letter(texts):
@@ -276,6 +277,9 @@ def test_a_corpus_is_a_file_a_directory_or_a_dataset(tmp_path):
     for keys in ({}, {"corpus": str(corpus), "hub": "wiki"}):
         with pytest.raises(ValidationError, match="either corpus or hub"):
             tool("search", **keys)
+    for keys in ({"split": "test"}, {"subset": "en"}):
+        with pytest.raises(ValidationError, match="belong to hub"):
+            tool("search", corpus=str(corpus), **keys)
 
 
 @pytest.mark.needs("datasets")

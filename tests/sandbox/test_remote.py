@@ -164,11 +164,8 @@ def test_a_session_keeps_files_directory_and_variables(sandbox):
 
 def test_the_code_reward_runs_there_and_a_broken_service_is_a_failure_not_a_zero(service):
     section = {"kind": "remote", "address": service.address, "offers": "namespaces", "retries": 0}
-    reward = build(
-        resolve(
-            "rewards", {"kind": "code", "sandbox": section, "timeout_s": 20, "memory_mib": 1024}
-        )
-    )
+    keys = {"timeout_s": 20, "memory_mib": 1024, "language": "block"}
+    reward = build(resolve("rewards", {"kind": "code", "sandbox": section, **keys}))
     task = Task(
         "double",
         (Message("user", "Double it."),),
@@ -179,6 +176,10 @@ def test_the_code_reward_runs_there_and_a_broken_service_is_a_failure_not_a_zero
         return asyncio.run(reward.score([answered(task, text)], task))[0]
 
     assert [judge(f"print(int(input()) * {n})").reward for n in (2, 3)] == [1.0, 0.0]
+    cpp = (
+        "```cpp\n#include <iostream>\nint main() { int n; std::cin >> n; std::cout << 2 * n; }\n```"
+    )
+    assert judge(cpp).reward == 1.0
     service.faults = ["sandbox"]
     assert isinstance(judge("print(int(input()) * 2)"), Failed)
     reward.sandbox.close()

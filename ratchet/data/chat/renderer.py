@@ -407,8 +407,8 @@ class Renderer:
             ids.pop()
         reads_channels = skip_special and self._is_harmony
         text = self.tokenizer.decode(ids, skip_special=skip_special and not reads_channels)
-        text = read_text(text) if reads_channels else text
-        return text.rstrip("\ufffd") if stop is not None and not stop.finished else text
+        text = text.rstrip("\ufffd") if stop is not None and not stop.finished else text
+        return read_text(text) if reads_channels else text
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:

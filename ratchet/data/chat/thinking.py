@@ -11,8 +11,8 @@ MARKS = re.compile("|".join(re.escape(mark) for pair in REASONING for mark in pa
 def has_malformed_thinking(text: str, *, cut: bool) -> bool:
     """True unless the tags in a turn's text enclose exactly one thought, at its beginning.
 
-    A turn without tags is well-formed. If a token
-    limit cut the turn, the thinking may still be open.
+    A turn without tags is well-formed. If a token limit cut the turn, the thinking may still be
+    open.
 
     Args:
         text: The text of the turn without its tool calls. It includes what the chat template writes

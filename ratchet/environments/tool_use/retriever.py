@@ -67,6 +67,8 @@ class SearchConfig(ToolConfig):
     def _check_corpus(self) -> Self:
         if (self.corpus is None) == (self.hub is None):
             raise ValueError("the passages come from one place: set either corpus or hub")
+        if self.hub is None and (self.subset is not None or self.split != "train"):
+            raise ValueError("subset and split belong to hub, and corpus is set: remove them")
         return self
 
 
@@ -115,14 +117,13 @@ class RetrieverTool:
             b: How much a word's count is divided by the length of its passage; 0: not at all.
             embed: Maps texts to vectors [N, d]; None: ranks by words only.
 
-        Raises DataError for an empty corpus, and MissingDependency if bm25s is not installed.
+        Raises DataError for a corpus without words, and MissingDependency if bm25s is not
+        installed.
         """
         try:
             import bm25s
         except ImportError:
             raise MissingDependency("bm25s", extra="tools", needed_for="the search tool") from None
-        if not passages:
-            raise DataError("a corpus without passages can't be searched")
         self.passages = passages
         self.results = results
         self.max_chars = max_chars
@@ -133,9 +134,10 @@ class RetrieverTool:
         }
         self._tokenize = bm25s.tokenize
         self._index = bm25s.BM25(k1=k1, b=b)
-        self._index.index(
-            self._split_into_words([f"{p.title} {p.text}" for p in passages]), show_progress=False
-        )
+        words = self._split_into_words([f"{p.title} {p.text}" for p in passages])
+        if not any(words):
+            raise DataError("a corpus without words can't be searched: check its text column")
+        self._index.index(words, show_progress=False)
         self._embed = embed
         self._vectors_Nd = (
             _normalise(embed([f"{p.title}\n{p.text}".strip() for p in passages]), len(passages))

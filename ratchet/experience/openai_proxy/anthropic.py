@@ -24,7 +24,12 @@ from ratchet.experience.openai_proxy.answers import (
     get_finish_reason,
     write_arguments,
 )
-from ratchet.experience.openai_proxy.content import Content, join_text_parts, make_image
+from ratchet.experience.openai_proxy.content import (
+    Content,
+    join_text_parts,
+    make_image,
+    read_text_part,
+)
 from ratchet.experience.openai_proxy.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -109,7 +114,7 @@ def _read_result(content: Any) -> Content:
         [
             _Image.model_validate(block).to_part()
             if isinstance(block, dict) and block.get("type") == "image"
-            else Part("text", join_text_parts([block], ("text",)))
+            else Part("text", read_text_part(block, ("text",), "a result takes text and image"))
             for block in content
         ]
     )

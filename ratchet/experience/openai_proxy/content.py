@@ -31,7 +31,7 @@ def join_text_parts(content: Any, kinds: Sequence[str]) -> str:
         return content or ""
     if not isinstance(content, list):
         raise ValueError("must be text, or a list of text parts")
-    return "".join(_read_text(part, kinds, "this part takes text only") for part in content)
+    return "".join(read_text_part(part, kinds, "this part takes text only") for part in content)
 
 
 def read_content(content: Any, kinds: Sequence[str]) -> Content:
@@ -53,7 +53,7 @@ def read_content(content: Any, kinds: Sequence[str]) -> Content:
         [
             _read_image(part)
             if isinstance(part, dict) and part.get("type") in IMAGE_TYPES
-            else Part("text", _read_text(part, kinds, accepted_types))
+            else Part("text", read_text_part(part, kinds, accepted_types))
             for part in content
         ]
     )
@@ -74,7 +74,8 @@ def check_image_role(role: str, content: Content) -> None:
         raise ValueError("a message of the assistant can't hold images: put them into the user's")
 
 
-def _read_text(part: Any, kinds: Sequence[str], known: str) -> str:
+def read_text_part(part: Any, kinds: Sequence[str], known: str) -> str:
+    """Return the text of a part. Raises ValueError, with `known`, for a part that is not text."""
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind not in kinds or not isinstance(part.get("text"), str):
         raise ValueError(f"a part of type '{kind!s:.40}' can't be read: {known}")

@@ -89,6 +89,13 @@ def extract_marked_answer(text: str) -> str | None:
     )
 
 
+def extract_first_tagged(text: str) -> str | None:
+    """Return the text between the first <answer> and the next </answer>; None without them."""
+    _, _, rest = text.partition("<answer>")
+    answer, closing_tag, _ = rest.partition("</answer>")
+    return answer if closing_tag else None
+
+
 def normalize_spelling(latex: str) -> str:
     """Return an answer in a normalised spelling: equal for different spellings of the same LaTeX.
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ratchet.rewards.deadline import ProgramRunner
+from ratchet.rewards.deadline import ProgramRunner, can_share, wait_for_shared
 from ratchet.sandbox import Limits, Result, Sandbox, SandboxError
 
 Language = Literal["python", "cpp", "go"]
@@ -31,10 +31,11 @@ GO_VARIABLES = (
     "CGO_ENABLED=0 GOTELEMETRY=off PATH=$PATH:/usr/local/go/bin"
 )
 GO_ROOT = 'GOROOT=$(dirname "$(dirname "$(readlink -f "$(command -v {program})")")")'
+# The executable comes back as text, because a remote sandbox returns nothing else.
 COMPILE_SCRIPT = {
-    "cpp": "cat >main.cpp && {command} -o main main.cpp >&2 && cat main",
+    "cpp": "cat >main.cpp && {command} -o main main.cpp >&2 && base64 main",
     "go": f"export {GO_VARIABLES}; export {GO_ROOT}; "
-    "cat >main.go && {command} -o main main.go >&2 && cat main",
+    "cat >main.go && {command} -o main main.go >&2 && base64 main",
 }
 RUN_SCRIPT = """\
 import base64, os, signal, zlib
@@ -84,7 +85,7 @@ class Compiler:
         self.limits = replace(
             limits,
             disk_mib=COMPILE_DISK_MIB,
-            output_kib=MAX_EXECUTABLE_KIB,
+            output_kib=MAX_EXECUTABLE_KIB * 77 // 57,  # base64 has lines of 77 bytes for 57
             processes=PROCESSES,
         )
         self._run_limits = replace(run_limits, processes=PROCESSES, executable=True)
@@ -102,10 +103,9 @@ class Compiler:
         language compiles and runs a known program.
         """
         check = self._checks.get(language)
-        is_usable = check is not None and check.get_loop() is asyncio.get_running_loop()
-        if check is None or not is_usable or check.cancelled() or _has_failed(check):
+        if not can_share(check):
             check = self._checks[language] = asyncio.ensure_future(self._check(language))
-        await asyncio.shield(check)
+        await wait_for_shared(check)
         return await self._compile(source, language, runner)
 
     async def _check(self, language: str) -> None:
@@ -134,9 +134,6 @@ class Compiler:
         result = await runner.run(["sh", "-c", script], stdin, self.limits)
         if not result.ok or not result.stdout:
             return CompiledProgram(None, result)
-        data = base64.b64encode(zlib.compress(result.stdout, 1)).decode("ascii")
+        executable = base64.b64decode(result.stdout)
+        data = base64.b64encode(zlib.compress(executable, 1)).decode("ascii")
         return CompiledProgram(RUN_SCRIPT.format(data=data), replace(result, stdout=b""))
-
-
-def _has_failed(check: asyncio.Future[None]) -> bool:
-    return check.done() and check.exception() is not None

@@ -30,6 +30,9 @@ from itertools import *
 from math import *
 from typing import *
 """
+# Attributes of the values that a program can return to its tests.
+PLAIN_TYPES = (str, bytes, int, float, complex, list, tuple, dict, set, range, type(iter(())))
+PLAIN_ATTRIBUTES = frozenset(name for kind in PLAIN_TYPES for name in dir(kind))
 CASE_TYPES = ("assert", "pytest", "check_based", "text")
 MODULE = "solution"  # the module that tests import the judged function from
 TEXT_FUNCTION = "response"  # stands for the answer in text tests
@@ -81,6 +84,7 @@ def convert_source(source: str, label: str) -> FunctionTask:
     """
     tree = _parse(source, label)
     functions = _find_functions(tree, label)
+    _refuse_objects(tree, functions, label)
     statements = [_rewrite_import(statement, label) for statement in tree.body]
     body = [statement for group in statements for statement in group]
     tests = [node.name for node in body if _is_test(node)]
@@ -226,6 +230,33 @@ def _find_functions(tree: ast.Module, label: str) -> list[str]:
             f"task '{label}': its tests must call a function of the program, and they call none"
         )
     return names
+
+
+def _refuse_objects(tree: ast.Module, functions: Sequence[str], label: str) -> None:
+    """Raise DataError if the tests use attributes of objects, as in `Solution().add(1, 2)`.
+
+    Only plain values travel from a program to its tests, so the right program would earn 0.
+    """
+    makers: dict[str, str] = {}  # the judged class, by the variable of its object
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign([ast.Name(id=variable)], ast.Call(ast.Name(id=name))) if (
+                name in functions
+            ):
+                makers[variable] = name
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ast.Call(ast.Name(id=name)), attribute) if name in functions:
+                maker = name
+            case ast.Attribute(ast.Name(id=variable), attribute) if variable in makers:
+                maker = makers[variable]
+            case _:
+                continue
+        if attribute not in PLAIN_ATTRIBUTES or maker[0].isupper():  # a class, by its name
+            raise DataError(
+                f"task '{label}': its tests use '{attribute}' of what {maker} returns, and only "
+                "plain values can be judged, not objects: write tests of functions, or drop the row"
+            )
 
 
 def _list_bound_names(tree: ast.Module) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from ratchet.errors import DataError
 from ratchet.rewards.code.eval_in_tests import find_evaluated_answer
 from ratchet.rewards.code.plain_values import AWAITED_MARK
-from ratchet.rewards.deadline import ProgramRunner
+from ratchet.rewards.deadline import ProgramRunner, can_share, wait_for_shared
 from ratchet.sandbox import Limits, Reason, Result, Sandbox
 
 log = logging.getLogger(__name__)
@@ -230,17 +230,12 @@ class FunctionJudge:
         The first attempt of a group computes them, and the other attempts share them.
         """
         plan = self._plans.get(task)
-        if (
-            plan is None
-            or plan.get_loop() is not asyncio.get_running_loop()
-            or plan.cancelled()
-            or _has_failed(plan)
-        ):
+        if not can_share(plan):
             plan = asyncio.ensure_future(self._make_plan(task))
             self._plans[task] = plan
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
-        return await asyncio.shield(plan)
+        return await wait_for_shared(plan)
 
     async def _make_plan(self, task: FunctionTask) -> CallPlan:
         if evaluation := find_evaluated_answer(task.test, task.entry_point):
@@ -306,7 +301,3 @@ def _decode_text(line: str) -> str:
     except (ValueError, RecursionError):
         return ""
     return text if isinstance(text, str) else ""
-
-
-def _has_failed(plan: asyncio.Future[CallPlan]) -> bool:
-    return plan.done() and plan.exception() is not None

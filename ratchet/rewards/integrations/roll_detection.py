@@ -11,7 +11,6 @@ Source: `DetectionVerifier` of ROLL's `detection_reward_worker.py`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -22,6 +21,7 @@ from pydantic import Field, model_validator
 from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.answers.bounding_box import Box, compute_iou, get_side_lengths
+from ratchet.rewards.answers.final_answer import extract_first_tagged
 from ratchet.rewards.base import AnswerReward
 from ratchet.types import Scored, Task
 from ratchet.utils.safe_read import parse_json
@@ -87,7 +87,6 @@ SCORES: tuple[Score, ...] = ("iou_max_iou_first", "iou_max_label_first", "map", 
 SIZE_PENALTY = 0.6
 MAX_BOXES = 100  # COCO's maximum; an answer with more boxes of 100 or fewer earns nothing anyway
 MAX_COORDINATE = 1e9
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -141,8 +140,7 @@ class Detection(AnswerReward):
         return Scored(reward, parts | {str(name): value for name, value in scores.items()})
 
     def _read_answer(self, text: str, task: Task) -> list[LabelledBox]:
-        match = ANSWER.search(text)
-        boxes = _parse_boxes(match[1]) if match else []
+        boxes = _parse_boxes(extract_first_tagged(text) or "")
         if not boxes or self.config.answer_units == "thousand":
             return boxes
         width, height = get_side_lengths("pixels", task)
@@ -170,13 +168,11 @@ def _read_settings(config: DetectionConfig, task: Task) -> DetectionSettings:
     verifier = values.get("verifier_parm")
     ratio = verifier.get("det_reward_ratio") if isinstance(verifier, Mapping) else None
     ground_truth = values.get("ground_truth", task.answer)
-    numbers = {
-        "format_ratio": values.get("format_ratio", config.format_weight),
-        "accuracy_ratio": values.get("accuracy_ratio", 1.0),
-    }
+    given = {name: values.get(name) for name in ("format_ratio", "accuracy_ratio")}
     if isinstance(ratio, Mapping):
-        # Keys that no row gives are null in a table of rows.
-        numbers |= {str(name): value for name, value in ratio.items() if value is not None}
+        given |= {str(name): value for name, value in ratio.items()}
+    # Keys that a row does not give are null in a table of rows.
+    numbers = {name: value for name, value in given.items() if value is not None}
     for name, value in numbers.items():
         if not isinstance(value, int | float) or not 0 <= value <= 1:
             raise DataError(f"{task.where}: {name}={value!r:.40} must be a number from 0 to 1")
@@ -185,16 +181,17 @@ def _read_settings(config: DetectionConfig, task: Task) -> DetectionSettings:
     if isinstance(ratio, Mapping):
         weights = {name: float(numbers.get(name, 0.0)) for name in SCORES}
         completeness = float(numbers.get("iou_completeness", 0.0))
-    format_weight, accuracy_weight = numbers["format_ratio"], numbers["accuracy_ratio"]
+    format_weight = numbers.get("format_ratio", config.format_weight)
+    accuracy_weight = numbers.get("accuracy_ratio", 1.0)
     if not sum(weights.values()) or not format_weight + accuracy_weight:
         raise DataError(
             f"{task.where}: its weights are all 0: set one of reward_model.verifier_parm."
             "det_reward_ratio, and format_ratio or accuracy_ratio, above 0"
         )
     text = "" if ground_truth is None else str(ground_truth)
-    match = ANSWER.search(text)
+    tagged = extract_first_tagged(text)
     return DetectionSettings(
-        match[1] if match else text, weights, completeness, format_weight, accuracy_weight
+        text if tagged is None else tagged, weights, completeness, format_weight, accuracy_weight
     )
 
 
@@ -206,12 +203,11 @@ def _parse_boxes(text: str) -> list[LabelledBox]:
     text = text.strip().lower().replace("[[", "[").replace("]]", "]")
     if not text.endswith("]"):
         text = text.rsplit("},", 1)[0] + "}]"
-    try:
-        entries = parse_json(text.replace("'", '"').replace("\\", ""))
-    except (ValueError, RecursionError):
-        return []
+    entries = _parse_list(text)
+    if entries is None:  # single quotes, or a quote that is escaped needlessly
+        entries = _parse_list(text.replace("'", '"').replace("\\", ""))
     boxes: dict[Box, LabelledBox] = {}
-    for entry in entries if isinstance(entries, list) else []:
+    for entry in entries or []:
         corners = entry.get("bbox_2d") if isinstance(entry, dict) else None
         label = entry.get("label") if isinstance(entry, dict) else None
         if not isinstance(label, str) or not isinstance(corners, list) or len(corners) != 4:
@@ -222,6 +218,14 @@ def _parse_boxes(text: str) -> list[LabelledBox]:
         if box.left <= box.right and box.top <= box.bottom:
             boxes.setdefault(box, LabelledBox(label, box))
     return list(boxes.values())
+
+
+def _parse_list(text: str) -> list[Any] | None:
+    try:
+        entries = parse_json(text)
+    except ValueError:
+        return None
+    return entries if isinstance(entries, list) else None
 
 
 def _is_coordinate(value: Any) -> bool:

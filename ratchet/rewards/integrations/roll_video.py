@@ -17,6 +17,7 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
+from ratchet.rewards.answers.final_answer import extract_first_tagged
 from ratchet.rewards.answers.similarity import MAX_UNITS, compute_common_subsequence_length
 from ratchet.rewards.base import AnswerReward
 from ratchet.types import Scored, Task
@@ -35,9 +36,9 @@ class VideoR1Config(Section):
     )
 
 
-ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
-BOXED = re.compile(r"\\boxed{(.*?)}")
-FORM = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+# The patterns take time linear in the text: an unclosed box matches too, without the second group.
+BOXED = re.compile(r"\\boxed{([^}\n]*+)(}?)")
+FORM_START, FORM_MIDDLE, FORM_END = "<think>", re.compile(r"</think>\s*+<answer>"), "</answer>"
 MAX_NUMBER_CHARS = 64
 EPSILON = 1e-9
 
@@ -46,7 +47,8 @@ class VideoR1(AnswerReward):
     """A reward for the text between `<answer>` and `</answer>`, or the whole text without them.
 
     The parts are `accuracy`, from 0 to 1, and `format`: 1 for thinking and answer in their tags and
-    nothing else. A number that can't be read earns 0 (ROLL's worker stops for a regression).
+    nothing else. A number that can't be read earns 0 (ROLL's worker stops for a regression). A task
+    whose own answer earns 0 can't be judged: a regression to 0, or a number that can't be read.
     """
 
     name = "video_r1"
@@ -56,7 +58,10 @@ class VideoR1(AnswerReward):
         self.config = config
 
     def grade(self, text: str, task: Task) -> Scored:
-        """Return the reward. Raises DataError if the task has no answer or an unknown kind."""
+        """Return the reward.
+
+        Raises DataError if the task has an unknown kind, or no answer that can earn anything.
+        """
         kind = task.meta.get(self.config.kind_column)
         judge = JUDGES.get(kind) if isinstance(kind, str) else None
         if judge is None:
@@ -64,25 +69,42 @@ class VideoR1(AnswerReward):
                 f"{task.where}: {self.config.kind_column}={kind!r:.40} is not known, must be one "
                 f"of {', '.join(JUDGES)}"
             )
-        if task.answer is None:
+        if task.answer is None or not str(task.answer).strip():
             raise DataError(f"{task.where} has no answer. Name it by environment.columns.answer")
-        accuracy = judge(_extract_answer(text), _extract_answer(str(task.answer)))
-        is_formatted = float(FORM.fullmatch(text) is not None)
+        gold = _extract_answer(str(task.answer))
+        if not judge(gold, gold):
+            raise DataError(
+                f"{task.where}: its answer {gold!r:.80} can't be judged as {kind}: not even the "
+                "same answer earns anything. Correct it, or drop the row"
+            )
+        accuracy = judge(_extract_answer(text), gold)
+        is_formatted = float(_has_form(text))
         return Scored(accuracy + is_formatted, {"accuracy": accuracy, "format": is_formatted})
 
 
 def _extract_answer(text: str) -> str:
-    match = ANSWER.search(text)
-    return match[1].strip() if match else text
+    answer = extract_first_tagged(text)
+    return text if answer is None else answer.strip()
+
+
+def _has_form(text: str) -> bool:
+    """True if the text is <think>...</think> <answer>...</answer> and nothing else."""
+    return (
+        text.startswith(FORM_START)
+        and text.endswith(FORM_END)
+        and FORM_MIDDLE.search(text, len(FORM_START), len(text) - len(FORM_END)) is not None
+    )
 
 
 def judge_choice(answer: str, gold: str) -> float:
     """Return 1 if the first characters are equal, of the last `\\boxed{}` if there is one."""
-    first, second = (
-        (boxes[-1] if (boxes := BOXED.findall(text)) else text).strip().strip(".")[:1]
-        for text in (answer, gold)
-    )
-    return float(first == second)
+    first, second = (_extract_box(text).strip().strip(".")[:1] for text in (answer, gold))
+    return float(second != "" and first == second)
+
+
+def _extract_box(text: str) -> str:
+    contents = [content for content, closing_brace in BOXED.findall(text) if closing_brace]
+    return contents[-1] if contents else text
 
 
 def judge_free_form(answer: str, gold: str) -> float:

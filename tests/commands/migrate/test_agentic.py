@@ -39,7 +39,10 @@ adv_estimator: grpo
 reward_normalization: {grouping: traj_group_id, method: mean_std}
 actor_train: {training_args: {per_device_train_batch_size: 8, gradient_accumulation_steps: 8}}
 actor_infer: {generating_args: {max_new_tokens: 128, top_p: 1.0, top_k: 0}}
-train_env_manager: {num_env_groups: 8, group_size: 8, tags: [TAGS]}
+train_env_manager:
+  num_env_groups: 8
+  group_size: 8
+  tags: [TAGS]
 val_env_manager: {num_env_groups: 32, group_size: 1, tags: [Room, Lake], num_groups_partition: [24, 8]}
 custom_envs: {Room: "${custom_env.Room}"}
 """
@@ -118,6 +121,10 @@ def test_managers_set_the_window_or_images(tmp_path):
         ("Guess", {"env_manager_cls": "x.StepConcatEnvManager", "history_length": 2}, "StepConcat"),
         ("Guess", {"tool_wrapper": {"tool_id": "python_code"}}, "a function that adds gem's tools"),
         ("Room", {"env_config": {"dim_room": [6, 8]}}, r"dim_room=\[6, 8\] must be two equal"),
+        ("Room", {"env_config": {"dim_room": [[6, 6]]}}, r"dim_room=\[\[6, 6\]\] must be"),
+        ("Room", {"env_config": {"num_boxes": "x"}}, "Room.env_config.num_boxes is 'x'"),
+        # A recipe of questions would be another task.
+        ("Room, Lake]\n  num_groups_partition: [1", {}, "must have a number for each tag. Set it."),
         ("Unknown", {}, "environment Unknown, which is not converted. Choose environment.kind"),
         ("Room, Shop", {}, "environment webshop"),
     ],

@@ -14,7 +14,7 @@ from data.test_templates_families import renderer
 
 from ratchet.data.chat.harmony import read_harmony, read_messages
 from ratchet.data.chat.thinking import mark_thought
-from ratchet.types import Message, ToolCall
+from ratchet.types import Message, StopReason, ToolCall
 
 pytestmark = pytest.mark.needs("openai_harmony")
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
@@ -116,6 +116,14 @@ def test_a_turn_is_parsed_without_its_marks() -> None:
         model.tokenizer.decode([token], skip_special=False) for token in model.stop_ids
     }
     assert read_harmony("", ()) == ("", [])
+
+
+def test_a_thought_cut_within_a_character_ends_before_it() -> None:
+    model = renderer("gpt-oss")
+    tokens = model.tokenizer.encode(
+        "<|channel|>analysis<|message|>hm\U0001f642", allow_special=True
+    )
+    assert model.parse(tokens[:-1], StopReason.LENGTH).text == "<think>hm</think>"
 
 
 def test_a_thought_and_a_text_beside_a_call_are_both_written() -> None:

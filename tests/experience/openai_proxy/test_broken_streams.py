@@ -25,7 +25,7 @@ from ratchet.training.stage import Policy
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai"), pytest.mark.slow]
 
-COMPLETIONS = "/v1/completions"  # it has no streams: these clients leave before the answer
+COMPLETIONS = "/v1/completions"  # it answers once all is sampled: these clients leave before
 BODIES: dict[str, dict[str, Any]] = {
     **{path: {**body, "stream": True} for path, body in HI.items()},
     "/v1/messages": {**HI["/v1/messages"], "max_tokens": 999, "stream": True},

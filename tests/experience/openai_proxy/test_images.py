@@ -156,6 +156,20 @@ def test_tool_results_and_instructions_may_have_images() -> None:
         assert row.messages == chat.messages
 
 
+def test_a_result_with_another_part_names_what_it_takes() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "document"}]}
+    body = {"messages": [{"role": "user", "content": [result]}], "max_tokens": 8}
+
+    async def scene() -> None:
+        async with raw_client(Scripted(["a"])) as (_, raw):
+            answer = await raw.post("/v1/messages", json=body)
+            assert answer.status_code == 400
+            reason = "a part of type 'document' can't be read: a result takes text and image"
+            assert reason in answer.json()["error"]["message"]
+
+    asyncio.run(scene())
+
+
 def test_an_image_of_the_assistant_is_refused() -> None:
     body = write_request(PATHS[0], ("what?", PIXEL))
     body["messages"][0]["role"] = "assistant"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 
 import pytest
@@ -11,10 +12,11 @@ from sandbox.test_attacks import need
 
 from ratchet.config.resolve import resolve
 from ratchet.errors import DataError
-from ratchet.rewards.code.compiled import PROBES
+from ratchet.rewards.code.compiled import COMPILE_COMMANDS, PROBES, Compiler
 from ratchet.rewards.code.extract_program import find_language
 from ratchet.rewards.code.reward import Code, CodeConfig
-from ratchet.sandbox import Isolation
+from ratchet.rewards.deadline import CURRENT_DEADLINE, ProgramRunner
+from ratchet.sandbox import Isolation, Limits, Reason, Result, SandboxError
 from ratchet.testing import answered
 from ratchet.types import Failed, Message, Task
 
@@ -105,6 +107,50 @@ def test_a_missing_or_broken_compiler_fails_the_attempt(made):
         assert "set compilers.cpp" in outcome.detail
     with pytest.raises(ValidationError, match=r"compilers\.cpp='' is no command"):
         resolve("rewards", {"kind": "code", "compilers": {"cpp": ""}})
+
+
+class CountedDeadline:
+    seconds = 1.0
+    n_pauses = 0
+
+    @contextlib.contextmanager
+    def paused(self):
+        self.n_pauses += 1
+        try:
+            yield
+        finally:
+            self.n_pauses -= 1
+
+
+def test_all_that_wait_for_a_compilers_check_pause_their_deadlines():
+    deadlines = [CountedDeadline(), CountedDeadline()]
+    seen = []
+
+    class SandboxWithoutCompiler:
+        async def run(self, program, stdin, limits):
+            while len(callers) < 2:
+                await asyncio.sleep(0)
+            seen.append([deadline.n_pauses > 0 for deadline in deadlines])
+            return Result(127, None, b"", b"sh: g++: not found", 0.1, Reason.EXIT)
+
+    async def compile_with(compiler, deadline):
+        CURRENT_DEADLINE.set(deadline)
+        waiting = asyncio.ensure_future(
+            compiler.compile(TWICE, "cpp", ProgramRunner(compiler.sandbox))
+        )
+        await asyncio.sleep(0)
+        callers.append(deadline)
+        await waiting
+
+    async def scene():
+        compiler = Compiler(SandboxWithoutCompiler(), COMPILE_COMMANDS, Limits(), Limits())
+        calls = (compile_with(compiler, deadline) for deadline in deadlines)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    callers = []
+    assert [type(error) for error in asyncio.run(scene())] == [SandboxError] * 2
+    assert seen == [[True, True]]
+    assert [deadline.n_pauses for deadline in deadlines] == [0, 0]
 
 
 def test_a_sandbox_without_processes_fails_the_attempt():

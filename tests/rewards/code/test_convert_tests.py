@@ -171,6 +171,12 @@ def test_text_tests_may_not_run_the_answer():
         ("assert", ["assert len('a') == 1"], "they call none"),
         ("pytest", ["import solution\ndef test_a(): assert solution.f()"], "they call none"),
         ("pytest", ["from solution import f\nimport solution\ndef test_a(): f()"], "the module"),
+        ("assert", ["assert Solution().add(1) == 2"], "use 'add' of what Solution returns"),
+        (
+            "pytest",
+            ["def test_a():\n    s = stack(1)\n    assert s.top() == 1"],
+            "use 'top' of what",
+        ),
         ("check_based", [{"assert_code": "", "entry_point": 1}], "must be text"),
         ("text", [" "], "its tests are empty"),
     ],

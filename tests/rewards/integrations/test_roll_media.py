@@ -75,6 +75,8 @@ CAT, DOG = entry("cat", 0, 0, 10, 10), entry("dog", 20, 20, 30, 40)
     [
         (tagged(json.dumps([CAT, DOG])), 1.0),
         (tagged([DOG, CAT]), 1.0),  # single quotes, another order
+        (tagged(json.dumps([CAT, entry("dog's toy", 0, 0, 9, 9)])), (0.5 + 0.1) / 1.1),
+        (tagged(json.dumps([CAT, DOG]).replace("cat", r"c\at")), 1.0),
         (tagged(json.dumps([CAT, DOG, CAT])), 1.0),  # a position counts once
         (tagged(json.dumps([CAT, DOG])[:-1] + ',{"bbox_2d": [1'), 1.0),  # a cut box
         (f"<answer>{json.dumps([CAT, DOG])}</answer>", 1 / 1.1),  # without line ends
@@ -105,6 +107,11 @@ def test_a_row_brings_its_own_ratios_and_units():
     outcome = judged("detection", f"<answer>{[CAT]}</answer>", None, {"reward_model": row})
     assert outcome.reward == pytest.approx(0.75 * 0.6 * 0.5)
     assert outcome.parts["iou_max_iou_first"] == pytest.approx(0.6 * (0.8 * 0.5 + 0.2 * 0.75))
+    apostrophe = [entry("the dog's toy", 0, 0, 10, 10)]
+    row = {"ground_truth": json.dumps(apostrophe), "format_ratio": None, "accuracy_ratio": None}
+    meta = {"reward_model": row}
+    answer = f"<answer>{json.dumps(apostrophe)}</answer>"
+    assert judged("detection", answer, None, meta, format_weight=3).reward == 0.25
     pixels = tagged(json.dumps([entry("cat", 0, 0, 2, 4), entry("dog", 4, 8, 6, 16)]))
     size = {"width": 200, "height": 400}
     assert judged("detection", pixels, GOLD, size, answer_units="pixels").reward == 1.0
@@ -155,4 +162,37 @@ def test_an_unknown_kind_of_question_fails_the_attempt():
     outcome = judged("video_r1", "B", "B", {"reward_model": "riddle"})
     assert isinstance(outcome, Failed)
     assert "must be one of multiple choice, free-form" in outcome.detail
-    assert "has no answer" in judged("video_r1", "B", None, {"reward_model": "OCR"}).detail
+    for blank in (None, " "):
+        assert "has no answer" in judged("video_r1", "", blank, {"reward_model": "OCR"}).detail
+
+
+@pytest.mark.parametrize(
+    ("kind", "gold"),
+    [
+        ("multiple choice", "<answer>.</answer>"),
+        ("free-form", "\u732b"),
+        ("numerical", "three"),
+        ("regression", "about 9"),
+        ("regression", "0"),
+    ],
+)
+def test_a_task_whose_own_answer_earns_nothing_fails_the_attempt(kind, gold):
+    outcome = judged("video_r1", gold, gold, {"reward_model": kind})
+    assert isinstance(outcome, Failed)
+    assert f"can't be judged as {kind}" in outcome.detail
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<answer>" + " " * 300_000,
+        "<answer>" * 30_000,
+        "\\boxed{" * 30_000,
+        "<think>" + "</think><answer>" * 15_000 + "</answer>." * 15_000,
+    ],
+    ids=["spaces", "open_tags", "open_boxes", "many_tags"],
+)
+def test_the_time_of_judging_is_linear_in_a_hostile_text(text):
+    """A pattern that backtracks would take minutes to hours here."""
+    assert judged("video_r1", text, "B", {"reward_model": "multiple choice"}).reward == 0.0
+    assert judged("detection", text, GOLD).reward == 0.0

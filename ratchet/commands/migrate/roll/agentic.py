@@ -65,20 +65,29 @@ def keep_used_definitions(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def describe_environments(values: Mapping[str, Any]) -> str | None:
-    """Return sentences on environments that are not converted; None if all of training's are."""
+    """Return sentences on environments that are not converted; None if all of training's are.
+
+    Without this refusal the recipe would train on questions in their place.
+    """
     config = PeerConfig(keep_used_definitions(values), {})
     problems: dict[str, str] = {}
-    tags = _list_tags(config["train_env_manager.tags"])
+    value = config["train_env_manager.tags"]
+    tags = _list_tags(value)
     for tag in tags:
         try:
             _convert_tag(tag, config)
         except InvalidValue as problem:
             problems[_get_kind(tag, config)] = str(problem)
     if tags and not problems:
+        try:
+            convert_training(value, config)
+        except InvalidValue as problem:
+            return f"the run's environments are not converted. {problem}."
         return None
+    sentences = sorted({f"{problem.removesuffix('.')}." for problem in problems.values()})
     return (
         f"the run plays ROLL's environment {', '.join(sorted(problems)) or 'train_env_manager'}, "
-        f"which is not converted. {' '.join(sorted(set(problems.values()))) or BY_HAND}"
+        f"which is not converted. {' '.join(sentences) or BY_HAND}"
     )
 
 
@@ -97,9 +106,9 @@ def convert_training(value: Any, config: PeerConfig) -> Values:
     turns = [_get_steps(tag, config) for tag in tags if ":" in _get_kind(tag, config)]
     if turns:
         result["rollouts.max_turns"] = max(turns)
-    limits = [config[f"custom_envs.{tag}.max_tokens_per_step"] for tag in tags]
-    limits.append(config["actor_infer.generating_args.max_new_tokens"])
-    tokens = [numbers.whole(limit) for limit in limits if limit is not None]
+    keys = [f"custom_envs.{tag}.max_tokens_per_step" for tag in tags]
+    keys.append("actor_infer.generating_args.max_new_tokens")
+    tokens = [numbers.whole(config[key], key) for key in keys if config[key] is not None]
     if tokens:
         result["sampling.max_new_tokens"] = min(tokens)
     notes = {GAME_NOTES.get(_get_kind(tag, config), "") for tag in tags} - {""}
@@ -159,8 +168,9 @@ def _get_window(tag: str, config: PeerConfig) -> int | None:
 def _has_whole_history(tag: str, config: PeerConfig) -> bool:
     """True if every prompt has all earlier turns."""
     steps = _get_steps(tag, config)
-    history = config[f"custom_envs.{tag}.history_length"]
-    return steps == 1 or (history is not None and numbers.whole(history) >= steps)
+    key = f"custom_envs.{tag}.history_length"
+    history = config[key]
+    return steps == 1 or (history is not None and numbers.whole(history, key) >= steps)
 
 
 def _get_steps(tag: str, config: PeerConfig) -> int:
@@ -200,27 +210,28 @@ def _convert_tag(tag: str, config: PeerConfig) -> dict[str, Any]:
 def _convert_sokoban(place: str, fix: str, config: PeerConfig) -> dict[str, Any]:
     room = config[f"{place}.env_config.dim_room"] or [10, 10]
     boxes = config[f"{place}.env_config.num_boxes"]
-    sides = set(room) if isinstance(room, list) else set()
-    if len(sides) != 1 or not sides <= set(ROOM_SIDES):
+    if room not in [[side, side] for side in ROOM_SIDES]:
         raise InvalidValue(
             f"{fix}: dim_room={room} must be two equal numbers from {ROOM_SIDES[0]} to "
             f"{ROOM_SIDES[-1]}."
         )
     return {
         "kind": "sokoban",
-        "size": sides.pop() - WALLS,
-        "boxes": 4 if boxes is None else numbers.whole(boxes),
+        "size": int(room[0]) - WALLS,
+        "boxes": 4 if boxes is None else numbers.whole(boxes, f"{place}.env_config.num_boxes"),
     }
 
 
 def _convert_lake(place: str, fix: str, config: PeerConfig) -> dict[str, Any]:
-    size, ice = config[f"{place}.env_config.size"], config[f"{place}.env_config.p"]
-    slippery = config[f"{place}.env_config.is_slippery"]
+    start = f"{place}.env_config"
+    size, ice = config[f"{start}.size"], config[f"{start}.p"]
+    slippery = config[f"{start}.is_slippery"]
+    is_slippery = slippery is None or numbers.flag(slippery, f"{start}.is_slippery")
     return {
         "kind": "frozen_lake",
-        "size": 4 if size is None else numbers.whole(size),
-        "holes": round(1 - (0.8 if ice is None else numbers.real(ice)), 6),
-        "slip": 0.0 if slippery is not None and not numbers.flag(slippery) else 2 / 3,
+        "size": 4 if size is None else numbers.whole(size, f"{start}.size"),
+        "holes": round(1 - (0.8 if ice is None else numbers.real(ice, f"{start}.p")), 6),
+        "slip": 2 / 3 if is_slippery else 0.0,
     }
 
 
@@ -230,13 +241,14 @@ def _mix(
     """Return one environment, or a mixture of several by their shares of the groups."""
     if len(sections) == 1:
         return sections[0]
-    shares = config[f"{role}_env_manager.num_groups_partition"] or [1] * len(tags)
+    key = f"{role}_env_manager.num_groups_partition"
+    shares = config[key] or [1] * len(tags)
     if not isinstance(shares, list) or len(shares) != len(tags):
-        raise InvalidValue("num_groups_partition must have a number for each tag. Set it")
+        raise InvalidValue(f"{key} must have a number for each tag. Set it")
     return {
         "kind": "mixture",
         "parts": [
-            {**section, "tag": tag, "weight": numbers.real(share)}
+            {**section, "tag": tag, "weight": numbers.real(share, key)}
             for tag, section, share in zip(tags, sections, shares, strict=True)
         ],
     }

@@ -14,6 +14,7 @@ ESTIMATORS = ("gae", "grpo", "reinforce", "gigpo")
 LOSSES = {"topr": "topr", "vanilla": "reinforce", "cispo": "cispo", "kimi15": "kimi"}
 # Keys that only data with images, video or audio have, as endings.
 MEDIA_ENDINGS = (".image_max_pixels", ".image_folder", ".video_folder", ".audio_folder")
+MEDIA_REWARDS = {"DetectionRewardWorker": "detection", "VideoR1RewardWorker": "video_r1"}
 
 
 def explain_unsupported_task(values: Mapping[str, Any]) -> str | None:
@@ -43,10 +44,12 @@ def explain_unsupported_task(values: Mapping[str, Any]) -> str | None:
         key.endswith(".model_type") and "diffusion" in str(value) for key, value in values.items()
     ):
         return "the run trains a diffusion model, which Ratchet does not."
-    if any(key.endswith(MEDIA_ENDINGS) for key in values) or "DetectionRewardWorker" in workers:
+    rewards = [kind for worker, kind in MEDIA_REWARDS.items() if worker in workers]
+    if any(key.endswith(MEDIA_ENDINGS) for key in values) or rewards:
+        kinds = f" and rewards of kind {', '.join(rewards)}" if rewards else ""
         return (
             "the run's data have images, video or audio, whose columns and rewards are not "
-            "converted. Write a recipe with environment.kind=vlm."
+            f"converted. Write a recipe with environment.kind=vlm{kinds}."
         )
     return _describe_rewards(config) or _describe_estimator(values)
 
