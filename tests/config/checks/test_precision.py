@@ -87,6 +87,17 @@ def test_cuda_has_no_choice_of_precision(refusal, monkeypatch, tmp_path):
         freeze(config)
 
 
+def test_a_key_of_the_run_is_found_at_its_line_and_once(tmp_path):
+    path = tmp_path / "r.yaml"
+    stages = "stages: [{name: a, algorithm: {kind: grpo}}, {name: b, algorithm: {kind: grpo}}]"
+    shared = RECIPE.replace("algorithm: {kind: grpo}\n", "")
+    path.write_text(f"{shared}{stages}\ndevice: cuda\nprecision: float32\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).count("precision=float32 is for CPUs") == 1
+    assert "r.yaml:7: precision: " in str(caught.value)
+
+
 def test_recipes_of_runs_on_cuda_are_read_without_one(tmp_path, monkeypatch):
     monkeypatch.setattr("ratchet.config.checks.precision.CUDA_DEVICES", ())
     path = tmp_path / "r.yaml"
