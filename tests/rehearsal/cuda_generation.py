@@ -119,7 +119,9 @@ def test_a_step_in_float32_with_experts_is_not_captured():
 def test_the_bfloat16_engine_and_the_learners_autocast_agree(rounding):
     policy = init_policy(SHAPE, seed=0, device="cuda:1")
     engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01), policy)
-    assert engine.precision == "bfloat16"
+    assert engine.core.runner.cast is not None
+    # The parity check would name another format as the cause of any difference.
+    assert engine.precision is None
     completion = engine.generate_all([PROMPTS[0]], [Sampling(max_new_tokens=24, seed=1)])[0]
     tokens = torch.tensor([*PROMPTS[0], *completion.tokens.tolist()])
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):

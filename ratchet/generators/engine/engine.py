@@ -56,7 +56,7 @@ class EmbeddedEngine(AsyncEngine):
                 linear.quantise(config.quantise)
         device = decoder.head_weight.device
         casts = casts_matrices(decoder)
-        self.precision = config.quantise or ("bfloat16" if casts else None)
+        self.precision = config.quantise  # casts are those of the learner's autocast
         auto_rows = config.row_multiple == "auto"
         auto_cache = config.kv_cache_gib == "auto"
         limits = SchedulerLimits(
