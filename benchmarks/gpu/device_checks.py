@@ -36,6 +36,7 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
+from ratchet.kernels import bfloat16
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.accelerator import use_accelerator
@@ -59,8 +60,9 @@ SAMPLINGS = {
 
 def generate(shape: DecoderConfig, device: str, dtype: str, keys: dict[str, Any]) -> Any:
     """Return the policy and the completions of all prompts."""
+    bfloat16.set_enabled(dtype == "bfloat16", on_cpu=False)
     policy = init_policy(shape, seed=0, device=device)
-    engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.1, dtype=dtype), policy)
+    engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.1), policy)
     samplings = [Sampling(max_new_tokens=48, seed=i, **keys) for i in range(len(PROMPTS))]
     return policy, engine.generate_all(PROMPTS, samplings)
 
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="of memory; at least 3")
     arguments = parser.parse_args()
     use_accelerator(torch.device(arguments.device, 0))
+    bfloat16.set_enabled(True, on_cpu=False)  # as in a run
     print(json.dumps(parts[arguments.part](arguments)))
 
 

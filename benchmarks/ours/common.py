@@ -42,7 +42,8 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     prepare_process(options.threads)
     use_kernels(
         options.device == "cpu" and has_compiled_kernels(),
-        rounds_products=options.device == "cpu" and options.precision == "bfloat16",
+        rounds_products=options.device != "cpu" or options.precision == "bfloat16",
+        device=options.device,
     )
     return options
 

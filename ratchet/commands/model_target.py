@@ -86,7 +86,8 @@ def open_target(
         config = None if recipe is None else freeze(load_config(recipe))
         template = None if config is None else get_chat_template(config)
         device = resolve_device("auto")
-        use_kernels(device == "cpu" and has_compiled_kernels())
+        compiled = device == "cpu" and has_compiled_kernels()
+        use_kernels(compiled, rounds_products=device != "cpu", device=device)
         model = load_policy(str(path), device=device)
         tokenizer = load_tokenizer(str(path))
         if config is not None and isinstance(config.tokenizer, TokenizerConfig):

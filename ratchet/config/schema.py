@@ -436,8 +436,9 @@ class RunConfig(Section):
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Operands of matrix products in layers; weights and sums are float32. auto: "
-        "bfloat16 on an accelerator, else float32. On a CPU bfloat16 needs AVX512-BF16 or AMX.",
+        description="Operands of matrix products in layers, and on CUDA devices the engine's KV "
+        "cache; weights and sums are float32. auto: bfloat16 on CUDA devices, which have no other, "
+        "else float32. On a CPU bfloat16 needs AVX512-BF16 or AMX; mps and xpu lack it.",
     )
     run_dir: str | None = Field(
         default=None,
@@ -471,6 +472,13 @@ class RunConfig(Section):
     def can_use_compiled_kernels(self) -> bool:
         """True if every learner can compute with compiled kernels."""
         return all(stage.learner.supports_cpu_kernels for stage in self.stages)
+
+    @property
+    def rounds_products(self) -> bool:
+        """True if products of layers have operands in bfloat16 on this device, which is known."""
+        if self.precision == "auto":
+            return self.device.startswith("cuda")
+        return self.precision == "bfloat16"
 
     @property
     def colocated(self) -> bool:

@@ -48,19 +48,21 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
     gc.set_threshold(200_000, 10, 10)
 
 
-def use_kernels(compiled: bool, *, rounds_products: bool = False) -> None:
-    """Enable or disable the compiled kernels in this process.
+def use_kernels(compiled: bool, *, rounds_products: bool = False, device: str = "cpu") -> None:
+    """Enable or disable the compiled kernels and products in bfloat16 in this process.
 
     Args:
-        rounds_products: True to compute products on the CPU in bfloat16.
+        compiled: True to use the compiled kernels.
+        rounds_products: True to compute products of layers in bfloat16.
+        device: The device that computes.
 
-    Raises ConfigError if they can't be compiled or loaded, or if the processor does not multiply in
-    bfloat16.
+    Raises ConfigError if the kernels can't be compiled or loaded, or if `device` is a CPU that does
+    not multiply in bfloat16.
     """
     from ratchet.kernels import bfloat16, cpu
 
     try:
-        bfloat16.set_enabled(rounds_products)
+        bfloat16.set_enabled(rounds_products, on_cpu=device == "cpu")
     except OSError as error:
         raise ConfigError(f"precision=bfloat16, but {error}. Set precision=auto") from error
     try:
@@ -168,7 +170,12 @@ def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
         )
     precision = config.precision
     if precision == "auto":
-        precision = "float32" if device == "cpu" else "bfloat16"
+        precision = "bfloat16" if device.startswith("cuda") else "float32"
+    elif precision == "float32" and device.startswith("cuda"):
+        raise ConfigError(
+            f"precision=float32 is for CPUs: device=auto became {device}, which multiplies in "
+            "bfloat16. Set precision=auto, or device=cpu"
+        )
     cluster = config.cluster
     if TorchrunRank.from_environment() is not None and isinstance(cluster, LocalClusterConfig):
         common_fields = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}

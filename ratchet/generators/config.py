@@ -45,11 +45,6 @@ class EngineConfig(GeneratorSection):
         description="Maximum size of the KV cache in GiB; auto: half of the device memory that "
         "a learner in the same process leaves free, or a quarter of main memory on a CPU.",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto",
-        description="Dtype of the layers' matrices and of the KV cache; auto: bfloat16 on "
-        "CUDA devices, else float32. The learner's weights keep their dtype.",
-    )
     prefill_tokens: int = Field(
         2048,
         ge=1,

@@ -22,14 +22,17 @@ _enabled = False
 _epoch = 0  # number of times that weights may have changed
 
 
-def set_enabled(enabled: bool) -> None:
+def set_enabled(enabled: bool, *, on_cpu: bool = True) -> None:
     """Turn products in bfloat16 on or off in this process.
 
-    Raises OSError if the processor has no instructions for them: oneDNN would emulate them, which
-    takes longer than float32.
+    on_cpu: False if the process computes on an accelerator, whose products are those of autocast.
+
+    Raises OSError if the CPU computes and has no instructions for them: oneDNN would emulate them,
+    which takes longer than float32.
     """
     global _enabled
-    if enabled and not (has_bfloat16_instructions() and torch.backends.mkldnn.is_available()):
+    has_instructions = has_bfloat16_instructions() and torch.backends.mkldnn.is_available()
+    if enabled and on_cpu and not has_instructions:
         raise OSError("this processor has neither AVX512-BF16 nor AMX (see `ratchet doctor`)")
     _enabled = enabled
 

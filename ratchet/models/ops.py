@@ -138,7 +138,12 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
 
     gate_up_T2F: the first F columns are the gate, the last F are `up`.
     """
-    is_rounded = gate_up_T2F.dtype is torch.bfloat16 and bfloat16.is_enabled() and cpu.is_enabled()
+    is_rounded = (
+        gate_up_T2F.dtype is torch.bfloat16
+        and gate_up_T2F.is_cpu
+        and bfloat16.is_enabled()
+        and cpu.is_enabled()
+    )
     if (is_rounded or cpu.is_supported(gate_up_T2F)) and not gate_up_T2F.shape[-1] % 2:
         return cpu.swiglu(gate_up_T2F)
     if not torch.is_grad_enabled():

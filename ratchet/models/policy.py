@@ -206,8 +206,8 @@ class PolicyModel(nn.Module, ABC):
             if selected and len(selected) < len(weight_names):
                 others = [weight for weight in weight_names if weight not in selected]
                 raise ConfigError(
-                    f"model.freeze selects {selected[0]}, but not {others[0]}, which is in the "
-                    "same parameter here. Select both, or none"
+                    f"model.freeze selects {selected[0]}, but not {' and '.join(others)}, in the "
+                    "same parameter here. Select all of them, or none"
                 )
             if selected:
                 frozen_parameters.add(name)

@@ -220,13 +220,14 @@ def build_policy(config: RunConfig) -> Policy:
 
     A preset has random weights. Weights are float32, because bfloat16 would round small updates
     away. The call also sets three things for this process: the recipe's kernels, the precision of
-    products on a CPU, and the date that chat templates print.
+    products, and the date that chat templates print.
     """
     tokenizer_config = get_tokenizer_config(config)
     set_printed_date(tokenizer_config.date)
     # Only frozen recipes from before the kernels existed still say "auto".
-    rounds_products = config.device == "cpu" and config.precision == "bfloat16"
-    use_kernels(config.kernels == "compiled", rounds_products=rounds_products)
+    use_kernels(
+        config.kernels == "compiled", rounds_products=config.rounds_products, device=config.device
+    )
     source, device = config.model, torch.device(config.device)
     model_device = "cpu" if _computes_elsewhere(config) else device
     require_accelerator(device)
@@ -243,7 +244,8 @@ def build_policy(config: RunConfig) -> Policy:
             revision=source.revision,
             train_encoders=source.train_encoders,
         )
-        if rounds_products and not isinstance(model, DecoderPolicy):
+        rounds_on_cpu = config.rounds_products and device.type == "cpu"
+        if rounds_on_cpu and not isinstance(model, DecoderPolicy):
             raise ConfigError(
                 "precision=bfloat16 on a CPU is for the built-in decoder only, and transformers "
                 "runs this model. Set precision=auto"

@@ -181,7 +181,7 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRa
     devices = max(learners, generators) if config.colocated else learners + generators
     if device.type != "cuda":
         gemm = Gemm(MATRIX_SIDE, MATRIX_SIDE, MATRIX_SIDE)
-        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if config.rounds_products else torch.float32
         timer = GemmTimer(gemm, device=device, dtype=dtype, round_s=ROUND_S)
         return PeakRate(
             devices * timer.measure(),

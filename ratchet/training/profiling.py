@@ -109,11 +109,7 @@ def _describe_stage(
         stage=stage,
         device=device,
         # The dtype of the operands of products.
-        dtype=(
-            torch.bfloat16
-            if device.type == "cuda" or config.precision == "bfloat16"
-            else next(model.parameters()).dtype
-        ),
+        dtype=(torch.bfloat16 if config.rounds_products else next(model.parameters()).dtype),
         threads=int(config.threads),
         vocab_size=model.vocab_size,
         largest_layer=(widest[1], widest[0]),

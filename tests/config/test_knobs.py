@@ -391,7 +391,6 @@ GRPO_KNOBS = [
     ("sampling__stop", [], ["1", "2", "3"], "first tokens", {}),
     ("sampling__structured", None, {"regex": "[0-9]"}, "first tokens", {}),
     ("generator__max_context", None, 6, "first tokens", {}),
-    ("generator__dtype", "float32", "bfloat16", "weights", {"algorithm__correction": {}}),
     ("examples", 1, None, "tokens", {}),
     ("batch_size", 3, 6, "tokens", {}),
     ("rollouts__max_replaced", 1, 3, "tokens", {"rollouts__dynamic_sampling": True, "rewards": SELDOM}),

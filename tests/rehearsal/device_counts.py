@@ -24,6 +24,7 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
+from ratchet.kernels import bfloat16
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.load import init_policy
@@ -71,6 +72,7 @@ def decode(
 
     captures: True to replay steps from the third token on, as an engine on CUDA does.
     """
+    bfloat16.set_enabled(True, on_cpu=False)  # as in a run
     engine = EmbeddedEngine(EngineConfig(max_running=REQUESTS), make_policy(layers))
     if not captures:
         engine.core.graphs = None

@@ -22,5 +22,5 @@ class Conflict:
 
 
 def clash(message: str, *keys: str) -> Conflict:
-    """Return a conflict between keys of one stage, each written with dots (`sampling.top_p`)."""
+    """Return a conflict between keys of one stage or of the run, with dots (`sampling.top_p`)."""
     return Conflict(tuple(tuple(key.split(".")) for key in keys), message)

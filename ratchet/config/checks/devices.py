@@ -38,6 +38,8 @@ def _check_device(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "needs. Set optimizer.kind=adamw",
             "optimizer.kind",
         )
+    if config.precision == "bfloat16":
+        yield clash(f"{lacks} no products in bfloat16. Set precision=auto", "precision")
     if stage.lora is not None and stage.lora.base is not None:
         yield clash(
             f"{lacks} no kernels for lora.base={stage.lora.base}. Remove lora.base", "lora.base"

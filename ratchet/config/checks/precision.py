@@ -103,17 +103,19 @@ def _check_fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _check_products(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check `precision`: on a CPU learner and generator must round alike."""
+    """Check `precision`: on a CPU learner and generator must round alike.
+
+    The device is the recipe's, because runs on CUDA are also read where there is none.
+    """
     setting = f"precision={config.precision}"
-    if not _lacks_cuda(config):
-        if config.precision == "float32" and config.device != "auto":
-            yield clash(
-                f"{setting} is for CPUs: on an accelerator products are in bfloat16. "
-                "Set precision=auto",
-                "precision",
-            )
-        return
-    if config.precision != "bfloat16":
+    if config.device.startswith("cuda") and config.precision == "float32":
+        yield clash(
+            f"{setting} is for CPUs: device={config.device} multiplies in bfloat16. Set "
+            "precision=auto",
+            "precision",
+        )
+    is_on_cpu = config.device == "cpu" or (config.device == "auto" and _lacks_cuda(config))
+    if not is_on_cpu or config.precision != "bfloat16":
         return
     learner, generator = stage.learner, stage.generator.sampler
     if not learner.supports_cpu_kernels:

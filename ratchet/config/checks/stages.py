@@ -11,7 +11,7 @@ from typing import Any
 
 from ratchet.config.base import Section
 from ratchet.config.checks.async_rollouts import ASYNC_CHECKS
-from ratchet.config.checks.clash import Conflict, clash
+from ratchet.config.checks.clash import Conflict, Key, clash
 from ratchet.config.checks.curriculum import SELECTION_CHECKS
 from ratchet.config.checks.devices import DEVICE_CHECKS
 from ratchet.config.checks.judges import JUDGE_CHECKS, judge_conflicts
@@ -36,12 +36,18 @@ def conflicts(config: RunConfig) -> Iterator[Conflict]:
     yield from address_conflicts(config)
     yield from _check_same_generator(config)
     yield from judge_conflicts(config)
-    for index, stage in enumerate(config.stages):
-        for check in STAGE_CHECKS:
-            for conflict in check(stage, config):
-                yield Conflict(
-                    tuple(("stages", index, *key) for key in conflict.keys), conflict.message
-                )
+    # Several stages may have the same conflict with a key of the run.
+    yield from dict.fromkeys(
+        Conflict(tuple(_locate_key(key, index) for key in conflict.keys), conflict.message)
+        for index, stage in enumerate(config.stages)
+        for check in STAGE_CHECKS
+        for conflict in check(stage, config)
+    )
+
+
+def _locate_key(key: Key, index: int) -> Key:
+    """Return the place in the recipe of a key of the run or of its stage with this index."""
+    return ("stages", index, *key) if key[0] in StageConfig.model_fields else key
 
 
 def _check_same_generator(config: RunConfig) -> Iterator[Conflict]:

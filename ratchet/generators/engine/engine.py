@@ -1,9 +1,9 @@
 """The embedded engine: continuous batching in this process, from the learner's own weights.
 
 On a CPU it has no copy of the weights: after an in-place optimizer step the next token comes from
-the new weights, and `commit` only sets their version. On an accelerator it has a copy of the
-layers' matrices in bfloat16, which `commit` renews. On a CPU, equal (prompt, sampling, weights)
-give equal completions, independently of other requests.
+the new weights, and `commit` only sets their version. On an accelerator that computes products in
+bfloat16 (`precision`) it has a copy of the layers' matrices, which `commit` renews. On a CPU, equal
+(prompt, sampling, weights) give equal completions, independently of other requests.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ratchet.generators.engine.kv_cache import get_default_kv_bytes
 from ratchet.generators.engine.limits import GIB, SchedulerLimits
 from ratchet.generators.engine.scheduler import Scheduler
 from ratchet.generators.engine.stop_strings import TextDecoder
+from ratchet.kernels import bfloat16
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.files import load_adapter
 from ratchet.models.policy import DecoderPolicy, PolicyModel
@@ -53,10 +54,9 @@ class EmbeddedEngine(AsyncEngine):
         if config.quantise is not None:
             for _, linear in decoder.layer_linears:
                 linear.quantise(config.quantise)
-        device, weights_dtype = decoder.head_weight.device, decoder.head_weight.dtype
-        is_half = config.dtype == "bfloat16" or (config.dtype == "auto" and device.type == "cuda")
-        casts = is_half and weights_dtype is torch.float32
-        self.precision = config.quantise or ("bfloat16" if casts else None)
+        device = decoder.head_weight.device
+        casts = casts_matrices(decoder)
+        self.precision = config.quantise  # casts are those of the learner's autocast
         auto_rows = config.row_multiple == "auto"
         auto_cache = config.kv_cache_gib == "auto"
         limits = SchedulerLimits(
@@ -99,6 +99,12 @@ class EmbeddedEngine(AsyncEngine):
         read or doesn't fit the model.
         """
         self.core.runner.adapters.add(name, load_adapter(directory))
+
+
+def casts_matrices(decoder: Decoder) -> bool:
+    """True if the engine generates from a copy of the matrices in bfloat16 and not from them."""
+    weight = decoder.head_weight
+    return bfloat16.is_enabled() and not weight.is_cpu and weight.dtype is torch.float32
 
 
 def _count_later_bytes(decoder: Decoder, *, casts: bool) -> int:

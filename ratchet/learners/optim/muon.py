@@ -45,7 +45,7 @@ class Muon(AdamW):
             has the whole parameters, as `matrices` describes them.
 
     Raises:
-        ConfigError: If `matrices` is empty.
+        ConfigError: If no matrix trains.
     """
 
     config: MuonConfig
@@ -61,9 +61,9 @@ class Muon(AdamW):
     ) -> None:
         super().__init__(config, named_parameters, matrices=matrices, to_local=to_local)
         self._map_matrices = map_matrices or self._map_local_matrices
-        if not matrices:
+        if not any(name in matrices for name, _ in named_parameters):
             raise ConfigError(
-                "optimizer.kind=muon finds no matrices of hidden layers in this model. Set "
+                "optimizer.kind=muon finds no matrices of hidden layers that train. Set "
                 "optimizer.kind=adamw."
             )
 

@@ -68,10 +68,10 @@ def make_generator(
         origin: The source of the generator's first weights.
         tokenizer: The policy's tokenizer.
         compiled: True if the driver, and so this worker, computes with compiled kernels.
-        rounds_products: True if both compute products on the CPU in bfloat16.
+        rounds_products: True if both compute products of layers in bfloat16.
     """
     prepare_process(placement.threads)
-    use_kernels(compiled, rounds_products=rounds_products)
+    use_kernels(compiled, rounds_products=rounds_products, device=placement.device)
     config = resolve("worker_generator", section)
     if placement.device != "cpu":
         use_accelerator(placement.device)

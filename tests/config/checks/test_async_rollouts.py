@@ -49,7 +49,7 @@ WRONG = {
     "compares the rewards",
     "rollouts.replay={capacity: 2}": "capacity=2 holds fewer than groups=8",
     "rollouts.replay={} algorithm={kind: sft}": "rollouts.replay={...} has no effect, because algorithm sft generates no attempts",
-    "curriculum={}": "curriculum chooses among a fixed number of tasks, and examples=null is an endless stream: set examples to a number",
+    "curriculum={}": "curriculum chooses among a fixed number of tasks, and examples=null is an endless stream: set examples to at most the number",
     "examples=9 curriculum={} algorithm={kind: sft}": "curriculum.prefer=learnable reads the success of attempts, and algorithm sft",
     "examples=9 curriculum={difficulty: level} steps=9": "curriculum.full_by_step=50 is more than the "
     "stage's steps=9",

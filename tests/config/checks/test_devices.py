@@ -18,6 +18,7 @@ REFUSED = {
     "generator={kind: workers, worker: {kind: engine}}": "no generator of kind workers",
     "generator={kind: vllm}": "no generator of kind vllm",
     "optimizer={kind: adamw8bit}": "no bitsandbytes, which optimizer.kind=adamw8bit needs",
+    "precision=bfloat16": "no products in bfloat16. Set precision=auto",
     "lora={rank: 2, base: float8}": "no kernels for lora.base=float8. Remove lora.base",
 }
 

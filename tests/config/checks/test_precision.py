@@ -7,6 +7,7 @@ import pytest
 
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
+from ratchet.executors.freeze import freeze
 
 RECIPE = """
 model: {preset: tiny}
@@ -76,10 +77,41 @@ def test_quantised_rollouts_of_vllm_want_an_accelerator(refusal, monkeypatch):
     assert wanted in refusal("generator={kind: vllm, quantise: float8}")
 
 
-def test_accelerators_have_no_choice_of_precision(refusal, monkeypatch, tmp_path):
-    monkeypatch.setattr("ratchet.config.checks.precision.CUDA_DEVICES", (str(tmp_path),))
+def test_cuda_has_no_choice_of_precision(refusal, monkeypatch, tmp_path):
     said = refusal("device=cuda", "precision=float32")
-    assert "on an accelerator products are in bfloat16. Set precision=auto" in said
+    assert "device=cuda multiplies in bfloat16. Set precision=auto" in said
+    # Only `freeze` finds out what device=auto is.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = load_config(tmp_path / "r.yaml", ["precision=float32"])
+    with pytest.raises(ConfigError, match=r"device=auto became cuda.*Set precision=auto, or"):
+        freeze(config)
+
+
+def test_a_key_of_the_run_is_found_at_its_line_and_once(tmp_path):
+    path = tmp_path / "r.yaml"
+    stages = "stages: [{name: a, algorithm: {kind: grpo}}, {name: b, algorithm: {kind: grpo}}]"
+    shared = RECIPE.replace("algorithm: {kind: grpo}\n", "")
+    path.write_text(f"{shared}{stages}\ndevice: cuda\nprecision: float32\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).count("precision=float32 is for CPUs") == 1
+    assert "r.yaml:7: precision: " in str(caught.value)
+
+
+def test_recipes_of_runs_on_cuda_are_read_without_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("ratchet.config.checks.precision.CUDA_DEVICES", ())
+    path = tmp_path / "r.yaml"
+    path.write_text(f"{RECIPE}device: cuda\nprecision: bfloat16\nlearner: {{kind: dtensor}}\n")
+    assert load_config(path).rounds_products
+
+
+@pytest.mark.parametrize(("device", "rounds"), [("cpu", False), ("cuda", True), ("mps", False)])
+def test_what_auto_stands_for(device, rounds, tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"{RECIPE}threads: 1\ndevice: {device}\n")
+    config = load_config(path)
+    assert config.rounds_products == rounds
+    assert freeze(config).precision == ("bfloat16" if rounds else "float32")
 
 
 def test_fp8_training_wants_transformer_engine(refusal, monkeypatch, tmp_path):

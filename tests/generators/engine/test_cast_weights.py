@@ -9,6 +9,7 @@ import torch
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.generators.config import EngineConfig
+from ratchet.generators.engine import engine as engine_module
 from ratchet.generators.engine.cast_weights import CastDecoder
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.models.load import init_policy
@@ -16,8 +17,14 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.types import Sampling
 
 SHAPE = DecoderConfig(32, 32, 2, 4, 2, 16, 64, init_std=0.2)
-CONFIG = EngineConfig(kv_cache_gib=0.01, dtype="bfloat16")
+CONFIG = EngineConfig(kv_cache_gib=0.01)
 PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture(autouse=True)
+def casts(monkeypatch):
+    """The CPU takes the part of an accelerator."""
+    monkeypatch.setattr(engine_module, "casts_matrices", lambda decoder: True)
 
 
 def generate(engine, **sampling):

@@ -124,9 +124,10 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been():
     )
 
 
-def test_a_model_without_matrices_is_refused():
+@pytest.mark.parametrize("matrices", [{}, {"frozen": [4]}], ids=["none", "frozen"])
+def test_a_model_without_trained_matrices_is_refused(matrices):
     with pytest.raises(ConfigError, match=r"no matrices.*Set optimizer.kind=adamw"):
-        Muon(CONFIG, parameters(), matrices={})
+        Muon(CONFIG, parameters(), matrices=matrices)
 
 
 # --- which matrices
