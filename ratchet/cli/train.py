@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -129,7 +129,8 @@ def train(
                 "--try limits the seconds of one start: give --try-steps with --supervise"
             )
         place = resume or run_dir or _choose_run_dir(recipe, changes, start_from)
-        raise typer.Exit(_supervise(place, supervise, changed_data=changed_data))
+        kept = changes if resume is not None else []
+        raise typer.Exit(_supervise(place, supervise, changes=kept, changed_data=changed_data))
     # Set before torch is imported, because torch's tracer would print progress notes.
     if profile is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -179,12 +180,13 @@ def _choose_run_dir(recipe: str | None, changes: list[str], start_from: str | No
     return str(config.run_dir or find_free_run_dir(config.name))
 
 
-def _supervise(place: str, max_restarts: int, *, changed_data: bool) -> int:
+def _supervise(place: str, max_restarts: int, *, changes: Sequence[str], changed_data: bool) -> int:
     """Run this command in a child process, and `ratchet train --resume` after each crash.
 
     Args:
         place: The directory or address of the run.
         max_restarts: As of `Supervisor`.
+        changes: Overrides of a resumption. Those that the run has taken change nothing again.
         changed_data: True if data may have changed since the run's last start.
 
     Returns:
@@ -206,7 +208,7 @@ def _supervise(place: str, max_restarts: int, *, changed_data: bool) -> int:
     supervisor = Supervisor(
         get_mirror_work_dir(place) if is_address(place) else Path(place),
         arguments,
-        ["train", "--resume", place, *(["--changed-data"] * changed_data)],
+        ["train", "--resume", place, *changes, *(["--changed-data"] * changed_data)],
         max_restarts=max_restarts,
         say=lambda line: typer.echo(escape_controls(line), err=True),
     )

@@ -1,9 +1,13 @@
 """A supervised run starts again after a crash, within bounds, and after nothing else."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from ratchet.cli.main import app
 from ratchet.training import supervise
 from ratchet.training.supervise import Supervisor
 
@@ -62,3 +66,58 @@ def test_crashes_without_a_new_checkpoint_are_bounded(tmp_path):
 def test_a_run_that_saves_may_crash_any_number_of_times(tmp_path):
     ends = [(1, step) for step in range(1, 9)]
     assert ScriptedSupervisor(tmp_path, [*ends, (0, 9)], max_restarts=1).run() == 0
+
+
+def test_a_run_that_was_there_before_is_not_resumed(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1")
+    os.utime(tmp_path / "config.yaml", (0, 0))
+
+    class CrashesEarly(ScriptedSupervisor):
+        def _run_once(self, arguments):
+            modified_at = (tmp_path / "config.yaml").stat().st_mtime
+            status = super()._run_once(arguments)
+            if len(self.started) < 3:  # the run has not yet written its recipe
+                os.utime(tmp_path / "config.yaml", (modified_at, modified_at))
+            return status
+
+    supervisor = CrashesEarly(tmp_path, [(-9, 0), (-9, 0), (-9, 1), (0, 2)], max_restarts=3)
+    assert supervisor.run() == 0
+    assert supervisor.started == ["start", "start", "start", "resume"]
+
+
+def test_a_resumption_keeps_its_changes(tmp_path, monkeypatch):
+    class NoRun(Supervisor):
+        def run(self):
+            resumptions.append(self._resume)
+            return 0
+
+    resumptions = []
+    monkeypatch.setattr(supervise, "Supervisor", NoRun)
+    arguments = ["train", "--resume", str(tmp_path), "--supervise", "1", "--changed-data"]
+    assert CliRunner().invoke(app, [*arguments, "steps=9", "optimizer.lr=1e-4"]).exit_code == 0
+    changes = ["steps=9", "optimizer.lr=1e-4"]
+    assert resumptions == [["train", "--resume", str(tmp_path), *changes, "--changed-data"]]
+
+
+class SignalledProcess:
+    def __init__(self):
+        self.signals = []
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+    def kill(self):
+        self.signals.append(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("same_signal_s", "received"), [(3600, [signal.SIGTERM]), (0, [signal.SIGTERM, signal.SIGKILL])]
+)
+def test_only_a_later_second_signal_ends_the_run(tmp_path, monkeypatch, same_signal_s, received):
+    monkeypatch.setattr(supervise, "SAME_SIGNAL_S", same_signal_s)
+    supervisor = ScriptedSupervisor(tmp_path, [])
+    supervisor._process = process = SignalledProcess()  # pyright: ignore[reportAttributeAccessIssue]
+    supervisor._pass_on(signal.SIGTERM, None)
+    supervisor._pass_on(signal.SIGHUP, None)
+    supervisor._pass_on(signal.SIGTERM, None)
+    assert process.signals == received
