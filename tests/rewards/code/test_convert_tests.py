@@ -173,6 +173,9 @@ def test_text_tests_may_not_run_the_answer():
         ("pytest", ["from solution import f\nimport solution\ndef test_a(): f()"], "the module"),
         ("check_based", [{"assert_code": "", "entry_point": 1}], "must be text"),
         ("text", [" "], "its tests are empty"),
+        ("assert", ["from solution import f, N\nassert f(1) == N"], "N, because .* as a value"),
+        ("assert", ["s = Stack()\ns.push(f(1))\nassert s.pop()"], "Stack, because they use .push"),
+        ("assert", ["from solution import f as g\nassert g(1)(2) == 3"], "judge f, .* call what"),
     ],
 )
 def test_unusable_tests_are_named(case_type, cases, message):
