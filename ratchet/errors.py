@@ -12,7 +12,8 @@
     ├── CheckpointError      a checkpoint is absent, incomplete or damaged
     │   └── CheckpointNotFound  there is no checkpoint of that step
     ├── RunDirectoryError    the run directory can't be used (taken, read-only, other config)
-    │   └── RunNotFound      the path or address given to a command holds no run
+    │   ├── RunNotFound      the path or address given to a command holds no run
+    │   └── RunDirectoryOccupied  the path or address given to a new run holds something else
     ├── WeightSyncError      new weights did not reach a generator, which keeps the old ones
     │   └── DeltaRefused     a delta does not apply to the version that the receiver has
     ├── TrainingError        training can't continue (non-finite steps, many failed attempts)
@@ -99,6 +100,10 @@ class RunDirectoryError(RatchetError):
 
 
 class RunNotFound(RunDirectoryError):
+    pass
+
+
+class RunDirectoryOccupied(RunDirectoryError):
     pass
 
 

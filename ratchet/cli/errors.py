@@ -19,11 +19,20 @@ from ratchet.errors import (
     DataError,
     ModelError,
     RatchetError,
+    RunDirectoryOccupied,
     RunNotFound,
 )
 from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten_text
 
 WRONG_INPUT = 2  # exit status: a recipe, data or a model is wrong, or too large for this machine
+WRONG_INPUT_ERRORS = (
+    ConfigError,
+    DataError,
+    ModelError,
+    RunNotFound,
+    RunDirectoryOccupied,
+    CheckpointNotFound,
+)
 FAILED = 1  # exit status of all other errors
 MAX_CHARS = 10_000  # longest message that is printed
 # Errors of a write that the user can fix by making room: a full disk, a quota, `ulimit -f`.
@@ -69,8 +78,7 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
     Return None for an error that is a bug: its traceback should be shown.
     """
     if isinstance(error, RatchetError):
-        wrong_input = ConfigError | DataError | ModelError | RunNotFound | CheckpointNotFound
-        status = WRONG_INPUT if isinstance(error, wrong_input) else FAILED
+        status = WRONG_INPUT if isinstance(error, WRONG_INPUT_ERRORS) else FAILED
         return f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}", status
     if isinstance(error, RecursionError):
         return (

@@ -145,24 +145,31 @@ def write_rows(source: Path, out: Path) -> int:
     paths = sorted(source.glob("*.json")) if source.is_dir() else [source]
     if not paths:
         raise ConfigError(f"{source} has no .json files: give a directory of trajectories")
-    rows = [row for path in paths for row in read_rows(path)]
-    if not rows:
+    lines = [_write_line(row, path) for path in paths for row in read_rows(path)]
+    if not lines:
         raise DataError(f"{source}: the trajectories have no answer that may train")
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(out) as partial_path:
-            partial_path.write_text(text, encoding="utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{source}: a text holds {error.object[error.start]!a}, half of a character: remove "
-            "it, or leave the trajectory out"
-        ) from None
+            partial_path.write_bytes(b"".join(lines))
     except OSError as error:
         raise ConfigError(
             f"--out {out} can't be written ({error.strerror}): choose another file"
         ) from error
-    return len(rows)
+    return len(lines)
+
+
+def _write_line(row: dict[str, Any], path: Path) -> bytes:
+    """Return a row as a line of JSON. Raise DataError for NaN, infinities and broken text."""
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{path}: a text holds {error.object[error.start]!a}, half of a character: remove it, "
+            "or leave the trajectory out"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{path}: it has a value that no row can have: {error}") from error
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+SUPERVISOR = "RATCHET_SUPERVISOR"  # holds the process id of `ratchet train --supervise`
+
+
+def is_supervised() -> bool:
+    """True if this process's parent is `ratchet train --supervise`, which passes signals on."""
+    return os.environ.get(SUPERVISOR) == str(os.getppid())
+
 
 def inherit_environment(**more: str) -> dict[str, str]:
     """Return this process's environment variables with `more` added."""

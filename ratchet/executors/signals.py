@@ -112,8 +112,8 @@ def handle_stop_signals(
     Args:
         request_stop: The function to call.
         forwarded: True to never raise SecondSignal, because the parent process forwards signals
-            that this process may also get directly, as torchrun does under Slurm. The parent kills
-            processes that don't end.
+            that this process may also get directly, as torchrun and `--supervise` do under Slurm.
+            The parent kills processes that don't end.
     """
     has_requested = False
     had_deliberate = False

@@ -26,7 +26,12 @@ from typing import NamedTuple
 
 from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.manifest import MANIFEST, Checkpoint
-from ratchet.errors import CheckpointError, RunDirectoryError, RunNotFound
+from ratchet.errors import (
+    CheckpointError,
+    RunDirectoryError,
+    RunDirectoryOccupied,
+    RunNotFound,
+)
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.checkpoints import CheckpointStore, sort_by_score
 from ratchet.runs.remote_run import (
@@ -102,19 +107,22 @@ class Mirror:
         """Check that a new run may start at the address.
 
         Raises:
-            RunDirectoryError: The address is not empty or can't be read.
+            RunDirectoryOccupied: The address is not empty.
+            RunDirectoryError: The address can't be read.
         """
         try:
             names = self.remote.store.entries()
         except OSError as error:
             raise RunDirectoryError(f"--run-dir {self.address} can't be read: {error}") from error
         if INDEX in names:
-            raise RunDirectoryError(
+            raise RunDirectoryOccupied(
                 f"{self.address} holds a run. Continue it with --resume {self.address}, or choose "
                 "another --run-dir"
             )
         if names:
-            raise RunDirectoryError(f"{self.address} holds other files. Choose an empty --run-dir")
+            raise RunDirectoryOccupied(
+                f"{self.address} holds other files. Choose an empty --run-dir"
+            )
 
     def resume(self) -> None:
         """Fetch the run to resume, unless the local directory has a checkpoint at least as new.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ratchet.config.loader import dump_plain
 from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.executors import env_vars
 from ratchet.executors.freeze import get_peak_memory, prepare_process
 from ratchet.executors.signals import SecondSignal, handle_stop_signals
 from ratchet.executors.torchrun import TorchrunRank
@@ -143,7 +144,9 @@ class TrainingSession:
         prepare_process(self.config.threads)
         stop = SignalStopRequest(is_forwarded=TorchrunRank.from_environment() is not None)
         log_file = log_to(self.directory.log, console=self.console)
-        signal_handlers = handle_stop_signals(stop.request, forwarded=stop.is_forwarded)
+        signal_handlers = handle_stop_signals(
+            stop.request, forwarded=stop.is_forwarded or env_vars.is_supervised()
+        )
         with log_file, signal_handlers, serve_status(self.directory):
             log.info("%s", self.command)
             for directory in sweep():

@@ -10,7 +10,7 @@ from pathlib import Path
 from ratchet.config.length import shorten
 from ratchet.config.loader import dump_plain, load_config
 from ratchet.config.schema import RunConfig
-from ratchet.errors import RunDirectoryError, RunNotFound
+from ratchet.errors import RunDirectoryError, RunDirectoryOccupied, RunNotFound
 from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
@@ -123,7 +123,7 @@ def _open_new_run(
         notes: Receives a note if an earlier run was cleared.
 
     Raises:
-        RunDirectoryError: The place holds another run, or other files.
+        RunDirectoryOccupied: The place holds another run, or other files.
     """
     directory, store, mirror = open_run(place)
     path = directory.path
@@ -135,12 +135,12 @@ def _open_new_run(
         with directory.locked():
             clear_run_without_steps(directory)
     if directory.is_used:
-        raise RunDirectoryError(
+        raise RunDirectoryOccupied(
             f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
         )
     names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
     if any(not name.startswith((".", directory.plan.name)) for name in names):
-        raise RunDirectoryError(
+        raise RunDirectoryOccupied(
             f"{path} holds other files. Choose a --run-dir that is empty or does not exist"
         )
     return directory, store, mirror

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from ratchet.executors.signals import STOP_SIGNALS
+from ratchet.executors.env_vars import SUPERVISOR, inherit_environment
+from ratchet.executors.signals import DELIBERATE_SIGNALS, STOP_SIGNALS
 from ratchet.processes.exit_status import describe_exit
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
@@ -20,6 +22,7 @@ FAILED = 1  # exit status of a run that broke on the way
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 300.0
 POLL_S = 0.1
+SAME_SIGNAL_S = 1.0  # `timeout` signals its command twice at once
 
 
 class Supervisor:
@@ -29,13 +32,14 @@ class Supervisor:
     All other ends are final: the run is done, was told to stop, or has wrong input, which the next
     start would find too. SIGINT, SIGTERM and SIGHUP are passed on; the run saves and ends.
 
-    The run is not in the terminal's foreground process group. Otherwise Ctrl-C would reach it
-    twice, and a second signal ends it without a save.
+    The run ignores further signals, because service managers signal it and the supervisor at once.
+    A second SIGINT or SIGTERM to the supervisor, a second or more after the first, kills the run.
 
     Args:
         place: The run's directory.
-        start: Arguments of `ratchet` for the first start.
-        resume: Arguments of `ratchet` for each start once the directory holds a run.
+        start: Arguments of `ratchet` for the first start, and for each other one until the run has
+            written its recipe. What the directory held before may be another run.
+        resume: Arguments of `ratchet` for each start after that.
         max_restarts: Number of restarts in a row without a new checkpoint, after which the next
             crash is final.
         say: Called with one line for each restart.
@@ -57,6 +61,9 @@ class Supervisor:
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None  # the first signal that was passed on
+        self._signalled_at = 0.0  # monotonic
+        self._killed_by: int | None = None  # the signal at which the run was killed
+        self._first_recipe = self._stamp_recipe()
 
     def run(self) -> int:
         """Train until the run's final end, and return its exit status.
@@ -97,14 +104,19 @@ class Supervisor:
             if self._wait(wait_s):
                 status = -signal.Signals(self._signal or signal.SIGTERM)
                 break
-            arguments = self._resume if self._directory.is_used else self._start
+            has_begun = self._stamp_recipe() not in (None, self._first_recipe)
+            arguments = self._resume if has_begun else self._start
+        if self._killed_by is not None:
+            return 128 + self._killed_by
         return 128 - status if status < 0 else status
 
     def _run_once(self, arguments: Sequence[str]) -> int:
         """Run `ratchet` with the arguments, and return its exit status as in `subprocess`."""
         # Without -P a file of the user's directory could take the place of one of Python's modules.
         command = [sys.executable, "-P", "-m", "ratchet", *arguments]
-        self._process = subprocess.Popen(command, process_group=0)
+        self._process = subprocess.Popen(
+            command, process_group=0, env=inherit_environment(**{SUPERVISOR: str(os.getpid())})
+        )
         if self._signal is not None:  # it came while the process was started
             self._process.send_signal(self._signal)
         return self._process.wait()
@@ -121,8 +133,25 @@ class Supervisor:
         complete = CheckpointStore(self._directory.checkpoints).list_complete()
         return complete[0].step if complete else 0
 
+    def _stamp_recipe(self) -> tuple[int, int] | None:
+        """Return what changes whenever the directory's recipe is written; None if it has none."""
+        try:
+            status = self._directory.config.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        # A process that has ended gets no signal from these methods.
         if self._signal is None:
             self._signal = number
-        if self._process is not None:
-            self._process.send_signal(number)  # does nothing once the process has ended
+            self._signalled_at = time.monotonic()
+            if self._process is not None:
+                self._process.send_signal(number)
+        elif (
+            self._process is not None
+            and number in DELIBERATE_SIGNALS
+            and time.monotonic() - self._signalled_at >= SAME_SIGNAL_S
+        ):
+            self._killed_by = number
+            self._process.kill()

@@ -153,6 +153,7 @@ def test_turns_of_a_training_trace_become_rows(tmp_path: Path) -> None:
 
 
 STEP = {"source": "agent", "message": "3"}
+ATIF = {"schema_version": "ATIF-v1.8", "agent": {}}
 
 
 @pytest.mark.parametrize(
@@ -162,11 +163,10 @@ STEP = {"source": "agent", "message": "3"}
         ({**TRACE, "turns": [{**TURN, "loss_mask": [1]}]}, r"turns\[0\]: loss_mask has 1 values"),
         ({**TRACE, "turns": [{**TURN, "response": {}}]}, r"turns\[0\].response has no choices"),
         ({**TRACE, "turns": [{**TURN, "node_id": 5}]}, r"turns\[0\].node_id: "),
-        ({"schema_version": "ATIF-v1.8", "agent": {}, "steps": [{}]}, r"steps\[0\].source: "),
+        ({**ATIF, "steps": [{}]}, r"steps\[0\].source: "),
         (
             {
-                "schema_version": "ATIF-v1.8",
-                "agent": {},
+                **ATIF,
                 "steps": [{**STEP, "message": [{"type": "text"}]}],
             },
             r"steps\[0\].message\[0\]: has no text",
@@ -179,6 +179,11 @@ STEP = {"source": "agent", "message": "3"}
             },
             r"steps\[1\].metrics: logprobs has 0 values for 1 tokens",
         ),
+        (
+            {**ATIF, "extra": {"reward": float("nan")}, "steps": [STEP]},
+            "a value that no row can have",
+        ),
+        ({**ATIF, "steps": [{**STEP, "message": "\ud800"}, STEP]}, "half of a character"),
     ],
 )
 def test_bad_trajectories_are_refused_by_file_and_field(

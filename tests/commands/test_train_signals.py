@@ -85,7 +85,12 @@ class Training:
     """`ratchet train` as the leader of a session, with temporary files in a folder of its own."""
 
     def __init__(
-        self, keys: dict, folder: Path, launcher: tuple[str, ...] = (), terminal: int | None = None
+        self,
+        keys: dict,
+        folder: Path,
+        launcher: tuple[str, ...] = (),
+        terminal: int | None = None,
+        options: tuple[str, ...] = (),
     ) -> None:
         self.run, self.temporary = folder / "run", folder / "tmp"
         self.temporary.mkdir()
@@ -102,6 +107,7 @@ class Training:
             "TRACKIO_DIR": str(folder / "trackio"),
         }
         arguments = ["-m", *launcher, "ratchet", "train", "recipe.yaml", "--run-dir", str(self.run)]
+        arguments += options
         streams = (
             {"stdout": subprocess.PIPE}
             if terminal is None
@@ -150,8 +156,8 @@ def start(tmp_path):
     """`start(keys)`: a training, which ends with the test."""
     trainings = []
 
-    def start(keys, launcher=(), terminal=None):
-        trainings.append(Training(keys, tmp_path, launcher, terminal))
+    def start(keys, launcher=(), terminal=None, options=()):
+        trainings.append(Training(keys, tmp_path, launcher, terminal, options))
         return trainings[-1]
 
     yield start
@@ -187,6 +193,20 @@ def test_a_terminal_that_closes_does_not_cost_a_step(start):
     os.close(ours)
     assert training.process.wait(60) == 128 + signal.SIGHUP
     training.assert_saved(signal.SIGHUP)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P8")
+def test_a_signal_to_a_supervised_run_and_its_parent_saves(start):
+    """Service managers signal both at once."""
+    training = start({}, options=("--supervise", "1"))
+    training.wait_for_steps()
+    parent = training.process.pid
+    run = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[0]
+    os.kill(int(run), signal.SIGTERM)
+    output = training.end(signal.SIGTERM)
+    assert training.process.returncode == 128 + signal.SIGTERM, output
+    training.assert_saved(signal.SIGTERM)
 
 
 @pytest.mark.slow

@@ -189,6 +189,22 @@ def test_all_gather_joins_the_rows_of_ranks_in_order():
         assert logs == [0, 0, 2]
 
 
+def gathered_unlike(rank):
+    """On one rank: columns whose order differs; and the error if their widths differ."""
+    columns = {"ids": torch.full((1, 2), rank), "rank": torch.full((1, 2), 10 + rank)}
+    ordered = dict(sorted(columns.items(), reverse=rank == 1))
+    whole = BatchedDataDict(ordered).all_gather()
+    with pytest.raises(DataError) as caught:
+        BatchedDataDict({"ids": torch.zeros(1, 2 + rank)}).all_gather()
+    return whole["ids"].tolist(), whole["rank"].tolist(), str(caught.value)
+
+
+def test_all_gather_matches_columns_by_name_and_refuses_others():
+    for ids, ranks, error in run_ranks(2, "experience.test_batched:gathered_unlike"):
+        assert (ids, ranks) == ([[0, 0], [1, 1]], [[10, 10], [11, 11]])
+        assert "'ids' is a tensor [B, 2] of torch.float32 on rank 0, and a tensor [B, 3]" in error
+
+
 def test_to_moves_tensors_in_place():
     batch = letters()
     assert batch.to("meta") is batch

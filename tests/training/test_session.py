@@ -263,7 +263,7 @@ def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
         (["train"], 2, "next: ratchet train quickstart"),
         (["train", "absent.yaml"], 2, "absent.yaml"),
         (["train", "{recipe}", "stages.rl.algorithm.loss.clip_hihg=0.3"], 2, "clip_high"),
-        (["train", "{recipe}", "--run-dir", "{run}"], 1, "holds a run. Continue it with --resume"),
+        (["train", "{recipe}", "--run-dir", "{run}"], 2, "holds a run. Continue it with --resume"),
         (["train", "--resume", "{tmp}"], 2, "holds no run"),
         (["report", "{tmp}/nope"], 2, "holds no run"),
         (["ui", "{tmp}/nope"], 2, "there is no directory"),

@@ -1,5 +1,7 @@
 """A supervised run starts again after a crash, within bounds, and after nothing else."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -92,3 +94,44 @@ def test_starts_get_the_arguments_of_the_command(tmp_path, monkeypatch, words, s
     (supervisor,) = starts
     assert supervisor._start == ["train", *start]
     assert supervisor._resume == ["train", *resume]
+
+
+def test_a_run_that_was_there_before_is_not_resumed(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1")
+    os.utime(tmp_path / "config.yaml", (0, 0))
+
+    class CrashesEarly(ScriptedSupervisor):
+        def _run_once(self, arguments):
+            modified_at = (tmp_path / "config.yaml").stat().st_mtime
+            status = super()._run_once(arguments)
+            if len(self.started) < 3:  # the run has not yet written its recipe
+                os.utime(tmp_path / "config.yaml", (modified_at, modified_at))
+            return status
+
+    supervisor = CrashesEarly(tmp_path, [(-9, 0), (-9, 0), (-9, 1), (0, 2)], max_restarts=3)
+    assert supervisor.run() == 0
+    assert supervisor.started == ["start", "start", "start", "resume"]
+
+
+class SignalledProcess:
+    def __init__(self):
+        self.signals = []
+
+    def send_signal(self, number):
+        self.signals.append(number)
+
+    def kill(self):
+        self.signals.append(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("same_signal_s", "received"), [(3600, [signal.SIGTERM]), (0, [signal.SIGTERM, signal.SIGKILL])]
+)
+def test_only_a_later_second_signal_ends_the_run(tmp_path, monkeypatch, same_signal_s, received):
+    monkeypatch.setattr(supervise, "SAME_SIGNAL_S", same_signal_s)
+    supervisor = ScriptedSupervisor(tmp_path, [])
+    supervisor._process = process = SignalledProcess()  # pyright: ignore[reportAttributeAccessIssue]
+    supervisor._pass_on(signal.SIGTERM, None)
+    supervisor._pass_on(signal.SIGHUP, None)
+    supervisor._pass_on(signal.SIGTERM, None)
+    assert process.signals == received

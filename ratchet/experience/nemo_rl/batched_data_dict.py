@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ratchet.errors import DataError
+from ratchet.experience.nemo_rl.gather_columns import gather_columns
 from ratchet.experience.nemo_rl.micro_batches import (
     DynamicBatchingArgs,
     SequencePackingArgs,
@@ -314,16 +315,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         """Return the rows of all ranks of a group, in the order of the ranks.
 
         Every rank calls it with the same columns. Ranks may have different numbers of rows. The
-        other dimensions of tensors must be equal.
+        dtype and the other dimensions of a tensor must be equal.
+
+        Raises DataError on every rank if the columns differ in anything else.
         """
-        return type(self)(
-            {
-                name: _gather_tensor(column, group)
-                if isinstance(column, Tensor)
-                else _gather_list(column, group)
-                for name, column in self.data.items()
-            }
-        )
+        return type(self)(gather_columns(self.data, group))
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
         """Keep the first `truncated_len` entries of dimension `dim` of every tensor column.
@@ -356,28 +352,6 @@ def _list_bounds(micro_batches: Sequence[ShardMicroBatch]) -> list[list[int]]:
     """Return the first row of each micro-batch and the row after its last."""
     ends = accumulate(len(micro.rows) for micro in micro_batches)
     return [[begin, end] for begin, end in pairwise([0, *ends])]
-
-
-def _gather_tensor(column: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the rows of all ranks, on the column's device."""
-    n_ranks = dist.get_world_size(group)
-    counts = [torch.zeros(1, dtype=torch.int64, device=column.device) for _ in range(n_ranks)]
-    dist.all_gather(counts, torch.tensor([len(column)], device=column.device), group=group)
-    sizes = [int(count) for count in counts]
-    # Collectives need equal shapes, so every rank sends as many rows as the largest.
-    padded = column.new_zeros((max(sizes), *column.shape[1:]))
-    padded[: len(column)] = column
-    received = [torch.empty_like(padded) for _ in range(n_ranks)]
-    dist.all_gather(received, padded, group=group)
-    return torch.cat([rows[:size] for rows, size in zip(received, sizes, strict=True)])
-
-
-def _gather_list(column: Sequence[Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the items of all ranks."""
-    # Ranks of one group are processes of one run, which trust each other's pickles.
-    received: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(received, list(column), group=group)
-    return [item for items in received for item in items]
 
 
 def _count_rows(batch: Mapping[str, Any]) -> int:

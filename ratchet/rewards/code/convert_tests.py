@@ -30,13 +30,16 @@ from itertools import *
 from math import *
 from typing import *
 """
-# Attributes of the values that a program can return to its tests.
-PLAIN_TYPES = (str, bytes, int, float, complex, list, tuple, dict, set, range, type(iter(())))
-PLAIN_ATTRIBUTES = frozenset(name for kind in PLAIN_TYPES for name in dir(kind))
 CASE_TYPES = ("assert", "pytest", "check_based", "text")
 MODULE = "solution"  # the module that tests import the judged function from
 TEXT_FUNCTION = "response"  # stands for the answer in text tests
 TEXT_PLACEHOLDER = "{response}"
+# Attributes of the values that a program can return (see `plain_values`).
+PLAIN_ATTRIBUTES = frozenset(
+    name
+    for value in (None, True, 0, 0.0, 0j, "", b"", [], (), set[int](), {}, range(0), iter(()))
+    for name in dir(value)
+)
 CALL_FUNCTION = "_call_function"  # calls one of several functions of a program
 CALL_PROGRAM = f"""
 
@@ -84,7 +87,6 @@ def convert_source(source: str, label: str) -> FunctionTask:
     """
     tree = _parse(source, label)
     functions = _find_functions(tree, label)
-    _refuse_objects(tree, functions, label)
     statements = [_rewrite_import(statement, label) for statement in tree.body]
     body = [statement for group in statements for statement in group]
     tests = [node.name for node in body if _is_test(node)]
@@ -204,14 +206,19 @@ def _rewrite_import(statement: ast.stmt, label: str) -> list[ast.stmt]:
 
 
 def _find_functions(tree: ast.Module, label: str) -> list[str]:
-    """Return the functions that the tests import from the module, or call without defining them."""
-    imported = [
-        alias.name
+    """Return the functions that the tests import from the module, or call without defining them.
+
+    Raises DataError if they use constants, classes or functions that return functions: the tests
+    get plain values from the program, so that every answer would fail them.
+    """
+    aliases = {
+        alias.asname or alias.name: alias.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module == MODULE
         for alias in node.names
         if alias.name != "*"
-    ]
+    }
+    imported = list(aliases.values())
     if not imported:
         defined_names = {*vars(builtins), *_list_bound_names(tree)}
         called = [
@@ -229,33 +236,58 @@ def _find_functions(tree: ast.Module, label: str) -> list[str]:
         raise DataError(
             f"task '{label}': its tests must call a function of the program, and they call none"
         )
+    _check_are_functions(tree, aliases or {name: name for name in names}, label)
     return names
 
 
-def _refuse_objects(tree: ast.Module, functions: Sequence[str], label: str) -> None:
-    """Raise DataError if the tests use attributes of objects, as in `Solution().add(1, 2)`.
+def _check_are_functions(tree: ast.Module, names: Mapping[str, str], label: str) -> None:
+    """Raise DataError unless the tests use names of the program as functions of plain values.
 
-    Only plain values travel from a program to its tests, so the right program would earn 0.
+    names: The program's names, by the tests' names for them.
     """
-    makers: dict[str, str] = {}  # the judged class, by the variable of its object
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+
+    def find_called(node: ast.AST) -> str | None:
         match node:
-            case ast.Assign([ast.Name(id=variable)], ast.Call(ast.Name(id=name))) if (
-                name in functions
-            ):
-                makers[variable] = name
-    for node in ast.walk(tree):
+            case ast.Call(func=ast.Name(id=name)) if name in names:
+                return name
+        return None
+
+    results: dict[str, str] = {}  # the function whose results a variable holds
+    assigned: list[str] = []
+    for node in nodes:
         match node:
-            case ast.Attribute(ast.Call(ast.Name(id=name)), attribute) if name in functions:
-                maker = name
-            case ast.Attribute(ast.Name(id=variable), attribute) if variable in makers:
-                maker = makers[variable]
-            case _:
-                continue
-        if attribute not in PLAIN_ATTRIBUTES or maker[0].isupper():  # a class, by its name
+            case ast.Assign(targets=[ast.Name(id=variable)], value=value):
+                if name := find_called(value):
+                    results[variable] = name
+                    assigned.append(variable)
+    bound = list(_list_bound_names(tree))
+    # A variable that holds other values as well says nothing.
+    results = {
+        variable: name
+        for variable, name in results.items()
+        if bound.count(variable) == assigned.count(variable)
+    }
+    called = {find_called(node) for node in nodes}
+    for node in nodes:
+        reason, name = "", None
+        if isinstance(node, ast.Attribute):
+            name = find_called(node.value) or results.get(getattr(node.value, "id", ""))
+            # A name with a capital is that of a class, whose `pop` is not that of a list.
+            if name and (node.attr not in PLAIN_ATTRIBUTES or names[name][:1].isupper()):
+                reason = f"use .{node.attr} of what it returns"
+        elif isinstance(node, ast.Call) and (name := find_called(node.func)):
+            reason = "call what it returns"
+        elif isinstance(node, ast.Compare | ast.BinOp | ast.Subscript):
+            operands = {
+                part.id for part in ast.iter_child_nodes(node) if isinstance(part, ast.Name)
+            }
+            name = min(operands & names.keys() - called, default=None)
+            reason = "use it as a value"
+        if name and reason:
             raise DataError(
-                f"task '{label}': its tests use '{attribute}' of what {maker} returns, and only "
-                "plain values can be judged, not objects: write tests of functions, or drop the row"
+                f"task '{label}': its tests can't judge {names[name]}, because they {reason}: they "
+                "must call functions that return plain values"
             )
 
 

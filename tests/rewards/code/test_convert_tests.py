@@ -171,14 +171,21 @@ def test_text_tests_may_not_run_the_answer():
         ("assert", ["assert len('a') == 1"], "they call none"),
         ("pytest", ["import solution\ndef test_a(): assert solution.f()"], "they call none"),
         ("pytest", ["from solution import f\nimport solution\ndef test_a(): f()"], "the module"),
-        ("assert", ["assert Solution().add(1) == 2"], "use 'add' of what Solution returns"),
+        (
+            "assert",
+            ["assert Solution().add(1) == 2"],
+            "can't judge Solution, because they use .add of what it",
+        ),
         (
             "pytest",
             ["def test_a():\n    s = stack(1)\n    assert s.top() == 1"],
-            "use 'top' of what",
+            "can't judge stack, because they use .top of what",
         ),
         ("check_based", [{"assert_code": "", "entry_point": 1}], "must be text"),
         ("text", [" "], "its tests are empty"),
+        ("assert", ["from solution import f, N\nassert f(1) == N"], "N, because .* as a value"),
+        ("assert", ["s = Stack()\ns.push(f(1))\nassert s.pop()"], "Stack, because they use .push"),
+        ("assert", ["from solution import f as g\nassert g(1)(2) == 3"], "judge f, .* call what"),
     ],
 )
 def test_unusable_tests_are_named(case_type, cases, message):
