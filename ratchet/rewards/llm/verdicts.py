@@ -11,13 +11,13 @@ from ratchet.errors import DataError
 SCORE_PATTERN = re.compile(
     r"score\W{0,8}?("
     r"[-+\u2212\u2013\u2014]?\.?\d[\w.%]*(?:[,\u2212\u2013\u2014-]\d[\w.%]*)*"
-    r"(?:\s*(?:/|out of)\s*\d[\w.]*)?"
+    r"(?:\s*\(?(?:/|out of)\s*\d[\w.]*)?"
     r"|n/a\b|(?:nan|none|null|[-+]?inf(?:inity)?)\b)",
     re.IGNORECASE,
 )
 # A number as a judge is asked for: whole or with a decimal point, and perhaps the highest score.
 PLAIN_SCORE = re.compile(
-    r"([-+\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))(?:\s*(?:/|out of)\s*([0-9.]+)|(%))?",
+    r"([-+\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))(?:\s*\(?(?:/|out of)\s*([0-9.]+)|(%))?",
     re.IGNORECASE,
 )
 # What makes a letter no choice: "A and B", "A/B", "A tie".

@@ -50,6 +50,7 @@ def rates(body, number=0):
         ('```json\n{"why": "fine", "score": 3}\n```', 3.0),
         ("Score: 7/10", 7.0),
         ("Score: 7 out of 10.", 7.0),
+        ("Score: 7 (out of 10)", 7.0),
         ("Score: -1", None),
         ("Score: 11", None),
         ("Score: N", None),
@@ -60,6 +61,7 @@ def rates(body, number=0):
         ("<think>Score: 9?</think>\nScore: 3", 3.0),
         # More than one plain number of the scale is no score.
         ("Score: 7/100", None),
+        ("Score: 4 (out of 5)", None),
         ("Score: 7,5", None),
         ("Score: 5-10", None),
         ("Score: \u22125", None),
