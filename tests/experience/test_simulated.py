@@ -351,14 +351,17 @@ def assert_deferred_once(path, steps):
     assert issued == trained + deferred
 
 
-def test_no_more_groups_are_replaced_than_max_replaced_says(tmp_path):
+def test_no_more_groups_are_replaced_than_max_replaced_says(tmp_path, caplog):
     """Where none teaches anything a step takes what there is, after so many tries."""
     for tries in (1, 3):
+        caplog.clear()
         path = tmp_path / f"{tries}.jsonl"
         simulate(run(5, 0.2, path=path, has_signal=lambda group: False, max_replaced=tries))
         events = Counter(line["event"] for line in read_ledger(path))
         assert events["trained"] == 5 * BATCH
         assert events["filtered"] == 5 * BATCH * tries
+        (warning,) = (m for m in caplog.messages if "group_filter" in m)
+        assert f"rollouts.max_replaced={tries} times" in warning
 
 
 def test_redundant_attempts_are_biased_to_what_is_short():

@@ -99,6 +99,7 @@ class PrefetchingSource(Source):
         self._version = 0
         self._waited = False  # True if the latest draw had to wait
         self._n_replaced = 0  # groups replaced since the last step
+        self._has_kept_refused = False  # True once a group trained that has no signal
 
     async def draw(self, n: int, version: int) -> list[Group]:
         """Return the groups of a step, and begin new ones.
@@ -238,16 +239,22 @@ class PrefetchingSource(Source):
         """Play a group, then mark it ready, or replace it if it has no training signal."""
         CURRENT_GROUP.set(scheduled if self.replayable else None)
         (group,) = await self.source.make([(scheduled.id, scheduled.task)], scheduled.version)
-        if (
-            self.has_signal is not None
-            and not self.has_signal(group)
-            and self._n_replaced < self.max_replaced * self.scheduler.groups_per_step
-        ):
+        is_refused = self.has_signal is not None and not self.has_signal(group)
+        if is_refused and self._n_replaced < self.max_replaced * self.scheduler.groups_per_step:
             self._n_replaced += 1
             self.scheduler.drop(scheduled)
             self.source.discard([scheduled.id], "filtered", reason="no training signal")
             self._begin(1)
         else:
+            if is_refused and not self._has_kept_refused:
+                self._has_kept_refused = True
+                log.warning(
+                    "group %s trains although dynamic_sampling or group_filter refuses it, because "
+                    "rollouts.max_replaced=%d times the groups of a step were replaced. Raise it, "
+                    "or refuse fewer groups. Further such groups are not named",
+                    group.id,
+                    self.max_replaced,
+                )
             self.scheduler.mark_ready(scheduled, group)
             self.source.ledger.note("ready", [scheduled.id])
         scheduled.journal.clear()
