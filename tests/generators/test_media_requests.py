@@ -74,7 +74,7 @@ def test_who_reads_text_alone_refuses_them():
         match=r"1 media .* this generator reads only text: set generator.kind to hf or vllm",
     ):
         asyncio.run(engine().generate(TOKENS, SAMPLING, [PlacedMedium(1, CAT)]))
-    with pytest.raises(ConfigError, match="GenerationInterface"):
+    with pytest.raises(ConfigError, match="the batch generator NoneType does not read"):
         asyncio.run(
             UnbatchedGenerator(None, pad_id=0).generate(TOKENS, SAMPLING, [PlacedMedium(1, CAT)])
         )
