@@ -94,7 +94,12 @@ class RunView:
 
         Args:
             rollouts: Maximum number of rollouts whose texts are included.
+
+        Raises:
+            ConfigError: `rollouts` is negative.
         """
+        if rollouts < 0:
+            raise ConfigError(f"rollouts={rollouts}: use 0 or more")
         page = make_report_page([self._reader], rollouts=rollouts, max_tokens=MAX_TOKENS)
         return ReportView(page)
 

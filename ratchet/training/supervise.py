@@ -88,18 +88,23 @@ class Supervisor:
             status = self._run_once(arguments)
             if self._signal is not None or not (status < 0 or status == FAILED):
                 break
-            if self._find_saved_step() > saved_step:
+            last_step = self._find_saved_step()
+            if last_step > saved_step:
                 restarts = 0
-            end = f"the run in {self._directory.path} ended ({describe_exit(status)[0]})"
+            place = (
+                f"after its checkpoint of step {last_step}" if last_step else "without a checkpoint"
+            )
+            end = f"the run in {self._directory.path} ended {place} ({describe_exit(status)[0]})"
             if restarts == self._max_restarts:
-                self._say(f"{end}, after {restarts} restarts without a new checkpoint: giving up")
+                self._say(
+                    f"{end}; restarts without a new checkpoint: {restarts}, so this is its end"
+                )
                 break
             wait_s = get_retry_wait_s(restarts, FIRST_WAIT_S, max_s=MAX_WAIT_S)
             restarts += 1
             self._say(
-                f"{end} after its checkpoint of step {self._find_saved_step()}: starting it again "
-                f"in {wait_s:.1f} s (restart {restarts} of at most {self._max_restarts} without a "
-                "new checkpoint)"
+                f"{end}: starting it again in {wait_s:.1f} s (restart {restarts} of at most "
+                f"{self._max_restarts} without a new checkpoint)"
             )
             if self._wait(wait_s):
                 status = -signal.Signals(self._signal or signal.SIGTERM)

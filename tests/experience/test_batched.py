@@ -129,6 +129,8 @@ def test_dynamic_micro_batches_are_cut_to_their_rounded_length():
         micros = list(shard.make_microbatch_iterator_with_dynamic_shapes())
         assert [micro["ids"].shape for micro in micros] == [(2, 4), (1, 10)]
         assert shard.get_microbatch_iterator_dynamic_shapes_len() == 2
+    with pytest.raises(DataError, match="multiples of 0: give 1 or more"):
+        batch.shard_by_batch_size(2, dynamic_batching_args={**DYNAMIC, "sequence_length_round": 0})
     with pytest.raises(DataError, match="micro-batches of one chunk"):
         shards[0].reorder_data([2, 1, 0]).get_microbatch_iterator_dynamic_shapes_len()
     shards[0].reorder_data([2, 1, 0])

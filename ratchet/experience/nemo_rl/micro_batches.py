@@ -173,6 +173,10 @@ def _check_length(length: int, limit: int) -> None:
 
 
 def _round_up(length: int, multiple: int) -> int:
+    if multiple < 1:
+        raise ShardingError(
+            f"lengths can't be rounded up to multiples of {multiple}: give 1 or more"
+        )
     return -(-length // multiple) * multiple
 
 

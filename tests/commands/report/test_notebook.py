@@ -61,6 +61,8 @@ def test_what_is_not_there_is_named(run, tmp_path):
         run.show_group(6, 2)
     with pytest.raises(ConfigError, match="use one of logprob, advantage"):
         run.show_group(6, color_by="reward")
+    with pytest.raises(ConfigError, match="use 0 or more"):
+        run.show_report(rollouts=-1)
     with pytest.raises(RunNotFound):
         RunView(tmp_path)
 
