@@ -217,7 +217,7 @@ def _convert_sokoban(place: str, fix: str, config: PeerConfig) -> dict[str, Any]
         )
     return {
         "kind": "sokoban",
-        "size": int(room[0]) - WALLS,
+        "size": numbers.whole(room[0], f"{place}.env_config.dim_room") - WALLS,
         "boxes": 4 if boxes is None else numbers.whole(boxes, f"{place}.env_config.num_boxes"),
     }
 
