@@ -5,6 +5,7 @@ tensors on several devices meet is tried under autocast by the recipes (`cuda_ru
 """
 
 import asyncio
+import gc
 from dataclasses import dataclass, field
 
 import pytest
@@ -109,6 +110,7 @@ def test_training_goes_on_after_a_checkpoint_and_an_offload(name, tmp_path):
     case = CASES[name]
     learner = make_learner(case, "cuda:1")
     update(learner, case, [0])
+    gc.collect()  # what earlier tests left
     used_bytes = torch.cuda.memory_allocated(1)
     asyncio.run(learner.offload())
     assert torch.cuda.memory_allocated(1) < used_bytes / 2

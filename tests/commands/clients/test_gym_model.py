@@ -29,4 +29,4 @@ def test_nemo_gyms_model_server_gets_tokens(tmp_path):
     (choice,) = answer.raise_for_status().json()["choices"]
     assert len(item["generation_token_ids"]) == 5
     expected = choice["logprobs"]["token_logprobs"][-5:]
-    assert item["generation_log_probs"] == pytest.approx(expected, abs=1e-5)
+    assert item["generation_log_probs"] == pytest.approx(expected, abs=5e-5)
