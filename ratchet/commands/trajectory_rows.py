@@ -145,18 +145,22 @@ def write_rows(source: Path, out: Path) -> int:
     paths = sorted(source.glob("*.json")) if source.is_dir() else [source]
     if not paths:
         raise ConfigError(f"{source} has no .json files: give a directory of trajectories")
-    lines = [_write_line(row, path) for path in paths for row in read_rows(path)]
-    if not lines:
-        raise DataError(f"{source}: the trajectories have no answer that may train")
+    lines = (_write_line(row, path) for path in paths for row in read_rows(path))
+    n_rows = 0
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(out) as partial_path:
-            partial_path.write_bytes(b"".join(lines))
+            with partial_path.open("wb") as file:
+                for line in lines:
+                    file.write(line)
+                    n_rows += 1
+            if not n_rows:
+                raise DataError(f"{source}: the trajectories have no answer that may train")
     except OSError as error:
         raise ConfigError(
             f"--out {out} can't be written ({error.strerror}): choose another file"
         ) from error
-    return len(lines)
+    return n_rows
 
 
 def _write_line(row: dict[str, Any], path: Path) -> bytes:
@@ -292,5 +296,4 @@ def _drop_nulls(message: Any) -> Any:
     """Return a message of a request without the fields that are null or empty."""
     if not isinstance(message, dict):
         return message
-    kept = ("role", "content")
-    return {key: value for key, value in message.items() if key in kept or value}
+    return {key: value for key, value in message.items() if value or key in ("role", "content")}

@@ -213,6 +213,10 @@ def test_files_that_can_not_be_read_or_written_are_named(tmp_path: Path) -> None
     path.write_text(json.dumps(document))
     with pytest.raises(DataError, match="half of a character"):
         write_rows(path, tmp_path / "rows.jsonl")
+    path.write_text(json.dumps({**TRACE, "turns": [CONTEXT]}))
+    with pytest.raises(DataError, match=r"trace\.json: the trajectories have no answer that may"):
+        write_rows(path, tmp_path / "rows.jsonl")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.slow

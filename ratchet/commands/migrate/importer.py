@@ -160,6 +160,8 @@ def read_config(path: Path, peer: str | None = None) -> ImportResult:
     chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
     if path.suffix not in (".sh", ".bash", ".txt") and chosen_peer.dialect != "omegaconf":
         source = read_source(path, chosen_peer.dialect)
+    if chosen_peer.keep_used is not None:
+        source = replace(source, values=chosen_peer.keep_used(source.values))
     explain_unsupported_task = chosen_peer.explain_unsupported_task
     problem = None if explain_unsupported_task is None else explain_unsupported_task(source.values)
     if problem is not None:
@@ -167,8 +169,6 @@ def read_config(path: Path, peer: str | None = None) -> ImportResult:
             f"{path}: {problem} To convert its other keys, run `ratchet import` on a copy that "
             "trains on questions."
         )
-    if chosen_peer.keep_used is not None:
-        source = replace(source, values=chosen_peer.keep_used(source.values))
     method_name = chosen_peer.detect_method(source.values)
     if not method_name:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Find the tasks of verl's and TRL's files that have no conversion.
+"""Refuse files of verl and TRL whose task has no conversion.
 
-Their keys without a counterpart are listed anyway. What is refused here would be another task or
-another method without them.
+Other keys without a counterpart are only listed in the report. Without the keys that are named
+here, the recipe would train on another task, or by another method.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-ROLLOUT = "actor_rollout_ref.rollout"
+from ratchet.commands.migrate.verl_values import ROLLOUT
+
 AGENT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 TOOLS_FIX = "Write a recipe with environment.kind=tool_use, or with agent."
 # Keys of the configurations of TRL's trainers that sample answers for preference losses.
@@ -18,7 +19,7 @@ INTERACTIVE_KEYS = ("environment_factory", "rollout_func", "tools")
 
 
 def explain_unsupported_verl_task(values: Mapping[str, Any]) -> str | None:
-    """Return a sentence on the file's task and one on its remedy; None if it is converted.
+    """Return why the file's task is not converted, and what to do instead; None if it is converted.
 
     Args:
         values: The file's values by dotted key.
@@ -37,7 +38,7 @@ def explain_unsupported_verl_task(values: Mapping[str, Any]) -> str | None:
 
 
 def explain_unsupported_trl_task(values: Mapping[str, Any]) -> str | None:
-    """Return a sentence on the file's task and one on its remedy; None if it is converted.
+    """Return why the file's task is not converted, and what to do instead; None if it is converted.
 
     Args:
         values: The file's values by key.
@@ -50,8 +51,9 @@ def explain_unsupported_trl_task(values: Mapping[str, Any]) -> str | None:
             )
     for key in INTERACTIVE_KEYS:
         if values.get(key):
-            return f"the run's attempts have several turns ({key}), which are not converted. " + (
-                "Write a recipe with environment.kind=trl or tool_use."
+            return (
+                f"the run's attempts have several turns ({key}), which are not converted. Write a "
+                "recipe with environment.kind=trl or tool_use."
             )
     if (path := values.get("reward_model_name_or_path")) and not values.get("reward_funcs"):
         return (

@@ -44,7 +44,7 @@ def is_harmony(template: str) -> bool:
     return MARKS[0] in template
 
 
-def read_messages(text: str) -> list[HarmonyMessage]:
+def split_turn(text: str) -> list[HarmonyMessage]:
     """Return the messages of a turn. Text without any header is one message without a channel."""
     if MESSAGE not in text and CHANNEL not in text:
         return [HarmonyMessage("", "", text)]
@@ -66,12 +66,12 @@ def _read_message(block: str) -> HarmonyMessage:
 
 def read_text(text: str) -> str:
     """Return the text of a turn: its thoughts between <think> and </think>, then all else."""
-    return _join_texts(read_messages(text))
+    return _join_texts(split_turn(text))
 
 
 def read_harmony(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
     """Parse the calls of a turn. Return the text of its other messages, and the calls."""
-    messages = read_messages(text)
+    messages = split_turn(text)
     calls = [_read_call(message) for message in messages if message.recipient]
     return _join_texts([message for message in messages if not message.recipient]), calls
 

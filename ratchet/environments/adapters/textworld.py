@@ -180,15 +180,11 @@ def _find_games(locations: Sequence[str]) -> list[Path]:
     games: list[Path] = []
     for location in locations:
         path = Path(location)
-        found = (
-            sorted(path.rglob("*"))
-            if path.is_dir()
-            else [Path(name) for name in find_files([path])]
-        )
-        found = [file for file in found if file.suffix in SUFFIXES]
-        if not found:
+        files = sorted(path.rglob("*")) if path.is_dir() else map(Path, find_files([path]))
+        location_games = [file for file in files if file.suffix in SUFFIXES]
+        if not location_games:
             raise DataError(f"{location} holds no game of TextWorld ({', '.join(SUFFIXES)})")
-        games += found
+        games += location_games
     return games
 
 

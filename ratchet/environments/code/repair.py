@@ -112,7 +112,7 @@ class CodeRepair(Environment):
     async def _make_hint(self, text: str, task: Task) -> str:
         judge = self.config.judge
         tests = get_tests(task)
-        language = self._code.read_language(text, tests, task)
+        language = self._code.choose_language(text, tests, task)
         program = self._code.read_program(text, tests, language)
         if program is None:
             return f"There is no program in your answer: write it between ```{language} and ```."
@@ -122,8 +122,9 @@ class CodeRepair(Environment):
         prepared = await self._code.prepare(program, language, ProgramRunner(self._code.sandbox))
         if isinstance(prepared, Result):
             return self._shorten_error(describe_failure(prepared))
+        program, limits = prepared
         for stdin, expected in pairs:
-            result = await ProgramRunner(self._code.sandbox).run(prepared[0], stdin, prepared[1])
+            result = await ProgramRunner(self._code.sandbox).run(program, stdin, limits)
             if result.ok and has_expected_output(result, expected, judge.compare, judge.tolerance):
                 continue
             heading = f"For the input\n{_shorten(stdin.decode('utf-8', 'replace'))}\n"

@@ -12,12 +12,10 @@ import shlex
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ratchet.rewards.deadline import ProgramRunner, can_share, wait_for_shared
 from ratchet.sandbox import Limits, Result, Sandbox, SandboxError
 
-Language = Literal["python", "cpp", "go"]
 COMPILE_COMMANDS: Mapping[str, str] = {"cpp": "g++ -O2 -std=c++17", "go": "go build"}
 MAX_EXECUTABLE_KIB = 8192
 COMPILE_DISK_MIB = 256

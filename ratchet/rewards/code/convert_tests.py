@@ -92,15 +92,14 @@ def convert_source(source: str, label: str) -> FunctionTask:
     tests = [node.name for node in body if _is_test(node)]
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     loose = [node for node in body if not isinstance(node, definitions)]
-    asserts = any(isinstance(part, ast.Assert) for node in loose for part in ast.walk(node))
-    if not tests and not asserts:
+    # Loose assertions move into `check`, which is where assertions are counted; what they use
+    # stays at the top.
+    moved = [node for node in loose if any(isinstance(part, ast.Assert) for part in ast.walk(node))]
+    if not tests and not moved:
         raise DataError(
             f"task '{label}': its tests have neither an assert nor a function test_...: they test "
             "nothing"
         )
-    # Loose assertions move into `check`, which is where assertions are counted; what they use
-    # stays at the top.
-    moved = [node for node in loose if any(isinstance(part, ast.Assert) for part in ast.walk(node))]
     top = [node for node in body if node not in moved]
     calls = [*map(ast.unparse, moved), *(f"_run_test({name})" for name in tests)]
     shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
@@ -159,18 +158,20 @@ def _convert_checks(cases: Sequence[Any], sources: Sequence[str], label: str) ->
 def _wrap_check(source: str, name: str, label: str) -> str:
     """Return a function that defines the test's `check` for itself, and calls it."""
     body = [*_parse(source, label).body, *_parse("check(candidate)", label).body]
-    arguments = ast.arguments([], [ast.arg("candidate")], None, [], [], None, [])
-    return ast.unparse(ast.fix_missing_locations(ast.FunctionDef(name, arguments, body, [])))
+    return _write_function(name, body)
 
 
 def _write_check(lines: Sequence[str], label: str) -> str:
-    text = "\n".join(lines)
-    body = _parse(text, label).body
+    body = _parse("\n".join(lines), label).body
     if not body:
         raise DataError(f"task '{label}': its tests are empty: leave the row out")
+    return _write_function("check", body)
+
+
+def _write_function(name: str, body: list[ast.stmt]) -> str:
+    """Return the source of a function of `candidate`, the judged function."""
     arguments = ast.arguments([], [ast.arg("candidate")], None, [], [], None, [])
-    check = ast.FunctionDef("check", arguments, body, [])
-    return ast.unparse(ast.fix_missing_locations(check))
+    return ast.unparse(ast.fix_missing_locations(ast.FunctionDef(name, arguments, body, [])))
 
 
 def _parse(source: str, label: str) -> ast.Module:

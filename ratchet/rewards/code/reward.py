@@ -174,7 +174,7 @@ class Code(AnswerReward):
         """
         row = get_tests(task)
         tests = row if isinstance(row, FunctionTask) else parse_io_tests(row["tests"], task.id)
-        language = self.read_language(text, tests, task)
+        language = self.choose_language(text, tests, task)
         program = self.read_program(text, tests, language)
         if program is None:
             return self._make_outcome({"wrong": 1}, 1)
@@ -188,7 +188,7 @@ class Code(AnswerReward):
             return self._make_outcome({verdict.end: 1}, 1)
         return await self._run(program, tests, language)
 
-    def read_language(self, text: str, tests: Any, task: Task) -> str:
+    def choose_language(self, text: str, tests: Any, task: Task) -> str:
         """Return the language of the program in an answer.
 
         Raises DataError if the task's column `language` is missing or unknown, or if tests of

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -83,7 +83,7 @@ class DetectionConfig(Section):
 
 IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99)
 COCO_THRESHOLDS = tuple((50 + 5 * index) / 100 for index in range(10))
-SCORES: tuple[Score, ...] = ("iou_max_iou_first", "iou_max_label_first", "map", "map50", "map75")
+SCORES: tuple[Score, ...] = get_args(Score)
 SIZE_PENALTY = 0.6
 MAX_BOXES = 100  # COCO's maximum; an answer with more boxes of 100 or fewer earns nothing anyway
 MAX_COORDINATE = 1e9
@@ -136,8 +136,7 @@ class Detection(AnswerReward):
         accuracy /= total_weight
         share = settings.format_weight / (settings.format_weight + settings.accuracy_weight)
         reward = (1 - share) * accuracy + share * is_formatted
-        parts = {"accuracy": accuracy, "format": float(is_formatted)}
-        return Scored(reward, parts | {str(name): value for name, value in scores.items()})
+        return Scored(reward, {"accuracy": accuracy, "format": float(is_formatted), **scores})
 
     def _read_answer(self, text: str, task: Task) -> list[LabelledBox]:
         boxes = _parse_boxes(extract_first_tagged(text) or "")
@@ -168,11 +167,11 @@ def _read_settings(config: DetectionConfig, task: Task) -> DetectionSettings:
     verifier = values.get("verifier_parm")
     ratio = verifier.get("det_reward_ratio") if isinstance(verifier, Mapping) else None
     ground_truth = values.get("ground_truth", task.answer)
-    given = {name: values.get(name) for name in ("format_ratio", "accuracy_ratio")}
+    ratios = {name: values.get(name) for name in ("format_ratio", "accuracy_ratio")}
     if isinstance(ratio, Mapping):
-        given |= {str(name): value for name, value in ratio.items()}
+        ratios |= {str(name): value for name, value in ratio.items()}
     # Keys that a row does not give are null in a table of rows.
-    numbers = {name: value for name, value in given.items() if value is not None}
+    numbers = {name: value for name, value in ratios.items() if value is not None}
     for name, value in numbers.items():
         if not isinstance(value, int | float) or not 0 <= value <= 1:
             raise DataError(f"{task.where}: {name}={value!r:.40} must be a number from 0 to 1")

@@ -38,7 +38,9 @@ class VideoR1Config(Section):
 
 # The patterns take time linear in the text: an unclosed box matches too, without the second group.
 BOXED = re.compile(r"\\boxed{([^}\n]*+)(}?)")
-FORM_START, FORM_MIDDLE, FORM_END = "<think>", re.compile(r"</think>\s*+<answer>"), "</answer>"
+FORM_START = "<think>"
+FORM_MIDDLE = re.compile(r"</think>\s*+<answer>")
+FORM_END = "</answer>"
 MAX_NUMBER_CHARS = 64
 EPSILON = 1e-9
 

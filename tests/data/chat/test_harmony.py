@@ -12,7 +12,7 @@ from commands.clients.test_clients import CLIENTS
 from data.chat.test_tool_calls import TOOLS
 from data.test_templates_families import renderer
 
-from ratchet.data.chat.harmony import read_harmony, read_messages
+from ratchet.data.chat.harmony import read_harmony, split_turn
 from ratchet.data.chat.thinking import mark_thought
 from ratchet.types import Message, StopReason, ToolCall
 
@@ -57,7 +57,7 @@ def test_turns_are_read_as_by_openai_harmony(encoding: Any) -> None:
             (message.channel or "", message.recipient or "", message.content[0].text, True)
             for message in encoding.parse_messages_from_completion_tokens(tokens, Role.ASSISTANT)
         ]
-        assert read_messages(text) == expected
+        assert split_turn(text) == expected
 
 
 @pytest.mark.slow

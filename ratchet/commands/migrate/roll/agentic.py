@@ -68,8 +68,11 @@ def describe_environments(values: Mapping[str, Any]) -> str | None:
     """Return sentences on environments that are not converted; None if all of training's are.
 
     Without this refusal the recipe would train on questions in their place.
+
+    Args:
+        values: The values that `keep_used_definitions` returns.
     """
-    config = PeerConfig(keep_used_definitions(values), {})
+    config = PeerConfig(values, {})
     problems: dict[str, str] = {}
     value = config["train_env_manager.tags"]
     tags = _list_tags(value)
@@ -168,9 +171,7 @@ def _get_window(tag: str, config: PeerConfig) -> int | None:
 def _has_whole_history(tag: str, config: PeerConfig) -> bool:
     """True if every prompt has all earlier turns."""
     steps = _get_steps(tag, config)
-    key = f"custom_envs.{tag}.history_length"
-    history = config[key]
-    return steps == 1 or (history is not None and numbers.whole(history, key) >= steps)
+    return steps == 1 or config.whole(f"custom_envs.{tag}.history_length", 0, 0) >= steps
 
 
 def _get_steps(tag: str, config: PeerConfig) -> int:
@@ -209,7 +210,6 @@ def _convert_tag(tag: str, config: PeerConfig) -> dict[str, Any]:
 
 def _convert_sokoban(place: str, fix: str, config: PeerConfig) -> dict[str, Any]:
     room = config[f"{place}.env_config.dim_room"] or [10, 10]
-    boxes = config[f"{place}.env_config.num_boxes"]
     if room not in [[side, side] for side in ROOM_SIDES]:
         raise InvalidValue(
             f"{fix}: dim_room={room} must be two equal numbers from {ROOM_SIDES[0]} to "
@@ -218,18 +218,18 @@ def _convert_sokoban(place: str, fix: str, config: PeerConfig) -> dict[str, Any]
     return {
         "kind": "sokoban",
         "size": numbers.whole(room[0], f"{place}.env_config.dim_room") - WALLS,
-        "boxes": 4 if boxes is None else numbers.whole(boxes, f"{place}.env_config.num_boxes"),
+        "boxes": config.whole(f"{place}.env_config.num_boxes", 4),
     }
 
 
 def _convert_lake(place: str, fix: str, config: PeerConfig) -> dict[str, Any]:
     start = f"{place}.env_config"
-    size, ice = config[f"{start}.size"], config[f"{start}.p"]
+    ice = config[f"{start}.p"]
     slippery = config[f"{start}.is_slippery"]
     is_slippery = slippery is None or numbers.flag(slippery, f"{start}.is_slippery")
     return {
         "kind": "frozen_lake",
-        "size": 4 if size is None else numbers.whole(size, f"{start}.size"),
+        "size": config.whole(f"{start}.size", 4),
         "holes": round(1 - (0.8 if ice is None else numbers.real(ice, f"{start}.p")), 6),
         "slip": 2 / 3 if is_slippery else 0.0,
     }

@@ -44,8 +44,13 @@ JUDGE_MODEL_KEYS = (
 )
 # Keys at the top of agentic files that definitions of environments refer to.
 AGENTIC_VALUES = (
-    *("max_tokens_per_step", "default_history_length", "*_format_penalty"),
-    *("*_pattern", "*_template", "env_manager_cls", "agent_runner_cls"),
+    "max_tokens_per_step",
+    "default_history_length",
+    "*_format_penalty",
+    "*_pattern",
+    "*_template",
+    "env_manager_cls",
+    "agent_runner_cls",
 )
 POSITIVE_NOTE = "it adds the negative log-likelihood of answers with a reward above 0"
 

@@ -18,7 +18,7 @@ MEDIA_REWARDS = {"DetectionRewardWorker": "detection", "VideoR1RewardWorker": "v
 
 
 def explain_unsupported_task(values: Mapping[str, Any]) -> str | None:
-    """Return a sentence on the file's task and one on its remedy; None if it is converted.
+    """Return why the file's task is not converted, and what to do instead; None if it is converted.
 
     Args:
         values: The file's values by dotted key.
