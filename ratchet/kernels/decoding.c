@@ -11,7 +11,7 @@
 
 #include <omp.h>
 
-#ifdef __AVX512BF16__
+#ifdef __FMA__
 #include <immintrin.h>
 #endif
 
@@ -31,6 +31,18 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* sum + w x, rounded once where the processor can. By name, because compilers choose between one rounding and two by the size of the
+   tile (GCC's -mtune for AMD and for newer Intel processors), and a row's bits would depend on the number of rows. */
+static inline __attribute__((always_inline)) lanes multiply_add(float w, lanes x, lanes sum) {
+#if defined(__AVX512F__)
+    return (lanes)_mm512_fmadd_ps(_mm512_set1_ps(w), (__m512)x, (__m512)sum);
+#elif defined(__FMA__)
+    return (lanes)_mm256_fmadd_ps(_mm256_set1_ps(w), (__m256)x, (__m256)sum);
+#else
+    return sum + w * x;
+#endif
+}
+
 /* --- panels: [panels, features, PANEL_ROWS] */
 
 /* y += w x for `n_features` features and the first `vectors` vectors of the panel. Both numbers are known when this is compiled.
@@ -48,7 +60,7 @@ static inline __attribute__((always_inline)) void tile(const float *w, i64 ld, c
         for (int p = 0; p < vectors; p++) term[p] = *(const lanes *)(x + k * PANEL_ROWS + p * LANES);
 #pragma GCC unroll 8
         for (int i = 0; i < n_features; i++)
-            for (int p = 0; p < vectors; p++) sum[i][p] += w[i * ld + k] * term[p];
+            for (int p = 0; p < vectors; p++) sum[i][p] = multiply_add(w[i * ld + k], term[p], sum[i][p]);
     }
     for (int i = 0; i < n_features; i++)
         for (int p = 0; p < vectors; p++) *(lanes *)(y + i * PANEL_ROWS + p * LANES) += sum[i][p];

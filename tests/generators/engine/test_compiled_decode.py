@@ -96,14 +96,17 @@ def test_it_is_the_decoders_forward(shape, threads):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one width")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_is_for_processors_without_avx512(shape, kernels, monkeypatch):
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-avx512f"))
+    # A compiler that tunes for such a processor does not merge each product with its sum.
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-mno-avx512f", "-mtune=znver2"))
     monkeypatch.setattr(cpu, "load_library", build.load_library.__wrapped__)
     kernels(True)
     decoder, (tokens, positions) = decoder_of(shape), fed(75)
     expected = decoder(tokens, positions, DecodeAttention(cache_of(shape), positions, 300))
     found = step(decoder, tokens, positions, cache_of(shape))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-    assert torch.equal(step(decoder, tokens[:9], positions[:9], cache_of(shape)), found[:9])
+    for rows in (7, 9):  # one vector and two
+        alone = step(decoder, tokens[:rows], positions[:rows], cache_of(shape))
+        assert torch.equal(alone, found[:rows])
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -124,11 +124,14 @@ def test_with_replay_the_learner_agrees_with_the_sampler_though_its_routers_woul
     last = batch.starts_S + batch.lengths_S - 1
     assert (routes[last] == -1).all()
     assert int((routes[:, 0, 0] < 0).sum()) == batch.n_sequences
-    assert gap(shaken(model(shape=SHAPES[shape])), batch) > 0.01
-    assert gap(shaken(model(shape=SHAPES[shape])), batch, replays_routes=True) < 1e-5
+    # noise that changes the weights of the same experts by less than the bound
+    noise = 5e-7
+    assert gap(shaken(model(shape=SHAPES[shape]), noise), batch) > 0.01
+    assert gap(shaken(model(shape=SHAPES[shape]), noise), batch, replays_routes=True) < 1e-5
     assert gap(model(shape=SHAPES[shape]), batch, replays_routes=True) < 1e-5
     small = LocalConfig(micro_batch_tokens=1)
-    assert gap(shaken(model(shape=SHAPES[shape])), batch, replays_routes=True, config=small) < 1e-5
+    found = gap(shaken(model(shape=SHAPES[shape]), noise), batch, replays_routes=True, config=small)
+    assert found < 1e-5
 
 
 def weighed(batch, **router):
