@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 from ratchet.sampling import Sampling as Sampling
 
@@ -260,6 +260,11 @@ def is_finite_number(number: Any) -> bool:
         return isinstance(number, NUMBER) and math.isfinite(number)
     except OverflowError:  # an integer beyond the range of floats
         return False
+
+
+def is_number_not_bool(value: Any) -> TypeGuard[float]:
+    """True if the value is a finite number and no boolean, which Python counts among integers."""
+    return not isinstance(value, bool) and is_finite_number(value)
 
 
 # --- how an attempt ends. A failure is never a reward: only Scored, and Truncated with a reward,

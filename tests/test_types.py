@@ -7,7 +7,15 @@ import pytest
 
 from ratchet.structured_output import StructuredOutput
 from ratchet.testing.builders import make_trajectory
-from ratchet.types import Message, Sampling, Scored, Trajectory, Turn, is_finite_number
+from ratchet.types import (
+    Message,
+    Sampling,
+    Scored,
+    Trajectory,
+    Turn,
+    is_finite_number,
+    is_number_not_bool,
+)
 
 
 def changed(thing, **marks):
@@ -92,3 +100,5 @@ def test_numbers_that_can_be_rewards():
     assert all(map(is_finite_number, (1, 0.5, True, np.float32(1), np.int64(2))))
     others = (float("nan"), float("inf"), np.float64("nan"), 10**400, "1", None, 1j)
     assert not any(map(is_finite_number, others))
+    assert all(map(is_number_not_bool, (1, 0.5, np.float32(1))))
+    assert not any(map(is_number_not_bool, (*others, True, False, np.bool_(True))))

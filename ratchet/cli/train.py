@@ -14,6 +14,8 @@ from ratchet.cli.completion import complete_key, complete_recipe, complete_run
 from ratchet.cli.errors import WRONG_INPUT, require_finite
 from ratchet.cli.recipes import describe_choices
 from ratchet.errors import ConfigError
+from ratchet.executors.env_vars import find_supervisor_pipe
+from ratchet.executors.signals import stop_with_supervisor
 from ratchet.utils.terminal_text import escape_controls
 
 Recipe = Annotated[
@@ -132,6 +134,9 @@ def train(
         # The run may crash before it has written the changed keys. Given twice, they do nothing.
         resume_options = [*(["--changed-data"] * changed_data), *(changes if resume else ())]
         raise typer.Exit(_supervise(place, supervise, resume_options))
+    supervisor_pipe = find_supervisor_pipe()
+    if supervisor_pipe is not None:
+        stop_with_supervisor(supervisor_pipe)
     # Set before torch is imported, because torch's tracer would print progress notes.
     if profile is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -83,8 +83,9 @@ class PlaySession:
 
     async def _reset(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Begin an episode of task number `seed` of the split, and return its observation."""
-        seed, split = data.get("seed") or 0, data.get("split", "train")
-        if not isinstance(seed, int) or seed < 0 or split not in SPLITS:
+        seed, split = data.get("seed", 0), data.get("split", "train")
+        seed = 0 if seed is None else seed
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0 or split not in SPLITS:
             message = f"seed={seed!r} must be 0 or more, split={split!r} must be train or test"
             raise RequestError("VALIDATION_ERROR", message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -91,10 +92,9 @@ def _list_files(value: object) -> list[Path]:
 
 def _refuse_non_numbers(annotation: Any, value: Any, item_label: str = "") -> None:
     """Raise for text or a boolean in a field that takes numbers only."""
-    if isinstance(value, list | tuple):
-        items = _list_item_annotations(annotation)
-        for index, item in enumerate(value if items else ()):
-            _refuse_non_numbers(items[min(index, len(items) - 1)], item, f"item {index} ")
+    if isinstance(value, list | tuple | dict):
+        for item_annotation, item, label in _list_items(annotation, value):
+            _refuse_non_numbers(item_annotation, item, label)
         return
     if not isinstance(value, bool | str):
         return
@@ -115,10 +115,9 @@ def _refuse_non_numbers(annotation: Any, value: Any, item_label: str = "") -> No
 
 def _refuse_huge(annotation: Any, value: Any, item_label: str = "") -> None:
     """Raise for a whole number above `LARGEST_WHOLE`, which is too much for any loop or array."""
-    if isinstance(value, list | tuple):
-        items = _list_item_annotations(annotation)
-        for index, item in enumerate(value if items else ()):
-            _refuse_huge(items[min(index, len(items) - 1)], item, f"item {index} ")
+    if isinstance(value, list | tuple | dict):
+        for item_annotation, item, label in _list_items(annotation, value):
+            _refuse_huge(item_annotation, item, label)
     elif (
         isinstance(value, int | float)
         and int in _list_leaf_types(annotation)
@@ -129,11 +128,29 @@ def _refuse_huge(annotation: Any, value: Any, item_label: str = "") -> None:
         )
 
 
-def _list_item_annotations(annotation: Any) -> list[Any]:
-    """Return the annotations of a tuple's or list's items, also within a union."""
-    if get_origin(annotation) in (tuple, list):
+def _list_items(annotation: Any, value: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Yield the annotation, the value and the label of each item of a list, a tuple or a dict.
+
+    Yields nothing if the annotation does not say what the items are.
+    """
+    if isinstance(value, dict):
+        for item_annotation in _list_item_annotations(annotation, (dict, Mapping))[1:2]:
+            for key, item in value.items():
+                yield item_annotation, item, f"{key!s:.40} "
+        return
+    annotations = _list_item_annotations(annotation, (tuple, list))
+    for index, item in enumerate(value if annotations else ()):
+        yield annotations[min(index, len(annotations) - 1)], item, f"item {index} "
+
+
+def _list_item_annotations(annotation: Any, origins: tuple[Any, ...]) -> list[Any]:
+    """Return the annotations of the items of a tuple, list or dict, also within a union.
+
+    A dict has those of its keys and of its values.
+    """
+    if get_origin(annotation) in origins:
         return [item for item in get_args(annotation) if item is not Ellipsis]
-    return [item for part in get_args(annotation) for item in _list_item_annotations(part)]
+    return [item for part in get_args(annotation) for item in _list_item_annotations(part, origins)]
 
 
 def _list_leaf_types(annotation: Any) -> set[Any]:

@@ -7,6 +7,7 @@ step, without a save.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -133,6 +136,23 @@ def handle_stop_signals(
         handlers[signal.SIGHUP] = signal.SIG_IGN
     with keep_handlers(handlers):
         yield
+
+
+def stop_with_supervisor(descriptor: int) -> None:
+    """Send SIGTERM to this process when its supervisor has ended, however that came about.
+
+    Args:
+        descriptor: The reading end of a pipe whose only writing end the supervisor holds. Programs
+            that this process starts will not inherit it.
+    """
+    os.set_inheritable(descriptor, False)
+
+    def wait() -> None:
+        os.read(descriptor, 1)  # The supervisor never writes, so this returns at the pipe's end.
+        log.warning("the process of `ratchet train --supervise` has ended: the run ends too")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="supervisor-watch", daemon=True).start()
 
 
 @contextmanager

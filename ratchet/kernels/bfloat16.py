@@ -9,6 +9,7 @@ T = tokens, d = inputs, o = outputs.
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 from weakref import ref
 
@@ -65,12 +66,16 @@ def forget_weights() -> None:
 
 
 class RoundedWeight:
-    """A weight rounded to bfloat16, which is kept until `forget_weights` or a counted change."""
+    """A weight rounded to bfloat16, which is kept until `forget_weights` or a counted change.
+
+    Threads may use it at the same time.
+    """
 
     def __init__(self) -> None:
-        self._weight: ref[Tensor] | None = None
-        self._state = -1, 0, 0  # epoch, and the weight's address and version
-        self._rounded: Tensor | None = None
+        self._lock = Lock()
+        # The weight; the epoch, the weight's address and its version; and the rounded weight. It is
+        # one tuple, so that a thread never reads a part of another thread's change.
+        self._kept: tuple[ref[Tensor], tuple[int, int, int], Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[RoundedWeight], tuple[()]]:
         """A copy of a model rounds its own weights."""
@@ -78,14 +83,62 @@ class RoundedWeight:
 
     def get(self, weight_od: Tensor) -> Tensor:
         """Return the weight in bfloat16, [o, d]."""
-        state = _epoch, weight_od.data_ptr(), weight_od._version
-        weight = None if self._weight is None else self._weight()
-        if self._rounded is None or weight is not weight_od or state != self._state:
-            # The rounded weight may be kept for a backward, which inference tensors are not for.
-            with torch.inference_mode(False), torch.no_grad():
-                self._rounded = weight_od.detach().to(torch.bfloat16)
-            self._weight, self._state = ref(weight_od), state
-        return self._rounded
+        rounded = self._find(weight_od)
+        if rounded is not None:
+            return rounded
+        with self._lock:
+            rounded = self._find(weight_od)  # another thread may have rounded it meanwhile
+            if rounded is None:
+                state = _epoch, weight_od.data_ptr(), weight_od._version
+                # It may be kept for a backward, which inference tensors are not for.
+                with torch.inference_mode(False), torch.no_grad():
+                    rounded = weight_od.detach().to(torch.bfloat16)
+                self._kept = ref(weight_od), state, rounded
+        return rounded
+
+    def _find(self, weight_od: Tensor) -> Tensor | None:
+        """Return the kept rounded weight; None if it is of another weight or of earlier values."""
+        if self._kept is None:
+            return None
+        weight, state, rounded = self._kept
+        is_current = state == (_epoch, weight_od.data_ptr(), weight_od._version)
+        return rounded if is_current and weight() is weight_od else None
+
+
+class SharedRoundedWeight(RoundedWeight):
+    """The rounded weight of another parameter, for a parameter in the same memory.
+
+    Args:
+        source: Keeps the rounded weight.
+        weight_od: The weight that `source` rounds.
+    """
+
+    def __init__(self, source: RoundedWeight, weight_od: Tensor) -> None:
+        super().__init__()
+        self._source = source
+        self._source_weight = weight_od
+
+    def get(self, weight_od: Tensor) -> Tensor:
+        """Return the weight in bfloat16, [o, d].
+
+        A weight that has moved to memory of its own is rounded here.
+        """
+        if weight_od.data_ptr() == self._source_weight.data_ptr():
+            return self._source.get(self._source_weight)
+        return super().get(weight_od)
+
+
+def share_rounded_weights(model: nn.Module) -> dict[int, object]:
+    """Return a memo of `deepcopy` by which a copy of the model shares its rounded weights.
+
+    The copy's parameters must be in the same memory.
+    """
+    memo: dict[int, object] = {}
+    for module in model.modules():
+        rounded, weight_od = getattr(module, "rounded", None), getattr(module, "weight", None)
+        if isinstance(rounded, RoundedWeight) and isinstance(weight_od, Tensor):
+            memo[id(rounded)] = SharedRoundedWeight(rounded, weight_od)
+    return memo
 
 
 def product(x_Td: Tensor, weight_od: Tensor, rounded_od: Tensor, dtype: torch.dtype) -> Tensor:

@@ -80,6 +80,22 @@ class DecoderCost:
             )
         return total
 
+    def count_layer_matrices(self, *, experts: bool = True) -> int:
+        """Return the number of entries of all matrices of the layers.
+
+        Args:
+            experts: False to leave out the matrices of experts and of the routers to them.
+        """
+        shape = self.shape
+        total = 0
+        for layer in range(shape.n_layers):
+            total += self._attention_parameters
+            if not shape.is_sparse(layer):
+                total += self._dense_mlp_parameters
+            elif experts:
+                total += shape.n_experts * (self._expert_parameters + shape.hidden_size)
+        return total
+
     @property
     def token_cost(self) -> TokenCost:
         """The cost of one token's forward pass."""

@@ -21,7 +21,7 @@ from ratchet.types import (
     Task,
     Trajectory,
     Truncated,
-    is_finite_number,
+    is_number_not_bool,
 )
 
 
@@ -124,7 +124,7 @@ def _parse_result(result: Any, trajectory: Trajectory) -> Outcome:
     reward: Any = result.get("reward") if isinstance(result, Mapping) else None
     parts: Any = result.get("parts") or {"remote": reward} if isinstance(result, Mapping) else None
     if not isinstance(parts, Mapping) or not all(
-        _is_finite(value) for value in (reward, *parts.values())
+        is_number_not_bool(value) for value in (reward, *parts.values())
     ):
         return Failed(
             "reward",
@@ -132,7 +132,3 @@ def _parse_result(result: Any, trajectory: Trajectory) -> Outcome:
         )
     outcome_type = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
     return outcome_type(float(reward), {str(name): float(value) for name, value in parts.items()})
-
-
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, bool) and is_finite_number(value)

@@ -13,7 +13,17 @@ from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 from ratchet.protocols import Reward
 from ratchet.rewards.base import as_reward
-from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
+from ratchet.types import (
+    Cancelled,
+    Failed,
+    Outcome,
+    Scored,
+    Task,
+    Trajectory,
+    Truncated,
+    Unjudged,
+    is_number_not_bool,
+)
 from ratchet.utils.user_code import run_guarded
 
 # The outcome of an attempt that a reward does not apply to. It is neither a reward nor a failure.
@@ -29,12 +39,18 @@ class WeightedSum(Reward):
     """
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
-        """Raise ConfigError if rewards and weights have different names, or are empty."""
+        """Raise ConfigError if rewards and weights have different names, or are empty.
+
+        A weight that is not a finite number raises it too.
+        """
         if not rewards or set(rewards) != set(weights):
             raise ConfigError(
                 f"rewards {sorted(rewards)} and weights {sorted(weights)} must have the same "
                 "names, at least one"
             )
+        for name, weight in weights.items():
+            if not is_number_not_bool(weight):
+                raise ConfigError(f"weights['{name}']={weight!r:.40} is not a finite number")
         self.rewards, self.weights = dict(rewards), dict(weights)
 
     @property

@@ -118,7 +118,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, bool) and not (math.isfinite(value) and value > 0):
+            if name == "executable":
+                continue
+            if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
                 raise SandboxError(f"Limits.{name} must be a positive number, not {value!r}")
         if self.memory_mib < 64:
             raise SandboxError(f"Limits.memory_mib is {self.memory_mib}; Python itself needs 64")

@@ -16,7 +16,7 @@ from ratchet.config.experience import RolloutsConfig
 from ratchet.config.resolve import resolve
 from ratchet.evals.early_stopping import EarlyStopping
 from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
-from ratchet.experience.async_rollouts.group_filter import GroupFilter, build_group_filter
+from ratchet.experience.async_rollouts.group_filter import build_group_filter
 from ratchet.experience.async_rollouts.prefetch import PrefetchingSource, has_learning_signal
 from ratchet.experience.async_rollouts.resumable_generator import ResumableGenerator
 from ratchet.experience.async_rollouts.staleness_scheduler import (
@@ -46,6 +46,7 @@ from ratchet.training.run import StageRun
 from ratchet.training.sources import SOURCES, make_manager
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.training.workers.generators import make_recovering_weight_sync
+from ratchet.types import Group
 from ratchet.weight_sync.factory import SyncEndpoints
 
 RolesWrapper = Callable[[Mapping[str, Learner]], dict[str, Learner]]
@@ -210,7 +211,7 @@ def _wrap_source(
     rollout_policy: Policy,
     setup: EnvSetup,
     spec: StageSpec,
-    is_informative: GroupFilter,
+    is_informative: Callable[[Group], bool],
     *,
     end_step: int,
 ) -> Source:
@@ -241,7 +242,10 @@ def _wrap_source(
             pause_during_update=rollout_policy.ranks is None
             and rollout_policy.generator.shares_weights,
             replayable=setup.environment.replayable and setup.agent is None,
-            has_signal=_make_group_filter(settings, is_informative),
+            has_signal=is_informative if settings.dynamic_sampling else None,
+            group_filter=None
+            if settings.group_filter is None
+            else build_group_filter(settings.group_filter),
             max_replaced=settings.max_replaced,
         )
     if settings.replay is not None:
@@ -253,14 +257,6 @@ def _wrap_source(
             post_process=setup.environment.post_process,
         )
     return source
-
-
-def _make_group_filter(settings: RolloutsConfig, is_informative: GroupFilter) -> GroupFilter | None:
-    """Return a function that is True for groups that train; None if all do."""
-    filters = [is_informative] if settings.dynamic_sampling else []
-    if settings.group_filter is not None:
-        filters.append(build_group_filter(settings.group_filter))
-    return (lambda group: all(keep(group) for keep in filters)) if filters else None
 
 
 def _wrap_generator(policy: Policy, settings: RolloutsConfig) -> Policy:

@@ -209,27 +209,38 @@ class _StageCheck:
             asyncio.run(environment.close())
 
     def _check_shaping_tags(self, environment: Environment) -> None:
-        """Raise ConfigError for tags of `effort_length` that no task has: they shape nothing."""
+        """Raise ConfigError for tags of `effort_length` that no task has: they shape nothing.
+
+        Only the first tasks of an endless stream are read, so such a tag there is a warning.
+        """
         parts = getattr(self.stage.algorithm, "shaping", ())
         tags = {tag for part in parts if isinstance(part, EffortLength) for tag in part.tags}
         known_tags: set[str] = set()
+        has_seen_all = True
         if not tags:
             return
         if isinstance(self.stage.environment, MixtureConfig):
             known_tags = {get_part_tag(part) for part in self.stage.environment.parts}
         else:
             n_tasks = environment.task_count()
-            tasks = environment.tasks("train", seed=self.config.seed)
+            tasks = iter(environment.tasks("train", seed=self.config.seed))
             for task in islice(tasks, MAX_TAGGED_TASKS if n_tasks is None else n_tasks):
                 known_tags.add(task.tag)
                 if tags <= known_tags:
-                    break
-        if not tags <= known_tags:
-            unknown, known = (", ".join(sorted(names)) for names in (tags - known_tags, known_tags))
+                    return
+            has_seen_all = n_tasks is not None or next(tasks, None) is None
+        if tags <= known_tags:
+            return
+        unknown, known = (", ".join(sorted(names)) for names in (tags - known_tags, known_tags))
+        if has_seen_all:
             raise ConfigError(
                 f"effort_length.tags has {unknown}, and the tasks have {known}: name these, or "
                 "set the tag of a part or a row"
             )
+        self.report.warnings.append(
+            f"{self.stage.name}: effort_length.tags has {unknown}, and the first "
+            f"{MAX_TAGGED_TASKS:,} tasks have {known}: a tag that no later task has shapes nothing"
+        )
 
     def open_evaluation(self) -> None:
         """Open the split of the evaluation, and render or judge its first task."""

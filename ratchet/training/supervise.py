@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from ratchet.executors.env_vars import SUPERVISOR, inherit_environment
+from ratchet.executors.env_vars import SUPERVISOR, SUPERVISOR_PIPE, inherit_environment
 from ratchet.executors.signals import DELIBERATE_SIGNALS, STOP_SIGNALS
 from ratchet.processes.exit_status import describe_exit
 from ratchet.runs.checkpoints import CheckpointStore
@@ -34,6 +34,8 @@ class Supervisor:
 
     The run ignores further signals, because service managers signal it and the supervisor at once.
     A second SIGINT or SIGTERM to the supervisor, a second or more after the first, kills the run.
+
+    If the supervisor itself is killed, the run gets SIGTERM, saves and ends.
 
     Args:
         place: The run's directory.
@@ -119,12 +121,25 @@ class Supervisor:
         """Run `ratchet` with the arguments, and return its exit status as in `subprocess`."""
         # Without -P a file of the user's directory could take the place of one of Python's modules.
         command = [sys.executable, "-P", "-m", "ratchet", *arguments]
-        self._process = subprocess.Popen(
-            command, process_group=0, env=inherit_environment(**{SUPERVISOR: str(os.getpid())})
-        )
-        if self._signal is not None:  # it came while the process was started
-            self._process.send_signal(self._signal)
-        return self._process.wait()
+        # The kernel closes the writing end when this process ends, also at SIGKILL.
+        reading_end, writing_end = os.pipe()
+        variables = {
+            SUPERVISOR: str(os.getpid()),
+            SUPERVISOR_PIPE: f"{reading_end}:{os.fstat(reading_end).st_ino}",
+        }
+        try:
+            self._process = subprocess.Popen(
+                command,
+                process_group=0,
+                env=inherit_environment(**variables),
+                pass_fds=(reading_end,),
+            )
+            if self._signal is not None:  # it came while the process was started
+                self._process.send_signal(self._signal)
+            return self._process.wait()
+        finally:
+            os.close(reading_end)
+            os.close(writing_end)
 
     def _wait(self, seconds: float) -> bool:
         """Wait; True if a signal came."""

@@ -97,6 +97,7 @@ def test_wrong_requests_get_errors_and_harm_nothing(serve):
             {"type": "jump"},
             {"type": "step", "data": {"message": "1"}},
             {"type": "reset", "data": {"seed": -1}},
+            {"type": "reset", "data": {"seed": False}},
             {"type": "reset", "data": {"seed": 0, "split": "all"}},
             {"type": "reset", "data": {"seed": 1}},
             {"type": "step", "data": {"text": "1"}},
@@ -105,9 +106,9 @@ def test_wrong_requests_get_errors_and_harm_nothing(serve):
     )
     codes = [answer["data"].get("code") for answer in answers]
     assert codes[:3] == ["INVALID_JSON", "VALIDATION_ERROR", "UNKNOWN_TYPE"]
-    assert codes[3:6] == ["EXECUTION_ERROR", "VALIDATION_ERROR", "VALIDATION_ERROR"]
-    assert codes[6:] == [None, "VALIDATION_ERROR", None]
-    assert answers[8]["data"]["step_count"] == 0
+    assert codes[3:7] == ["EXECUTION_ERROR", *["VALIDATION_ERROR"] * 3]
+    assert codes[7:] == [None, "VALIDATION_ERROR", None]
+    assert answers[9]["data"]["step_count"] == 0
 
     async def overfill():
         async with connect(url.replace("http", "ws") + "/ws", proxy=None) as socket:

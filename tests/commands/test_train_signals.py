@@ -210,6 +210,19 @@ def test_a_signal_to_a_supervised_run_and_its_parent_saves(start):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("P8")
+def test_a_run_whose_supervisor_is_killed_saves(start):
+    training = start({}, options=("--supervise", "1"))
+    training.wait_for_steps()
+    # The run keeps the pipe of the output open until it ends.
+    output = training.end(signal.SIGKILL)
+    assert training.process.returncode == -signal.SIGKILL
+    assert f"ratchet train --resume {training.run}" in output
+    training.assert_saved(signal.SIGTERM)
+    assert "`ratchet train --supervise` has ended" in (training.run / "run.log").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.fault("P8", "P24")
 def test_a_signal_saves_under_torchrun(start):
     """A closed terminal reaches torchrun alone, which sends the signal on to both ranks."""

@@ -1,17 +1,20 @@
 """Every number of every section: none is taken that isn't one, or that no run could hold."""
 
 import math
+from collections.abc import Mapping
 from functools import cache
+from typing import Literal, get_args, get_origin
 
 import pytest
 from config.test_knobs import place_of
 from pydantic import ValidationError
 
-from ratchet.config.base import _list_leaf_types
+from ratchet.config.base import _list_item_annotations, _list_leaf_types
 from ratchet.config.key_paths import leaf_keys
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError
+from ratchet.rewards.integrations.roll_detection import DetectionConfig
 
 NUMBERS = {int, float, type(None)}
 NO_NUMBERS = [
@@ -46,6 +49,22 @@ def numeric():
     ]
 
 
+@cache
+def numeric_mappings():
+    """(section, field, key) of every key that holds a mapping to numbers; the key is a valid one."""
+    sections = {place_of(key) for key in leaf_keys(RunConfig)} | {(DetectionConfig, "weights")}
+    annotations = [(s, n, get_item_annotations(s.model_fields[n])) for s, n in sections]
+    return [
+        (section, name, get_args(items[0])[0] if get_origin(items[0]) is Literal else "a")
+        for section, name, items in annotations
+        if len(items) == 2 and _list_leaf_types(items[1]) & {int, float}
+    ]
+
+
+def get_item_annotations(field):
+    return _list_item_annotations(field.annotation, (dict, Mapping))
+
+
 def is_refused(section, name, value):
     """Whether that very key is refused: other keys of a section may be missing."""
     try:
@@ -65,6 +84,17 @@ def test_no_section_takes_what_is_no_number():
         # a field that takes words, such as "auto", refuses true and false all the same
         for value in (NO_NUMBERS if kinds <= NUMBERS else () if bool in kinds else (True, False))
         if not is_refused(section, name, value)
+    ]
+    assert taken == []
+
+
+def test_no_section_takes_a_mapping_to_what_is_no_number():
+    assert len(numeric_mappings()) >= 3
+    taken = [
+        f"{section.__name__}.{name}: {{{key}: {value!r:.20}}}"
+        for section, name, key in numeric_mappings()
+        for value in NO_NUMBERS
+        if not is_refused(section, name, {key: value})
     ]
     assert taken == []
 
@@ -121,6 +151,10 @@ def test_a_seed_has_63_bits(seed):
         (
             "evaluation.temperature=1e-40",
             r"evaluation\.temperature: temperature=1e-40 is too small",
+        ),
+        (
+            "rewards=[{kind: detection, weights: {map: true}}]",
+            r"rewards.*weights: .*map must be a number",
         ),
         ("optimizer.lr=.nan", "optimizer.lr: nan must be a finite number"),
         ("optimizer.lr=1e999", "optimizer.lr: inf must be a finite number"),

@@ -17,9 +17,10 @@ from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.kernels import bfloat16
 from ratchet.kernels.build import has_bfloat16_instructions
+from ratchet.learners.compute.forward import Forward
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
-from ratchet.models.decoder import Decoder
+from ratchet.models.decoder import Decoder, Linear
 from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.ops import linear, swiglu
 from ratchet.models.policy import DecoderPolicy
@@ -116,6 +117,25 @@ def test_weights_are_rounded_again_when_they_change(rounding):
     other = nn.Parameter(normal(4, 4, seed=1))
     assert torch.equal(copy.deepcopy(rounded).get(other), other.bfloat16())
     assert torch.equal(rounded.get(other), other.bfloat16())
+
+
+def test_threads_share_rounded_weights_as_they_share_weights():
+    forward = Forward(DecoderPolicy(Decoder(SHAPES["dense"]).init_weights(0)), None, chunk_mib=1,
+                      autocast=False, shared_vocab=None)  # fmt: skip
+    first, second = (
+        [module for module in each.model.modules() if isinstance(module, Linear)]
+        for each in (forward, forward.copy_with_own_gradients())
+    )
+    assert len(first) == len(second) > 0
+    for ours, theirs in zip(first, second, strict=True):
+        rounded = theirs.rounded.get(theirs.weight)
+        assert rounded is ours.rounded.get(ours.weight)
+        bfloat16.forget_weights()
+        ours.weight.data.mul_(2)
+        assert torch.equal(theirs.rounded.get(theirs.weight), 2 * rounded)
+        theirs.weight.data = 4 * theirs.weight.data  # in memory of its own
+        assert torch.equal(theirs.rounded.get(theirs.weight), 8 * rounded)
+        assert torch.equal(ours.rounded.get(ours.weight), 2 * rounded)
 
 
 def test_other_processors_are_refused_by_name(monkeypatch):

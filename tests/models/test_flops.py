@@ -44,6 +44,15 @@ def test_parameters(shape) -> None:
     assert DecoderCost(shape).parameters == sum(p.numel() for p in Decoder(shape).parameters())
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_matrices_of_layers(shape) -> None:
+    decoder, cost = Decoder(shape), DecoderCost(shape)
+    in_layers = [p for name, p in decoder.named_parameters() if name.startswith("layers.")]
+    assert cost.count_layer_matrices() == sum(p.numel() for p in in_layers if p.dim() >= 2)
+    linears = [module for _, module in decoder.layer_linears]
+    assert cost.count_layer_matrices(experts=False) == sum(m.weight.numel() for m in linears)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -48,6 +48,12 @@ def test_the_reward_is_the_weighted_sum_and_parts_are_logged_unweighted():
     ]
 
 
+@pytest.mark.parametrize("weight", [True, "1", float("nan")])
+def test_a_weight_that_is_no_number_is_refused(weight):
+    with pytest.raises(ConfigError, match=r"weights\['exact'\]=.* is not a finite number"):
+        WeightedSum({"exact": exact}, {"exact": weight})
+
+
 def test_parts_of_parts_keep_both_names():
     reward = WeightedSum({"style": FunctionReward(style)}, {"style": 2.0})
     assert judge(reward, "85") == [

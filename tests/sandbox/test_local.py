@@ -85,7 +85,14 @@ def test_an_interpreter_that_cannot_start_is_refused_with_its_own_words(
 
 @pytest.mark.parametrize(
     "limits",
-    [{"wall_s": 0}, {"cpu_s": -1}, {"wall_s": float("nan")}, {"memory_mib": 8}, {"processes": 0}],
+    [
+        {"wall_s": 0},
+        {"wall_s": True},
+        {"cpu_s": -1},
+        {"wall_s": float("nan")},
+        {"memory_mib": 8},
+        {"processes": 0},
+    ],
 )
 def test_limits_that_make_no_sense_are_refused(limits: dict[str, float]) -> None:
     with pytest.raises(SandboxError, match=f"Limits.{next(iter(limits))}"):

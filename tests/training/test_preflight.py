@@ -246,13 +246,18 @@ def test_tags_of_effort_that_no_task_has_are_refused(folder):
     def check(environment, *tags):
         shaping = [{"kind": "effort_length", "max_length": 9, "tags": tags}]
         algorithm = {"kind": "grpo", "shaping": shaping}
-        report = run_preflight(load(folder, algorithm=algorithm, environment=environment))
-        return [str(problem) for _, problem in report.problems]
+        rewards = [{"kind": "exact_match"}]
+        recipe = load(folder, algorithm=algorithm, environment=environment, rewards=rewards)
+        report = run_preflight(recipe)
+        return [str(problem) for _, problem in report.problems] + report.warnings
 
     arithmetic, sorting = ({"kind": kind} for kind in ("arithmetic", "sorting"))
     mixture = {"kind": "mixture", "parts": [{**arithmetic, "tag": "low"}, {**sorting, "weight": 9}]}
     assert check(mixture, "low") == check(mixture, "sorting", "low") == check(arithmetic) == []
     (problem,) = check(mixture, "low", "hgih")
     assert "effort_length.tags has hgih, and the tasks have low, sorting" in problem
-    (problem,) = check(arithmetic, "low")
-    assert "effort_length.tags has low, and the tasks have arithmetic" in problem
+    (problem,) = check(DATASET, "high")
+    assert "effort_length.tags has high, and the tasks have dataset: name these" in problem
+    # A later task of an endless stream may have the tag.
+    (warning,) = check(arithmetic, "low")
+    assert "effort_length.tags has low, and the first 1,000 tasks have arithmetic:" in warning

@@ -3,12 +3,15 @@
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
+from ratchet.executors.env_vars import SUPERVISOR_PIPE, find_supervisor_pipe
+from ratchet.executors.signals import stop_with_supervisor
 from ratchet.training import supervise
 from ratchet.training.supervise import Supervisor
 
@@ -111,6 +114,26 @@ def test_a_run_that_was_there_before_is_not_resumed(tmp_path):
     supervisor = CrashesEarly(tmp_path, [(-9, 0), (-9, 0), (-9, 1), (0, 2)], max_restarts=3)
     assert supervisor.run() == 0
     assert supervisor.started == ["start", "start", "start", "resume"]
+
+
+def test_a_closed_pipe_stops_the_process(monkeypatch):
+    reading_end, writing_end = os.pipe()
+    inode = os.fstat(reading_end).st_ino
+    monkeypatch.setenv(SUPERVISOR_PIPE, f"{reading_end}:{inode + 1}")
+    assert find_supervisor_pipe() is None, "another file"
+    monkeypatch.setenv(SUPERVISOR_PIPE, f"{reading_end}:{inode}")
+    assert find_supervisor_pipe() == reading_end
+    got_signal = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: got_signal.set())
+    try:
+        stop_with_supervisor(reading_end)
+        assert not got_signal.is_set()
+        os.close(writing_end)
+        assert got_signal.wait(60)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        os.close(reading_end)
+    assert find_supervisor_pipe() is None
 
 
 class SignalledProcess:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ratchet.commands.plan.command import FP32_BYTES, MemoryPlan, Workload
+from ratchet.commands.plan.command import BF16_BYTES, FP32_BYTES, MemoryPlan, Workload
 from ratchet.config.schema import StageConfig
 from ratchet.errors import ConfigError
 from ratchet.models.flops import DecoderCost
@@ -22,7 +22,6 @@ from ratchet.utils.datasheets import (
     ClusterSpec,
 )
 
-BF16_BYTES = 2  # bytes of a bfloat16 number
 MAX_MICRO_BATCH_TOKENS = 32768  # larger micro-batches are not faster
 # Bytes of a 256 MiB chunk of the learner's logits, of its softmax, and of its gradient.
 LOGITS_BYTES = 3 * 256 * 2**20

@@ -24,6 +24,7 @@ from ratchet.errors import ConfigError, ModelError
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.generators.config import EngineConfig
+from ratchet.generators.engine.engine import copies_float32_matrices
 from ratchet.generators.engine.sampler import CHUNK_ELEMENTS
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.compute.microbatching import resolve_micro_batch_tokens
@@ -39,6 +40,7 @@ MIB = 2**20
 GIB = 2**30
 # Bytes of a weight, of its gradient and of each optimizer moment: all are float32.
 FP32_BYTES = 4
+BF16_BYTES = 2
 # Tensors of the logits' size that exist at a time: the logits, their softmax and its gradient.
 LOGITS_TENSORS = 3
 # Bytes of optimizer state per weight. Optimizers that are not listed keep two float32 moments.
@@ -65,7 +67,16 @@ class ProcessMemory:
 
     device_kind: str  # "cpu" or "cuda"
     empty_process_bytes: int  # of Python, PyTorch and their libraries
-    compute_bytes: int = 4  # bytes of a number in matrix products
+    rounds_products: bool = False  # True if products of layers have operands in bfloat16
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device_kind == "cpu"
+
+    @property
+    def engine_copies_matrices(self) -> bool:
+        """True if the engine generates from a copy in bfloat16, with a KV cache in bfloat16."""
+        return copies_float32_matrices(self.rounds_products, on_cpu=self.is_cpu)
 
 
 @dataclass(frozen=True)
@@ -305,7 +316,7 @@ def estimate_memory(
     """
     learner, shape = stage.learner, cost.shape
     n_workers = 1
-    if isinstance(learner, LocalConfig) and process.device_kind == "cpu":
+    if isinstance(learner, LocalConfig) and process.is_cpu:
         n_workers = 1 if learner.workers == "auto" else learner.workers
     # A learner class of the user's own is planned with the default sizes.
     sizes = learner if isinstance(learner, LocalConfig | DistributedConfig) else LocalConfig()
@@ -319,7 +330,7 @@ def estimate_memory(
         workload.max_trained_tokens / (n_workers * stage.algorithm.n_minibatches)
     )
     micro_batch_tokens = max(min(micro_batch_limit, minibatch_tokens), workload.max_sequence_tokens)
-    activation_bytes = cost.activation_bytes(process.compute_bytes, checkpointing=recomputes)
+    activation_bytes = cost.activation_bytes(FP32_BYTES, checkpointing=recomputes)
     chunk_bytes = resolve_chunk_mib(sizes.logprob_chunk_mib, process.device_kind) * MIB
     phases = {
         "update": {
@@ -335,7 +346,8 @@ def estimate_memory(
         token_slots = _round_up_to_power_of_two(n_running) * _round_up_to_power_of_two(
             workload.max_sequence_tokens
         )
-        cache_bytes = token_slots * cost.kv_bytes(process.compute_bytes)
+        number_bytes = BF16_BYTES if process.engine_copies_matrices else FP32_BYTES
+        cache_bytes = token_slots * cost.kv_bytes(number_bytes)
         if isinstance(stage.generator, EngineConfig) and stage.generator.kv_cache_gib != "auto":
             # Attempts without room in the cache wait.
             cache_bytes = min(cache_bytes, int(stage.generator.kv_cache_gib * GIB))
@@ -348,7 +360,8 @@ def estimate_memory(
     return MemoryPlan(
         {
             "process": process.empty_process_bytes,
-            **_estimate_role_bytes(stage, algorithm, cost, process),
+            **_estimate_role_bytes(stage, algorithm, cost),
+            **_estimate_rounded_bytes(stage, algorithm, cost, process),
         },
         phases,
     )
@@ -368,26 +381,55 @@ def count_frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: Deco
 def _count_role_parameters(
     stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, name: str
 ) -> int:
-    """Return the number of parameters that a role other than the policy adds.
+    """Return the number of parameters that a role other than the policy adds."""
+    role_cost = _find_role_cost(stage, algorithm, cost, name)
+    return 0 if role_cost is None else role_cost.parameters
+
+
+def _find_role_cost(
+    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, name: str
+) -> DecoderCost | None:
+    """Return the cost of the model that a role other than the policy adds; None for none.
 
     A role with a path has a model of its own, and other roles are copies of the policy. With LoRA,
     a copy is the policy without its adapter, so it adds none.
     """
     path = algorithm.roles[name].path
     if path is not None:
-        return DecoderCost(read_config(find_model(path))).parameters
-    return cost.parameters if stage.lora is None else 0
+        return DecoderCost(read_config(find_model(path)))
+    return cost if stage.lora is None else None
+
+
+def _estimate_rounded_bytes(
+    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, process: ProcessMemory
+) -> dict[str, int]:
+    """Return the bytes of matrices that are kept in bfloat16 beside those in float32, by role.
+
+    On a CPU each model keeps those of its layers, experts excepted, once for all workers. On an
+    accelerator the engine does, for the policy.
+    """
+    if process.is_cpu and process.rounds_products:
+        costs = {"policy": cost} | {
+            name: role_cost
+            for name in algorithm.roles
+            if (role_cost := _find_role_cost(stage, algorithm, cost, name)) is not None
+        }
+    elif process.engine_copies_matrices and isinstance(stage.generator, EngineConfig):
+        costs = {"policy": cost}
+    else:
+        return {}
+    return {
+        f"{name}: matrices in bfloat16": BF16_BYTES
+        * role_cost.count_layer_matrices(experts=not process.is_cpu)
+        for name, role_cost in costs.items()
+    }
 
 
 def _estimate_role_bytes(
-    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, process: ProcessMemory
+    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost
 ) -> dict[str, int]:
     """Return the bytes of weights, optimizer state and checkpoint copy, by role and purpose."""
     bytes_by_purpose = {"policy: weights": cost.parameters * FP32_BYTES}
-    if process.compute_bytes != FP32_BYTES:
-        bytes_by_purpose["policy: weights in half precision"] = (
-            cost.parameters * process.compute_bytes
-        )
     for name in algorithm.roles:
         if n_parameters := _count_role_parameters(stage, algorithm, cost, name):
             bytes_by_purpose[f"{name}: weights"] = n_parameters * FP32_BYTES
@@ -413,7 +455,7 @@ def _estimate_judge_bytes(config: RunConfig, process: ProcessMemory) -> dict[str
         * FP32_BYTES
         * max(1, judge.n_processes)
         for judge in config.judges
-        if process.device_kind == "cpu" or not judge.n_processes
+        if process.is_cpu or not judge.n_processes
     }
 
 

@@ -69,7 +69,8 @@ def show_plan(
     spec = None if cluster is None else ClusterSpec.parse(cluster)
     cost = DecoderCost(read_shape(config), config.kernels == "compiled")
     stage_indices = range(len(config.stages))
-    process = ProcessMemory(config.device, measure_empty_process(config) if spec is None else 0)
+    empty_bytes = measure_empty_process(config) if spec is None else 0
+    process = ProcessMemory(config.device, empty_bytes, config.rounds_products)
     plans = [plan_stage(config, index, cost, process) for index in stage_indices]
     run_probe = None if probe_s is None else probe(config, limit_s=probe_s)
     cluster_plans = [

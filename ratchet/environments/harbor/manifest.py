@@ -12,9 +12,9 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ratchet.errors import DataError
 
@@ -29,6 +29,16 @@ class _Table(BaseModel):
     """A table of the file. Keys outside the schema are kept, so that errors can name them."""
 
     model_config = ConfigDict(extra="allow")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raise for a boolean where a number belongs, which Pydantic would read as 0 or 1."""
+        if info.field_name is None or not isinstance(value, bool):
+            return value
+        if bool not in get_args(cls.model_fields[info.field_name].annotation):
+            raise ValueError("must not be true or false")
+        return value
 
 
 class Phase(_Table):

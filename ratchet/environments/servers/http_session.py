@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ratchet.errors import RatchetError
-from ratchet.types import is_finite_number
+from ratchet.types import is_number_not_bool
 from ratchet.utils.safe_read import parse_json
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -171,6 +171,6 @@ def ask_server(url: str, body: Any, timeout_s: float) -> Any:
 
 def read_reward(reward: Any, url: str) -> float:
     """Return a server's reward. Raises ServerFault unless it is a finite number."""
-    if isinstance(reward, bool) or not is_finite_number(reward):
+    if not is_number_not_bool(reward):
         raise ServerFault(f"the reward of {url} is {reward!r:.80}, but must be a finite number")
     return float(reward)

@@ -13,11 +13,9 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import build
-from ratchet.errors import TrainingError
+from ratchet.errors import ConfigError, TrainingError
 from ratchet.types import Group
 from ratchet.utils.user_code import is_user_error
-
-GroupFilter = Callable[[Group], bool]
 
 
 class RewardStdConfig(Section):
@@ -32,40 +30,78 @@ class RewardStdConfig(Section):
     )
 
 
-def build_reward_std(config: RewardStdConfig) -> GroupFilter:
+def build_reward_std(config: RewardStdConfig) -> Callable[[Group], bool]:
     """Return the filter of a section."""
     return partial(_exceeds_std, above=config.above)
 
 
-def build_group_filter(section: Section) -> GroupFilter:
-    """Return the filter of a section, whose errors say that they are the filter's.
+class GroupFilter:
+    """The group filter of a recipe. Its errors name it.
 
-    The filter is a function of a group, or an object with such a function named `keep`. It returns
-    True for a group that trains (a bool of Python or numpy).
+    Args:
+        user_filter: A function of a group, or an object with such a function named `keep`. It
+            returns True for a group that trains (a bool of Python or numpy). An object may have
+            `state_dict()`, whose result checkpoints save, and `load_state_dict(state)`.
+        name: The name of the filter in error messages.
 
-    Raises TrainingError, when called, if the filter raises or returns something else.
+    Raises ConfigError if the filter has only one of `state_dict` and `load_state_dict`.
     """
-    user_filter: Any = build(section)
-    keep: Any = getattr(user_filter, "keep", user_filter)  # a function has no method `keep`
-    return partial(_call_filter, keep, section.kind_name)
+
+    def __init__(self, user_filter: Any, name: str) -> None:
+        self.name = name
+        self._user_filter = user_filter
+        # A function has no method `keep`.
+        self._keep: Callable[[Group], object] = getattr(user_filter, "keep", user_filter)
+        self._has_state = hasattr(user_filter, "state_dict")
+        if self._has_state != hasattr(user_filter, "load_state_dict"):
+            missing = "load_state_dict" if self._has_state else "state_dict"
+            raise ConfigError(
+                f"rollouts.group_filter={name} has no {missing}, so that a resumed run could not "
+                f"restore its state. Give it both, or neither"
+            )
+
+    def __call__(self, group: Group) -> bool:
+        """Return True if the group trains.
+
+        Raises TrainingError if the filter raises or returns something else than a boolean.
+        """
+        is_kept = self._call(lambda: self._keep(group), f"at group {group.id}")
+        if not isinstance(is_kept, bool | np.bool_):
+            raise TrainingError(
+                f"rollouts.group_filter={self.name} returned {is_kept!r:.80} for group {group.id}. "
+                "Return True for a group that trains, and False for one to replace"
+            )
+        return bool(is_kept)
+
+    def state_dict(self) -> Any:
+        """Return the filter's state for a checkpoint; None if it has none.
+
+        Raises TrainingError if the filter raises.
+        """
+        if not self._has_state:
+            return None
+        return self._call(self._user_filter.state_dict, "in state_dict")
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what `state_dict` returned. Raises TrainingError if the filter raises."""
+        if self._has_state and state is not None:
+            self._call(lambda: self._user_filter.load_state_dict(state), "in load_state_dict")
+
+    def _call(self, call: Callable[[], object], place: str) -> object:
+        try:
+            return call()
+        except BaseException as error:  # user code
+            if not is_user_error(error):
+                raise
+            raise TrainingError(
+                f"rollouts.group_filter={self.name} failed {place}. Mend it, then resume:\n"
+                f"{traceback.format_exc()}"
+            ) from error
 
 
-def _call_filter(keep: Callable[[Group], object], name: str, group: Group) -> bool:
-    try:
-        is_kept = keep(group)
-    except BaseException as error:  # user code
-        if not is_user_error(error):
-            raise
-        raise TrainingError(
-            f"rollouts.group_filter={name} failed at group {group.id}. Mend it, then resume:\n"
-            f"{traceback.format_exc()}"
-        ) from error
-    if not isinstance(is_kept, bool | np.bool_):
-        raise TrainingError(
-            f"rollouts.group_filter={name} returned {is_kept!r:.80} for group {group.id}. Return "
-            "True for a group that trains, and False for one to replace"
-        )
-    return bool(is_kept)
+def build_group_filter(section: Section) -> GroupFilter:
+    """Return the filter of a section. Raises ConfigError if it saves a state but restores none."""
+    return GroupFilter(build(section), section.kind_name)
 
 
 def _exceeds_std(group: Group, *, above: float) -> bool:

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from ratchet.data.codec import from_plain, to_plain
+from ratchet.experience.async_rollouts.group_filter import GroupFilter
 from ratchet.experience.async_rollouts.resumable_generator import CURRENT_GROUP, ResumableGenerator
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup, StalenessScheduler
 from ratchet.experience.rollout.metrics import measure_staleness
@@ -70,6 +71,8 @@ class PrefetchingSource(Source):
             in flight start again when the run resumes.
         has_signal: Returns True for a group with a training signal; other groups are replaced. None
             replaces no group.
+        group_filter: Returns True for a group that trains, and has a state in checkpoints; other
+            groups are replaced. It sees the groups that have a training signal.
         max_replaced: Maximum number of replacements in a step, per group of the step. After that
             groups without a signal are kept.
     """
@@ -83,6 +86,7 @@ class PrefetchingSource(Source):
         pause_during_update: bool,
         replayable: bool,
         has_signal: Callable[[Group], bool] | None = None,
+        group_filter: GroupFilter | None = None,
         max_replaced: int = 1,
     ) -> None:
         self.source = source
@@ -91,6 +95,7 @@ class PrefetchingSource(Source):
         self.pause_during_update = pause_during_update
         self.replayable = replayable
         self.has_signal = has_signal
+        self.group_filter = group_filter
         self.max_replaced = max_replaced
         self._tasks: dict[ScheduledGroup, asyncio.Task[None]] = {}
         # Groups of a restored run whose attempts start again with the next draw.
@@ -165,6 +170,8 @@ class PrefetchingSource(Source):
             "level": None
             if self.scheduler.concurrency is None
             else self.scheduler.concurrency.level,
+            # It is read last: groups may pass the filter while the source's state is awaited.
+            "filter": None if self.group_filter is None else self.group_filter.state_dict(),
         }
 
     def _to_state(self, scheduled: ScheduledGroup) -> dict[str, Any]:
@@ -204,6 +211,8 @@ class PrefetchingSource(Source):
         self.scheduler.ready_groups = [scheduled_by_id[group_id] for group_id in state["arrived"]]
         if self.scheduler.concurrency is not None and state["level"] is not None:
             self.scheduler.concurrency.level = state["level"]
+        if self.group_filter is not None:
+            self.group_filter.load_state_dict(state.get("filter"))
         if not self.replayable:
             if in_flight:
                 log.warning(
@@ -239,7 +248,7 @@ class PrefetchingSource(Source):
         """Play a group, then mark it ready, or replace it if it has no training signal."""
         CURRENT_GROUP.set(scheduled if self.replayable else None)
         (group,) = await self.source.make([(scheduled.id, scheduled.task)], scheduled.version)
-        is_refused = self.has_signal is not None and not self.has_signal(group)
+        is_refused = not self._passes_filters(group)
         if is_refused and self._n_replaced < self.max_replaced * self.scheduler.groups_per_step:
             self._n_replaced += 1
             self.scheduler.drop(scheduled)
@@ -259,6 +268,11 @@ class PrefetchingSource(Source):
             self.source.ledger.note("ready", [scheduled.id])
         scheduled.journal.clear()
         del self._tasks[scheduled]
+
+    def _passes_filters(self, group: Group) -> bool:
+        if self.has_signal is not None and not self.has_signal(group):
+            return False
+        return self.group_filter is None or self.group_filter(group)
 
     def _raise_failures(self) -> None:
         """Raise the error of a group that failed as a whole."""

@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from ratchet.data.chat.thinking import escape_marks
 from ratchet.data.chat.tool_call_grammar import CallRules
 from ratchet.experience.openai_proxy.content import Content, check_image_role, read_content
 from ratchet.experience.openai_proxy.structured import ResponseFormat, read_format
@@ -133,7 +134,7 @@ class ChatMessage(EchoedModel):
 
 def write_thinking(thinking: str) -> str:
     """Return reasoning in the tags with which reasoning models write it before an answer."""
-    return f"<think>\n{thinking}\n</think>\n\n" if thinking else ""
+    return f"<think>\n{escape_marks(thinking)}\n</think>\n\n" if thinking else ""
 
 
 class _FunctionSchema(WireModel):

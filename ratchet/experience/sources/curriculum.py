@@ -22,7 +22,7 @@ from ratchet.errors import DataError
 from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.tasks import TaskStream, get_task_key
 from ratchet.protocols import Environment
-from ratchet.types import Group, Task
+from ratchet.types import Group, Task, is_number_not_bool
 
 UNTRIED_RATE = 0.5  # initial success rate; prefer=learnable gives it the highest weight
 # Checkpoint key of the pending tasks' indices in the pool. The name is that of older checkpoints.
@@ -146,7 +146,7 @@ def _sort_by_difficulty(pool: Sequence[Task], name: str) -> list[int]:
     """Return the indices in the pool of all tasks, sorted by increasing difficulty."""
     for task in pool:
         value = task.meta.get(name)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number_not_bool(value):
             present = ", ".join(task.meta) or "nothing"
             raise DataError(
                 f"curriculum.difficulty={name} is not a number in the meta of task {task.id} (it "

@@ -104,7 +104,18 @@ class EmbeddedEngine(AsyncEngine):
 def casts_matrices(decoder: Decoder) -> bool:
     """True if the engine generates from a copy of the matrices in bfloat16 and not from them."""
     weight = decoder.head_weight
-    return bfloat16.is_enabled() and not weight.is_cpu and weight.dtype is torch.float32
+    is_float32 = weight.dtype is torch.float32
+    return is_float32 and copies_float32_matrices(bfloat16.is_enabled(), on_cpu=weight.is_cpu)
+
+
+def copies_float32_matrices(rounds_products: bool, *, on_cpu: bool) -> bool:
+    """True if the engine copies a float32 model's matrices to bfloat16, as its KV cache then is.
+
+    Args:
+        rounds_products: True if products of layers have operands in bfloat16 (`precision`).
+        on_cpu: True if the model is on a CPU, where products round their operands themselves.
+    """
+    return rounds_products and not on_cpu
 
 
 def _count_later_bytes(decoder: Decoder, *, casts: bool) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ratchet.batch import ROUTES, Batch
 from ratchet.errors import ModelError
+from ratchet.kernels.bfloat16 import share_rounded_weights
 from ratchet.learners.compute.token_outputs import (
     SCALAR_COLUMNS,
     Head,
@@ -69,7 +70,7 @@ class Forward:
         self.dtype = torch.promote_types(first_parameter.dtype, torch.float32)
 
     def copy_with_own_gradients(self) -> Forward:
-        """Return a copy that shares the weights, but has gradients of its own."""
+        """Return a copy with gradients of its own, which shares the weights and rounded weights."""
         clone = copy.copy(self)
         # `deepcopy` takes the objects in this memo instead of copying them.
         memo: dict[int, object] = {}
@@ -80,6 +81,7 @@ class Forward:
                     for p in module.parameters()
                 }
                 memo |= {id(buffer): buffer for buffer in module.buffers()}
+                memo |= share_rounded_weights(module)
         clone.model = copy.deepcopy(self.model, memo)
         clone.head = copy.deepcopy(self.head, memo)
         return clone

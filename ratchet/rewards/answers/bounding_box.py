@@ -20,7 +20,7 @@ from ratchet.errors import DataError
 from ratchet.rewards.answers.final_answer import extract_marked_answer
 from ratchet.rewards.answers.numeric import find_last_match
 from ratchet.rewards.base import FinalAnswer
-from ratchet.types import Task
+from ratchet.types import Task, is_number_not_bool
 from ratchet.utils.safe_read import parse_json
 
 
@@ -173,11 +173,7 @@ def get_side_lengths(units: str, task: Task) -> tuple[float, float]:
     if units != "pixels":
         return SIDE_BY_UNIT[units], SIDE_BY_UNIT[units]
     width, height = task.meta.get("width"), task.meta.get("height")
-    if (
-        isinstance(width, int | float)
-        and isinstance(height, int | float)
-        and min(width, height) > 0
-    ):
+    if is_number_not_bool(width) and is_number_not_bool(height) and min(width, height) > 0:
         return float(width), float(height)
     image = next((part for part in list_media(task.messages) if part.type == "image"), None)
     size = None if image is None else check_media(image, where=task.where, limits=MediaLimits())

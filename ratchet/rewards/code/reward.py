@@ -106,6 +106,22 @@ class CodeConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_compiler_keys(self) -> CodeConfig:
+        language = self.language
+        if language == "python":
+            unread = [name for name in COMPILER_KEYS if name in self.changed]
+            unread += ["compilers"] if self.compilers else []
+            fix = f"set language=cpp, go, block or column, or remove {' and '.join(unread)}"
+        else:
+            compiled = set(COMPILE_COMMANDS) & {language} or set(COMPILE_COMMANDS)
+            unread = [f"compilers.{name}" for name in self.compilers if name not in compiled]
+            fix = f"set language=block or column, or remove {' and '.join(unread)}"
+        if unread:
+            verb = "is" if len(unread) == 1 else "are"
+            raise ValueError(f"{', '.join(unread)} {verb} not read with language={language}: {fix}")
+        return self
+
     @field_validator("compilers")
     @classmethod
     def _check_compilers(
@@ -124,6 +140,7 @@ class CodeConfig(Section):
         return compilers
 
 
+COMPILER_KEYS = ("compile_timeout_s", "compile_memory_mib")
 VERDICT_ENDS = ("passed", "wrong", "crashed", "limit")
 FUNCTION_COLUMNS = ("prompt", "entry_point", "test")
 WALL_PER_CPU = 3  # a correct program must not time out because the machine is busy

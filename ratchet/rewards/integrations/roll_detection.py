@@ -23,7 +23,7 @@ from ratchet.errors import DataError
 from ratchet.rewards.answers.bounding_box import Box, compute_iou, get_side_lengths
 from ratchet.rewards.answers.final_answer import extract_first_tagged
 from ratchet.rewards.base import AnswerReward
-from ratchet.types import Scored, Task
+from ratchet.types import Scored, Task, is_number_not_bool
 from ratchet.utils.safe_read import parse_json
 
 Score = Literal["iou_max_iou_first", "iou_max_label_first", "map", "map50", "map75"]
@@ -173,7 +173,7 @@ def _read_settings(config: DetectionConfig, task: Task) -> DetectionSettings:
     # Keys that a row does not give are null in a table of rows.
     numbers = {name: value for name, value in ratios.items() if value is not None}
     for name, value in numbers.items():
-        if not isinstance(value, int | float) or not 0 <= value <= 1:
+        if not is_number_not_bool(value) or not 0 <= value <= 1:
             raise DataError(f"{task.where}: {name}={value!r:.40} must be a number from 0 to 1")
     weights: Mapping[Score, float] = config.weights
     completeness = config.completeness
@@ -228,7 +228,7 @@ def _parse_list(text: str) -> list[Any] | None:
 
 
 def _is_coordinate(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= MAX_COORDINATE
+    return is_number_not_bool(value) and abs(value) <= MAX_COORDINATE
 
 
 def _compute_overlaps(

@@ -113,6 +113,24 @@ def test_a_limited_cache_takes_no_more(tmp_path: Path) -> None:
     assert sample["keys and values"] == 2**13
 
 
+def test_the_engine_copies_matrices_on_an_accelerator_and_products_do_on_a_cpu(
+    tmp_path: Path,
+) -> None:
+    cost = DecoderCost(read_shape(load_config(recipe(tmp_path), [])))
+    matrices = 2 * cost.count_layer_matrices()
+    cuda = ProcessMemory("cuda", 0, rounds_products=True)
+    plan = planned(tmp_path, "algorithm.kl={coef: 0.1}", process=cuda).memory
+    assert plan.phases["sample"]["keys and values"] == 8 * 8 * cost.kv_bytes(2)
+    assert plan.resident["policy: matrices in bfloat16"] == matrices
+    assert "reference: matrices in bfloat16" not in plan.resident
+    cpu = replace(CPU, rounds_products=True)
+    options = ("algorithm.kl={coef: 0.1}", "learner.workers=2", "threads=2")
+    plan = planned(tmp_path, *options, process=cpu).memory
+    assert plan.phases["sample"]["keys and values"] == 8 * 8 * cost.kv_bytes(4)
+    assert plan.resident["policy: matrices in bfloat16"] == matrices  # not one for each worker
+    assert plan.resident["reference: matrices in bfloat16"] == matrices
+
+
 def test_an_adapter_has_small_moments_and_no_second_model(tmp_path: Path) -> None:
     whole = planned(tmp_path, "algorithm.kl={coef: 0.1}").memory.resident
     held = planned(tmp_path, "lora={rank: 2}", "algorithm.kl={coef: 0.1}").memory.resident

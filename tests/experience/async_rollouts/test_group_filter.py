@@ -2,13 +2,17 @@
 
 import numpy as np
 import pytest
+import yaml
+from command_line import TRAINING_MODULES
 from pydantic import ValidationError
 
 from ratchet.config.resolve import resolve
 from ratchet.config.schema import RunConfig
-from ratchet.errors import TrainingError
+from ratchet.errors import ConfigError, TrainingError
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
 from ratchet.testing.builders import make_group, make_trajectory
+from ratchet.testing.forks import ForkCaller
+from ratchet.testing.kill_and_resume import ChaosTest, Trial
 from ratchet.types import Group
 
 
@@ -40,6 +44,41 @@ class EveryOther:
         self.is_next = not self.is_next
         return self.is_next
 
+    def state_dict(self):
+        return {"is_next": self.is_next}
+
+    def load_state_dict(self, state) -> None:
+        self.is_next = state["is_next"]
+
+
+class OnlySaves:
+    def keep(self, group: Group) -> bool:
+        return True
+
+    def state_dict(self):
+        return {}
+
+
+# It keeps every third group, in the order in which they end.
+EVERY_THIRD = """
+import numpy as np
+
+
+class EveryThird:
+    def __init__(self):
+        self.counts = np.zeros(1, np.int64)
+
+    def keep(self, group):
+        self.counts += 1
+        return self.counts[0] % 3 == 0
+
+    def state_dict(self):
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state):
+        self.counts = state["counts"]
+"""
+
 
 def built(kind, **keys):
     return build_group_filter(resolve("group_filter", {"kind": kind, **keys}))
@@ -60,6 +99,10 @@ def test_a_function_or_class_of_one_s_own_is_a_filter():
     assert [spread(group(0.0, 1.0)), spread(group(1.0, 1.0))] == [True, False]
     other = built(f"{__name__}:EveryOther", first=False)
     assert [other(group(0.0)) for _ in range(3)] == [False, True, False]
+    again = built(f"{__name__}:EveryOther", first=True)
+    again.load_state_dict(other.state_dict())
+    assert [again(group(0.0)) for _ in range(2)] == [other(group(0.0)) for _ in range(2)]
+    assert best.state_dict() is None
     with pytest.raises(ValidationError, match="above"):
         built(f"{__name__}:by_best")
 
@@ -69,6 +112,36 @@ def test_a_filter_that_fails_ends_the_run_by_its_name():
         built(f"{__name__}:by_best", above=0.5)(group())
     with pytest.raises(TrainingError, match=r"no_answer returned None for group g\. Return True"):
         built(f"{__name__}:no_answer")(group(0.0))
+    with pytest.raises(TrainingError, match="EveryOther failed in load_state_dict"):
+        built(f"{__name__}:EveryOther").load_state_dict({})
+    with pytest.raises(ConfigError, match="OnlySaves has no load_state_dict"):
+        built(f"{__name__}:OnlySaves")
+
+
+@pytest.mark.slow
+def test_a_killed_run_restores_its_filter_s_state(tmp_path):
+    (tmp_path / "every_third.py").write_text(EVERY_THIRD)
+    recipe = {
+        "model": {"preset": "tiny"},
+        "tokenizer": {"kind": "characters"},
+        "algorithm": {"kind": "grpo", "group_size": 2},
+        "environment": {"kind": "sorting"},
+        "sampling": {"max_new_tokens": 4},
+        "rollouts": {"group_filter": {"kind": "every_third:EveryThird"}, "max_staleness": 1},
+        "evaluation": {"tasks": 0},
+        "checkpoint": {"every": 1, "keep": 4},
+        "logging": {"progress": "off"},
+        "steps": 4,
+        "batch_size": 2,
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    with ForkCaller(TRAINING_MODULES, log=tmp_path / "output.log") as forks:
+        under_test = ChaosTest(path, tmp_path, forks)
+        assert under_test.start(under_test.reference_run, "") == 0
+        for step in (2, 3):
+            verdict = under_test.run_trial(Trial((f"step.update:{step}:kill",)))
+            assert (verdict.differences, verdict.has_missed) == ((), False)
 
 
 def test_a_recipe_s_filter_is_written_with_its_keys():

@@ -27,7 +27,7 @@ class Levels(FakeEnvironment):
                 f"t/{index}",
                 (Message("user", str(digit)),),
                 answer=digit,
-                meta={"level": 9.5 - digit, "name": "x"},
+                meta={"level": 9.5 - digit, "name": "x", "is_hard": True},
             )
 
 
@@ -143,12 +143,12 @@ def test_each_key_changes_what_is_drawn(key, low, high, around):
     assert play(curriculum(**around, **{key: high}), 20, learns) == b
 
 
-@pytest.mark.parametrize("name", ["name", "depth"])
+@pytest.mark.parametrize("name", ["name", "depth", "is_hard"])
 def test_a_difficulty_that_is_no_number_is_refused(name):
     with pytest.raises(
         DataError,
         match=rf"difficulty={name} is not a number in the meta of task t/0 \(it has level, "
-        r"name\)",
+        r"name, is_hard\)",
     ):
         curriculum(difficulty=name)
 

@@ -107,6 +107,19 @@ def test_a_missing_or_broken_compiler_fails_the_attempt(made):
         assert "set compilers.cpp" in outcome.detail
     with pytest.raises(ValidationError, match=r"compilers\.cpp='' is no command"):
         resolve("rewards", {"kind": "code", "compilers": {"cpp": ""}})
+    for keys, message in (
+        ({"compilers": {"go": "go build"}}, "compilers is not read with language=python: set"),
+        ({"compile_timeout_s": 9, "compile_memory_mib": 99}, "compile_memory_mib are not read"),
+        (
+            {"language": "cpp", "compilers": {"go": "gccgo"}},
+            "compilers.go is not read with language",
+        ),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            resolve("rewards", {"kind": "code", **keys})
+    for language in ("cpp", "block", "column"):
+        keys = {"language": language, "compilers": {"cpp": "clang++"}, "compile_timeout_s": 9}
+        assert resolve("rewards", {"kind": "code", **keys}).compilers == {"cpp": "clang++"}
 
 
 class CountedDeadline:

@@ -118,6 +118,7 @@ def test_a_row_brings_its_own_ratios_and_units():
     for answer, meta, why in (
         ("4", {}, "is no list of"),
         (GOLD, {"reward_model": {"format_ratio": 2}}, "format_ratio=2 must be"),
+        (GOLD, {"reward_model": {"format_ratio": True}}, "format_ratio=True must be"),
         (GOLD, {"reward_model": {"ground_truth": GOLD, "verifier_parm": {"det_reward_ratio": {}}}}, "are all 0"),
     ):  # fmt: skip
         failed = judged("detection", pixels, answer, meta)
