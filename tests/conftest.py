@@ -40,6 +40,8 @@ settings.register_profile(
 # in `make test-slow`
 settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=100)
 settings.load_profile("ratchet")
+FAST_EXAMPLES = 10
+SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis's own plugin finds them
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 Require = Callable[[str, str], None]
@@ -80,6 +82,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests = Counter(item.path for item in items)
     longest = {REPOSITORY / "tests" / name for name in LONGEST_FILES}
     items.sort(key=lambda item: (item.path not in longest, -tests[item.path]))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Try a property on FAST_EXAMPLES at most; `make test-slow` runs each on all of its own."""
+    if settings.get_current_profile_name() == "thorough":
+        return
+    test = getattr(item, "function", None)
+    chosen = getattr(test, SETTINGS, None)
+    if chosen is not None and chosen.max_examples > FAST_EXAMPLES:
+        setattr(test, SETTINGS, settings(chosen, max_examples=FAST_EXAMPLES))
 
 
 def require(component: str, reason: str) -> None:

@@ -167,6 +167,7 @@ def test_map(changed):
         return changed.TestMap()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "touched", "untouched"),
     [

@@ -184,6 +184,7 @@ print(faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="an allocator of another system")
 def test_freed_memory_stays_with_the_process():
     def faults(mode):

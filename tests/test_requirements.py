@@ -54,6 +54,7 @@ def imported() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_every_import_is_declared():
     undeclared = {
         name: path

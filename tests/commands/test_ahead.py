@@ -76,6 +76,7 @@ def rows(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_ledger_says_that_each_prompt_was_trained_on_once_and_in_time(case):
     _, run, rollouts = case
     lines = list(read_ledger(run / "ledger.jsonl"))

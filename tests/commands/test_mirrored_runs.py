@@ -239,6 +239,7 @@ def test_what_is_no_address_is_refused_when_the_recipe_is_read(override, why, re
             resume_run(place, command="x")
 
 
+@pytest.mark.slow
 def test_a_plan_for_an_address_goes_there_with_the_run(recipe):
     address = f"memory://{uuid.uuid4().hex}/run"
     short = ["stages.sft.steps=1", "stages.rl.steps=1"]
@@ -271,6 +272,7 @@ def command(*arguments):
     return done.output
 
 
+@pytest.mark.slow
 def test_every_reading_command_takes_an_address(finished, recipe, machine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache, before = machine(), contents(finished)
@@ -308,6 +310,7 @@ def test_every_reading_command_takes_an_address(finished, recipe, machine, tmp_p
     assert contents(finished) == before  # read-only
 
 
+@pytest.mark.slow
 def test_what_is_fetched_is_fetched_once_and_again_when_it_was_changed(
     finished, machine, monkeypatch, tmp_path
 ):

@@ -90,7 +90,13 @@ JOURNEYS = {
 }
 
 
-@pytest.mark.parametrize("name", JOURNEYS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("chat", "grpo", "sft") else pytest.mark.slow)
+        for name in JOURNEYS
+    ],
+)
 def test_a_first_file_works_at_the_first_try(
     here: Path, name: str, capsys: pytest.CaptureFixture[str]
 ):

@@ -206,6 +206,7 @@ def test_a_model_that_transformers_runs_has_no_map_to_megatron():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P17")
 def test_a_busy_port(refusal):
     """Known only where the ranks are: they have started, and end."""
@@ -220,6 +221,7 @@ def test_a_busy_port(refusal):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_other_versions(refusal, monkeypatch):
     monkeypatch.setattr(
         "ratchet.executors.worker_handle.get_versions",

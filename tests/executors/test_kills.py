@@ -97,6 +97,7 @@ def test_death_in_a_collective(start):
         hanging.result(timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P7")
 def test_a_stopped_worker_is_noticed_named_and_killed(start, monkeypatch):
     group = start(2, silence_s=5.0)

@@ -66,6 +66,7 @@ def start(executor):
         group.close()
 
 
+@pytest.mark.slow
 def test_calls_places_and_errors(start, executor):
     group = start(2)
     first, second = group.call_now("where")
@@ -88,6 +89,7 @@ def test_calls_places_and_errors(start, executor):
     assert group.call_now("environ", "RAY_AUTH_MODE") != ["disabled"] * 2
 
 
+@pytest.mark.slow
 def test_a_collective(start):
     group = start(2, COLLECTIVE)
     assert [float(tensor[0]) for tensor in group.call_now("sum")] == [3.0, 3.0]
@@ -135,11 +137,8 @@ def test_accelerators_and_roles_beside_each_other(executor):
 DIVISIONS = {"one worker": ("dense", {}), **TOPOLOGIES}
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [["one worker"], pytest.param([*DIVISIONS][1:], marks=pytest.mark.slow)],
-    ids=["some", "others"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [[*DIVISIONS][:1], [*DIVISIONS][1:]], ids=["some", "others"])
 def test_the_quick_starts_steps_on_ray(executor, tmp_path, cases):
     """As tests/recipes/test_ranks.py has them, where one process is meant too."""
     embedded = {}

@@ -184,6 +184,7 @@ def gathered(rank):
     return whole["ids"].tolist(), whole["score"].tolist(), logs
 
 
+@pytest.mark.slow
 def test_all_gather_joins_the_rows_of_ranks_in_order():
     for ids, scores, logs in run_ranks(3, "experience.test_batched:gathered"):
         assert ids == [[0, 0], [0, 0], [2, 2]]

@@ -120,6 +120,7 @@ def bound(groups, update_s, slots=SLOTS):
     return max(update_s, sum(asked) / slots / len(groups))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_s", [1.0, 2.0])
 def test_asynchronous_steps_take_what_the_slower_side_takes(update_s, tmp_path):
     """Where few attempts take longer than the steps that they may be late: here 0.03 % of them."""

@@ -87,6 +87,7 @@ def test_it_is_the_generator_that_the_driver_would_have(start):
     assert StopReason.STOP_STRING in {one.stop for one in found}  # the tokenizer went along
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.fault("P5")
 def test_a_death_ends_it_with_its_name(start, how):
@@ -113,8 +114,9 @@ def test_a_death_ends_it_with_its_name(start, how):
 
 @pytest.mark.parametrize(
     ("how", "workers", "seed"),
-    [(9, 2, 0), pytest.param(9, 1, 1, marks=pytest.mark.slow), (9, 2, 2), (signal.SIGSTOP, 2, 3)],
+    [(9, 2, 0), (9, 1, 1), (9, 2, 2), (signal.SIGSTOP, 2, 3)],
 )
+@pytest.mark.slow
 @pytest.mark.fault("P5", "M8")
 def test_a_replacement_goes_on_where_the_dead_one_was(start, tmp_path, how, workers, seed):
     """With the weights of the last push, and nothing answered twice or not at all."""

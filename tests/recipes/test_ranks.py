@@ -30,16 +30,8 @@ def embedded(tmp_path_factory):
     return of
 
 
-ELSEWHERE = ("ep2", "fsdp2 x tp2")  # one step of theirs: tests/learners/test_spread.py
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in ELSEWHERE else ())
-        for name in TOPOLOGIES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
 def test_the_same_steps(name, executor, embedded):
     kind, learner = TOPOLOGIES[name]
     config, wanted = embedded(kind)
@@ -75,6 +67,7 @@ def test_a_step_is_drawn_alike_as_long_as_the_weights_are(executor, embedded):
     assert found.metrics[0]["rollout/reward"] == wanted.metrics[0]["rollout/reward"]
 
 
+@pytest.mark.slow
 def test_fewer_groups_than_ranks(executor, embedded):
     """Ranks without rows compute fillers, which weigh nothing: all of them meet in every layer."""
     config, _ = embedded("dense")

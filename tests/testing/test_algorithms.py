@@ -170,6 +170,7 @@ def test_every_built_in_algorithm_passes_with_its_defaults(kind: str):
     check_algorithm(build_builtin(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_options_keep_what_is_promised(name: str):
     kind, keys = VARIANTS[name]

@@ -12,6 +12,7 @@ from ratchet.testing.algorithms import CHECKS, INVARIANCES, Case
 from ratchet.testing.check_command import build_builtin
 from ratchet.testing.synthetic import Draw
 
+pytestmark = pytest.mark.slow
 DRAWS = st.builds(Draw, seed=st.integers(0, 2**32 - 1), longest=st.sampled_from([0, 0, 16]))
 
 

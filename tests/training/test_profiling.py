@@ -53,6 +53,7 @@ def table(run: Path) -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.slow
 def test_a_profiled_run_learns_the_same_and_says_where_its_time_went(
     recipe: Path, tmp_path: Path
 ) -> None:

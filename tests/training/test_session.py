@@ -223,6 +223,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     assert_equal_runs(whole[0], run)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P8")
 def test_evaluations_that_signals_put_off_are_made_up(forks, tmp_path):
     recipe = tmp_path / "probe.yaml"
@@ -317,6 +318,7 @@ print(sorted({"torch._dynamo", "torch._inductor", "sympy", "torch.distributed.te
 """
 
 
+@pytest.mark.slow
 def test_a_run_never_imports_what_takes_longer_than_torch_itself(recipe, tmp_path):
     command = [
         sys.executable,
@@ -333,6 +335,7 @@ def test_a_run_never_imports_what_takes_longer_than_torch_itself(recipe, tmp_pat
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_what_a_link_leaves_lies_in_the_runs_directory(recipe, tmp_path):
     """And not in the one that the recipe's name suggests, which may be another run's."""
     run = tmp_path / "elsewhere"

@@ -161,6 +161,7 @@ def test_a_position_outside_of_the_block_is_refused():
 WHOLE = 4 * 30 * 4  # bytes of four matrices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["files", "shared_memory"])
 def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path):
     kept = Kept()

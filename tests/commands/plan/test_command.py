@@ -213,6 +213,7 @@ stages:
 """
 
 
+@pytest.mark.slow
 def test_a_probe_runs_all_stages_in_turn(tmp_path: Path) -> None:
     config = freeze(load_config(recipe(tmp_path, STAGES), []))
     found = probe(config, limit_s=0.1)
@@ -226,6 +227,7 @@ def test_a_probe_runs_all_stages_in_turn(tmp_path: Path) -> None:
     assert 50 * 2**20 < found.peak_bytes < 2**34
 
 
+@pytest.mark.slow
 def test_a_probe_that_fails_says_why(tmp_path: Path) -> None:
     nowhere = RECIPE.replace(
         "{preset: tiny, overrides: {hidden_size: 32, n_layers: 2}}", "{path: nowhere}"
@@ -237,6 +239,7 @@ def test_a_probe_that_fails_says_why(tmp_path: Path) -> None:
         probe(config, limit_s=100)
 
 
+@pytest.mark.slow
 def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
     def ratchet(*arguments: str):
         return CliRunner().invoke(app, list(arguments), catch_exceptions=False)

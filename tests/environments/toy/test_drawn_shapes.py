@@ -39,6 +39,7 @@ def things(task):
     return [Thing(*thing) for thing in task.meta["things"]]
 
 
+@pytest.mark.slow
 def test_it_is_an_environment_as_every_other():
     check_environment(made())
 

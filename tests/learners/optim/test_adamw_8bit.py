@@ -171,6 +171,7 @@ def test_it_learns_a_few_rows_by_heart_as_adamw_does(all_quantised):
     assert quantised == pytest.approx(plain, rel=0.1)
 
 
+@pytest.mark.slow
 def test_ranks_go_on_from_what_they_saved_bit_by_bit(tmp_path):
     options = (str(tmp_path), AdamW8bitConfig(lr=1e-2))
     for rank in run_ranks(2, "learners.state_cases:goes_on", *options):
