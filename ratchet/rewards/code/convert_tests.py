@@ -75,8 +75,7 @@ def convert_tests(case_type: str, cases: Sequence[Any], label: str) -> FunctionT
     if case_type == "check_based":
         return _convert_checks(cases, sources, label)
     if case_type == "text":
-        lines = [source.replace(TEXT_PLACEHOLDER, f"{TEXT_FUNCTION}()") for source in sources]
-        return FunctionTask("", TEXT_FUNCTION, _write_check(lines, label), label, judges_text=True)
+        return _convert_text_tests(sources, label)
     _check_definitions(sources, label)
     return convert_source("\n".join(sources), label)
 
@@ -158,6 +157,24 @@ def _convert_checks(cases: Sequence[Any], sources: Sequence[str], label: str) ->
     calls = [f"_check_{index}({name})" for index, name in enumerate(functions)]
     text = "\n".join([*parts, _write_check(calls, label)])
     return _make_task(prompt, list(dict.fromkeys(functions)), text, label)
+
+
+def _convert_text_tests(sources: Sequence[str], label: str) -> FunctionTask:
+    """Return tests of the answer's text, where the placeholder stands for it.
+
+    Raises DataError if the placeholder is within a text, where it would stand for itself.
+    """
+    lines = [source.replace(TEXT_PLACEHOLDER, f"{TEXT_FUNCTION}()") for source in sources]
+    check = _write_check(lines, label)
+    texts = [
+        node.value for node in ast.walk(_parse(check, label)) if isinstance(node, ast.Constant)
+    ]
+    if any(isinstance(text, str) and f"{TEXT_FUNCTION}()" in text for text in texts):
+        raise DataError(
+            f"task '{label}': {TEXT_PLACEHOLDER} stands in a text of its tests: write it without "
+            "quotes"
+        )
+    return FunctionTask(USUAL_IMPORTS, TEXT_FUNCTION, check, label, judges_text=True)
 
 
 def _wrap_check(source: str, name: str, label: str) -> str:
