@@ -224,12 +224,12 @@ def _check_definitions(sources: Sequence[str], label: str) -> None:
     definitions: dict[str, str] = {}
     for source in sources:
         statements = _parse(source, label).body
-        own = {
+        case_definitions = {
             node.name: ast.dump(node)
             for node in statements
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         }
-        for name, definition in own.items():
+        for name, definition in case_definitions.items():
             if definitions.setdefault(name, definition) != definition:
                 raise DataError(
                     f"task '{label}': two of its test cases define {name}: rename one of them"

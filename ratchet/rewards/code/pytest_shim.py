@@ -352,11 +352,11 @@ def _run_tests(*tests):
     for start in ("setup_module", "setUpModule"):
         _call_hook(hooks, start, _Module())
     for cases in groups:
-        for owner, own_cases in itertools.groupby(cases, lambda case: case.owner):
+        for owner, owner_cases in itertools.groupby(cases, lambda case: case.owner):
             hooks = _AttributeMap(owner)
             for start in ("setup_class", "setUpClass"):
                 _call_hook(hooks, start, owner)
-            for case in own_cases:
+            for case in owner_cases:
                 case.run(shared)
             for end in ("tearDownClass", "teardown_class"):
                 _call_hook(hooks, end, owner)
