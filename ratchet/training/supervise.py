@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -44,7 +45,8 @@ class Supervisor:
         resume: Arguments of `ratchet` for each start after that.
         max_restarts: Number of restarts in a row without a new checkpoint, after which the next
             crash is final.
-        say: Called with one line for each restart.
+        say: Called with one line for each restart. Its OSError is ignored, because the run goes on
+            when nothing reads its output any more (`ratchet train ... 2>&1 | head`).
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Supervisor:
         self._start = start
         self._resume = resume
         self._max_restarts = max_restarts
-        self._say = say
+        self._print = say
         self._process: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None  # the first signal that was passed on
         self._signalled_at = 0.0  # monotonic
@@ -140,6 +142,10 @@ class Supervisor:
         finally:
             os.close(reading_end)
             os.close(writing_end)
+
+    def _say(self, line: str) -> None:
+        with suppress(OSError):
+            self._print(line)
 
     def _wait(self, seconds: float) -> bool:
         """Wait; True if a signal came."""

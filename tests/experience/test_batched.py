@@ -193,12 +193,14 @@ def test_all_gather_joins_the_rows_of_ranks_in_order():
 
 
 def gathered_unlike(rank):
-    """On one rank: columns whose order differs; and the error if their widths differ."""
+    """On one rank: columns whose order differs; and the errors if widths or lengths differ."""
     columns = {"ids": torch.full((1, 2), rank), "rank": torch.full((1, 2), 10 + rank)}
     ordered = dict(sorted(columns.items(), reverse=rank == 1))
     whole = BatchedDataDict(ordered).all_gather()
     with pytest.raises(DataError) as caught:
         BatchedDataDict({"ids": torch.zeros(1, 2 + rank)}).all_gather()
+    with pytest.raises(DataError, match="columns of rank 1 must have one length, not"):
+        BatchedDataDict({"ids": torch.zeros(2, 2), "log": [0] * (2 - rank)}).all_gather()
     return whole["ids"].tolist(), whole["rank"].tolist(), str(caught.value)
 
 

@@ -21,12 +21,16 @@ class ScriptedSupervisor(Supervisor):
 
     def __init__(self, place: Path, ends: list[tuple[int, int]], max_restarts: int = 2) -> None:
         self.said: list[str] = []
+        self.has_reader = True
         self.started: list[str] = []
         self._ends = ends
         self._step = 0
-        super().__init__(
-            place, ["start"], ["resume"], max_restarts=max_restarts, say=self.said.append
-        )
+        super().__init__(place, ["start"], ["resume"], max_restarts=max_restarts, say=self._write)
+
+    def _write(self, line):
+        if not self.has_reader:
+            raise BrokenPipeError
+        self.said.append(line)
 
     def _run_once(self, arguments):
         self.started += arguments
@@ -52,6 +56,13 @@ def test_a_crash_starts_the_run_again(tmp_path):
     assert "exit status 1" in second
     assert "step 2" in second
     assert "restart 1 of at most 2" in second  # a new checkpoint begins the count anew
+
+
+def test_a_run_is_restarted_when_nothing_reads_the_output(tmp_path):
+    supervisor = ScriptedSupervisor(tmp_path, [(-9, 2), (0, 5)])
+    supervisor.has_reader = False
+    assert supervisor.run() == 0
+    assert supervisor.started == ["start", "resume"]
 
 
 @pytest.mark.parametrize("status", [0, 2, 74, 75, 77, 130, 143])

@@ -21,15 +21,15 @@ def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) 
 
     Raises:
         DataError: The ranks' columns differ in their names, or in a tensor's dtype or other
-            dimensions. It is raised on every rank.
+            dimensions, or a rank's columns differ in length. It is raised on every rank.
     """
     n_ranks = dist.get_world_size(group)
-    n_rows = len(next(iter(columns.values()), ()))
+    lengths = {name: _count_rows(column) for name, column in columns.items()}
     kinds = {name: _describe_column(column) for name, column in columns.items()}
     parts: list[Any] = [None] * n_ranks
-    dist.all_gather_object(parts, (n_rows, kinds), group=group)
+    dist.all_gather_object(parts, (lengths, kinds), group=group)
+    sizes = _find_row_counts([lengths for lengths, _ in parts])
     _check_equal_columns([kinds for _, kinds in parts])
-    sizes = [size for size, _ in parts]
     gathered: dict[str, Any] = {}
     for name in sorted(columns):  # all ranks must gather a column at the same time
         column = columns[name]
@@ -40,12 +40,28 @@ def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) 
     return {name: gathered[name] for name in columns}
 
 
+def _count_rows(column: Any) -> int | None:
+    """Return the length of a column; None if it has none, as a tensor without dimensions."""
+    return None if isinstance(column, Tensor) and column.ndim == 0 else len(column)
+
+
 def _describe_column(column: Any) -> str:
     """Return what ranks must have in common to gather a column: all but its number of rows."""
     if not isinstance(column, Tensor):
         return "a list"
     shape = ", ".join(map(str, ("B", *column.shape[1:])))
     return f"a tensor [{shape}] of {column.dtype}"
+
+
+def _find_row_counts(lengths_by_rank: Sequence[Mapping[str, int | None]]) -> list[int]:
+    """Return each rank's number of rows. Raise DataError unless its columns have one length."""
+    counts: list[int] = []
+    for rank, lengths in enumerate(lengths_by_rank):
+        count = next(iter(lengths.values()), 0)
+        if count is None or len(set(lengths.values())) > 1:
+            raise DataError(f"the columns of rank {rank} must have one length, not {lengths}")
+        counts.append(count)
+    return counts
 
 
 def _check_equal_columns(columns_by_rank: Sequence[Mapping[str, str]]) -> None:

@@ -12,9 +12,10 @@ import ast
 import builtins
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, TypeGuard
+from typing import Any
 
 from ratchet.errors import DataError
+from ratchet.rewards.code import pytest_shim
 from ratchet.rewards.code.function_tests import FunctionTask
 from ratchet.rewards.code.program_runner import defines_name
 
@@ -74,8 +75,8 @@ def convert_tests(case_type: str, cases: Sequence[Any], label: str) -> FunctionT
     if case_type == "check_based":
         return _convert_checks(cases, sources, label)
     if case_type == "text":
-        lines = [source.replace(TEXT_PLACEHOLDER, f"{TEXT_FUNCTION}()") for source in sources]
-        return FunctionTask("", TEXT_FUNCTION, _write_check(lines, label), label, judges_text=True)
+        return _convert_text_tests(sources, label)
+    _check_definitions(sources, label)
     return convert_source("\n".join(sources), label)
 
 
@@ -87,23 +88,26 @@ def convert_source(source: str, label: str) -> FunctionTask:
     """
     tree = _parse(source, label)
     functions = _find_functions(tree, label)
+    _check_pytest(tree, label)
     statements = [_rewrite_import(statement, label) for statement in tree.body]
     body = [statement for group in statements for statement in group]
-    tests = [node.name for node in body if _is_test(node)]
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    loose = [node for node in body if not isinstance(node, definitions)]
-    # Loose assertions move into `check`, which is where assertions are counted; what they use
-    # stays at the top.
-    moved = [node for node in loose if any(isinstance(part, ast.Assert) for part in ast.walk(node))]
-    if not tests and not moved:
+    tests = _list_tests(body)
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    has_loose_assertions = any(
+        isinstance(part, ast.Assert)
+        for node in body
+        if not isinstance(node, definitions)
+        for part in ast.walk(node)
+    )
+    if not tests and not has_loose_assertions:
         raise DataError(
             f"task '{label}': its tests have neither an assert nor a function test_...: they test "
             "nothing"
         )
-    top = [node for node in body if node not in moved]
-    calls = [*map(ast.unparse, moved), *(f"_run_test({name})" for name in tests)]
+    # Loose assertions stay where they are, because the variables that they read may change later.
     shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
-    text = "\n".join([shim, *map(ast.unparse, top), "", _write_check(calls, label)])
+    check = _write_check([f"_run_tests({', '.join(tests)})"], label)
+    text = "\n".join([shim, *map(ast.unparse, body), "", check])
     return _make_task(USUAL_IMPORTS, functions, text, label)
 
 
@@ -155,6 +159,24 @@ def _convert_checks(cases: Sequence[Any], sources: Sequence[str], label: str) ->
     return _make_task(prompt, list(dict.fromkeys(functions)), text, label)
 
 
+def _convert_text_tests(sources: Sequence[str], label: str) -> FunctionTask:
+    """Return tests of the answer's text, where the placeholder stands for it.
+
+    Raises DataError if the placeholder is within a text, where it would stand for itself.
+    """
+    lines = [source.replace(TEXT_PLACEHOLDER, f"{TEXT_FUNCTION}()") for source in sources]
+    check = _write_check(lines, label)
+    texts = [
+        node.value for node in ast.walk(_parse(check, label)) if isinstance(node, ast.Constant)
+    ]
+    if any(isinstance(text, str) and f"{TEXT_FUNCTION}()" in text for text in texts):
+        raise DataError(
+            f"task '{label}': {TEXT_PLACEHOLDER} stands in a text of its tests: write it without "
+            "quotes"
+        )
+    return FunctionTask(USUAL_IMPORTS, TEXT_FUNCTION, check, label, judges_text=True)
+
+
 def _wrap_check(source: str, name: str, label: str) -> str:
     """Return a function that defines the test's `check` for itself, and calls it."""
     body = [*_parse(source, label).body, *_parse("check(candidate)", label).body]
@@ -181,8 +203,61 @@ def _parse(source: str, label: str) -> ast.Module:
         raise DataError(f"task '{label}': its tests are not Python: {error}") from error
 
 
-def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.ClassDef]:
-    return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test")
+def _list_tests(body: Sequence[ast.stmt]) -> list[str]:
+    """Return the names of the test functions and test classes: `test...`, or of unittest."""
+    test_cases = {"TestCase"}  # the last parts of the names of unittest's classes
+    names: list[str] = []
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        bases = node.bases if isinstance(node, ast.ClassDef) else []
+        is_test_case = any(ast.unparse(base).split(".")[-1] in test_cases for base in bases)
+        if is_test_case:
+            test_cases.add(node.name)
+        if is_test_case or node.name.lower().startswith("test"):
+            names.append(node.name)
+    return list(dict.fromkeys(names))
+
+
+def _check_definitions(sources: Sequence[str], label: str) -> None:
+    """Raise DataError if two test cases define the same name: the first would be lost."""
+    definitions: dict[str, str] = {}
+    for source in sources:
+        statements = _parse(source, label).body
+        case_definitions = {
+            node.name: ast.dump(node)
+            for node in statements
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        }
+        for name, definition in case_definitions.items():
+            if definitions.setdefault(name, definition) != definition:
+                raise DataError(
+                    f"task '{label}': two of its test cases define {name}: rename one of them"
+                )
+
+
+def _check_pytest(tree: ast.Module, label: str) -> None:
+    """Raise DataError if the tests use something of pytest that the sandbox does not have.
+
+    Where the tests run, it would show only after the program has answered, as a wrong answer.
+    """
+    for node in ast.walk(tree):
+        names: list[str] = []
+        match node:
+            case ast.Attribute(value=ast.Name(id="pytest"), attr=name):
+                names = [name]
+            case ast.ImportFrom(module="pytest", names=aliases):
+                names = [alias.name for alias in aliases]
+            case ast.Attribute(attr="skipTest"):
+                names = ["skip"]
+            case _:
+                pass
+        for name in names:
+            if not hasattr(pytest_shim.pytest, name):
+                raise DataError(
+                    f"task '{label}': its tests use pytest's {name}, which is not supported: "
+                    "write them without it, or leave the row out"
+                )
 
 
 def _rewrite_import(statement: ast.stmt, label: str) -> list[ast.stmt]:
@@ -196,13 +271,18 @@ def _rewrite_import(statement: ast.stmt, label: str) -> list[ast.stmt]:
         ]
         return _parse("\n".join(lines), label).body
     if isinstance(statement, ast.Import):
-        names = [alias for alias in statement.names if alias.name != "pytest" or alias.asname]
+        names = [alias for alias in statement.names if alias.name != "pytest"]
         if any(alias.name == MODULE for alias in names):
             raise DataError(
                 f"task '{label}': its tests import the module {MODULE}: write from {MODULE} import "
                 "FUNCTION"
             )
-        return [ast.Import(names)] if names else []
+        lines = [
+            f"{alias.asname} = pytest"
+            for alias in statement.names
+            if alias.name == "pytest" and alias.asname
+        ]
+        return [*([ast.Import(names)] if names else []), *_parse("\n".join(lines), label).body]
     return [statement]
 
 

@@ -119,10 +119,10 @@ class Detection(AnswerReward):
         """
         settings = _read_settings(self.config, task)
         gold = _parse_boxes(settings.ground_truth)
-        if not gold:
+        if not any(box.box.area > 0 for box in gold):
             raise DataError(
                 f"{task.where}: its answer {settings.ground_truth[:80]!r} is no list of "
-                '{"bbox_2d": [x1, y1, x2, y2], "label": text}'
+                '{"bbox_2d": [x1, y1, x2, y2], "label": text} with an area'
             )
         boxes = self._read_answer(text, task)
         is_formatted = bool(boxes) and "\n<answer>\n" in text and text.count("\n</answer>") == 1
@@ -163,6 +163,11 @@ class DetectionSettings:
 
 def _read_settings(config: DetectionConfig, task: Task) -> DetectionSettings:
     row = task.meta.get("reward_model")
+    if row and not isinstance(row, Mapping):
+        raise DataError(
+            f"{task.where}: reward_model={row!r:.80} must be an object with ground_truth. Convert "
+            "it, or remove the column"
+        )
     values: Mapping[str, Any] = row if isinstance(row, Mapping) else {}
     verifier = values.get("verifier_parm")
     ratio = verifier.get("det_reward_ratio") if isinstance(verifier, Mapping) else None

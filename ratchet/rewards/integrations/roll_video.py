@@ -50,7 +50,8 @@ class VideoR1(AnswerReward):
 
     The parts are `accuracy`, from 0 to 1, and `format`: 1 for thinking and answer in their tags and
     nothing else. A number that can't be read earns 0 (ROLL's worker stops for a regression). A task
-    whose own answer earns 0 can't be judged: a regression to 0, or a number that can't be read.
+    whose own answer earns 0 can't be judged: a regression to 0, a number that can't be read, or a
+    choice that does not begin with its letter, such as "(A)".
     """
 
     name = "video_r1"
@@ -99,9 +100,12 @@ def _has_form(text: str) -> bool:
 
 
 def judge_choice(answer: str, gold: str) -> float:
-    """Return 1 if the first characters are equal, of the last `\\boxed{}` if there is one."""
+    """Return 1 if the first characters are equal, of the last `\\boxed{}` if there is one.
+
+    A mark as the first character, as in "(A)", says nothing about the choice and is never equal.
+    """
     first, second = (_extract_box(text).strip().strip(".")[:1] for text in (answer, gold))
-    return float(second != "" and first == second)
+    return float(second.isalnum() and first == second)
 
 
 def _extract_box(text: str) -> str:

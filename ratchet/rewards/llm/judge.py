@@ -46,8 +46,8 @@ class JudgeConfig(ChatJudgeConfig):
 
     verdict: Literal["score", "yes_no"] = Field(
         "score",
-        description="score: the last `Score: N` of the reply, within scale; yes_no: its last YES "
-        "(1) or NO (0).",
+        description="score: the last `Score: N` of the reply, within scale; yes_no: its YES (1) or "
+        "NO (0), as its last word or in capitals.",
     )
     scale: tuple[float, float] = Field(
         (1.0, 10.0), description="Lowest and highest score of verdict=score."

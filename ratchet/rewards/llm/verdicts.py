@@ -6,18 +6,18 @@ import re
 
 from ratchet.errors import DataError
 
-# The value after the word "score": a number with whatever belongs to it ("7/10", "7,5", "5-10"), or
-# a word that stands for no value.
+# The value after the word "score" and perhaps its scale, as in "Score (1 to 10): 7". It is a number
+# with whatever belongs to it ("7/10", "7,5", "5-10", "7 or 8"), or a word that stands for no value.
 SCORE_PATTERN = re.compile(
-    r"score\W{0,8}?("
+    r"score(?:\s?\([^()\n]{1,40}\)(?=\W{0,3}[:=]))?\W{0,8}?("
     r"[-+\u2212\u2013\u2014]?\.?\d[\w.%]*(?:[,\u2212\u2013\u2014-]\d[\w.%]*)*"
-    r"(?:\s*\(?(?:/|out of)\s*\d[\w.]*)?"
+    r"(?:\s*\(?(?:/|out of)\s*\d[\w.]*|[ \t]+(?:to|or)[ \t]+\d[\w.%]*|[ \t]+%)?"
     r"|n/a\b|(?:nan|none|null|[-+]?inf(?:inity)?)\b)",
     re.IGNORECASE,
 )
 # A number as a judge is asked for: whole or with a decimal point, and perhaps the highest score.
 PLAIN_SCORE = re.compile(
-    r"([-+\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))(?:\s*\(?(?:/|out of)\s*([0-9.]+)|(%))?",
+    r"([-+\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))(?:\s*\(?(?:/|out of)\s*([0-9.]+)|[ \t]*(%))?",
     re.IGNORECASE,
 )
 # What makes a letter no choice: "A and B", "A/B", "A tie".
@@ -29,7 +29,13 @@ VERDICT_PATTERN = re.compile(
     rf"|{LABEL}([AB]|[ab](?!\s+\w))\b{NO_CHOICE}"
     r"|\[\[((?i:A|B|C|tie))\]\]"
 )
-YES_NO_PATTERN = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+# A "no" before another word may be part of a remark: "there is no error".
+YES_NO_PATTERN = re.compile(r"\b(?:YES|NO|(?i:yes)|(?i:no)(?![ \t]+\w))\b")
+# A mention of YES or NO that is not a verdict: "YES or NO", "neither YES nor NO", "not a yes".
+NO_VERDICT = re.compile(
+    r"\b(?:(?:yes|no)\W{0,4}(?:/|n?or\b)\W{0,4}(?:yes|no)|not (?:an? )?\W{0,4}(?:yes|no))\b",
+    re.IGNORECASE,
+)
 TIES = ("tie", "draw", "c")
 THINKING_START, THINKING_END = "<think>", "</think>"
 
@@ -79,11 +85,22 @@ def _is_number(text: str, number: float) -> bool:
 
 
 def parse_yes_no(reply: str) -> float:
-    """Return 1 if the last YES or NO of a reply is YES, else 0. Raise DataError if it has none."""
-    words = YES_NO_PATTERN.findall(drop_thinking(reply))
+    """Return 1 if a reply says YES, and 0 if it says NO.
+
+    The last word of the reply counts if it is one of them; else the words in capitals, or in any
+    case, if they are all the same. Raise DataError if there is none, or if they differ.
+    """
+    answer = NO_VERDICT.sub("", drop_thinking(reply))
+    words = YES_NO_PATTERN.findall(answer)
     if not words:
         raise DataError(f"the judge's reply holds neither YES nor NO: {reply[-300:]!r}")
-    return float(words[-1].lower() == "yes")
+    if re.search(rf"\b{words[-1]}\W*$", answer):
+        words = words[-1:]
+    words = [word for word in words if word.isupper()] or words
+    verdicts = {word.lower() for word in words}
+    if len(verdicts) > 1:
+        raise DataError(f"the judge's reply holds both YES and NO: {reply[-300:]!r}")
+    return float(verdicts == {"yes"})
 
 
 def parse_verdict(reply: str) -> float:

@@ -10,7 +10,7 @@ from ratchet.config.resolve import build, resolve
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.errors import DataError
 from ratchet.rewards.code import pytest_shim
-from ratchet.rewards.code.convert_tests import convert_tests
+from ratchet.rewards.code.convert_tests import convert_source, convert_tests
 from ratchet.types import Message, Task
 
 PYTEST = """
@@ -45,7 +45,10 @@ class TestMore:
         assert {"a": add(1, 1)} == approx({"a": 2}, abs=0.1)
 """
 CASES = {
-    "assert": ["assert add(1, 2) == 3", {"assert_code": "x = 2\nassert add(x, 2) == 4"}],
+    "assert": [
+        "r = add(1, 2)\nassert r == 3",
+        {"assert_code": "x = 2\nr = add(x, 2)\nassert r == 4"},
+    ],
     "pytest": [{"assert_code": PYTEST}],
     "check_based": [
         {
@@ -112,7 +115,75 @@ def test_shares_count_assertions():
     assert 0 < outcome.reward < 1
 
 
-TEXT = ["assert len({response}.split()) <= 3", {"assert_code": "assert {response}.endswith('!')"}]
+def square(x):
+    if x < 0:
+        raise ValueError("negative")
+    return x * x
+
+
+def run_in_this_process(source, function):
+    """Run the converted tests of `f` on a function, without the sandbox."""
+    namespace = {"__name__": "tests", "f": function}
+    exec(convert_source(source, "t").test, namespace)
+    namespace["check"](function)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "r = f(1)\nassert r == 1\nr = f(2)\nassert r == 4",
+        "import pytest as p\ndef test_a():\n    p.raises(ValueError, f, -1)\n    assert f(2) == 4",
+        "import pytest\ndef test_a():\n    with pytest.raises(ValueError) as info: f(-1)\n"
+        "    assert info.match('neg') and f(2) == 4",
+        "import pytest\n@pytest.mark.parametrize(('x',), [(1,), pytest.param(2), "
+        "pytest.param(5, marks=pytest.mark.skip)])\ndef test_a(x): assert f(x) == x * x < 9",
+        "import pytest\n@pytest.mark.parametrize('x', [1, 2])\nclass TestA:\n"
+        "    def test_a(self, x): assert f(x) == x * x",
+        "import unittest\nclass Squares(unittest.TestCase):\n    @classmethod\n"
+        "    def setUpClass(cls): cls.n = 2\n    def test_a(self): self.assertEqual(f(self.n), 4)\n"
+        "    @unittest.skip('no')\n    def test_b(self): self.assertEqual(f(2), 5)",
+        "class Base:\n    def test_a(self): assert f(2) == 4\nclass TestA(Base): pass",
+        "class TestA:\n    def setup_class(cls): cls.n = 1\n"
+        "    def setup_method(self, method): self.m = self.n + 1\n"
+        "    def test_a(self): assert f(self.m) == 4",
+        "N = 0\ndef setup_module(module): module.N = 2\ndef test_a(n=1): assert f(N) == 4 * n",
+        "import pytest\nL = []\n@pytest.fixture(autouse=True)\ndef fill(): L.append(2)\n"
+        "@pytest.fixture(name='l')\ndef _l(): return L\n"
+        "def test_a(l):\n    assert len(l) == 1 and f(l[0]) == 4",
+        "import pytest\n@pytest.fixture\ndef a(): return []\n@pytest.fixture\ndef b(a): a.append(2)"
+        "\n@pytest.mark.usefixtures('b')\ndef test_a(a): assert f(a[0]) == 4",
+        "import pytest\nclass TestA:\n    @pytest.fixture\n    def n(self): return 2\n"
+        "    def test_a(self, n): assert f(n) == 4",
+        "import pytest\ndef test_a(): assert f(2) == 4\n@pytest.mark.xfail\n"
+        "def test_b(): assert f(2) == 5\n@pytest.mark.skipif(True, reason='')\n"
+        "def test_c(): assert f(2) == 5",
+    ],
+)
+def test_right_programs_pass_what_pytest_passes(source):
+    run_in_this_process(source, square)
+    with pytest.raises(AssertionError):
+        run_in_this_process(source, lambda x: 1)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test_a(): assert f(2) == 4\ndef test_b(capsys): assert f(2) == 4",
+        "def test_a(): assert f(2) == 4\nasync def test_b(): assert f(2) == 4",
+        "import pytest\n@pytest.fixture(params=[1])\ndef n(request): return 1\n"
+        "def test_a(n): assert f(n) == 1",
+        "class TestA:\n    def __init__(self): self.n = 2\n    def test_a(self): assert f(2) == 4",
+    ],
+)
+def test_what_the_sandbox_lacks_of_pytest_shows_before_the_first_answer(source):
+    with pytest.raises(NameError, match=r"capsys|corout|params|init"):
+        run_in_this_process(source, lambda x: pytest.fail("it is called"))
+
+
+TEXT = [
+    "assert len({response}.split()) <= 3 and not re.search('[0-9]{5}', {response})",
+    {"assert_code": "assert {response}.endswith('!')"},
+]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +254,13 @@ def test_text_tests_may_not_run_the_answer():
         ),
         ("check_based", [{"assert_code": "", "entry_point": 1}], "must be text"),
         ("text", [" "], "its tests are empty"),
+        ("text", ["assert len('{response}') > 2 and {response}"], "without quotes"),
         ("assert", ["from solution import f, N\nassert f(1) == N"], "N, because .* as a value"),
         ("assert", ["s = Stack()\ns.push(f(1))\nassert s.pop()"], "Stack, because they use .push"),
         ("assert", ["from solution import f as g\nassert g(1)(2) == 3"], "judge f, .* call what"),
+        ("pytest", ["import pytest\ndef test_a():\n    pytest.skip(f(1))"], "use pytest's skip"),
+        ("pytest", ["from pytest import warns\ndef test_a(): f(1)"], "use pytest's warns"),
+        ("pytest", ["def test_a(): f(1)", "def test_a(): f(2)"], "two .* define test_a"),
     ],
 )
 def test_unusable_tests_are_named(case_type, cases, message):

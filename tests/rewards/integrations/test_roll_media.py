@@ -117,6 +117,8 @@ def test_a_row_brings_its_own_ratios_and_units():
     assert judged("detection", pixels, GOLD, size, answer_units="pixels").reward == 1.0
     for answer, meta, why in (
         ("4", {}, "is no list of"),
+        (json.dumps([entry("cat", 5, 5, 5, 5)]), {}, "with an area"),
+        (GOLD, {"reward_model": json.dumps({"format_ratio": 0.5})}, "must be an object"),
         (GOLD, {"reward_model": {"format_ratio": 2}}, "format_ratio=2 must be"),
         (GOLD, {"reward_model": {"format_ratio": True}}, "format_ratio=True must be"),
         (GOLD, {"reward_model": {"ground_truth": GOLD, "verifier_parm": {"det_reward_ratio": {}}}}, "are all 0"),
@@ -171,6 +173,7 @@ def test_an_unknown_kind_of_question_fails_the_attempt():
     ("kind", "gold"),
     [
         ("multiple choice", "<answer>.</answer>"),
+        ("multiple choice", "(A)"),  # "(B)" has the same first character
         ("free-form", "\u732b"),
         ("numerical", "three"),
         ("regression", "about 9"),

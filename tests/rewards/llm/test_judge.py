@@ -10,7 +10,7 @@ from ratchet.config.resolve import build, resolve
 from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.llm.chat_client import fill_template
 from ratchet.rewards.llm.http_client import RateLimit
-from ratchet.rewards.llm.verdicts import parse_score, parse_verdict
+from ratchet.rewards.llm.verdicts import parse_score, parse_verdict, parse_yes_no
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing import answered, check_reward
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated
@@ -67,6 +67,12 @@ def rates(body, number=0):
         ("Score: \u22125", None),
         ("Score: \u20135", None),
         ("Score: 5%", None),
+        ("Score: 5 %", None),
+        ("Score: 7 or 8", None),
+        ("Score (0 to 10): 7", 7.0),
+        ("**Score (0-10):** 7/10", 7.0),
+        ("Score (7)", 7.0),
+        ("Score (0 to 10): good", None),
         ("Score: \u0663", None),
         ("Score: 1e1", None),
         ("Score: 3 is low. Score: N/A", None),
@@ -110,6 +116,29 @@ def test_the_last_verdict_of_a_reply_counts(reply, win):
             parse_verdict(reply)
     else:
         assert parse_verdict(reply) == win
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict"),
+    [
+        ("YES. There is no error.", 1.0),
+        ("YES\n\nNote: no reference was given.", 1.0),
+        ("NO: it is not a yes.", 0.0),
+        ("Is it YES or NO? YES", 1.0),
+        ("No. It should be 85.", 0.0),
+        ("Yes and no. NO", 0.0),
+        ("NO, though it would be YES if it had 85.", None),
+        ("It is neither YES nor NO.", None),
+        ("The response has no errors.", None),
+        ("Yes. Then again, no, it depends.", None),
+    ],
+)
+def test_a_remark_is_no_verdict_of_yes_or_no(reply, verdict):
+    if verdict is None:
+        with pytest.raises(DataError, match="the judge's reply holds"):
+            parse_yes_no(reply)
+    else:
+        assert parse_yes_no(reply) == verdict
 
 
 def test_a_verdict_of_yes_or_no_is_the_last_of_the_reply() -> None:
