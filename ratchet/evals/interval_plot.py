@@ -39,9 +39,11 @@ def draw_intervals(intervals: Sequence[Interval], *, low: float, high: float) ->
         f"{name:{margin}}  {_draw_interval(interval, low, high)}"
         for name, interval in zip(names, drawn, strict=True)
     ]
-    left, middle, right = (f"{number:g}" for number in (low, (low + high) / 2, high))
-    scale = f"{left:{(WIDTH - len(middle)) // 2}}{middle}"
-    lines.append(f"{'':{margin}}  {scale}{right:>{WIDTH - len(scale)}}")
+    low_label, middle_label, high_label = (
+        f"{number:g}" for number in (low, (low + high) / 2, high)
+    )
+    scale = f"{low_label:{(WIDTH - len(middle_label)) // 2}}{middle_label}"
+    lines.append(f"{'':{margin}}  {scale}{high_label:>{WIDTH - len(scale)}}")
     return "\n".join(["```text", *lines, "```"])
 
 
