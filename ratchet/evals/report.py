@@ -128,7 +128,7 @@ def _draw_differences(comparison: EvalComparison) -> str:
     ]
     numbers = [abs(number) for interval in intervals for number in interval[1:]]
     reach = max(filter(math.isfinite, numbers), default=0.0)
-    if reach == 0.0:
+    if not 1e-9 < reach < 1e9:
         return ""
     # The first of 1, 2 and 5 times a power of ten that is large enough.
     power = 10.0 ** math.floor(math.log10(reach))
