@@ -35,7 +35,7 @@ Each recipe, what it teaches, and the held-out accuracy that it reached with see
 the commit, the machine and further seeds. All but `grpo_gsm8k` start from random weights; most take one or two minutes of one core, those of several turns
 and of pictures up to ten. `python benchmarks/recipes.py NAME` measures one again.
 
-The time is that of training and evaluation, in seconds of one core, where it was measured. A curve is of `ratchet train NAME`, over the steps of the last
+The seconds are those of seed 0 on one core that the recipe's file has, which says whether evaluation is among them. A curve is of `ratchet train NAME`, over the steps of the last
 stage: the mean reward of the attempts, or the training loss, from its lowest to its highest value. `python tests/gallery.py runs/NAME` takes it from a run.
 
 ```
