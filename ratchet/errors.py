@@ -25,10 +25,14 @@
         ├── PortBusy         none of the ports that the process may use is free
         └── VersionMismatch  driver and worker run different versions
 
-A message says what is wrong, where, and the smallest fix. `assert` is kept for our own bugs.
+A message says what is wrong, where, and the smallest fix; the errors that users meet most end with
+the section of docs/by-symptom.md that says more (`link_symptom`). `assert` is kept for our own
+bugs.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 DISTRIBUTION = "ratchet-rl"  # the name that pip knows
 
@@ -36,6 +40,32 @@ DISTRIBUTION = "ratchet-rl"  # the name that pip knows
 def suggest_install(extra: str = "") -> str:
     """Return the command that installs Ratchet with an extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
+
+
+BY_SYMPTOM = "docs/by-symptom.md"  # its path in a checkout, or its address
+# The sections of that page which messages link to, by their anchors.
+Symptom = Literal[
+    "the-reward-is-flat",
+    "the-kl-explodes",
+    "the-entropy-collapses",
+    "the-loss-or-the-gradient-is-not-finite",
+    "sampler-and-learner-disagree",
+    "out-of-memory",
+    "it-hangs",
+    "a-worker-process-died",
+    "attempts-fail",
+    "a-judge-fails",
+    "there-is-no-sandbox",
+    "no-accelerator-is-found",
+    "a-resume-is-refused",
+    "a-key-is-unknown",
+    "the-disk-is-full",
+]
+
+
+def link_symptom(symptom: Symptom) -> str:
+    """Return the last sentence of a message: where the docs treat its symptom."""
+    return f"See {BY_SYMPTOM}#{symptom}"
 
 
 class RatchetError(Exception):

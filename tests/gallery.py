@@ -1,22 +1,31 @@
-"""docs/gallery.md and its chart, made of the recipes and of what their heads say that they reached:
-`python tests/gallery.py` writes both anew."""
+"""docs/gallery.md and its chart, made of the recipes, of what their heads say that they reached, and
+of tests/gallery_curves.json: `python tests/gallery.py` writes both anew. With runs of recipes
+(`python tests/gallery.py runs/NAME ...`) it takes their curves into tests/gallery_curves.json first."""
 
 from __future__ import annotations
 
 import functools
+import json
 import re
+import sys
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import section_class
+from ratchet.observe.progress import sparkline
+from ratchet.observe.sinks import read_jsonl
 from ratchet.recipes import list_recipes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gallery.md"
 CHART = ROOT / "docs" / "images" / "gallery.svg"
+CURVES = ROOT / "tests" / "gallery_curves.json"
+N_POINTS = 16  # of a curve; each is the mean of equally many steps
 HEAD = """\
 # Gallery of recipes
 
@@ -25,6 +34,9 @@ HEAD = """\
 Each recipe, what it teaches, and the held-out accuracy that it reached with seed 0, before and after its last stage. The first comment of a recipe's file has
 the commit, the machine and further seeds. All but `grpo_gsm8k` start from random weights; most take one or two minutes of one core, those of several turns
 and of pictures up to ten. `python benchmarks/recipes.py NAME` measures one again.
+
+The seconds are those of seed 0 on one core that the recipe's file has, which says whether evaluation is among them. A curve is of `ratchet train NAME`, over the steps of the last
+stage: the mean reward of the attempts, or the training loss, from its lowest to its highest value. `python tests/gallery.py runs/NAME` takes it from a run.
 
 ```
 ratchet train NAME                                 # other keys: seed=1
@@ -36,8 +48,9 @@ ratchet new recipe --like NAME --data FILE --model DIR
 
 """
 SECTIONS = ("Learning from reward", "Demonstrations, pairs and labels", "Learning from a teacher")
-COLUMNS = "| Recipe | What it teaches | Algorithm | Held-out accuracy |"
+COLUMNS = "| Recipe | What it teaches | Algorithm | Held-out accuracy | Curve | Seconds |"
 REACHED = re.compile(r"^#   seed 0: ([\d.]+) -> ([\d.]+) %", re.MULTILINE)
+SECONDS = re.compile(r"^#   seed 0: .*?(\d+) s\b", re.MULTILINE)
 NEEDS = re.compile(r"^# needs: (\S+) -> (\S+)", re.MULTILINE)
 MEASURED = re.compile(r"(?:greedy )?accuracy on ((?:all )?[\d,]+ held-out [\w -]+?)(?:[:,.\n]|$)")
 
@@ -54,6 +67,7 @@ class Recipe(NamedTuple):
             says in another form what it reached.
         measured_on: The held-out tasks.
         needs: A recipe that must have been trained before.
+        seconds: Time of its training with seed 0, as its comment has it; "" if it has none.
     """
 
     name: str
@@ -62,6 +76,7 @@ class Recipe(NamedTuple):
     shares: tuple[float, float] | None
     measured_on: str
     needs: str
+    seconds: str
 
 
 @functools.cache
@@ -72,7 +87,8 @@ def read_recipes() -> list[Recipe]:
 
 def read_recipe(path: Path) -> Recipe:
     head = "".join(re.findall(r"^#.*\n", path.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    reached, needs, measured = (pattern.search(head) for pattern in (REACHED, NEEDS, MEASURED))
+    patterns = (REACHED, NEEDS, MEASURED, SECONDS)
+    reached, needs, measured, seconds = (pattern.search(head) for pattern in patterns)
     paragraph = re.split(r"\n#\n|\n# needs:|\n#   |\n# Data:", head)[0]
     lesson = " ".join(line.removeprefix("#").strip() for line in paragraph.splitlines())
     return Recipe(
@@ -82,7 +98,30 @@ def read_recipe(path: Path) -> Recipe:
         None if reached is None else (float(reached[1]), float(reached[2])),
         "" if measured is None else measured[1],
         "" if needs is None else needs[1],
+        "" if seconds is None else seconds[1],
     )
+
+
+def read_curve(run: Path) -> dict[str, Any]:
+    """Return what tests/gallery_curves.json has of a run: the metric and its means in the last stage."""
+    stages = json.loads((run / "summary.json").read_text(encoding="utf-8"))["stages"]
+    start = sum(stage["steps"] for stage in stages[:-1])
+    rows = [row for row in read_jsonl(run / "metrics.jsonl") if row["step"] > start]
+    metric = "rollout/reward" if "rollout/reward" in rows[0] else "policy/loss"
+    values = [row[metric] for row in rows]
+    bounds = [len(values) * i // N_POINTS for i in range(N_POINTS + 1)]
+    means = [round(fmean(values[a:b]), 4) for a, b in pairwise(bounds)]
+    return {"metric": metric, "steps": len(values), "means": means}
+
+
+def draw_curve(name: str) -> str:
+    """Return the cell with a recipe's curve; "" if tests/gallery_curves.json has none."""
+    curve = json.loads(CURVES.read_text(encoding="utf-8")).get(name)
+    if curve is None:
+        return ""
+    first, *_, last = curve["means"]
+    word = "reward" if curve["metric"] == "rollout/reward" else "loss"
+    return f"{word} {first:.2g} `{sparkline(curve['means'])}` {last:.2g}"
 
 
 def choose_section(recipe: Recipe) -> str:
@@ -106,7 +145,10 @@ def make_row(recipe: Recipe) -> str:
     first = f" First `ratchet train {recipe.needs}`." if recipe.needs else ""
     lesson = re.sub(r"<[^>]*>[^<]*</[^>]*>", r"`\g<0>`", recipe.lesson.replace("|", "\\|"))
     lesson = re.sub(r" ?\(docs/([\w.-]+\.md)\)", r" ([more](\1))", lesson)
-    return f"| `{recipe.name}` | {lesson}{first} | [{kind}](algorithms/{kind}.md) | {result} |"
+    return (
+        f"| `{recipe.name}` | {lesson}{first} | [{kind}](algorithms/{kind}.md) | {result} | "
+        f"{draw_curve(recipe.name)} | {recipe.seconds} |"
+    )
 
 
 def make_page() -> str:
@@ -115,7 +157,7 @@ def make_page() -> str:
     parts = []
     for section in SECTIONS:
         rows = [make_row(recipe) for recipe in recipes if choose_section(recipe) == section]
-        table = "\n".join([COLUMNS, "|---|---|---|---|", *rows])
+        table = "\n".join([COLUMNS, "|---|---|---|---|---|---|", *rows])
         parts.append(f"## {section}\n\n{table}\n")
     return HEAD + "\n".join(parts)
 
@@ -149,5 +191,10 @@ def _place(share: float) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        curves = json.loads(CURVES.read_text(encoding="utf-8"))
+        curves |= {Path(run).name: read_curve(Path(run)) for run in sys.argv[1:]}
+        lines = (f"{json.dumps(name)}: {json.dumps(curves[name])}" for name in sorted(curves))
+        CURVES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     PAGE.write_text(make_page(), encoding="utf-8")
     CHART.write_text(make_chart(), encoding="utf-8")

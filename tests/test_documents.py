@@ -1,16 +1,22 @@
-"""Every path, module and test that a document names exists."""
+"""Every path, module and test that a document names exists, and every page that a message of the library names."""
 
 import re
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from ratchet.errors import BY_SYMPTOM, Symptom
+from ratchet.observe.sentinels import SYMPTOMS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PATH = re.compile(r"`((?:ratchet|tests|docs|recipes|benchmarks|\.ci)/[\w./*-]+)`")
 TEST = re.compile(r"`(tests/[\w./-]+\.py)::(\w+)`")
+PAGE = re.compile(r"(?<![\w/.])(docs(?:/[\w-]+)+(?:\.md)?)(#[\w-]+)?")
+LINK = re.compile(r"link_symptom\(\s*['\"]([\w-]+)['\"]")
 MODULE = re.compile(r"`(ratchet(?:\.[a-z_0-9]+)+)(?:[:.][A-Z]\w*)?`")
 
 
@@ -38,6 +44,26 @@ def test_paths_and_modules_that_are_named_exist(document: Path):
     missing += [f"{path}::{name}" for path, name in TEST.findall(text) if not is_test(path, name)]
     missing += [name for name in MODULE.findall(text) if not is_module(name)]
     assert missing == []
+
+
+def list_anchors(page: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.M)
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+def test_messages_name_pages_and_sections_that_exist():
+    code = "\n".join(path.read_text() for path in (ROOT / "ratchet").rglob("*.py"))
+    pages = {(page, anchor) for page, anchor in PAGE.findall(code)}
+    assert len(pages) > 20
+    assert sorted(page for page, _ in pages if not (ROOT / page).exists()) == []
+    linked = [(page, anchor) for page, anchor in pages if anchor]
+    assert [link for link in linked if link[1][1:] not in list_anchors(link[0])] == []
+    symptoms = set(get_args(Symptom))
+    assert symptoms - list_anchors(BY_SYMPTOM) == set()
+    assert symptoms == {*LINK.findall(code), *SYMPTOMS.values()}, "each is linked from a message"
 
 
 def test_each_part_of_upstream_has_tests_and_says_what_it_lacks():

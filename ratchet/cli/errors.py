@@ -21,6 +21,7 @@ from ratchet.errors import (
     RatchetError,
     RunDirectoryOccupied,
     RunNotFound,
+    link_symptom,
 )
 from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten_text
 
@@ -95,19 +96,19 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which isn't imported here
         return (
             f"the accelerator has not enough memory ({_locate(error)}): "
-            f"{get_first_line(str(error))}",
+            f"{get_first_line(str(error))} {link_symptom('out-of-memory')}",
             WRONG_INPUT,
         )
     if isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS):
         return (
             f"there is not enough memory ({_locate(error)}): free some, raise `ulimit -v`, or use "
-            "a smaller model or batch",
+            f"a smaller model or batch. {link_symptom('out-of-memory')}",
             WRONG_INPUT,
         )
     if any(text in str(error) for text in DISK_FULL_TEXTS):
         return (
             f"nothing more can be written ({_locate(error)}): {get_first_line(str(error))}. Make "
-            "room where the output goes",
+            f"room where the output goes. {link_symptom('the-disk-is-full')}",
             FAILED,
         )
     return None

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ratchet.errors import RunDirectoryError, RunNotFound
-from ratchet.observe.progress import format_duration
+from ratchet.observe.progress import draw_curves, format_duration
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.resolve import fetch_run_record, list_runs_at
@@ -199,6 +199,7 @@ def _format_size(size: int) -> str:
     return f"{mib:,.1f} MiB" if mib < 1000 else f"{mib / 1024:,.1f} GiB"
 
 
+CURVE_WIDTH = 48  # largest number of characters of a curve
 MAX_LINE_CHARS = 300  # characters of a difference that are printed
 
 
@@ -206,7 +207,7 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
     """Print how the first run differs from each of the other runs.
 
     Print the recipe keys that differ (stages are matched by name), the first step whose metrics
-    differ, and the last values of COMPARED_METRICS.
+    differ, and of COMPARED_METRICS the last values and the curves in the last stage.
     """
     runs = [_open_run(path) for path in paths]
     path_pairs = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]
@@ -218,7 +219,7 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
         print_json(comparisons)
         return
     console = make_console(soft_wrap=True)
-    for comparison in comparisons:
+    for comparison, run in zip(comparisons, runs[1:], strict=True):
         console.print(
             f"{comparison['a']} -> {comparison['b']}", style="bold", markup=False, highlight=False
         )
@@ -236,6 +237,35 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
         for name, last_values in comparison["last"].items():
             a, b = ("-" if value is None else f"{value:.4g}" for value in last_values)
             console.print(f"  {name}: {a} -> {b}", markup=False, highlight=False)
+            for line in _draw_metric((runs[0], run), (comparison["a"], comparison["b"]), name):
+                console.print(f"    {line}", markup=False, highlight=False)
+    command = f"ratchet report {' '.join(map(str, paths))} --out compare.html"
+    console.print(f"curves  {command}", markup=False, highlight=False)
+
+
+def _draw_metric(runs: Sequence[RunDirectory], labels: Sequence[str], metric: str) -> list[str]:
+    """Return a line with the curve of a metric in the last stage for each run, on one scale.
+
+    Return [] if a run has fewer than two values there.
+    """
+    curves = [_read_last_stage(run, metric) for run in runs]
+    if min(map(len, curves)) < 2:
+        return []
+    lines = draw_curves(curves, CURVE_WIDTH)
+    return [f"{line}  {label}" for line, label in zip(lines, labels, strict=True)]
+
+
+def _read_last_stage(run: RunDirectory, metric: str) -> dict[int, float]:
+    """Return the finite values of a metric in the run's last stage, by the stage's step."""
+    start = sum(_read_stage_values(run, "steps")[:-1])
+    # The evaluation after the stage before is the one before the first step of this stage.
+    first = start if metric.startswith("eval/") else start + 1
+    curve = {}
+    for row in read_jsonl(run.metrics):
+        values = _list_finite_metrics([row], metric) if row["step"] >= first else []
+        if values:
+            curve[row["step"] - start] = values[0]
+    return curve
 
 
 def _list_recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

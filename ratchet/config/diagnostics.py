@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ratchet.config.key_paths import STAGES, Key, keys, list_children, model_at
 from ratchet.config.peer_names import PEER_NAMES
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, link_symptom
 from ratchet.utils.terminal_text import shorten_text
 
 if TYPE_CHECKING:
@@ -252,7 +252,9 @@ def _write_unknown_key_message(key: str, place: Location, tree: Node, model: typ
         or _hint_at_section(key, place, model)
         or _hint_at_spelling(key, siblings, model)
     )
-    return f"unknown key; {hint or 'known here: ' + ', '.join(siblings)}"
+    if not hint:
+        hint = f"known here: {', '.join(siblings)}. {link_symptom('a-key-is-unknown')}"
+    return f"unknown key; {hint}"
 
 
 def _write_path(place: Location, key: str) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ratchet.errors import TrainingError
+from ratchet.errors import TrainingError, link_symptom
 from ratchet.evals.results import (
     AttemptEnd,
     AttemptResult,
@@ -155,7 +155,7 @@ def report_failures(results: EvalResults, *, is_first: bool = False) -> None:
     if is_first and attempts and len(failures) == len(attempts):
         raise TrainingError(
             f"all {len(attempts)} attempts of the evaluation before the first step failed; "
-            f"{describe_failures(failures)}"
+            f"{describe_failures(failures)}\n{link_symptom('attempts-fail')}"
         )
     if unrewarded:
         log.warning(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratchet.evals.interval_plot import Interval, draw_intervals
 from ratchet.evals.markdown import format_table
 from ratchet.evals.paired_test import SIGNIFICANCE_LEVEL, EvalComparison, name_better
 from ratchet.evals.results import EvalResults, Measure, list_powers_of_two
@@ -29,6 +30,7 @@ def format_report(results: EvalResults, title: str) -> str:
         f"# {title}",
         _format_settings(results),
         _format_measures(measures, len(results.prompts), results.samples),
+        _draw_measures(measures, results.samples),
     ]
     if len(results.tags) > 1:
         sections += ["## By tag", _format_tags(results)]
@@ -58,6 +60,8 @@ def format_comparison(comparison: EvalComparison, a: str, b: str) -> str:
     ]
     heading = ("", "prompts", "A - B", "95 % interval", "A wins", "B wins", "p", "better")
     lines = [f"# A against B\n\nA: {a}\n\nB: {b}", format_table(heading, rows)]
+    if plot := _draw_differences(comparison):
+        lines.append(plot)
     test_kind = (
         "the exact"
         if all(test.is_exact for test in comparison.by_measure.values())
@@ -103,6 +107,33 @@ def _format_measures(measures: Sequence[Measure], n_prompts: int, n_samples: int
             )
         )
     return format_table(("measure", "value", "95 % interval", "prompts"), rows)
+
+
+def _draw_measures(measures: Sequence[Measure], n_samples: int) -> str:
+    """Return a plot of the measures on a scale from 0 to 1; "" if one lies beyond it."""
+    if any(measure.value < 0 or measure.value > 1 for measure in measures):
+        return ""
+    intervals = [
+        Interval(_format_name(measure.name, n_samples), measure.low, measure.value, measure.high)
+        for measure in measures
+    ]
+    return draw_intervals(intervals, low=0.0, high=1.0)
+
+
+def _draw_differences(comparison: EvalComparison) -> str:
+    """Return a plot of the differences on a scale around 0, which is their mark in the middle."""
+    intervals = [
+        Interval(name, test.low, test.difference, test.high)
+        for name, test in {**comparison.by_measure, **comparison.by_tag}.items()
+    ]
+    numbers = [abs(number) for interval in intervals for number in interval[1:]]
+    reach = max(filter(math.isfinite, numbers), default=0.0)
+    if not 1e-9 < reach < 1e9:
+        return ""
+    # The first of 1, 2 and 5 times a power of ten that is large enough.
+    power = 10.0 ** math.floor(math.log10(reach))
+    limit = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= reach)
+    return draw_intervals(intervals, low=-limit, high=limit)
 
 
 def _format_tags(results: EvalResults) -> str:

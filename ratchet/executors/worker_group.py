@@ -20,7 +20,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import replace
 from typing import Any, Self
 
-from ratchet.errors import CallTimeout, WorkerDied, WorkerError, WorkerRaised
+from ratchet.errors import CallTimeout, WorkerDied, WorkerError, WorkerRaised, link_symptom
 from ratchet.executors.protocol import pack, unpack
 from ratchet.executors.worker import WorkerPlace
 from ratchet.executors.worker_handle import Answer, WorkerHandle
@@ -347,7 +347,7 @@ class _PendingCall:
             f"{names} did not answer '{name}' within {self.wait.timeout_s:g} s (for "
             f"{self.wait.owner})"
         )
-        return CallTimeout(f"{message}\n{stall_report.format_report()}")
+        return CallTimeout(f"{message}\n{stall_report.format_report()}\n{link_symptom('it-hangs')}")
 
     def fail(self, error: BaseException) -> None:
         with contextlib.suppress(InvalidStateError):  # the call has ended or was cancelled

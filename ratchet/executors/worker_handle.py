@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.errors import VersionMismatch, WorkerDied, WorkerError
+from ratchet.errors import VersionMismatch, WorkerDied, WorkerError, link_symptom
 from ratchet.executors.protocol import get_versions
 from ratchet.observe.stall_report import format_report, record_event
 from ratchet.processes.frames import EMPTY, Connection, FrameKind, Parcel, PeerGone
@@ -101,7 +101,7 @@ class WorkerHandle(abc.ABC):
         pending_call = next((f" in '{name}'" for name, _ in self._calls.values()), "")
         worker = self.name
         return WorkerDied(
-            f"{worker} {ending}{pending_call}",
+            f"{worker} {ending}{pending_call}. {link_symptom('a-worker-process-died')}",
             role=worker.role,
             rank=worker.rank,
             host=worker.host,

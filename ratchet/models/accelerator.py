@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, link_symptom
 
 
 def require_accelerator(device: torch.device) -> None:
@@ -15,7 +15,7 @@ def require_accelerator(device: torch.device) -> None:
     if device.type != "cpu" and not backends[device.type].is_available():
         raise ConfigError(
             f"device={device}, but torch finds no {device.type.upper()} accelerator here. Set "
-            "device=cpu"
+            f"device=cpu. {link_symptom('no-accelerator-is-found')}"
         )
 
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal, Protocol
 
 from rich.console import Console
@@ -44,6 +45,25 @@ def sparkline(values: Sequence[float]) -> str:
     # Halve the values first, because the difference of two huge floats may overflow.
     shares = [(value / 2 - low / 2) / (high / 2 - low / 2) for value in values]
     return "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in shares)
+
+
+def draw_curves(curves: Sequence[Mapping[int, float]], width: int) -> list[str]:
+    """Return a sparkline for each curve, all on one scale of steps and one of values.
+
+    Args:
+        curves: Values by step, finite; at least one curve has a value.
+        width: Largest number of characters. A character is the mean of the values of equally many
+            steps, and a blank where a curve has none of these steps.
+    """
+    steps = sorted(set().union(*curves))
+    size = -(-len(steps) // width)
+    parts = [steps[start : start + size] for start in range(0, len(steps), size)]
+    rows: list[list[float | None]] = []
+    for curve in curves:
+        values_by_part = [[curve[step] for step in part if step in curve] for part in parts]
+        rows.append([fmean(values) if values else None for values in values_by_part])
+    blocks = iter(sparkline([value for row in rows for value in row if value is not None]))
+    return ["".join(" " if value is None else next(blocks) for value in row) for row in rows]
 
 
 def format_duration(seconds: float) -> str:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ratchet.config.sentinels import SentinelConfig, SentinelsConfig
+from ratchet.errors import Symptom, link_symptom
 from ratchet.observe.metrics import MACHINE_PREFIXES
 from ratchet.observe.write_files import replace_text
 from ratchet.types import POLICY, Failed, Group, Trajectory
@@ -131,6 +132,17 @@ _RULE_TEXTS = {
     "rises": "is over {threshold:g} above its first value (medians of {window} steps)",
     "reported": "is reported",
     "nonfinite": "is not finite",
+}
+# The section of docs/by-symptom.md about a built-in sentinel's alarm.
+SYMPTOMS: Mapping[str, Symptom] = {
+    "loss_spike": "the-kl-explodes",
+    "nonfinite_step": "the-loss-or-the-gradient-is-not-finite",
+    "entropy_collapse": "the-entropy-collapses",
+    "kl_blowup": "the-kl-explodes",
+    "policy_jump": "the-kl-explodes",
+    "equal_rewards": "the-reward-is-flat",
+    "failed_rewards": "attempts-fail",
+    "cut_off": "the-reward-is-flat",
 }
 
 
@@ -334,7 +346,9 @@ class Sentinels:
             "attempts": [_convert_to_json(exhibit) for exhibit in worst],
         }
         evidence_note = self._write_evidence(f"step-{step:08d}-{name}.json", evidence)
-        log.warning("%s%s", message, evidence_note)
+        symptom = SYMPTOMS.get(name)
+        link = "" if symptom is None else f". {link_symptom(symptom)}"
+        log.warning("%s%s%s", message, evidence_note, link)
 
     def _write_evidence(self, name: str, evidence: Mapping[str, Any]) -> str:
         """Write evidence to a file, and return a note for the log that says where it is."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ratchet.errors import link_symptom
 from ratchet.observe.tracing.busy_time import BUSY_TIME
 from ratchet.utils.tracer import TRACER, Span
 
@@ -179,7 +180,7 @@ class StallDetector:
         self._next_report_s *= 2
         return (
             f"the run has made no progress for {quiet_s:.0f} s, since it {last.description}:\n"
-            f"{format_report()}"
+            f"{format_report()}\n{link_symptom('it-hangs')}"
         )
 
 

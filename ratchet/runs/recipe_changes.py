@@ -14,12 +14,13 @@ from typing import Any
 
 from ratchet.config.loader import dump_plain, load_config
 from ratchet.config.schema import STAGE_KEYS, RunConfig
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, link_symptom
 from ratchet.observe.provenance import read_changes
 
 STAGES = "stages"
 NEW_RUN_HINT = (
-    "Start a new run from its weights: ratchet train RECIPE --from {run} (docs/resume.md)"
+    "Start a new run from its weights: ratchet train RECIPE --from {run}. "
+    f"{link_symptom('a-resume-is-refused')}"
 )
 
 OTHER_STATE = "the state in the checkpoint belongs to the old value"

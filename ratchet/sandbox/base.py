@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Protocol
 
-from ratchet.errors import RatchetError
+from ratchet.errors import RatchetError, link_symptom
 
 # Environment variables of every program: its verdict must not depend on a random hash seed or the
 # number of processors.
@@ -75,7 +75,8 @@ class Strength:
             raise SandboxError(
                 f"{where} isolates programs by {self.isolation.name.lower()} only, weaker than the "
                 f"declared {at_least.name.lower()}{reasons}: run where more is allowed, or declare "
-                f"the weaker level with at_least=Isolation.{self.isolation.name}"
+                f"the weaker level with at_least=Isolation.{self.isolation.name}. "
+                f"{link_symptom('there-is-no-sandbox')}"
             )
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Any
 
+from ratchet.errors import link_symptom
 from ratchet.sandbox.base import (
     FIXED_ENVIRONMENT,
     Isolation,
@@ -133,7 +134,9 @@ class ForkServerSlot:
         if "level" not in answer:
             reason = answer.get("error") or self._read_stderr()
             self.close()
-            raise SandboxError(f"no sandbox on this machine: {reason}")
+            raise SandboxError(
+                f"no sandbox on this machine: {reason}. {link_symptom('there-is-no-sandbox')}"
+            )
         return Strength(Isolation(answer["level"]), tuple(answer["refused"]), tuple(answer["by"]))
 
     def run(

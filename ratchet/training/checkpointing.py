@@ -16,7 +16,7 @@ from ratchet.config.base import Section
 from ratchet.config.outputs import CheckpointConfig
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.jsonl import fingerprint
-from ratchet.errors import CheckpointError, DataError, RunDirectoryError
+from ratchet.errors import CheckpointError, DataError, RunDirectoryError, link_symptom
 from ratchet.evals.early_stopping import get_signed_metric
 from ratchet.models.weights.file_fingerprint import (
     fingerprint_weight_files,
@@ -350,7 +350,9 @@ def check_changed_inputs(
     if any(not os.path.isabs(path) for path in missing):
         reason += ". Relative paths need the working directory in which the run was started"
     if faults and not changed_data:
-        raise DataError(f"{', and '.join(faults)}, {reason}. {remedy}")
+        raise DataError(
+            f"{', and '.join(faults)}, {reason}. {remedy}. {link_symptom('a-resume-is-refused')}"
+        )
     if faults:
         log.warning("%s: %s", ", and ".join(faults), consequence)
 

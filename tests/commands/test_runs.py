@@ -104,6 +104,21 @@ def test_runs_are_compared(place: Path) -> None:
     assert "common steps are equal" in text
 
 
+def test_the_curves_of_the_last_stage_are_compared(place: Path, tmp_path: Path) -> None:
+    for name, values in (("a", (9, 0, 4)), ("b", (9, 4, 8))):
+        shutil.copytree(place / "a", tmp_path / name)
+        (tmp_path / name / "config.yaml").write_text(
+            "stages: [{name: x, steps: 1}, {name: y, steps: 2}]"
+        )
+        rows = [{"step": i, "policy/loss": value} for i, value in enumerate(values, start=1)]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    lines = said("compare", a, b).splitlines()
+    assert lines[-4:-1] == ["  policy/loss: 4 -> 8", f"    ▁▅  {a}", f"    ▅█  {b}"]
+    assert lines[-1] == f"curves  ratchet report {a} {b} --out compare.html"
+
+
 def test_old_checkpoints_go_when_asked_to(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def steps() -> list[str]:
         return sorted(path.name[-1] for path in (place / "c" / "checkpoints").glob("step-*"))

@@ -98,6 +98,7 @@ def test_every_prompt_is_there_and_a_failure_is_neither_right_nor_wrong():
     assert "4 of 9 attempts have no reward" in text
     assert "| accuracy | 0.500 |" in text
     assert "2 of 3" in text
+    assert f"accuracy  ├{'─' * 19}●{'─' * 19}┤\n" in text
     assert "- a: sandbox: gone" in text
 
 
@@ -228,6 +229,9 @@ def test_two_are_compared_prompt_by_prompt():
     assert {tag: one.n_prompts for tag, one in found.by_tag.items()} == {"x": 5, "y": 4}
     text = format_comparison(found, "one", "two")
     assert "| sampled | 9 | +0.750 |" in text
+    assert f"sampled  {'·' * 20}┊{'·' * 14}●{'·' * 5}\n" in text
+    assert "-1                  0                   1\n" in text
+    assert "```" not in format_comparison(compare(a, a), "one", "one"), "all differences are 0"
     assert "the exact sign-flip test" in text
     assert "1 prompts are excluded" in text
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from ratchet.observe.progress import Mode, format_duration, show_progress, sparkline
+from ratchet.observe.progress import Mode, draw_curves, format_duration, show_progress, sparkline
 
 
 def console(*, terminal: bool, encoding: str = "utf-8") -> tuple[Console, Callable[[], str]]:
@@ -133,6 +133,12 @@ def test_kl_and_entropy_stand_beside_the_reward() -> None:
 )
 def test_sparkline(values: list[float], expected: str) -> None:
     assert sparkline(values) == expected
+
+
+def test_curves_share_their_scales_and_leave_gaps() -> None:
+    assert draw_curves([{1: 0.0, 2: 7.0}, {2: 3.5, 4: 7.0}], 8) == ["▁█ ", " ▅█"]
+    # Two steps a character: their means are 0.5 and 2.5, and 7 of a curve that ends first.
+    assert draw_curves([{0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}, {0: 7.0}], 2) == ["▁▃", "█ "]
 
 
 @pytest.mark.parametrize(

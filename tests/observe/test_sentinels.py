@@ -11,8 +11,10 @@ from typing import get_args
 import pytest
 
 from ratchet.config.sentinels import Rule, SentinelConfig, SentinelsConfig
+from ratchet.errors import link_symptom
 from ratchet.observe.sentinels import (
     MAX_EXHIBITS,
+    SYMPTOMS,
     Exhibit,
     MetricMemory,
     Sentinels,
@@ -279,7 +281,9 @@ def test_each_built_in_one_says_what_it_is_for(told):
             assert alarms({name: {"action": "pause"}}, *steps)[-1] == (len(values), True), name
             description = SentinelsConfig.model_fields[name].description
             assert description
-            assert told()[-1].endswith(description)
+            symptom = SYMPTOMS.get(name)
+            link = f". {link_symptom(symptom)}" if symptom else ""
+            assert told()[-1].endswith(f"{description}{link}")
 
 
 def test_what_is_given_of_a_built_in_one_replaces_that_alone():

@@ -54,9 +54,16 @@ class FlatConfig:
 def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:
     """Read a config file.
 
-    Raises ConfigError if it is missing, is neither YAML nor JSON nor a script with overrides, or
-    sets a key twice.
+    Raises ConfigError if it is missing, is neither YAML nor JSON nor a shell script with overrides,
+    or sets a key twice.
     """
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"{path} is a Python script, and `ratchet import` runs none. Write the arguments of "
+            "its config (GRPOConfig(...), DPOConfig(...)) into a YAML file, with "
+            "model_name_or_path, dataset_name and reward_funcs, and import that "
+            "(docs/start/from-trl.md)"
+        )
     source = FlatConfig({}, path=path)
     reader = ConfigReader(dialect)
     if path.suffix in (".sh", ".bash", ".txt"):

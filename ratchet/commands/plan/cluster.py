@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ratchet.commands.plan.command import BF16_BYTES, FP32_BYTES, MemoryPlan, Workload
 from ratchet.config.schema import StageConfig
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, link_symptom
 from ratchet.models.flops import DecoderCost
 from ratchet.utils.datasheets import (
     DECODE_SHARE,
@@ -106,7 +106,7 @@ def plan_cluster(
         f"stage {stage.name} does not fit on {spec.count} {spec.kind}: the best parallel layout "
         f"takes {smallest_peak_gib:.0f} GiB of the "
         f"{limit_bytes / GIB:.0f} GiB usable on each. Give more accelerators, shorten the "
-        "sequences, or train an adapter (lora)"
+        f"sequences, or train an adapter (lora). {link_symptom('out-of-memory')}"
     )
 
 

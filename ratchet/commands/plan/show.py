@@ -35,6 +35,8 @@ from ratchet.training.saved_weights import replace_saved_model
 from ratchet.utils.datasheets import ClusterSpec
 from ratchet.utils.terminal_text import make_console
 
+BAR_WIDTH = 24  # characters of a bar that is the whole
+
 
 def show_plan(
     config: RunConfig,
@@ -172,14 +174,16 @@ def _make_memory_table(memory: MemoryPlan, title: str) -> Table:
     table.add_column("when")
     table.add_column("what")
     table.add_column("MiB", justify="right")
+    table.add_column()
+    peak_bytes = memory.peak_bytes
     for phase, bytes_by_purpose in (("always", memory.resident), *memory.phases.items()):
         for purpose, size in bytes_by_purpose.items():
-            table.add_row(phase, purpose, f"{size / 2**20:,.1f}")
+            table.add_row(phase, purpose, f"{size / 2**20:,.1f}", _draw_bar(size / peak_bytes))
     table.add_section()
     table.add_row(
         "peak",
         "largest phase" if memory.phases_take_turns else "sum of phases",
-        f"{memory.peak_bytes / 2**20:,.1f}",
+        f"{peak_bytes / 2**20:,.1f}",
     )
     return table
 
@@ -189,12 +193,18 @@ def _make_time_table(seconds_by_phase: Mapping[str, float], steps: int) -> Table
     table.add_column("phase")
     table.add_column("s a step", justify="right")
     table.add_column("share", justify="right")
+    table.add_column()
     total = sum(seconds_by_phase.values())
     for phase, phase_s in seconds_by_phase.items():
-        table.add_row(phase, f"{phase_s:.3g}", f"{phase_s / total:.0%}")
+        table.add_row(phase, f"{phase_s:.3g}", f"{phase_s / total:.0%}", _draw_bar(phase_s / total))
     table.add_section()
     table.add_row(f"{steps:,} steps", _format_duration(total * steps), "")
     return table
+
+
+def _draw_bar(share: float) -> str:
+    """Return a bar of a share of the whole, from 0 to 1."""
+    return "█" * round(BAR_WIDTH * share)
 
 
 def _format_duration(seconds: float) -> str:

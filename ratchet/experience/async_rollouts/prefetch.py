@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from ratchet.data.codec import from_plain, to_plain
+from ratchet.errors import link_symptom
 from ratchet.experience.async_rollouts.group_filter import GroupFilter
 from ratchet.experience.async_rollouts.resumable_generator import CURRENT_GROUP, ResumableGenerator
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup, StalenessScheduler
@@ -260,9 +261,10 @@ class PrefetchingSource(Source):
                 log.warning(
                     "group %s trains although dynamic_sampling or group_filter refuses it, because "
                     "rollouts.max_replaced=%d times the groups of a step were replaced. Raise it, "
-                    "or refuse fewer groups. Further such groups are not named",
+                    "or refuse fewer groups. Further such groups are not named. %s",
                     group.id,
                     self.max_replaced,
+                    link_symptom("the-reward-is-flat"),
                 )
             self.scheduler.mark_ready(scheduled, group)
             self.source.ledger.note("ready", [scheduled.id])

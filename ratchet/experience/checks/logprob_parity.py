@@ -22,7 +22,7 @@ from torch import Tensor
 from ratchet.batch import Batch
 from ratchet.config.experience import ParityConfig
 from ratchet.data.chat.tokenizer import Tokenizer
-from ratchet.errors import ParityError
+from ratchet.errors import ParityError, link_symptom
 from ratchet.protocols import Generator, Learner, WeightSync
 from ratchet.types import Sampling
 
@@ -143,7 +143,8 @@ class ParityGate:
                 f"{float(difference_T.max()):.3g} (parity.threshold={self.threshold:g}, "
                 f"{len(difference_T)} tokens): {verdict}",
                 *lines,
-                "If this is expected, raise parity.threshold or set parity.action=warn.",
+                "If this is expected, raise parity.threshold or set parity.action=warn. "
+                f"{link_symptom('sampler-and-learner-disagree')}",
             )
         )
 

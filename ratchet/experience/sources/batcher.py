@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from ratchet.errors import TrainingError
+from ratchet.errors import TrainingError, link_symptom
 from ratchet.experience.rollout.failures import describe_failures
 from ratchet.protocols import Source
 from ratchet.types import Failed, Group
@@ -86,7 +86,7 @@ class Batcher:
             raise TrainingError(
                 f"{period}: {len(recent_failures)} of {n_recent_attempts} attempts failed "
                 f"(rollouts.max_failed_share is {self.max_failed_share:.0%}); "
-                f"{describe_failures(recent_failures)}"
+                f"{describe_failures(recent_failures)}\n{link_symptom('attempts-fail')}"
             )
         # The terminal shows one warning. For later steps, the metrics have the counts, and the log
         # has the most frequent failure.

@@ -6,7 +6,7 @@ import math
 
 from ratchet.config.length import count_warmup_steps
 from ratchet.config.schema import OptimizerConfig
-from ratchet.errors import TrainingError
+from ratchet.errors import TrainingError, link_symptom
 from ratchet.learners.optim.schedule import compute_lr_factor
 
 
@@ -61,6 +61,7 @@ class OptimizerStepRules:
             )
             raise TrainingError(
                 f"{self.bad_steps} optimizer steps in a row were not finite (loss {loss}, gradient "
-                f"norm {norm}); none of them changed the weights. {fix}"
+                f"norm {norm}); none of them changed the weights. {fix} "
+                f"{link_symptom('the-loss-or-the-gradient-is-not-finite')}"
             )
         return False

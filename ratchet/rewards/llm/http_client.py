@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 
 from ratchet.config.base import Section
-from ratchet.errors import RatchetError
+from ratchet.errors import RatchetError, link_symptom
 from ratchet.utils.credentials import get_credential
 from ratchet.utils.retry import get_retry_wait_s
 
@@ -147,7 +147,8 @@ class Endpoint:
                 )
                 reason = str(failure)
         raise EndpointError(
-            f"{self.url} gave no usable response in {n_tries} tries; the last failed with {reason}"
+            f"{self.url} gave no usable response in {n_tries} tries; the last failed with "
+            f"{reason}. {link_symptom('a-judge-fails')}"
         )
 
     async def _try_post(self, content: bytes) -> Any:
@@ -170,7 +171,9 @@ class Endpoint:
             )
         if status != 200:
             raise EndpointError(
-                f"{self.url} refused with status {status}: {response.text[:EXCERPT_CHARS]}", status
+                f"{self.url} refused with status {status}: {response.text[:EXCERPT_CHARS]}. "
+                f"{link_symptom('a-judge-fails')}",
+                status,
             )
         try:
             return response.json()

@@ -129,6 +129,22 @@ def test_trl_counts_answers_of_one_process_and_optimizer_steps() -> None:
     assert flat["optimizer.warmup_steps"] == 40
 
 
+def test_a_script_of_trl_is_sent_to_the_page_whose_file_is_imported(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_rewards.py").write_text("def right(completions, answer, **kwargs): return [0]")
+    (tmp_path / "train.py").write_text("GRPOConfig(learning_rate=1e-6)")
+    with pytest.raises(ConfigError, match=r"train.py is a Python script.*docs/start/from-trl.md"):
+        read_config(tmp_path / "train.py")
+    page = (repository / "docs" / "start" / "from-trl.md").read_text()
+    file = tmp_path / "grpo.yaml"
+    file.write_text(page.partition("```yaml\n# grpo.yaml\n")[2].partition("```")[0])
+    recipe = read_config(file).recipe
+    assert recipe["rewards"] == [{"kind": "trl", "function": "my_rewards:right", "weight": 1.0}]
+    assert (recipe["steps"], recipe["batch_size"]) == (20, 4)
+
+
 def test_trl_loss_types_are_weightings(tmp_path: Path) -> None:
     def flat(loss: str) -> dict[str, Any]:
         return written(
