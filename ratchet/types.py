@@ -64,6 +64,7 @@ class Medium:
         inputs: Arguments of the model's forward, by name. The inputs of several media are joined
             along the first dimension.
         source: The encoded file, for records and for generators with their own processor.
+        n_frames: Number of a video's frames that were processed, evenly spaced.
     """
 
     key: str
@@ -71,6 +72,7 @@ class Medium:
     span: int
     inputs: Mapping[str, NDArray[Any]]
     source: bytes
+    n_frames: int | None = None
 
 
 class PlacedMedium(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from ratchet.experience.nemo_rl import (
 )
 from ratchet.experience.nemo_rl.metrics import compute_percentile
 from ratchet.experience.nemo_rl.micro_batches import DynamicBatchingArgs, SequencePackingArgs
+from ratchet.experience.nemo_rl.packed_media import pack_logs
+from ratchet.experience.nemo_rl.packed_tensor import PackedTensor
 
 
 class Config(BaseModel, extra="allow"):
@@ -414,10 +417,11 @@ class OPDAdvantageEstimator(_Estimator):
 
 
 def batched_message_log_to_flat_message(logs: Any, **_: Any) -> tuple[Any, Tensor]:
-    """Return the tokens of whole logs, padded."""
+    """Return the tokens of whole logs, padded, and their media."""
     rows = [torch.cat([torch.as_tensor(entry["token_ids"]) for entry in log]) for log in logs]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return BatchedDataDict({"token_ids": tokens}), torch.tensor([len(row) for row in rows])
+    columns = {"token_ids": tokens, **pack_logs(logs)}
+    return BatchedDataDict(columns), torch.tensor([len(row) for row in rows])
 
 
 def make_config(name: str) -> type[Config]:
@@ -477,6 +481,8 @@ NAMES: dict[str, dict[str, Any]] = {
         "batched_message_log_to_flat_message": batched_message_log_to_flat_message
     },
     "nemo_rl.data.interfaces": {"DatumSpec": DatumSpec},
+    "nemo_rl.data.multimodal_utils": {"PackedTensor": PackedTensor},
+    "ray.cloudpickle": {"dumps": pickle.dumps, "loads": pickle.loads},
     "nemo_rl.environments.interfaces": {
         "EnvironmentInterface": EnvironmentInterface,
         "EnvironmentReturn": EnvironmentReturn,

@@ -92,6 +92,7 @@ def make_ray() -> ModuleType:
     Ratchet's own tests step real actors.
     """
     ray: Any = ModuleType("ray")
+    ray.__path__ = []  # a package, so that its modules can be imported
     ray.remote = lambda *args, **_: _make_remote(args[0]) if args else _make_remote
     ray.kill = ray.init = ray.shutdown = lambda *_, **__: None
     ray.get = lambda value, **_: value

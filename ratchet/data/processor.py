@@ -141,7 +141,8 @@ class Processor:
         inputs = {
             name: np.asarray(value) for name, value in outputs.items() if name not in TOKEN_OUTPUTS
         }
-        return ExpandedMedium(Medium(key, kind, len(tokens), inputs, source), tokens)
+        n_frames = len(decoded["videos"][0]) if kind == "video" else None
+        return ExpandedMedium(Medium(key, kind, len(tokens), inputs, source, n_frames), tokens)
 
     def _decode(self, kind: MediaKind, source: bytes, where: str) -> dict[str, Any]:
         if kind == "image":

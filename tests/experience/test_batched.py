@@ -5,7 +5,7 @@ import torch
 from learners.ranks import run_ranks
 
 from ratchet.errors import DataError
-from ratchet.experience.nemo_rl import BatchedDataDict, DatumSpec, collate
+from ratchet.experience.nemo_rl import BatchedDataDict, DatumSpec, PackedTensor, collate
 
 
 def letters(text="ABCD"):
@@ -177,9 +177,11 @@ def gathered(rank):
             "ids": torch.full((n, 2), rank),
             "score": torch.arange(n, dtype=torch.float64) + rank,
             "log": [[{"role": "user", "token_ids": torch.tensor([rank])}] for _ in range(n)],
+            "pixels": PackedTensor(torch.tensor([rank]), dim_to_pack=0).slice([0] * n),
         }
     )
     whole = batch.all_gather()
+    assert whole["pixels"].as_tensor().tolist() == [0, 0, 2]
     logs = [int(log[0]["token_ids"]) for log in whole["log"]]
     return whole["ids"].tolist(), whole["score"].tolist(), logs
 

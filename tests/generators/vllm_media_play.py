@@ -1,7 +1,9 @@
-"""vLLM on a tiny model that reads images, in a process of its own. Prints "fine"."""
+"""vLLM on a tiny model that reads images, videos or audio clips, in a process of its own. Prints "fine"."""
 
 import asyncio
+import base64
 import faulthandler
+import io
 import signal
 import sys
 import tempfile
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from direct_link import DirectWeightSync
 from PIL import Image
+from sounds import clip, write_tiny_qwen2_audio
 
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
@@ -26,7 +29,7 @@ from ratchet.testing.tiny_vlm import TinyVLM, write_tiny_vlm
 from ratchet.types import Message, Part, Sampling
 
 CONFIG = VLLMConfig(
-    engine="sync", enforce_eager=True, kv_cache_gib=0.25, max_running=8, max_context=512
+    engine="sync", enforce_eager=True, kv_cache_gib=0.25, max_running=8, max_context=1024
 )
 
 
@@ -38,20 +41,29 @@ def picture(seed, width, height):
     )
 
 
-def prompts(renderer):
+def video(seed, frames):
+    """A GIF of noise, whose frames Pillow reads."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (frames, 32, 48, 3), dtype=np.uint8)
+    images = [Image.fromarray(frame) for frame in pixels]
+    file = io.BytesIO()
+    images[0].save(file, "GIF", save_all=True, append_images=images[1:])
+    return Part("video", "data:image/gif;base64," + base64.b64encode(file.getvalue()).decode())
+
+
+def list_media(family):
+    """Two media of different kinds or sizes."""
+    if family == "qwen2_audio":
+        return clip(1, 0.5), clip(2, 0.8, rate_hz=22_050)  # of another rate than the model's
+    return video(1, 7), picture(2, 64, 48)
+
+
+def prompts(renderer, first, second):
     conversations = [
         (Message("user", "hello"),),
-        (Message("user", (picture(1, 64, 48), Part("text", "what?"))),),
+        (Message("user", (first, Part("text", "what?"))),),
         (
             Message(
-                "user",
-                (
-                    Part("text", "a"),
-                    picture(2, 64, 64),
-                    Part("text", "b"),
-                    picture(1, 64, 48),
-                    Part("text", "c"),
-                ),
+                "user", (Part("text", "a"), second, Part("text", "b"), first, Part("text", "c"))
             ),
         ),
     ]
@@ -92,19 +104,32 @@ def furthest(policy, asked, done):
     return most
 
 
-async def agrees(family):
-    """Its logprobs are the learner's, before and after a push in which the encoder of images
-    changed too."""
+def write_model(family, directory):
+    if family == "qwen2_audio":
+        return write_tiny_qwen2_audio(directory, hidden=128, clip_s=30)  # vLLM takes no other
     sizes = TinyVLM(
-        family=family, hidden=128, heads=4, kv_heads=2, vision_hidden=64, max_positions=512, std=0.1
+        family=family,
+        hidden=128,
+        heads=4,
+        kv_heads=2,
+        vision_hidden=64,
+        max_positions=1024,
+        std=0.1,
     )
+    return write_tiny_vlm(directory, sizes)
+
+
+async def agrees(family):
+    """Its logprobs are the learner's, before and after a push in which the encoder changed too."""
     with tempfile.TemporaryDirectory() as directory:
-        write_tiny_vlm(Path(directory), sizes)
+        write_model(family, Path(directory))
         policy, tokenizer = load_policy(directory), load_tokenizer(directory)
         renderer = Renderer(tokenizer, processor=load_processor(directory))
         with env_vars.set_env_defaults(CONFIG.environment):
-            generator = VLLMGenerator(CONFIG, policy, tokenizer)
-            asked = list(prompts(renderer))
+            arguments = {} if family == "qwen2_audio" else {"limit_mm_per_prompt": {"video": 1}}
+            config = CONFIG.model_copy(update={"arguments": arguments})
+            generator = VLLMGenerator(config, policy, tokenizer)
+            asked = list(prompts(renderer, *list_media(family)))
 
             async def draw(of, seed):
                 sampling = Sampling(max_new_tokens=8, seed=seed)

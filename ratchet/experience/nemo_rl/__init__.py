@@ -14,6 +14,7 @@ from ratchet.experience.nemo_rl.environment import (
     EnvironmentReturn,
 )
 from ratchet.experience.nemo_rl.generation import WithSampling
+from ratchet.experience.nemo_rl.packed_tensor import PackedTensor
 from ratchet.experience.nemo_rl.policy_generation import PolicyGeneration
 from ratchet.experience.nemo_rl.specs import (
     DatumSpec,
@@ -35,6 +36,7 @@ __all__ = [
     "GenerationInterface",
     "GenerationOutputSpec",
     "MessageLog",
+    "PackedTensor",
     "PolicyGeneration",
     "TokenizerType",
     "WithSampling",

@@ -1,11 +1,10 @@
-"""A batch as a dictionary of columns: lists or tensors whose first dimension is the batch.
+"""A batch as a dictionary of columns: lists, PackedTensors, or tensors [B, ...].
 
 B = rows of the batch.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,9 +14,19 @@ from typing import Any, Generic, Self, TypeVar, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ratchet.errors import DataError
+from ratchet.experience.nemo_rl.batch_columns import (
+    MissingBatchColumn,
+    Rows,
+    add_missing_media,
+    concatenate_columns,
+    count_rows,
+    normalise_indices,
+    repeat_rows,
+    select_rows,
+    slice_rows,
+)
 from ratchet.experience.nemo_rl.gather_columns import gather_columns
 from ratchet.experience.nemo_rl.micro_batches import (
     DynamicBatchingArgs,
@@ -27,15 +36,10 @@ from ratchet.experience.nemo_rl.micro_batches import (
     plan_dynamic_batches,
     plan_packed_batches,
 )
+from ratchet.experience.nemo_rl.packed_media import select_media
+from ratchet.experience.nemo_rl.packed_tensor import PackedTensor
 
 Row = TypeVar("Row")
-Rows = Sequence[int] | Tensor
-
-
-class MissingBatchColumn(DataError, KeyError):
-    """A batch lacks a column that the others have. NeMo RL raises KeyError here."""
-
-    __str__ = DataError.__str__  # KeyError's would put the text in quotes
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Row]):
@@ -59,19 +63,27 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
 
     @classmethod
     def from_batches(
-        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
+        cls,
+        batches: Sequence[Mapping[str, Any]],
+        pad_value_dict: Mapping[str, float] | None = None,
+        *,
+        allow_missing_packed_tensors: bool = False,
     ) -> Self:
         """Concatenate batches.
 
         Tensors of two or more dimensions are padded at the end of the second dimension to the
         widest batch. The padding is the column's value in `pad_value_dict`, or 0. Batches without
-        rows may lack columns. All others must have the same columns.
+        rows may lack columns. All others must have the same columns; with
+        `allow_missing_packed_tensors` they may lack PackedTensors, whose rows are then without
+        segments.
 
         Raises MissingBatchColumn if a batch with rows lacks a column.
         """
-        nonempty = [batch for batch in batches if _count_rows(batch)]
+        nonempty = [batch for batch in batches if count_rows(batch)]
         if not nonempty:
             return cls(batches[0]) if batches else cls()
+        if allow_missing_packed_tensors:
+            nonempty = add_missing_media(nonempty)
         fill_values = pad_value_dict or {}
         names = dict.fromkeys(name for batch in nonempty for name in batch)
         for name in names:
@@ -83,7 +95,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
                 )
         return cls(
             {
-                name: _concatenate(
+                name: concatenate_columns(
                     name, [batch[name] for batch in nonempty], fill_values.get(name, 0)
                 )
                 for name in names
@@ -93,29 +105,38 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
     @property
     def size(self) -> int:
         """The number of rows B."""
-        return _count_rows(self.data)
+        return count_rows(self.data)
 
     def slice(self, start: int, end: int) -> Self:
         """Return rows [start, end)."""
         if not 0 <= start <= end <= self.size:
             raise DataError(f"rows {start} to {end} are not in a batch of {self.size}")
-        return type(self)({name: column[start:end] for name, column in self.data.items()})
+        return type(self)(
+            {name: slice_rows(column, start, end) for name, column in self.data.items()}
+        )
 
     def select_indices(self, indices: Rows) -> Self:
         """Return a batch whose row i is row indices[i] of this one.
 
         A row may be selected several times; its items in list columns are then shared.
         """
-        rows = _normalise_indices(indices, self.size)
-        return type(self)({name: _select_rows(column, rows) for name, column in self.data.items()})
+        rows = normalise_indices(indices, self.size)
+        return type(self)({name: select_rows(column, rows) for name, column in self.data.items()})
 
-    def repeat_interleave(self, num_repeats: int) -> Self:
+    def repeat_interleave(self, num_repeats: int, *, share_immutable_media: bool = False) -> Self:
         """Return a batch with `num_repeats` consecutive copies of each row.
 
-        Items of list columns are deep copies, so that each repetition extends its own log.
+        Items of list columns are deep copies, so that each repetition extends its own log. With
+        `share_immutable_media` the copies share their media: PackedTensors in the items, values of
+        columns such as `vllm_images`, and content parts with an image, video or audio clip. This
+        enables deduplication of the PackedTensors, those of this batch too.
         """
+        share = share_immutable_media
         return type(self)(
-            {name: _repeat_rows(column, num_repeats) for name, column in self.data.items()}
+            {
+                name: repeat_rows(name, column, num_repeats, share_media=share)
+                for name, column in self.data.items()
+            }
         )
 
     def reorder_data(self, new_positions: Rows) -> Self:
@@ -123,11 +144,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
 
         This undoes `select_indices(new_positions)`.
         """
-        targets = _normalise_indices(new_positions, self.size)
+        targets = normalise_indices(new_positions, self.size)
         if sorted(targets) != list(range(self.size)):
             raise DataError(f"new_positions={targets} must name each of the {self.size} rows once")
         inverse = sorted(range(len(targets)), key=targets.__getitem__)
-        self.data = {name: _select_rows(column, inverse) for name, column in self.data.items()}
+        self.data = {name: select_rows(column, inverse) for name, column in self.data.items()}
         self.micro_batch_indices = None  # they name rows of the old order
         return self
 
@@ -339,10 +360,35 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         """Return the columns as a plain dictionary, which is not a copy."""
         return self.data
 
+    def get_multimodal_dict(
+        self,
+        as_tensors: bool = False,
+        device: str | torch.device | None = None,
+        pixel_dtype: torch.dtype | None = None,
+    ) -> dict[str, Any]:
+        """Return the columns of media: what a model's forward takes beside the tokens.
+
+        These are the PackedTensors, `token_type_ids` and `mm_token_type_ids`, and the inputs of the
+        media in the column `media` (see `GenerationDatumSpec`), by name.
+
+        Args:
+            as_tensors: Return the segments of each PackedTensor as one tensor, or None if there are
+                none. False returns the PackedTensors, on whatever device they are.
+            device: The device of the tensors; None leaves them where they are.
+            pixel_dtype: The dtype of `pixel_values` and `pixel_values_videos`; None keeps theirs.
+
+        Raises:
+            PackedTensorError: Segments can't be joined; or with deduplication a row's pixels and
+                sizes (`image_grid_thw`, ...) have different numbers of segments.
+        """
+        return select_media(
+            self.data, as_tensors=as_tensors, device=device, pixel_dtype=pixel_dtype
+        )
+
     def to(self, device: str | torch.device) -> Self:
-        """Move the tensor columns of this batch to a device, and return the batch."""
+        """Move the tensors and PackedTensors of this batch to a device, and return the batch."""
         self.data = {
-            name: column.to(device) if isinstance(column, Tensor) else column
+            name: column.to(device) if isinstance(column, Tensor | PackedTensor) else column
             for name, column in self.data.items()
         }
         return self
@@ -352,49 +398,3 @@ def _list_bounds(micro_batches: Sequence[ShardMicroBatch]) -> list[list[int]]:
     """Return the first row of each micro-batch and the row after its last."""
     ends = accumulate(len(micro.rows) for micro in micro_batches)
     return [[begin, end] for begin, end in pairwise([0, *ends])]
-
-
-def _count_rows(batch: Mapping[str, Any]) -> int:
-    counts = {name: len(column) for name, column in batch.items()}
-    if len(set(counts.values())) > 1:
-        raise DataError(f"the columns of a batch differ in length: {counts}")
-    return next(iter(counts.values()), 0)
-
-
-def _normalise_indices(indices: Rows, size: int) -> list[int]:
-    """Return row numbers as a list of non-negative ints, or raise DataError."""
-    rows = [int(i) for i in (indices.tolist() if isinstance(indices, Tensor) else indices)]
-    outside = next((i for i in rows if not -size <= i < size), None)
-    if outside is not None:
-        raise DataError(f"row {outside} is not in a batch of {size}")
-    return [i % size for i in rows]
-
-
-def _select_rows(column: Any, rows: list[int]) -> Any:
-    if isinstance(column, Tensor):
-        return column[torch.tensor(rows, dtype=torch.int64, device=column.device)]
-    return [column[i] for i in rows]
-
-
-def _repeat_rows(column: Any, times: int) -> Any:
-    if isinstance(column, Tensor):
-        return column.repeat_interleave(times, dim=0)
-    return [copy.deepcopy(item) for item in column for _ in range(times)]
-
-
-def _concatenate(name: str, columns: Sequence[Any], fill: float) -> Any:
-    if not all(isinstance(column, Tensor) for column in columns):
-        if any(isinstance(column, Tensor) for column in columns):
-            raise DataError(
-                f"column '{name}' is a tensor in one batch and a list in another: make them alike"
-            )
-        return [item for column in columns for item in column]
-    if columns[0].ndim < 2:
-        return torch.cat(list(columns))
-    width = max(column.shape[1] for column in columns)
-    return torch.cat(
-        [
-            pad(column, (0, 0) * (column.ndim - 2) + (0, width - column.shape[1]), value=fill)
-            for column in columns
-        ]
-    )

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ratchet.errors import DataError
+from ratchet.experience.nemo_rl.packed_tensor import PackedTensor
 
 
 def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Return the columns with the rows of all ranks, in the order of the ranks.
 
     Args:
-        columns: Tensors and lists of B rows each. B may differ by rank.
+        columns: Tensors, PackedTensors and lists of B rows each. B may differ by rank.
         group: The group; None: all ranks.
 
     Raises:
@@ -35,6 +36,8 @@ def gather_columns(columns: Mapping[str, Any], group: dist.ProcessGroup | None) 
         column = columns[name]
         if isinstance(column, Tensor):
             gathered[name] = _gather_tensor(column, sizes, group)
+        elif isinstance(column, PackedTensor):
+            gathered[name] = PackedTensor.concat(_gather_list([column], n_ranks, group))
         else:
             gathered[name] = _gather_list(column, n_ranks, group)
     return {name: gathered[name] for name in columns}
@@ -47,6 +50,8 @@ def _count_rows(column: Any) -> int | None:
 
 def _describe_column(column: Any) -> str:
     """Return what ranks must have in common to gather a column: all but its number of rows."""
+    if isinstance(column, PackedTensor):
+        return f"a PackedTensor of dim_to_pack={column.dim_to_pack}"
     if not isinstance(column, Tensor):
         return "a list"
     shape = ", ".join(map(str, ("B", *column.shape[1:])))

@@ -16,6 +16,7 @@ from ratchet.data.formats.media import embed, is_pillow_image
 from ratchet.data.formats.media_columns import join_parts, read_content
 from ratchet.errors import DataError
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
+from ratchet.experience.nemo_rl.packed_media import check_media_are_in_content
 from ratchet.types import Message, PlacedMedium, Role
 
 # A conversation. Each entry has `role`, `content` and `token_ids` (int64 [L]); the tokens of all
@@ -54,6 +55,7 @@ class GenerationDatumSpec(TypedDict):
         input_lengths: int64 [B].
         stop_strings: The stop strings of each row.
         media: The media of each row, with their places in its tokens; absent if no row has any.
+            `get_multimodal_dict` returns their inputs as columns.
     """
 
     input_ids: Tensor
@@ -134,8 +136,10 @@ def as_message(entry: Mapping[str, Any]) -> Message:
     may be one of Pillow.
 
     Raises:
-        DataError: The role is unknown, or the content is neither text nor such parts.
+        DataError: The role is unknown, the content is neither text nor such parts, or the entry has
+            media as PackedTensors alone.
     """
+    check_media_are_in_content(entry)
     role, content = str(entry.get("role")), entry.get("content")
     if role not in ROLES or not isinstance(content, str | list):
         raise DataError(

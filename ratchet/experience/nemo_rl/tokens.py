@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError
+from ratchet.experience.nemo_rl.packed_media import check_media_are_in_content
 from ratchet.experience.nemo_rl.specs import DatumSpec, MessageLog, as_message
 from ratchet.types import Message, PlacedMedium, StopReason
 
@@ -110,8 +111,10 @@ def find_media(
 ) -> tuple[PlacedMedium, ...]:
     """Return the media of a log with their places in its tokens; () for a tokenizer of text.
 
-    Raises DataError if a medium of the log is not in the tokens.
+    Raises DataError if a medium of the log is not in the tokens, or is a PackedTensor alone.
     """
+    for entry in log:
+        check_media_are_in_content(entry)
     if not isinstance(tokenizer, Renderer) or tokenizer.processor is None:
         return ()
     return tokenizer.media(tokens, [as_message(entry) for entry in log])

@@ -96,7 +96,6 @@ REASONS: Mapping[str, str] = {
             "default_mm_loras",
             "enable_prompt_embeds",
             "generation_config",
-            "limit_mm_per_prompt",
             "override_generation_config",
             "served_model_name",
             "skip_tokenizer_init",

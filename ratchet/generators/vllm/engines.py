@@ -20,7 +20,7 @@ import torch
 
 from ratchet.errors import RequestFailed
 from ratchet.generators.request import EngineCore, GenerationRequest
-from ratchet.generators.vllm.media import check_expanded
+from ratchet.generators.vllm.media import MediaSettings, check_expanded
 from ratchet.generators.vllm.requests import (
     LoRARequests,
     PartialCompletion,
@@ -41,9 +41,11 @@ class VLLMCore(EngineCore, Protocol):
     Attributes:
         sparse_layers: The layers with experts, whose routes completions have if a request asks for
             them.
+        media_settings: How the model's media are read.
     """
 
     sparse_layers: Sequence[int]
+    media_settings: MediaSettings
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker and return all results."""
@@ -118,6 +120,7 @@ class InProcessCore:
     """
 
     sparse_layers: Sequence[int] = ()
+    media_settings = MediaSettings()
 
     def __init__(self, arguments: dict[str, Any], on_files_read: Callable[[], None]) -> None:
         with _restore_torch_state():
@@ -146,7 +149,10 @@ class InProcessCore:
         parameters = make_sampling_params(request, streams=True)
         lora = self.loras.get(request.sampling.adapter)
         self.llm.add_request(
-            name, make_vllm_prompt(request, self.version), parameters, lora_request=lora
+            name,
+            make_vllm_prompt(request, self.version, self.media_settings),
+            parameters,
+            lora_request=lora,
         )
         self._partials[name] = PartialCompletion(request)
 
@@ -261,6 +267,7 @@ class MultiprocessCore:
 
     busy = False
     sparse_layers: Sequence[int] = ()
+    media_settings = MediaSettings()
 
     def __init__(self, arguments: dict[str, Any], on_files_read: Callable[[], None]) -> None:
         earlier_children = set(multiprocessing.active_children())
@@ -307,7 +314,7 @@ class MultiprocessCore:
         partial_completion = PartialCompletion(request, self.sparse_layers)
         has_aborted = False
         parameters = make_sampling_params(request, streams=request.stop_strings is not None)
-        prompt = make_vllm_prompt(request, self.version)
+        prompt = make_vllm_prompt(request, self.version, self.media_settings)
         lora = self.loras.get(request.sampling.adapter)
         async for output in self.llm.generate(
             prompt, parameters, request_id=name, lora_request=lora

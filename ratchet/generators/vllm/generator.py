@@ -28,8 +28,13 @@ from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.vllm.arguments import parse_arguments
 from ratchet.generators.vllm.engines import CORES, VLLMCore
 from ratchet.generators.vllm.lora import SUPPORTED_RANKS, AdapterSender
-from ratchet.generators.vllm.media import check_installed, make_media_arguments
+from ratchet.generators.vllm.media import (
+    MediaSettings,
+    load_media_settings,
+    make_media_arguments,
+)
 from ratchet.generators.vllm.structured import check_structured, make_structured_arguments
+from ratchet.generators.vllm.weight_names import make_rename, rewrite_start_weights
 from ratchet.generators.vllm.weights import WeightFileWriter
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import load_adapter
@@ -100,9 +105,10 @@ class VLLMGenerator(AsyncEngine):
         try:
             start_directory = self._directory / "start"
             model.save(start_directory)
-            if reason := explain_misfit(
-                config, read_json(start_directory / "config.json"), on_cpu=on_cpu
-            ):
+            model_config = read_json(start_directory / "config.json")
+            rewrite_start_weights(start_directory, model_config, model.canonical_weights())
+            self._weight_writer.rename = make_rename(model_config)
+            if reason := explain_misfit(config, model_config, on_cpu=on_cpu):
                 raise ModelError(reason)
             arguments = make_engine_arguments(
                 config, start_directory, dtype, max_context, on_cpu=on_cpu
@@ -112,9 +118,14 @@ class VLLMGenerator(AsyncEngine):
             )
             arguments |= structured_arguments
             if model.reads_media:
-                self._prepare_media(tokenizer, start_directory)
+                self._save_tokenizer(tokenizer, start_directory)
                 arguments |= make_media_arguments()
             arguments |= parse_arguments(config.arguments)
+            media_settings = (
+                load_media_settings(start_directory, arguments)
+                if model.reads_media
+                else MediaSettings()
+            )
             core = CORES[config.engine](
                 arguments,
                 partial(_remove_start_files, start_directory, only_weights=model.reads_media),
@@ -122,6 +133,7 @@ class VLLMGenerator(AsyncEngine):
         except BaseException:
             self._folder.close()
             raise
+        core.media_settings = media_settings
         core.sparse_layers = _list_recorded_layers(config, model)
         super().__init__(
             core,
@@ -136,11 +148,10 @@ class VLLMGenerator(AsyncEngine):
             reads_media=model.reads_media,
         )
 
-    def _prepare_media(self, tokenizer: TextDecoder | None, start_directory: Path) -> None:
-        check_installed()
+    def _save_tokenizer(self, tokenizer: TextDecoder | None, start_directory: Path) -> None:
         if not isinstance(tokenizer, Tokenizer):
             raise ModelError(
-                "vLLM prepares images together with text: pass the model's tokenizer to the "
+                "vLLM prepares media together with text: pass the model's tokenizer to the "
                 "generator"
             )
         tokenizer.save(start_directory)

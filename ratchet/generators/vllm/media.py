@@ -1,25 +1,74 @@
-"""Pass the images of a request to vLLM.
+"""Pass the images, videos and audio clips of a request to vLLM.
 
-vLLM takes prompts with one placeholder token per image, and expands them with its own processor.
+vLLM takes prompts with one placeholder token per medium, and expands them with its own processor.
 So the expanded prompt is compared with the tokens that the learner trains on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ratchet.config.media_limits import PILLOW_PIXELS, MediaLimits
-from ratchet.data.formats.media import decode_image
+from ratchet.data.formats.media import decode_audio, decode_image, decode_video
+from ratchet.data.processor import load_processor
 from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.request import GenerationRequest
+from ratchet.types import MediaKind, Medium
 
-# The widest limits, because images were checked against the recipe's limits when they were read.
-LIMITS = MediaLimits(max_side=2**20, max_pixels=PILLOW_PIXELS, max_mib=2**12)
+# The widest limits, because media were checked against the recipe's limits when they were read.
+LIMITS = MediaLimits(max_side=2**20, max_pixels=PILLOW_PIXELS, max_mib=2**12, max_audio_s=2**31)
+LIMIT = "limit_mm_per_prompt"
+FRAME_RATE_HZ = 24  # what processors of transformers assume of frames without times
 
 
-def check_installed() -> None:
+@dataclass(frozen=True)
+class MediaSettings:
+    """How vLLM reads media.
+
+    Attributes:
+        audio_rate_hz: Sampling rate of the model's audio clips; None if it reads none.
+        takes_videos: True if vLLM was started for prompts with videos.
+        samples_frames: True if the model's processor chooses among a video's frames.
+        placeholders: The token that stands for a medium in the chat template, by kind.
+    """
+
+    audio_rate_hz: int | None = None
+    takes_videos: bool = False
+    samples_frames: bool = False
+    placeholders: Mapping[MediaKind, int] = field(default_factory=dict)
+
+
+def load_media_settings(directory: Path, arguments: Mapping[str, Any]) -> MediaSettings:
+    """Return the settings for the model in a directory, which has its processor and tokenizer.
+
+    Raises ModelError if vLLM can't load the model's processor.
+
+    arguments: vLLM's `EngineArgs`.
+    """
+    processor = load_processor(directory)
+    if processor is None:
+        check_torchvision()
+        return MediaSettings()
+    # The processor of a model that reads only audio has no image processor.
+    if hasattr(processor.inner, "image_processor"):
+        check_torchvision()
+    video_processor = getattr(processor.inner, "video_processor", None)
+    extractor = getattr(processor.inner, "feature_extractor", None)
+    return MediaSettings(
+        audio_rate_hz=None if extractor is None else int(extractor.sampling_rate),
+        takes_videos=dict(arguments.get(LIMIT) or {}).get("video") != 0,
+        samples_frames=bool(getattr(video_processor, "do_sample_frames", False)),
+        placeholders={kind: token for token, kind in processor.kind_by_placeholder.items()},
+    )
+
+
+def check_torchvision() -> None:
     """Raise ModelError if vLLM can't load a model that reads images."""
     if find_spec("torchvision") is None:
         raise ModelError(
@@ -30,61 +79,83 @@ def check_installed() -> None:
 
 
 def make_media_arguments() -> dict[str, Any]:
-    """Return keywords of vLLM's `EngineArgs` for a model that reads images.
+    """Return keywords of vLLM's `EngineArgs` for a model that reads media.
 
-    vLLM's processor of images needs the tokenizer, and hashes the images.
+    vLLM's processor needs the tokenizer, and hashes the media. vLLM reserves memory for the longest
+    video that it may get, so videos are taken only if a recipe asks for it.
     """
     return {
         "skip_tokenizer_init": False,
         "mm_hasher_algorithm": "sha256",
-        "limit_mm_per_prompt": {"video": 0},
+        LIMIT: {"video": 0},
     }
 
 
-def make_media_prompt(request: GenerationRequest, salt: str) -> dict[str, Any]:
-    """Return the image fields of vLLM's prompt, in placeholder order; {} without media.
+def make_media_prompt(
+    request: GenerationRequest, salt: str, settings: MediaSettings
+) -> dict[str, Any]:
+    """Return the fields of media of vLLM's prompt, in placeholder order; {} without media.
 
-    Raises ConfigError for media other than images.
+    Raises ConfigError for a video if vLLM takes none.
 
-    salt: part of each image's cache key, because a cached encoding is valid only for the weights
+    salt: part of each medium's cache key, because a cached encoding is valid only for the weights
       that computed it.
     """
-    if not request.media:
-        return {}
-    media = [medium for _, medium in request.media]
-    other_kind = next((medium.kind for medium in media if medium.kind != "image"), None)
-    if other_kind is not None:
+    data: dict[str, list[Any]] = {}
+    uuids: dict[str, list[str]] = {}
+    for _, medium in request.media:
+        data.setdefault(medium.kind, []).append(_decode(medium, settings))
+        uuids.setdefault(medium.kind, []).append(f"{medium.key} {salt}")
+    return {"multi_modal_data": data, "multi_modal_uuids": uuids} if data else {}
+
+
+def _decode(medium: Medium, settings: MediaSettings) -> Any:
+    """Return a medium as vLLM's processor takes it."""
+    where = f"a prompt's {medium.kind}"
+    if medium.kind == "image":
+        return decode_image(medium.source, where=where, limits=LIMITS)
+    if medium.kind == "audio":
+        rate = settings.audio_rate_hz
+        clip = decode_audio(medium.source, where=where, limits=LIMITS, rate_hz=rate)
+        return clip.samples_N, clip.rate_hz
+    if not settings.takes_videos:
         raise ConfigError(
-            f"the prompt has a medium of kind {other_kind}, but the vLLM generator takes only "
-            "images: set generator.kind=hf"
+            "the prompt has a video, but vLLM was started without. Set "
+            f"generator.arguments.{LIMIT}={{video: 1}}, or generator.kind=hf"
         )
-    return {
-        "multi_modal_data": {
-            "image": [
-                decode_image(medium.source, where="a prompt's image", limits=LIMITS)
-                for medium in media
-            ]
-        },
-        "multi_modal_uuids": {"image": [f"{medium.key} {salt}" for medium in media]},
+    limits = LIMITS.model_copy(update={"max_frames": medium.n_frames or LIMITS.max_frames})
+    frames = decode_video(medium.source, where=where, limits=limits)
+    # The learner's processor gets frames without times too, and then assumes this rate.
+    count = len(frames)
+    return np.stack([np.asarray(frame) for frame in frames]), {
+        "fps": FRAME_RATE_HZ,
+        "total_num_frames": count,
+        "duration": count / FRAME_RATE_HZ,
+        "frames_indices": list(range(count)),
+        "do_sample_frames": settings.samples_frames,
     }
 
 
-def collapse_placeholders(request: GenerationRequest) -> list[int]:
-    """Return the prompt with a single placeholder token per image.
+def collapse_placeholders(request: GenerationRequest, settings: MediaSettings) -> list[int]:
+    """Return the prompt with a single placeholder token per medium.
 
-    Raises ModelError if the tokens of an image differ from one another.
+    Raises ModelError if the tokens of a medium differ from one another (the frames of Qwen3-VL's
+    videos have their times between them), and the model's placeholder is unknown.
     """
     tokens = request.prompt.tolist()
     collapsed: list[int] = []
     end = 0
     for start, medium in request.media:
-        placeholders = tokens[start : start + medium.span]
-        if len(set(placeholders)) != 1:
+        expanded = set(tokens[start : start + medium.span])
+        placeholder = (
+            expanded.pop() if len(expanded) == 1 else settings.placeholders.get(medium.kind)
+        )
+        if placeholder is None:
             raise ModelError(
-                "the placeholder tokens of an image differ from one another, but vLLM takes a "
-                "single one: set generator.kind=hf"
+                f"the placeholder tokens of the prompt's {medium.kind} differ from one another, "
+                "but vLLM takes a single one: set generator.kind=hf"
             )
-        collapsed += [*tokens[end:start], placeholders[0]]
+        collapsed += [*tokens[end:start], placeholder]
         end = start + medium.span
     return collapsed + tokens[end:]
 
@@ -96,7 +167,7 @@ def check_expanded(request: GenerationRequest, expanded: Sequence[int] | None) -
     """
     if request.media and list(expanded or ()) != request.prompt.tolist():
         raise ModelError(
-            f"vLLM expands a prompt with images to {len(expanded or ())} tokens that differ from "
+            f"vLLM expands a prompt with media to {len(expanded or ())} tokens that differ from "
             f"the {len(request.prompt)} tokens that the learner would train on: set "
             "generator.kind=hf"
         )

@@ -15,7 +15,7 @@ from ratchet.errors import RequestFailed, TrainingError
 from ratchet.generators.engine.sampler import derive_stream
 from ratchet.generators.faults import find_first_nonfinite
 from ratchet.generators.request import GenerationRequest
-from ratchet.generators.vllm.media import collapse_placeholders, make_media_prompt
+from ratchet.generators.vllm.media import MediaSettings, collapse_placeholders, make_media_prompt
 from ratchet.generators.vllm.structured import make_structured_params
 from ratchet.models.layers.expert_routing import UNKNOWN
 from ratchet.types import Completion, StopReason
@@ -175,7 +175,9 @@ class LoRARequests(dict[str | None, Any]):
         )
 
 
-def make_vllm_prompt(request: GenerationRequest, version: int) -> dict[str, Any]:
+def make_vllm_prompt(
+    request: GenerationRequest, version: int, media_settings: MediaSettings
+) -> dict[str, Any]:
     """Return vLLM's prompt of a request.
 
     Its salt holds the version: vLLM shares prefix-cache blocks among requests of equal salt, so no
@@ -183,7 +185,7 @@ def make_vllm_prompt(request: GenerationRequest, version: int) -> dict[str, Any]
     """
     salt = f"weights {version}"
     return {
-        "prompt_token_ids": collapse_placeholders(request),
+        "prompt_token_ids": collapse_placeholders(request, media_settings),
         "cache_salt": salt,
-        **make_media_prompt(request, salt),
+        **make_media_prompt(request, salt, media_settings),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,14 @@ class WeightFileWriter:
         directory: where the files are written.
         shapes: shape of every weight, by its canonical name.
         dtype: dtype to which floating-point weights are converted.
+        rename: returns a weight's name in vLLM.
         path: the file of the current push; None before its first weight.
     """
 
     directory: Path
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
+    rename: Callable[[str], str] = str
     path: Path | None = None
     _entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     _partial_weights: dict[str, _PartialWeight] = field(default_factory=dict)
@@ -136,7 +138,8 @@ class WeightFileWriter:
         # A tied head gets the embedding's entry; without one vLLM would keep the old head.
         if HEAD not in entries and len(embeddings) == 1:
             entries[HEAD] = entries[embeddings[0]]
-        return {"path": str(self.path), "entries": entries}
+        renamed = {self.rename(name): entry for name, entry in entries.items()}
+        return {"path": str(self.path), "entries": renamed}
 
     def clear(self) -> None:
         """Drop the push and its file."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from experience.counting import Batched
 from experience.test_interop_training import Showing, show
-from pictures import renderer
+from pictures import asked, picture, renderer
 
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.nemo_rl import BatchedDataDict, WithSampling, collate, make_datum
@@ -115,3 +115,21 @@ def test_a_generator_or_tokenizer_without_media_is_refused():
             rollout(blind, collate([sample()]), READ, ENVIRONMENTS, **LIMITS)
     with pytest.raises(DataError, match="the model reads only text"):
         make_datum([show("prompt")], READ.tokenizer)
+
+
+def test_media_in_the_content_of_logs_become_inputs_of_the_model():
+    messages = [asked(picture(1), picture(2), "which?"), asked("none"), asked(picture(1))]
+    media = [READ.media(READ.prompt([m]), [m]) for m in messages]
+    batch = BatchedDataDict({"media": media, "mm_token_type_ids": torch.zeros(3, 5)})
+    packed = batch.get_multimodal_dict()
+    assert packed["pixel_values"].logical_segment_counts_by_row() == [2, 0, 1]
+    assert len(packed["pixel_values"].tensors) == 2  # the last row's picture is the first row's
+    inputs = batch.get_multimodal_dict(as_tensors=True, device="meta", pixel_dtype=torch.bfloat16)
+    assert {name: tensor.device.type for name, tensor in inputs.items()} == dict.fromkeys(
+        ("pixel_values", "image_grid_thw", "mm_token_type_ids"), "meta"
+    )
+    assert inputs["pixel_values"].dtype == torch.bfloat16
+    assert inputs["image_grid_thw"].dtype == torch.int64
+    joined = batch.get_multimodal_dict(as_tensors=True)["pixel_values"]
+    expected = [p.medium.inputs["pixel_values"] for row in media for p in row]
+    assert torch.equal(joined, torch.cat([torch.from_numpy(x) for x in expected]))
