@@ -117,15 +117,12 @@ class VLLMGenerator(AsyncEngine):
                 tokenizer, model.vocab_size, start_directory
             )
             arguments |= structured_arguments
+            arguments |= parse_arguments(config.arguments)
+            media_settings = MediaSettings()
             if model.reads_media:
                 self._save_tokenizer(tokenizer, start_directory)
-                arguments |= make_media_arguments()
-            arguments |= parse_arguments(config.arguments)
-            media_settings = (
-                load_media_settings(start_directory, arguments)
-                if model.reads_media
-                else MediaSettings()
-            )
+                arguments |= make_media_arguments(arguments)
+                media_settings = load_media_settings(start_directory, arguments)
             core = CORES[config.engine](
                 arguments,
                 partial(_remove_start_files, start_directory, only_weights=model.reads_media),

@@ -29,7 +29,7 @@ FRAME_RATE_HZ = 24  # what processors of transformers assume of frames without t
 
 @dataclass(frozen=True)
 class MediaSettings:
-    """How vLLM reads media.
+    """The settings by which vLLM reads media.
 
     Attributes:
         audio_rate_hz: Sampling rate of the model's audio clips; None if it reads none.
@@ -49,7 +49,7 @@ def load_media_settings(directory: Path, arguments: Mapping[str, Any]) -> MediaS
 
     Raises ModelError if vLLM can't load the model's processor.
 
-    arguments: vLLM's `EngineArgs`.
+    arguments: keywords of vLLM's `EngineArgs`, among them `make_media_arguments`.
     """
     processor = load_processor(directory)
     if processor is None:
@@ -62,7 +62,7 @@ def load_media_settings(directory: Path, arguments: Mapping[str, Any]) -> MediaS
     extractor = getattr(processor.inner, "feature_extractor", None)
     return MediaSettings(
         audio_rate_hz=None if extractor is None else int(extractor.sampling_rate),
-        takes_videos=dict(arguments.get(LIMIT) or {}).get("video") != 0,
+        takes_videos=arguments[LIMIT]["video"] != 0,
         samples_frames=bool(getattr(video_processor, "do_sample_frames", False)),
         placeholders={kind: token for token, kind in processor.kind_by_placeholder.items()},
     )
@@ -78,16 +78,18 @@ def check_torchvision() -> None:
         )
 
 
-def make_media_arguments() -> dict[str, Any]:
+def make_media_arguments(recipe_arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords of vLLM's `EngineArgs` for a model that reads media.
 
     vLLM's processor needs the tokenizer, and hashes the media. vLLM reserves memory for the longest
     video that it may get, so videos are taken only if a recipe asks for it.
+
+    recipe_arguments: the keywords that the recipe sets.
     """
     return {
         "skip_tokenizer_init": False,
         "mm_hasher_algorithm": "sha256",
-        LIMIT: {"video": 0},
+        LIMIT: {"video": 0, **(recipe_arguments.get(LIMIT) or {})},
     }
 
 

@@ -21,6 +21,7 @@ from ratchet.generators.vllm.media import (
     check_expanded,
     check_torchvision,
     collapse_placeholders,
+    make_media_arguments,
 )
 from ratchet.generators.vllm.requests import make_vllm_prompt
 from ratchet.generators.vllm.weight_names import make_rename, rewrite_start_weights
@@ -98,6 +99,9 @@ def test_videos_have_the_frames_that_the_learner_s_processor_got():
     ((frames, times),) = given["multi_modal_data"]["video"]
     assert frames.shape == (4, 8, 8, 3)
     assert (times["total_num_frames"], times["frames_indices"]) == (4, [0, 1, 2, 3])
+    assert make_media_arguments({})["limit_mm_per_prompt"] == {"video": 0}
+    limits = make_media_arguments({"limit_mm_per_prompt": {"image": 3, "video": 1}})
+    assert limits["limit_mm_per_prompt"] == {"image": 3, "video": 1}
     with pytest.raises(ConfigError, match=r"limit_mm_per_prompt=\{video: 1\}"):
         make_vllm_prompt(request([9] * 4, PlacedMedium(0, video(1, 1))), 7, TEXT_ALONE)
 
