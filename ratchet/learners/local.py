@@ -259,6 +259,9 @@ class LocalLearner(Learner):
 
     # --- weights and state
 
+    def count_later_bytes(self) -> int:
+        return 0 if self.optimizer is None else self.optimizer.count_later_bytes()
+
     async def onload(self) -> None:
         self._offloader.onload()
 

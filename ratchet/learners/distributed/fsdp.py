@@ -255,6 +255,9 @@ class DTensorLearner(RankLearner):
 
     # --- weights and state
 
+    def count_later_bytes(self) -> int:
+        return 0 if self.optimizer is None else self.optimizer.count_later_bytes()
+
     def onload(self) -> None:
         self._offloader.onload()
 
