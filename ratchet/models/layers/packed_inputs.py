@@ -123,7 +123,7 @@ def pack_inputs(
         return PackedInputs(tokens_T, positions_T, attend, routing=routing)
     # Consecutive sequences of similar length share an attention call. So sort by length here, once
     # for all layers.
-    order_T, inverse_T = (index.to(tokens_T.device) for index in _sort_by_length(lengths))
+    order_T, inverse_T = (index.to(tokens_T.device) for index in sort_by_length(lengths))
     return _reorder(tokens_T, positions_T, attend, order_T, inverse_T, routing)
 
 
@@ -229,7 +229,7 @@ def _reorder(
     return PackedInputs(tokens_T[order_U], positions_T[order_U], attend, state_index_T, routing)
 
 
-def _sort_by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+def sort_by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the permutation of tokens that sorts sequences by length, and its inverse, int64 [T].
 
     The permutation lists the original indices of the tokens, the shortest sequence first.
