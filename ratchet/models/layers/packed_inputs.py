@@ -99,6 +99,7 @@ def pack_inputs(
     *,
     shares_prefixes: bool = True,
     device: torch.device | None = None,
+    uses_varlen: bool = False,
 ) -> PackedInputs:
     """Return the decoder's inputs for packed sequences.
 
@@ -107,6 +108,7 @@ def pack_inputs(
         routing: Expert routing of the T tokens.
         shares_prefixes: True to compute prefixes that sequences share only once.
         device: The device for which attention is planned; None: that of the tokens.
+        uses_varlen: As of `PackedAttention`.
     """
     assert sum(lengths) == len(tokens_T), (
         f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
@@ -116,9 +118,10 @@ def pack_inputs(
         replayed_TLK = None if routing is None else routing.replayed_TLK
         tree = PrefixTree.from_sequences(compute_path_keys(tokens_T, replayed_TLK), lengths)
         if len(tree.token_index_U) <= MAX_REMAINING_SHARE * len(tokens_T):
-            return _share_prefixes(tokens_T, positions_T, tree, device, routing)
+            attend = TreeAttention(tree, device, uses_varlen=uses_varlen)
+            return _share_prefixes(tokens_T, positions_T, tree, attend, routing)
     ascending = sorted(lengths)
-    attend = PackedAttention(ascending, device)
+    attend = PackedAttention(ascending, device, uses_varlen=uses_varlen)
     if ascending == list(lengths):
         return PackedInputs(tokens_T, positions_T, attend, routing=routing)
     # Consecutive sequences of similar length share an attention call. So sort by length here, once
@@ -135,6 +138,7 @@ def pack_output_inputs(
     *,
     shares_prefixes: bool = True,
     device: torch.device | None = None,
+    uses_varlen: bool = False,
 ) -> PackedInputs:
     """Return the decoder's inputs if the caller uses only some final states (output tokens).
 
@@ -144,7 +148,7 @@ def pack_output_inputs(
 
     Args:
         output_mask_T: bool, True for output tokens; at least one must be True.
-        device: As in `pack_inputs`.
+        device, uses_varlen: As in `pack_inputs`.
     """
     is_kept_T, kept_lengths = _select_computed(lengths, output_mask_T)
     is_kept_T = is_kept_T.to(tokens_T.device)
@@ -154,6 +158,7 @@ def pack_output_inputs(
         kept_lengths,
         shares_prefixes=shares_prefixes,
         device=device,
+        uses_varlen=uses_varlen,
     )
     # A token that is left out maps to the last kept token before it.
     state_index_T = is_kept_T.cumsum(0) - 1
@@ -196,7 +201,7 @@ def _share_prefixes(
     tokens_T: Tensor,
     positions_T: Tensor,
     tree: PrefixTree,
-    device: torch.device,
+    attend: TreeAttention,
     routing: Routing | None = None,
 ) -> PackedInputs:
     """Return the inputs for the distinct tokens of a prefix tree."""
@@ -206,7 +211,7 @@ def _share_prefixes(
     return _reorder(
         tokens_T,
         positions_T,
-        TreeAttention(tree, device),
+        attend,
         order_U,
         distinct_index_T,
         routing,

@@ -271,7 +271,7 @@ class TransformersPolicy(PolicyModel):
         # Sequences of similar length share an attention call if they follow one another.
         device = tokens_T.device
         order_T, inverse_T = (upload(index, device) for index in sort_by_length(lengths))
-        attention = PackedAttention(sorted(lengths), device)
+        attention = PackedAttention(sorted(lengths), device, uses_varlen=self.uses_varlen)
         options = {packed_attention.ARGUMENT: attention}
         return self._run(tokens_T[order_T], positions_T[order_T], **options)[inverse_T]
 
