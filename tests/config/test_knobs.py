@@ -32,6 +32,7 @@ from ratchet.generators.engine.model_runner import ModelRunner
 from ratchet.learners.compute.forward import Forward
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers import varlen
+from ratchet.models.layers.attention import PackedAttention
 from ratchet.sandbox import Isolation
 from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
@@ -506,15 +507,8 @@ def costs(monkeypatch) -> dict[str, int]:
         "compute_token_columns",
         most("chunk_rows", lambda head, *a: head.chunk_rows),
     )
-    # The CPU takes the part of an accelerator that has the kernel.
     monkeypatch.setattr(varlen, "has_varlen", lambda device: True)
-    monkeypatch.setattr(varlen, "can_attend", lambda q, v: True)
-    monkeypatch.setattr(
-        varlen.Varlen,
-        "attend",
-        lambda self, *rows: varlen.attend_padded(self.starts_S1.diff().tolist(), *rows),
-    )
-    count(varlen.Varlen, "attend", add("varlen"))
+    count(PackedAttention, "__init__", add("varlen", lambda *a, uses_varlen: uses_varlen))
     count(ThreadPool, "run", most("jobs", lambda crew, jobs: len(jobs)))
     count(ModelRunner, "prefill", add("prefills"))
     count(ModelRunner, "begin_decode", most("running", lambda runner, requests: len(requests)))

@@ -134,7 +134,7 @@ class TreeAttention:
     """
 
     def __init__(
-        self, tree: PrefixTree, device: torch.device | str = "cpu", *, uses_varlen: bool = False
+        self, tree: PrefixTree, device: torch.device | str = "cpu", uses_varlen: bool = False
     ) -> None:
         roots = [segment for segment in tree.segments if not segment.begin]
         self.n_root_tokens = sum(segment.length for segment in roots)

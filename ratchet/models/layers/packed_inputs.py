@@ -118,8 +118,7 @@ def pack_inputs(
         replayed_TLK = None if routing is None else routing.replayed_TLK
         tree = PrefixTree.from_sequences(compute_path_keys(tokens_T, replayed_TLK), lengths)
         if len(tree.token_index_U) <= MAX_REMAINING_SHARE * len(tokens_T):
-            attend = TreeAttention(tree, device, uses_varlen=uses_varlen)
-            return _share_prefixes(tokens_T, positions_T, tree, attend, routing)
+            return _share_prefixes(tokens_T, positions_T, tree, device, routing, uses_varlen)
     ascending = sorted(lengths)
     attend = PackedAttention(ascending, device, uses_varlen=uses_varlen)
     if ascending == list(lengths):
@@ -201,8 +200,9 @@ def _share_prefixes(
     tokens_T: Tensor,
     positions_T: Tensor,
     tree: PrefixTree,
-    attend: TreeAttention,
+    device: torch.device,
     routing: Routing | None = None,
+    uses_varlen: bool = False,
 ) -> PackedInputs:
     """Return the inputs for the distinct tokens of a prefix tree."""
     order_U, distinct_index_T = (
@@ -211,7 +211,7 @@ def _share_prefixes(
     return _reorder(
         tokens_T,
         positions_T,
-        attend,
+        TreeAttention(tree, device, uses_varlen),
         order_U,
         distinct_index_T,
         routing,
