@@ -117,10 +117,17 @@ class Unavailable(Exception):
     """An error for a driver that can't run here, with the reason."""
 
 
-def compare(case: Case, chosen: argparse.Namespace, rates: Driver = RATES) -> None:
+def compare(
+    case: Case,
+    chosen: argparse.Namespace,
+    rates: Driver = RATES,
+    *,
+    peers_may_fail: bool = False,
+) -> None:
     """Run a case and print its results. A peer that can't run here is named with the reason.
 
     rates: the script that measures the machine's rates in each round.
+    peers_may_fail: True to name a peer that fails in the same way. Otherwise it ends the comparison.
     """
     drivers = [driver for driver in case.drivers if not (chosen.ours and driver.peer)]
     lines: dict[str, list[dict[str, Any] | None]] = {driver.name: [] for driver in drivers}
@@ -141,6 +148,10 @@ def compare(case: Case, chosen: argparse.Namespace, rates: Driver = RATES) -> No
                     )
                 except Unavailable as reason:
                     line, missing[driver.name] = None, str(reason)
+                except SystemExit as failure:
+                    if not (peers_may_fail and driver.peer):
+                        raise
+                    line, missing[driver.name] = None, str(failure)
                 lines[driver.name].append(line)
     ours = lines[drivers[0].name]
     record = {

@@ -107,14 +107,26 @@ def list_needed_outputs(terms: Iterable[LossTerm]) -> frozenset[str]:
     return frozenset[str]().union(*(term.needs for term in terms))
 
 
-class Learner(ABC):
-    """A holder of trainable or frozen weights that scores batches and applies updates.
+class Offloadable:
+    """The part of learners and generators by which they share an accelerator (colocation).
 
     Attributes:
-        can_offload: True if `offload` frees the accelerator for others (colocation).
+        can_offload: True if `offload` frees the accelerator for others.
     """
 
     can_offload: bool = False
+
+    async def onload(self) -> None:
+        """Take the accelerator back. Repeating a call has no effect."""
+        return
+
+    async def offload(self) -> None:
+        """Release the accelerator. Repeating a call has no effect."""
+        return
+
+
+class Learner(Offloadable, ABC):
+    """A holder of trainable or frozen weights that scores batches and applies updates."""
 
     @abstractmethod
     async def score(
@@ -177,16 +189,12 @@ class Learner(ABC):
         """Return a text that changes with any bit of the trained weights; None if there is none."""
         return None
 
-    async def onload(self) -> None:
-        """Take the accelerator back. Repeating a call has no effect."""
-        return
-
-    async def offload(self) -> None:
-        """Release the accelerator. Repeating a call has no effect."""
-        return
+    def count_later_bytes(self) -> int:
+        """Return the bytes that updates will allocate on the device for gradients and moments."""
+        return 0
 
 
-class Generator(ABC):
+class Generator(Offloadable, ABC):
     """An inference engine that turns prompt tokens into completions.
 
     A push of new weights is a transaction: prepare, receive, commit (or rollback).
@@ -202,7 +210,6 @@ class Generator(ABC):
         records_routes: True if completions can record the experts that computed each token.
         records_masks: True if completions under a grammar record the tokens that it allowed, which
             the learner needs (`Completion.allowed`).
-        can_offload: True if `offload` frees the accelerator for others (colocation).
         computed_tokens: Number of tokens computed so far; 0 if they are not counted.
         final_error: The error of every further request; None while requests are answered.
     """
@@ -214,7 +221,6 @@ class Generator(ABC):
     adopted: bool = False
     records_routes: bool = False
     records_masks: bool = False
-    can_offload: bool = False
     computed_tokens: int = 0
     final_error: Exception | None = None
 
@@ -251,12 +257,8 @@ class Generator(ABC):
         """Yield the current weights, to compare them with the learner's; none if it can't."""
         return iter(())
 
-    async def onload(self) -> None:
-        """Take the accelerator back. Repeating a call has no effect."""
-        return
-
-    async def offload(self) -> None:
-        """Release the accelerator. Repeating a call has no effect."""
+    def reserve_memory(self, n_bytes: int) -> None:
+        """Leave so many bytes of free device memory to the learners of the stage that begins."""
         return
 
     async def close(self) -> None:

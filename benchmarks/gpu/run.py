@@ -87,15 +87,9 @@ def run_part(command: Sequence[str], limit_s: float) -> dict[str, Any]:
     return {**json.loads(lines[-1]), "seconds": round(time.monotonic() - start, 1)}
 
 
-def run_placement(name: str, size: str) -> dict[str, Any]:
-    """Train a few steps by a recipe in a placement; return the median seconds of a step."""
-    import torch
-
-    if name == "split" and torch.cuda.device_count() < 2:
-        return {"skipped": "needs two devices"}
-    if "vLLM" in name and find_spec("vllm") is None:
-        return {"skipped": "needs vLLM"}
-    recipe = {
+def make_recipe(size: str) -> dict[str, Any]:
+    """Return the recipe that is trained in every placement."""
+    return {
         "device": "cuda",
         "threads": 1,
         "model": {"preset": size},
@@ -108,9 +102,19 @@ def run_placement(name: str, size: str) -> dict[str, Any]:
         "steps": 4,
         "optimizer": {"lr": 1e-6},
     }
+
+
+def run_placement(name: str, size: str) -> dict[str, Any]:
+    """Train a few steps by a recipe in a placement; return the median seconds of a step."""
+    import torch
+
+    if name == "split" and torch.cuda.device_count() < 2:
+        return {"skipped": "needs two devices"}
+    if "vLLM" in name and find_spec("vllm") is None:
+        return {"skipped": "needs vLLM"}
     with tempfile.TemporaryDirectory() as directory:
         file, run = Path(directory) / "recipe.yaml", Path(directory) / "run"
-        file.write_text(json.dumps(recipe), encoding="utf-8")
+        file.write_text(json.dumps(make_recipe(size)), encoding="utf-8")
         words = ["train", str(file), "--run-dir", str(run), *PLACEMENTS[name]]
         process = subprocess.run(
             [sys.executable, "-m", "ratchet", *words],
@@ -142,6 +146,7 @@ def make_table(results: dict[str, dict[str, Any]]) -> str:
             ours, floor = result["rows"]["Ratchet"]["median"], result["floor"]
             # Of the measured product rate (training: MFU) or of the memory's bandwidth (decoding).
             shown["share of the floor"] = f"{min(ours / floor, floor / ours):.0%}"
+            shown |= result["missing"]
         text = ", ".join(f"{key} {value}" for key, value in shown.items()).replace("\n", " ")
         lines.append(f"| {name} | {result.get('seconds', '')} | {text[:400]} |")
     return "\n".join(lines)

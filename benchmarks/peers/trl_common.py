@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 import sys
 import tempfile
 import time
@@ -22,6 +23,10 @@ def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
     ):
         protocol.unavailable("not installed: `make peers` installs it, or name another --python")
     protocol.quiet_offline(options.threads)
+    if options.device != "cpu":
+        # With several visible GPUs the trainer would divide batches over them, or refuse to start.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
     warnings.filterwarnings("ignore")
     import torch
 

@@ -11,6 +11,7 @@ several times slower than float32 with AVX2 only, and can be faster with AMX).
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from typing import Any
 
@@ -31,7 +32,14 @@ parser.add_argument(
 parser.add_argument(
     "--bf16", action="store_true", help="tuned settings, but with bfloat16 autocast"
 )
+parser.add_argument(
+    "--vllm",
+    action="store_true",
+    help="generate with vLLM in this process (TRL's mode colocate), with 0.3 of the device's memory",
+)
 options = trl_common.start(parser)
+if options.vllm and importlib.util.find_spec("vllm") is None:
+    protocol.unavailable("vLLM is not installed")
 
 import torch
 import trl
@@ -82,7 +90,7 @@ def config(directory: str, rows: int) -> trl.GRPOConfig:
         **trl_common.make_common_settings(options, directory),
         num_generations=options.group_size,
         max_completion_length=options.new_tokens,
-        generation_kwargs={"min_new_tokens": options.new_tokens},
+        **make_generation_settings(),
         gradient_accumulation_steps=rows // micro_batch,
         temperature=1.0,
         beta=0.0,
@@ -90,8 +98,22 @@ def config(directory: str, rows: int) -> trl.GRPOConfig:
     )
 
 
+def make_generation_settings() -> dict[str, Any]:
+    """Return the settings of the generator, which generates exactly `--new-tokens` tokens."""
+    if not options.vllm:
+        return {"generation_kwargs": {"min_new_tokens": options.new_tokens}}
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": options.prompt_tokens + options.new_tokens,
+        "generation_kwargs": {"min_tokens": options.new_tokens, "ignore_eos": True},
+    }
+
+
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Return a cheap reward that differs within a group, so that no advantage is zero."""
+    assert {len(ids) for ids in completion_ids} == {options.new_tokens}, "a completion is shorter"
     return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
 
 

@@ -65,6 +65,9 @@ class GeneratorWrapper(Generator):
     async def rollback(self) -> None:
         await self.inner.rollback()
 
+    def reserve_memory(self, n_bytes: int) -> None:
+        self.inner.reserve_memory(n_bytes)
+
     def weights(self) -> Iterator[Shard]:
         return self.inner.weights()
 

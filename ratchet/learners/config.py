@@ -36,6 +36,11 @@ class LocalConfig(LearnerSection):
         description="Activation (gradient) checkpointing: recompute activations in the backward. "
         "Takes about a third more time and much less memory.",
     )
+    attention: Literal["auto", "padded", "varlen"] = Field(
+        default="auto",
+        description="Attention over packed sequences: padded to calls of equal lengths, or varlen, "
+        "PyTorch's kernel for variable lengths on CUDA. auto: varlen where it works.",
+    )
     logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
         description="MiB of logits that exist at a time; the backward recomputes them. auto: 16 on "
@@ -140,6 +145,11 @@ class DTensorConfig(DistributedConfig):
         default=False,
         description="Activation (gradient) checkpointing: recompute activations in the backward. "
         "Takes about a third more time and much less memory.",
+    )
+    attention: Literal["auto", "padded", "varlen"] = Field(
+        default="auto",
+        description="Attention over packed sequences: padded to calls of equal lengths, or varlen, "
+        "PyTorch's kernel for variable lengths on CUDA. auto: varlen where it works.",
     )
     cpu_offload: bool = Field(
         False, description="Keep weights and optimizer state in host memory between uses."

@@ -30,6 +30,7 @@ from ratchet.learners.config import LocalConfig
 from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
 from ratchet.learners.optim.step_rules import OptimizerStepRules
+from ratchet.models.layers.varlen import choose_varlen
 from ratchet.models.lora.files import check_base, fingerprint_weights, save_adapter, sum_bits
 from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.policy import PolicyModel
@@ -77,6 +78,7 @@ class LocalLearner(Learner):
         self.head = head
         self.unit: Level = unit
         model.checkpointing = config.activation_checkpointing
+        model.uses_varlen = choose_varlen(config.attention, next(model.parameters()).device)
         device = next(model.parameters()).device.type
         chunk_mib = resolve_chunk_mib(config.logprob_chunk_mib, device)
         forward = Forward(
@@ -258,6 +260,9 @@ class LocalLearner(Learner):
         )
 
     # --- weights and state
+
+    def count_later_bytes(self) -> int:
+        return 0 if self.optimizer is None else self.optimizer.count_later_bytes()
 
     async def onload(self) -> None:
         self._offloader.onload()

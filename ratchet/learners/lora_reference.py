@@ -24,6 +24,9 @@ class LoRAReference(LearnerWrapper):
     ) -> Mapping[str, Tensor]:
         return await self.inner.score_base(batch, output_names, top_k=top_k)
 
+    def count_later_bytes(self) -> int:
+        return 0  # the policy's role counts them
+
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         raise AssertionError("the base model of an adapter can't be updated")
 

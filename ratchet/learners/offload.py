@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ratchet.learners.optim.adamw import AdamW
 
@@ -16,29 +16,72 @@ class Offloader:
     A colocated learner uses it to free its accelerator for the generator. Gradients exist only
     during updates, so they are not moved. Parameters stay the same objects. Saving, loading and
     weight sync work on offloaded tensors too.
+
+    On CUDA the copies in host memory are page-locked: the device copies from and to such memory at
+    the rate of its bus, and the host waits once for all copies. Locking memory takes longer than
+    copying to it, so each copy's memory is made once and kept while its tensor is on the device.
     """
 
     def __init__(self, modules: Sequence[nn.Module | None], optimizer: AdamW | None) -> None:
         self.modules = [module for module in modules if module is not None]
         self.optimizer = optimizer
         self.device = next(self.modules[0].parameters()).device
+        self._host_copies: list[Tensor] = []  # of the tensors, in the order in which they move
 
     def offload(self) -> None:
         """Move everything to host memory."""
-        self._move(torch.device("cpu"))
-        if self.device.type == "cuda":
-            # Without this the allocator would keep the freed memory from other processes.
-            torch.cuda.empty_cache()
+        if self.device.type != "cuda":
+            self._move(lambda tensor: tensor.to("cpu"))
+            return
+        copies = iter(self._host_copies)
+        self._host_copies = []
+        self._move(lambda tensor: self._copy_to_host(tensor, next(copies, None)))
+        torch.cuda.synchronize(self.device)
+        # Without this the allocator would keep the freed memory from other processes.
+        torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Move everything back to the device."""
-        self._move(self.device)
+        self._move(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def _move(self, device: torch.device) -> None:
+    def _copy_to_host(self, tensor: Tensor, previous: Tensor | None) -> Tensor:
+        """Return a copy in host memory, perhaps still in progress.
+
+        previous: the copy at the last offload, whose memory is used again if it has the right
+            layout.
+        """
+        if tensor.is_cpu:  # another learner shares it, and has moved it already
+            return tensor
+        copy = previous
+        if copy is None or not _has_layout(copy, tensor):
+            copy = _make_page_locked(tensor)
+        with torch.no_grad():
+            copy.copy_(tensor, non_blocking=True)
+        self._host_copies.append(copy)
+        return copy
+
+    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor by the result of `move`."""
         # The tensors of a learner on the CPU are in host memory already.
         if self.device.type == "cpu":
             return
         for module in self.modules:
-            module.to(device)
+            module._apply(move)
         if self.optimizer is not None:
-            self.optimizer.to(device)
+            self.optimizer.apply(move)
+
+
+def _has_layout(copy: Tensor, tensor: Tensor) -> bool:
+    return (copy.dtype, copy.shape, copy.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _make_page_locked(tensor: Tensor) -> Tensor:
+    """Return an empty tensor like `tensor` in page-locked memory.
+
+    It is in ordinary host memory, to which copies are slower, if no more can be locked.
+    """
+    tensor = tensor.detach()
+    try:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError:
+        return torch.empty_like(tensor, device="cpu")

@@ -151,6 +151,9 @@ class RemoteLearner(Learner):
         for blocks in self.ranks.call_now("weights", self.role):
             yield from blocks
 
+    def count_later_bytes(self) -> int:
+        return max(self.ranks.call_now("count_later_bytes", self.role))
+
     async def onload(self) -> None:
         await self.ranks.call("onload", self.role)
 

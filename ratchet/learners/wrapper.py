@@ -43,6 +43,9 @@ class LearnerWrapper(Learner):
     ) -> None:
         self.inner.export(directory, averaged=averaged, part=part)
 
+    def count_later_bytes(self) -> int:
+        return self.inner.count_later_bytes()
+
     async def onload(self) -> None:
         await self.inner.onload()
 

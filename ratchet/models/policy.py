@@ -45,6 +45,8 @@ class PolicyModel(nn.Module, ABC):
     adapter: Adapter | None = None
     # Names of the parameters (as in `named_parameters`) that no update changes.
     frozen_parameters: frozenset[str] = frozenset()
+    # True if packed sequences attend by the kernel for variable lengths (`layers.varlen`).
+    uses_varlen: bool = False
 
     @property
     @abstractmethod
@@ -382,7 +384,12 @@ class DecoderPolicy(PolicyModel):
             else partial(pack_output_inputs, output_mask_T=output_mask_T)
         )
         packed = pack(
-            tokens_T, positions_T, lengths, shares_prefixes=self.shares_prefixes, device=device
+            tokens_T,
+            positions_T,
+            lengths,
+            shares_prefixes=self.shares_prefixes,
+            device=device,
+            uses_varlen=self.uses_varlen,
         ).to(device)
         hidden = self.decoder(
             packed.tokens_U,
@@ -404,7 +411,12 @@ class DecoderPolicy(PolicyModel):
         if routing is not None:
             routing.check(self.shape)
         return pack_inputs(
-            tokens_T, positions_T, lengths, routing, shares_prefixes=self.shares_prefixes
+            tokens_T,
+            positions_T,
+            lengths,
+            routing,
+            shares_prefixes=self.shares_prefixes,
+            uses_varlen=self.uses_varlen,
         )
 
     def logits(self, hidden_nd: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ def make_run(
         algorithm_section=spec.algorithm,
         adapter=spec.adapter,
     )
+    policy.generator.reserve_memory(sum(role.count_later_bytes() for role in roles.values()))
     metrics = MetricsManager()
     weight_sync = _make_weight_sync(policy, roles["policy"], spec, metrics)
     max_context = get_max_row_length(policy.model, roles)

@@ -254,6 +254,9 @@ class TrainingSession:
         learner: Learner | None = None
         self._profiled_stage = choose_profiled_stage(self.config, len(self.summaries))
         for index in range(len(self.summaries), len(self.config.stages)):
+            # Free the previous stage's optimizer state. Its run may be in reference cycles.
+            learner = None
+            gc.collect()
             learner = await self._train_stage(index, policy, stop, checkpoint)
             if stop.status is not None:
                 reason = (

@@ -22,7 +22,8 @@ def add_missing_members(part: Any, base: type[Base]) -> Base:
     if isinstance(part, base) or type(part).__module__ == "builtins":
         return part
     abstract = base.__dict__.get("__abstractmethods__", frozenset())
-    for name, default in vars(base).items():
-        if not name.startswith("_") and name not in abstract and not hasattr(part, name):
-            setattr(type(part), name, default)
+    for parent in base.__mro__:
+        for name, default in vars(parent).items():
+            if not name.startswith("_") and name not in abstract and not hasattr(part, name):
+                setattr(type(part), name, default)
     return part

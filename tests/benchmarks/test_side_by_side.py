@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ratchet.config.loader import load_config
 from ratchet.kernels import build
 
 SMALL = ("--size", "T", "--rounds", "1", "--steps", "1", "--threads", "1", "--ours")
@@ -254,3 +255,68 @@ def test_without_an_accelerator_the_gpu_benchmark_says_so(repository):
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "no CUDA accelerator" in done.stderr
+
+
+# --- the peers' side of the command for a GPU, with the parts that are not installed played
+
+VLLM = """
+from types import SimpleNamespace
+__version__ = "0"
+
+class SamplingParams:
+    def __init__(self, *, max_tokens, ignore_eos, detokenize):
+        assert ignore_eos and not detokenize
+        self.max_tokens = max_tokens
+
+class LLM:
+    def __init__(self, model, *, dtype, max_num_seqs, seed, max_model_len):
+        assert dtype == "float32" and max_num_seqs == 8
+
+    def generate(self, prompts, sampling_params, *, use_tqdm):
+        assert all(prompt["prompt_token_ids"] for prompt in prompts)
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=[0] * params.max_tokens)])
+            for params in sampling_params
+        ]
+"""
+
+
+def test_vllms_driver_asks_for_the_workload(repository, model, tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text(VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = ["--model", str(model), "--prompts", "2", "--group-size", "4", "--new-tokens", "3"]
+    (line,) = run(repository, "peers/vllm_generate.py", *words, "--steps", "1", "--ragged")
+    result = json.loads(line)
+    assert result["peer"] == "vllm"
+    assert result["rate_per_s"] > 0
+
+
+def test_a_peer_that_fails_does_not_take_the_other_results_along(benchmark, monkeypatch, capsys):
+    side_by_side = benchmark("side_by_side")
+
+    def play(driver, arguments, python):
+        if driver.name == "broken":
+            raise SystemExit("peers/broken.py failed with status 1:\nCUDA out of memory")
+        return {"median_s": 2.0, "peak_rss_mib": 1, "gflops": 1.0}
+
+    monkeypatch.setattr(side_by_side, "run", play)
+    monkeypatch.setattr(sys, "argv", [str(Path(side_by_side.__file__))])
+    drivers = [side_by_side.Driver("Ratchet", "", peer=False), side_by_side.Driver("broken", "")]
+    chosen = side_by_side.options("").parse_args(["--rounds", "1"])
+    case = side_by_side.Case("a case", drivers)
+    with pytest.raises(SystemExit, match="out of memory"):
+        side_by_side.compare(case, chosen)
+    side_by_side.compare(case, chosen, peers_may_fail=True)
+    record = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert list(record["rows"]) == ["Ratchet"]
+    assert "out of memory" in record["missing"]["broken"]
+    table = benchmark("gpu.run").make_table({"grpo": {**record, "floor": 1.0, "seconds": 3}})
+    assert "| grpo | 3 | Ratchet 2000 ms, share of the floor 0%, broken peers/broken.py" in table
+
+
+def test_every_placement_of_the_command_for_a_gpu_is_a_recipe(benchmark, tmp_path):
+    gpu = benchmark("gpu.run")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(gpu.make_recipe("qwen3-0.6b")))
+    colocated = [load_config(path, words).colocated for words in gpu.PLACEMENTS.values()]
+    assert colocated == [False, False, True]

@@ -31,6 +31,8 @@ from ratchet.executors.freeze import freeze
 from ratchet.generators.engine.model_runner import ModelRunner
 from ratchet.learners.compute.forward import Forward
 from ratchet.models.decoder import Decoder
+from ratchet.models.layers import varlen
+from ratchet.models.layers.attention import PackedAttention
 from ratchet.sandbox import Isolation
 from ratchet.training.from_config import build_policy
 from ratchet.training.loop import train
@@ -475,6 +477,7 @@ def costs(monkeypatch) -> dict[str, int]:
     seen = {
         "microbatches": 0,
         "recomputed": 0,
+        "varlen": 0,
         "chunk_rows": 0,
         "prefills": 0,
         "running": 0,
@@ -504,6 +507,8 @@ def costs(monkeypatch) -> dict[str, int]:
         "compute_token_columns",
         most("chunk_rows", lambda head, *a: head.chunk_rows),
     )
+    monkeypatch.setattr(varlen, "has_varlen", lambda device: True)
+    count(PackedAttention, "__init__", add("varlen", lambda *a, uses_varlen: uses_varlen))
     count(ThreadPool, "run", most("jobs", lambda crew, jobs: len(jobs)))
     count(ModelRunner, "prefill", add("prefills"))
     count(ModelRunner, "begin_decode", most("running", lambda runner, requests: len(requests)))
@@ -522,6 +527,7 @@ COSTS = [
     ("learner__workers", 1, 3, "jobs", lambda a, b: (a, b) == (1, 3), True),
     ("learner__activation_checkpointing", False, True, "recomputed", lambda a, b: a == 0 < b, False),
     ("learner__logprob_chunk_mib", 256, 1, "chunk_rows", lambda a, b: a // 256 == b == 2**20 // (24 * 4), False),
+    ("learner__attention", "auto", "padded", "varlen", lambda a, b: a > b == 0, True),
     ("generator__prefill_tokens", 2048, 8, "prefills", lambda a, b: b > a, False),
     ("generator__max_running", 1024, 5, "running", lambda a, b: a > b == 5, False),
     ("generator__kv_cache_gib", "auto", 2e-4, "running", lambda a, b: a > b > 0, False),

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from rehearsal.cuda_learners import CASES, make_learner, update
-from rehearsal.device_counts import Counts, decode, make_table, measure
+from rehearsal.device_counts import Counts, decode, make_policy, make_table, measure
 from rehearsal.device_counts import update as count_update
 from support.pretend_cuda.counting import counting
 
+from ratchet.models.load import load_transformers_policy
 from ratchet.weight_sync.checksums import copy_with_checksum
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
@@ -86,3 +87,16 @@ def test_attention_never_keeps_the_scores_of_all_pairs(count):
     operations = {operation for _, operation, _ in count().counts}
     assert any(operation.endswith("attention") for operation in operations)
     assert "math attention" not in operations
+
+
+def test_packed_sequences_of_transformers_use_flash_attention(tmp_path):
+    """A mask of all pairs of the micro-batch's tokens would rule it out."""
+    make_policy(2).save(tmp_path)
+    policy = load_transformers_policy(tmp_path, device="cuda:0")
+    lengths = [5, 12, 5, 30]
+    tokens = torch.arange(sum(lengths), device="cuda:0") % 60
+    positions = torch.cat([torch.arange(length, device="cuda:0") for length in lengths])
+    with torch.autocast("cuda", torch.bfloat16), counting() as events:
+        policy.hidden(tokens, positions, lengths)
+    operations = {name for _, name, _ in events.counts if "attention" in name}
+    assert operations == {"flash attention"}

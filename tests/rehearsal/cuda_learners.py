@@ -13,13 +13,16 @@ import torch
 from learners.routed_cases import routed
 from learners.spread_cases import OPTIMIZER, SHAPE, SPARSE, weighed
 from learners.test_local import ALGORITHMS, prepared
+from support.pretend_cuda.counting import counting
 
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.resolve import resolve
 from ratchet.config.schema import OptimizerConfig
+from ratchet.errors import ConfigError
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
+from ratchet.models.layers.varlen import choose_varlen, has_varlen
 from ratchet.models.load import init_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.scalar_head import ScalarHead
@@ -61,11 +64,11 @@ CASES = {
 }
 
 
-def make_learner(case, device):
-    policy = init_policy(case.shape, seed=3, dtype=torch.float64, device=device)
+def make_learner(case, device, *, dtype=torch.float64, autocast=False):
+    policy = init_policy(case.shape, seed=3, dtype=dtype, device=device)
     if case.adapter is not None:
         policy.attach(case.adapter)
-    head = ScalarHead(policy.hidden_size).to(torch.float64).init_weights(4, std=0.3).to(device)
+    head = ScalarHead(policy.hidden_size).to(dtype).init_weights(4, std=0.3).to(device)
     return LocalLearner(
         case.config,
         policy,
@@ -73,6 +76,7 @@ def make_learner(case, device):
         total_steps=10,
         head=head,
         replays_routes=case.replays_routes,
+        autocast=autocast,
     )
 
 
@@ -123,3 +127,30 @@ def test_training_goes_on_after_a_checkpoint_and_an_offload(name, tmp_path):
     assert update(resumed, case, [1]) == expected[0]
     results = get_results(resumed, case)
     assert all(torch.equal(results[name], value) for name, value in expected[1].items())
+
+
+def test_the_kernel_for_variable_lengths_computes_what_padded_attention_does():
+    """Under autocast: the kernel takes half precision only."""
+    assert has_varlen(torch.device("cuda:1"))
+    norms, kernels = {}, {}
+    for attention in ("padded", "varlen"):
+        case = Case(config=LocalConfig(micro_batch_tokens=200, attention=attention))
+        learner = make_learner(case, "cuda:1", dtype=torch.float32, autocast=True)
+        with counting() as events:
+            (metrics,) = update(learner, case, [0])
+        norms[attention] = metrics["grad_norm"]
+        kernels[attention] = events.count("kernel")
+    assert norms["varlen"] == pytest.approx(norms["padded"], rel=0.02)
+    assert kernels["varlen"] < kernels["padded"]
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
+    kernel = torch.nn.attention.varlen.varlen_attn
+    monkeypatch.setattr(
+        torch.nn.attention.varlen, "varlen_attn", lambda q, *x, **y: kernel(2 * q, *x, **y)
+    )
+    device = torch.device("cuda:1")
+    assert not has_varlen.__wrapped__(device)
+    monkeypatch.setattr("ratchet.models.layers.varlen.has_varlen", has_varlen.__wrapped__)
+    with pytest.raises(ConfigError, match=r"no such kernel for cuda:1. Set learner.attention=auto"):
+        choose_varlen("varlen", device)

@@ -33,6 +33,20 @@ class CastDecoder:
         self._matrices: list[nn.Parameter] = []
         self._copies: list[Tensor] = []
 
+    def count_later_bytes(self) -> int:
+        """Return the bytes that the first `renew` will allocate; 0 after it."""
+        if self._copies:
+            return 0
+        return sum(matrix.numel() for matrix in self._list_matrices()) * self.dtype.itemsize
+
+    def _list_matrices(self) -> list[nn.Parameter]:
+        """Return the source's matrices that have copies."""
+        return [
+            parameter
+            for name, parameter in self.source.named_parameters()
+            if name.startswith("layers.") and parameter.dim() >= 2
+        ]
+
     @torch.inference_mode()
     def renew(self) -> bool:
         """Copy the source's current weights.
@@ -40,11 +54,7 @@ class CastDecoder:
         The copies keep their memory unless the source has other parameters than before, for
         example those of a new adapter. Returns True if they have new memory.
         """
-        matrices = [
-            parameter
-            for name, parameter in self.source.named_parameters()
-            if name.startswith("layers.") and parameter.dim() >= 2
-        ]
+        matrices = self._list_matrices()
         is_known = len(matrices) == len(self._matrices) and all(
             known is matrix for known, matrix in zip(self._matrices, matrices, strict=True)
         )

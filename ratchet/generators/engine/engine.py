@@ -58,11 +58,11 @@ class EmbeddedEngine(AsyncEngine):
         casts = casts_matrices(decoder)
         self.precision = config.quantise  # casts are those of the learner's autocast
         auto_rows = config.row_multiple == "auto"
-        auto_cache = config.kv_cache_gib == "auto"
+        self._has_auto_cache = config.kv_cache_gib == "auto"
         limits = SchedulerLimits(
             max_running=config.max_running,
             kv_bytes=get_default_kv_bytes(device, _count_later_bytes(decoder, casts=casts))
-            if auto_cache
+            if self._has_auto_cache
             else int(float(config.kv_cache_gib) * GIB),
             prefill_tokens=config.prefill_tokens,
             row_multiple=measure_stable_rows(decoder) if auto_rows else int(config.row_multiple),
@@ -90,6 +90,19 @@ class EmbeddedEngine(AsyncEngine):
     @property
     def computed_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.core.computed_tokens
+
+    def reserve_memory(self, n_bytes: int) -> None:
+        """Set the budget of the KV cache to half of what is free now, less `n_bytes`.
+
+        All models of the stage's learners are on the device by now, references and critics too. The
+        budget stays if `kv_cache_gib` sets it, on a CPU, and while requests run.
+        """
+        runner = self.core.runner
+        if not self._has_auto_cache or runner.device.type == "cpu" or self.core.busy:
+            return
+        runner.clear()
+        copy_bytes = 0 if runner.cast is None else runner.cast.count_later_bytes()
+        self.core.set_kv_bytes(get_default_kv_bytes(runner.device, n_bytes + copy_bytes))
 
     def add_adapter(self, name: str, directory: Path) -> None:
         """Load an adapter from a directory in peft's format, for requests that name it.
@@ -121,7 +134,8 @@ def copies_float32_matrices(rounds_products: bool, *, on_cpu: bool) -> bool:
 def _count_later_bytes(decoder: Decoder, *, casts: bool) -> int:
     """Return the bytes that learner and engine allocate on the device later.
 
-    A learner in this process keeps a gradient and two moments of each weight, in float32.
+    It is an estimate for an engine without `reserve_memory`: one learner, which keeps a gradient
+    and two moments of each weight, in float32.
     """
     trained = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
     copied = sum(p.numel() for p in decoder.parameters()) if casts else 0

@@ -144,6 +144,9 @@ def get_default_kv_bytes(device: torch.device, reserved: int = 0) -> int:
         free memory is for the cache.
     """
     if device.type in ("cuda", "xpu"):
-        free = torch.get_device_module(device).mem_get_info(device)[0]
+        module = torch.get_device_module(device)
+        # This process can also use what its tensors have freed and PyTorch keeps.
+        kept = module.memory_reserved(device) - module.memory_allocated(device)
+        free = module.mem_get_info(device)[0] + kept
         return max((free - reserved) // 2, free // 16)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

@@ -63,16 +63,20 @@ class ModelRunner:
         )
         self.adapters = MultiLoRA(decoder, limits.row_multiple)
         self.compiled = CompiledDecoder(decoder)
-        self.max_length = self.cache.stride if self.fits_cache(1, self.cache.stride) else 0
-        while 0 < self.max_length < decoder.config.max_positions and self.fits_cache(
-            1, 2 * self.max_length
-        ):
-            self.max_length *= 2
+        self.set_limits(limits)
         self.prefilled_tokens = self.decoded_tokens = 0
         self._addresses: tuple[int, ...] = ()
         self.active: ActiveSlots | None = None  # all running requests; None when they have changed
 
     # --- memory
+
+    def set_limits(self, limits: SchedulerLimits) -> None:
+        """Use limits that differ from the present ones in `kv_bytes` only."""
+        self.limits = limits
+        length = self.cache.stride if self.fits_cache(1, self.cache.stride) else 0
+        while 0 < length < self.decoder.config.max_positions and self.fits_cache(1, 2 * length):
+            length *= 2
+        self.max_length = length
 
     def fits_cache(self, n_slots: int, length: int) -> bool:
         """True if the cache may grow to so many slots of so many tokens."""

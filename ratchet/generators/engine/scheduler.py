@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 import numpy as np
@@ -81,6 +81,11 @@ class Scheduler:
     def computed_tokens(self) -> int:
         """Return the number of the model's input tokens so far, without padding."""
         return self.runner.prefilled_tokens + self.runner.decoded_tokens
+
+    def set_kv_bytes(self, kv_bytes: int) -> None:
+        """Change the maximum size of the KV cache, in bytes, while no request runs."""
+        self.limits = replace(self.limits, kv_bytes=kv_bytes)
+        self.runner.set_limits(self.limits)
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises ConfigError if the cache could never hold it."""

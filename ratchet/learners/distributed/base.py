@@ -225,6 +225,10 @@ class RankLearner(ABC):
         """Clear the gradient."""
 
     @abstractmethod
+    def count_later_bytes(self) -> int:
+        """Return the bytes that updates will allocate on the device for gradients and moments."""
+
+    @abstractmethod
     def onload(self) -> None: ...
 
     @abstractmethod

@@ -49,6 +49,7 @@ from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
 from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.layers.moe import Experts
+from ratchet.models.layers.varlen import choose_varlen
 from ratchet.models.lora.files import check_base
 from ratchet.models.lora.layers import seed_dropout
 from ratchet.models.parallel.sharded_policy import DistributedPolicy
@@ -129,6 +130,7 @@ class DTensorLearner(RankLearner):
         self.model = model
         self.head = head
         model.checkpointing = config.activation_checkpointing
+        model.uses_varlen = choose_varlen(config.attention, device)
         forward = RankForward(
             model,
             head,
@@ -254,6 +256,9 @@ class DTensorLearner(RankLearner):
                 module.reshard()
 
     # --- weights and state
+
+    def count_later_bytes(self) -> int:
+        return 0 if self.optimizer is None else self.optimizer.count_later_bytes()
 
     def onload(self) -> None:
         self._offloader.onload()

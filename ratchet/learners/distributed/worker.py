@@ -141,6 +141,10 @@ class LearnerRank:
         """Return the result of an operation of a `WeightTransport` on (policy's blocks, rank)."""
         return operation(self.learners["policy"].weights(), dist.get_rank())
 
+    def count_later_bytes(self, role: str) -> int:
+        """Return the bytes that updates will allocate on this rank's device; 0 on a CPU."""
+        return self.learners[role].count_later_bytes()
+
     def onload(self, role: str) -> None:
         self.learners[role].onload()
 

@@ -219,6 +219,13 @@ class MegatronLearner(RankLearner):
 
     # --- weights and state
 
+    def count_later_bytes(self) -> int:
+        if self.optimizer is None or self.forward.device.type == "cpu":
+            return 0
+        # Buffers of gradients exist already. Each rank gets two moments of its part of the weights.
+        groups = self.optimizer.param_groups
+        return sum(2 * parameter.nbytes for group in groups for parameter in group["params"])
+
     def onload(self) -> None: ...
 
     def offload(self) -> None:

@@ -155,14 +155,33 @@ class AdamW:
             moments["average"].copy_(p)
             p.copy_(average)
 
+    def count_later_bytes(self) -> int:
+        """Return the bytes that updates will allocate: gradients, and moments not made yet.
+
+        Parameters in host memory do not count.
+        """
+        total = 0
+        for name, p in self.named_parameters:
+            local = self.to_local(p.detach())
+            if local.is_cpu:
+                continue
+            local = torch.empty_like(local, device="meta")
+            total += local.nbytes
+            if name not in self.state:
+                total += sum(moment.nbytes for moment in self.init_moments(name, local).values())
+                total += local.nbytes if self.config.ema_decay is not None else 0
+        return total
+
     def zero_grad(self) -> None:
         for _, p in self.named_parameters:
             p.grad = None
 
-    def to(self, device: torch.device) -> None:
-        for moments in self.state.values():
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor of the state by the function's result, in a fixed order."""
+        for name, _ in self.named_parameters:
+            moments = self.state.get(name, {})
             for key, moment in moments.items():
-                moments[key] = moment.to(device)
+                moments[key] = function(moment)
 
     def load(self, state: Mapping[str, Moments]) -> None:
         """Load a checkpoint's state.

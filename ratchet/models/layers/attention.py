@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ratchet.models.accelerator import attend_grouped
+from ratchet.models.layers import varlen
 from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
 from ratchet.utils.transfer import upload
 
@@ -59,16 +61,34 @@ class Bucket:
 class PackedAttention:
     """The `attend` argument of `Decoder.forward` for sequences laid end to end."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        uses_varlen: bool = False,
+    ) -> None:
         """Plan the attention calls.
 
         Args:
             lengths: Number of tokens of each sequence, at least 1. They sum to T. Ascending lengths
                 need the fewest calls.
+            uses_varlen: True to use the kernel for variable lengths, for tensors that it takes.
         """
-        self.buckets = [_make_bucket(group, device) for group in _group_lengths(lengths)]
+        self.lengths = lengths
+        self.device = device
+        # Equal lengths need no padding, so one call of ordinary attention does as well.
+        needs_padding = len(set(lengths)) > 1
+        self.varlen = varlen.Varlen(lengths, device) if uses_varlen and needs_padding else None
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The attention calls over padded sequences."""
+        return [_make_bucket(group, self.device) for group in _group_lengths(self.lengths)]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if self.varlen is not None and varlen.can_attend(q_THD, v_TKD):
+            return self.varlen.attend(q_THD, k_TKD, v_TKD)
         if len(self.buckets) == 1:
             return _attend(self.buckets[0], q_THD, k_TKD, v_TKD)
         sizes = [bucket.tokens for bucket in self.buckets]
@@ -113,10 +133,14 @@ class TreeAttention:
     Tokens are in the order of the tree's segments.
     """
 
-    def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, tree: PrefixTree, device: torch.device | str = "cpu", uses_varlen: bool = False
+    ) -> None:
         roots = [segment for segment in tree.segments if not segment.begin]
         self.n_root_tokens = sum(segment.length for segment in roots)
-        self.root_attention = PackedAttention([segment.length for segment in roots], device)
+        self.root_attention = PackedAttention(
+            [segment.length for segment in roots], device, uses_varlen=uses_varlen
+        )
         self.branches = plan_branch_calls(tree.segments[len(roots) :], tree.past, device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:

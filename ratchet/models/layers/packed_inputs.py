@@ -99,6 +99,7 @@ def pack_inputs(
     *,
     shares_prefixes: bool = True,
     device: torch.device | None = None,
+    uses_varlen: bool = False,
 ) -> PackedInputs:
     """Return the decoder's inputs for packed sequences.
 
@@ -107,6 +108,7 @@ def pack_inputs(
         routing: Expert routing of the T tokens.
         shares_prefixes: True to compute prefixes that sequences share only once.
         device: The device for which attention is planned; None: that of the tokens.
+        uses_varlen: As of `PackedAttention`.
     """
     assert sum(lengths) == len(tokens_T), (
         f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
@@ -116,14 +118,14 @@ def pack_inputs(
         replayed_TLK = None if routing is None else routing.replayed_TLK
         tree = PrefixTree.from_sequences(compute_path_keys(tokens_T, replayed_TLK), lengths)
         if len(tree.token_index_U) <= MAX_REMAINING_SHARE * len(tokens_T):
-            return _share_prefixes(tokens_T, positions_T, tree, device, routing)
+            return _share_prefixes(tokens_T, positions_T, tree, device, routing, uses_varlen)
     ascending = sorted(lengths)
-    attend = PackedAttention(ascending, device)
+    attend = PackedAttention(ascending, device, uses_varlen=uses_varlen)
     if ascending == list(lengths):
         return PackedInputs(tokens_T, positions_T, attend, routing=routing)
     # Consecutive sequences of similar length share an attention call. So sort by length here, once
     # for all layers.
-    order_T, inverse_T = (index.to(tokens_T.device) for index in _sort_by_length(lengths))
+    order_T, inverse_T = (index.to(tokens_T.device) for index in sort_by_length(lengths))
     return _reorder(tokens_T, positions_T, attend, order_T, inverse_T, routing)
 
 
@@ -135,6 +137,7 @@ def pack_output_inputs(
     *,
     shares_prefixes: bool = True,
     device: torch.device | None = None,
+    uses_varlen: bool = False,
 ) -> PackedInputs:
     """Return the decoder's inputs if the caller uses only some final states (output tokens).
 
@@ -144,7 +147,7 @@ def pack_output_inputs(
 
     Args:
         output_mask_T: bool, True for output tokens; at least one must be True.
-        device: As in `pack_inputs`.
+        device, uses_varlen: As in `pack_inputs`.
     """
     is_kept_T, kept_lengths = _select_computed(lengths, output_mask_T)
     is_kept_T = is_kept_T.to(tokens_T.device)
@@ -154,6 +157,7 @@ def pack_output_inputs(
         kept_lengths,
         shares_prefixes=shares_prefixes,
         device=device,
+        uses_varlen=uses_varlen,
     )
     # A token that is left out maps to the last kept token before it.
     state_index_T = is_kept_T.cumsum(0) - 1
@@ -198,6 +202,7 @@ def _share_prefixes(
     tree: PrefixTree,
     device: torch.device,
     routing: Routing | None = None,
+    uses_varlen: bool = False,
 ) -> PackedInputs:
     """Return the inputs for the distinct tokens of a prefix tree."""
     order_U, distinct_index_T = (
@@ -206,7 +211,7 @@ def _share_prefixes(
     return _reorder(
         tokens_T,
         positions_T,
-        TreeAttention(tree, device),
+        TreeAttention(tree, device, uses_varlen),
         order_U,
         distinct_index_T,
         routing,
@@ -229,7 +234,7 @@ def _reorder(
     return PackedInputs(tokens_T[order_U], positions_T[order_U], attend, state_index_T, routing)
 
 
-def _sort_by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+def sort_by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the permutation of tokens that sorts sequences by length, and its inverse, int64 [T].
 
     The permutation lists the original indices of the tokens, the shortest sequence first.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ratchet.config.model_shape.decoder_config import ORIGINAL_CONTEXT, DecoderConfig
+from ratchet.utils.transfer import upload
 
 
 class RotaryTable(nn.Module):
@@ -33,7 +34,7 @@ class RotaryTable(nn.Module):
         In bfloat16 the angles at high positions would be wrong by whole turns.
         """
         super()._apply(fn, recurse)
-        self.frequencies = self.exact.to(self.frequencies.device)
+        self.frequencies = upload(self.exact, self.frequencies.device)
         return self
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

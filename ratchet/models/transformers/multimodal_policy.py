@@ -58,6 +58,9 @@ class MultimodalPolicy(TransformersPolicy):
         train_encoders: True to train the parameters outside of the language model too.
     """
 
+    # Media have masks of their own.
+    may_pack_by_lengths = False
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -109,16 +112,18 @@ class MultimodalPolicy(TransformersPolicy):
                 **options,
             )
             refuse_missing_weights(directory, loading)
-        nn.Module.to(model, device)
         files = {
             name: (directory / name).read_bytes()
             for name in PROCESSOR_FILES
             if (directory / name).is_file()
         }
         probes = make_probe_images(directory, model) if files else []
-        return cls(
+        policy = cls(
             model, saved_config=saved, train_encoders=train_encoders, probes=probes, files=files
         )
+        # The constructor's probes run on the CPU in float32: see `TransformersPolicy.load`.
+        nn.Module.to(model, device)
+        return policy
 
     def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
         super().save(directory, weights)
@@ -206,7 +211,7 @@ class MultimodalPolicy(TransformersPolicy):
         ]
         return self._add_zero_gradients(torch.cat(hidden_by_row))
 
-    def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+    def _run(self, tokens_T: Tensor, positions_T: Tensor, **options: Any) -> Tensor:
         """Return the hidden states of a text without media."""
         return self._forward(tokens_T, positions_T, [len(tokens_T)], [()])
 

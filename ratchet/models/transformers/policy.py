@@ -12,11 +12,10 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ratchet.config.lora import LoRAConfig
@@ -24,16 +23,22 @@ from ratchet.config.model_shape.lora_targets import resolve_target_modules
 from ratchet.errors import ConfigError, ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.flops_transformers import estimate_token_cost
+from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.layers.expert_routing import Routing
+from ratchet.models.layers.packed_inputs import sort_by_length
 from ratchet.models.lora import transformers as transformers_lora
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.parallel.collectives import Group, all_reduce_sum
 from ratchet.models.policy import UNLIMITED, PolicyModel
+from ratchet.models.transformers import packed_attention
+from ratchet.models.transformers.head import run_head
 from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors
+from ratchet.models.transformers.packed_attention import set_packed_attention
 from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_model
 from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
 from ratchet.utils.temp_dirs import TemporaryFolder
+from ratchet.utils.transfer import upload
 
 PROBE_LENGTHS = (5, 1, 7, 3)  # numbers of tokens of the packed sequences in a probe
 # Factor on the tolerance for a divided model. It sums in another order, and the summands of a
@@ -53,6 +58,10 @@ class TransformersPolicy(PolicyModel):
     off, because a policy must score the distribution from which it sampled.
     """
 
+    # True if attention may get the lengths of packed sequences in place of a mask.
+    may_pack_by_lengths: ClassVar[bool] = True
+    packs_by_lengths = False  # True if it does; a probe has found it equal
+
     def __init__(
         self, model: PreTrainedModel, *, saved_config: PreTrainedConfig | None = None
     ) -> None:
@@ -70,8 +79,13 @@ class TransformersPolicy(PolicyModel):
         self.text_config: Any = model.config.get_text_config()
         self._vocab_size = model.get_parameter(self.head_name).shape[0]
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
+        set_packed_attention(model, enabled=False)  # a policy may have had the model before
         self._check_logits()
         self.packs = self.takes_positions and self._keeps_sequences_apart()
+        if self.packs and self.may_pack_by_lengths and set_packed_attention(model, enabled=True):
+            self.packs_by_lengths = True
+            self.packs_by_lengths = self._keeps_sequences_apart()
+            set_packed_attention(model, enabled=self.packs_by_lengths)
 
     @classmethod
     def load(
@@ -246,14 +260,25 @@ class TransformersPolicy(PolicyModel):
             f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         )
         if self.packs:
-            return self._run(tokens_T, positions_T)
+            return self._run_packed(tokens_T, positions_T, lengths)
         rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), strict=True)
         return torch.cat([self._run(tokens, positions) for tokens, positions in rows])
 
-    def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+    def _run_packed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return the hidden states of packed sequences, from one forward."""
+        if not self.packs_by_lengths or len(lengths) == 1:
+            return self._run(tokens_T, positions_T)
+        # Sequences of similar length share an attention call if they follow one another.
+        device = tokens_T.device
+        order_T, inverse_T = (upload(index, device) for index in sort_by_length(lengths))
+        attention = PackedAttention(sorted(lengths), device, uses_varlen=self.uses_varlen)
+        options = {packed_attention.ARGUMENT: attention}
+        return self._run(tokens_T[order_T], positions_T[order_T], **options)[inverse_T]
+
+    def _run(self, tokens_T: Tensor, positions_T: Tensor, **options: Any) -> Tensor:
         # With a cache or a mask of ones, transformers would let packed sequences attend to each
         # other, without an error.
-        options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
+        options |= {"attention_mask": None, "use_cache": False}
         if self.takes_positions:
             options["position_ids"] = positions_T[None]
         return self.backbone(input_ids=tokens_T[None], **options)[0][0]
@@ -261,15 +286,7 @@ class TransformersPolicy(PolicyModel):
     def logits(self, hidden_nd: Tensor) -> Tensor:
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         with torch.autocast(hidden_nd.device.type, enabled=False):
-            return self._run_head(hidden_nd.to(dtype))
-
-    def _run_head(self, hidden_nd: Tensor) -> Tensor:
-        """Return the logits of hidden states, in their dtype."""
-        head = _replace_backbone(self.model, self.backbone_path, _FixedBackbone(hidden_nd[None]))
-        weights = {name: weight.to(hidden_nd.dtype) for name, weight in head.named_parameters()}
-        tokens = torch.zeros(1, hidden_nd.shape[0], dtype=torch.int64, device=hidden_nd.device)
-        inputs = {"input_ids": tokens, "use_cache": False}
-        return functional_call(head, weights, (), inputs).logits[0]
+            return run_head(self.model, self.backbone_path, hidden_nd.to(dtype))
 
     # --- probes, at load
 
@@ -306,9 +323,15 @@ class TransformersPolicy(PolicyModel):
             [torch.arange(starts[i], starts[i] + PROBE_LENGTHS[i]) for i in range(0, len(rows), 2)]
         )
         with torch.no_grad():
-            packed, perturbed = (
-                self._run(torch.cat(tokens), positions) for tokens in (rows, changed_rows)
-            )
+            try:
+                packed, perturbed = (
+                    self._run_packed(torch.cat(tokens), positions, PROBE_LENGTHS)
+                    for tokens in (rows, changed_rows)
+                )
+            except (NotImplementedError, TypeError):  # it can't attend by lengths
+                if not self.packs_by_lengths:
+                    raise
+                return False
             separate = torch.cat(
                 [self._run(row, torch.arange(len(row), device=row.device)) for row in rows]
             )
@@ -438,40 +461,6 @@ def _find_head_name(model: PreTrainedModel) -> str:
         if module is head and path:
             return f"{path}.weight"
     raise ModelError(f"{type(model).__name__} has no output embedding: it is not a language model")
-
-
-class _FixedBackbone(nn.Module):
-    """A stand-in for a backbone, which returns given hidden states for any input."""
-
-    def __init__(self, hidden_1nd: Tensor) -> None:
-        super().__init__()
-        self.hidden_1nd = hidden_1nd
-
-    def forward(self, *args: Any, **kwargs: Any) -> _BackboneOutput:
-        return _BackboneOutput(self.hidden_1nd)
-
-
-class _BackboneOutput:
-    """The output of a backbone. Caches, router logits and all other fields are None."""
-
-    def __init__(self, hidden_1nd: Tensor) -> None:
-        self.last_hidden_state = hidden_1nd
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def _replace_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Module:
-    """Return a shallow copy of `model` with another module at `path`; parameters are shared."""
-    name, _, child_path = path.partition(".")
-    clone = copy.copy(model)
-    child = model.get_submodule(name)
-    new_child = _replace_backbone(child, child_path, backbone) if child_path else backbone
-    clone.__dict__["_modules"] = {**model._modules, name: new_child}
-    return clone
 
 
 def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, factor: float = 1) -> bool:

@@ -58,9 +58,10 @@ def test_tokens_are_those_of_the_learners_autocast(has_adapter):
     generate(engine)
     if has_adapter:
         policy.attach(Adapter(LoRAConfig(rank=2, alpha=4.0), seed=1))
+        generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for _, parameter in policy.trained_parameters():
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, 0.3, generator=generator)
     completion = generate(engine)
     tokens = torch.tensor([*PROMPT, *completion.tokens.tolist()])
     logprobs = {}

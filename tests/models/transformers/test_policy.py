@@ -9,6 +9,7 @@ from ratchet.errors import ModelError
 from ratchet.learners.compute.forward import Forward
 from ratchet.models.load import load_policy
 from ratchet.models.lora.decoder import Adapter
+from ratchet.models.transformers import packed_attention
 from ratchet.models.transformers.policy import TransformersPolicy
 from ratchet.utils.thread_pool import ThreadPool
 
@@ -179,6 +180,37 @@ def test_a_neighbour_changes_nothing_at_all(name, reference, ragged):
         before, after = (policy.hidden(row, positions, lengths) for row in (tokens, other))
     assert torch.equal(before[own], after[own])
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize(("name", "masked_layers"), [("granite", 0), ("gemma2", 1)])
+def test_only_sliding_windows_get_a_mask(name, masked_layers, reference, monkeypatch, ragged):
+    """granite scales scores in its own way; every other layer of gemma2 has a window."""
+    model_type, shape, fields, _ = ARCHITECTURES[name]
+    policy = TransformersPolicy(reference(model_type, shape=shape, **fields))
+    assert policy.packs_by_lengths
+    masks, attend = [], packed_attention.sdpa_attention_forward
+
+    def record(module, query, key, value, mask, **arguments):
+        masks.append(mask)
+        return attend(module, query, key, value, mask, **arguments)
+
+    monkeypatch.setattr(packed_attention, "sdpa_attention_forward", record)
+    by_lengths = policy.hidden(*ragged)
+    assert [mask is not None for mask in masks] == [True] * masked_layers
+    policy.packs_by_lengths = False
+    packed_attention.set_packed_attention(policy.model, enabled=False)
+    torch.testing.assert_close(by_lengths, policy.hidden(*ragged), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_that_can_t_attend_by_lengths_keeps_its_mask(reference, monkeypatch, ragged):
+    model_type, shape, fields, _ = ARCHITECTURES["qwen3"]
+    model = reference(model_type, shape=shape, **fields)
+    expected = TransformersPolicy(model).hidden(*ragged)
+    monkeypatch.setattr(packed_attention, "ARGUMENT", "an_argument_that_attention_ignores")
+    policy = TransformersPolicy(model)
+    assert (policy.packs, policy.packs_by_lengths) == (True, False)
+    assert model.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(policy.hidden(*ragged), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen as varlen
 import torch.nn.functional as F
 from support.pretend_cuda import DEVICE_BYTES, load_backend
 from support.pretend_cuda.collectives import install_collectives
@@ -34,6 +35,7 @@ def install() -> None:
     F.scaled_dot_product_attention = count_as_one_kernel(
         F.scaled_dot_product_attention, name_attention
     )
+    varlen.varlen_attn = count_as_one_kernel(attend_varlen, lambda *_, **options: "flash attention")
     F.rms_norm = count_as_one_kernel(F.rms_norm, lambda *arguments, **options: "rms_norm")
     if torch.distributed.is_available():
         install_collectives()
@@ -53,6 +55,65 @@ def name_attention(
     if is_half and attn_mask is None:
         return "flash attention"
     return "math attention" if is_grouped else "memory-efficient attention"
+
+
+def attend_varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Any:
+    """Compute `torch.nn.attention.varlen.varlen_attn`, and refuse what its kernel refuses."""
+    if not query.dtype == key.dtype == value.dtype or query.dtype.itemsize != 2:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if cu_seq_q.dtype is not torch.int32 or cu_seq_k.dtype is not torch.int32:
+        raise RuntimeError("cu_seqlens_q must have dtype int32")
+    if not query.device == cu_seq_q.device == cu_seq_k.device:
+        raise RuntimeError("Expected all tensors to be on the same device")
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    lengths = cu_seq_q.diff().tolist()
+    assert window_size == (-1, 0), "only causal attention is pretended"
+    assert sum(lengths) == len(query) == len(key)
+    assert max(lengths) == max_q == max_k
+    return VarlenAttention.apply(query, key, value, lengths)
+
+
+class VarlenAttention(torch.autograd.Function):
+    """Causal attention within each of several sequences: one kernel in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, lengths: list[int]) -> Any:
+        ctx.save_for_backward(query, key, value)
+        ctx.lengths = lengths
+        return _attend_each(query, key, value, lengths)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        def differentiate(grad: Any) -> Any:
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            with torch.enable_grad():
+                out = _attend_each(*inputs, ctx.lengths)
+            return torch.autograd.grad(out, inputs, grad)
+
+        name = "flash attention backward"
+        return *count_as_one_kernel(differentiate, lambda grad: name)(*grads), None
+
+
+def _attend_each(query: Any, key: Any, value: Any, lengths: list[int]) -> Any:
+    outputs = []
+    for part in zip(*(x.split(lengths) for x in (query, key, value)), strict=True):
+        rows = (x.transpose(0, 1)[None] for x in part)
+        is_grouped = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=is_grouped)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def count_visible_devices() -> int:

@@ -1,0 +1,61 @@
+"""Run the head of a transformers model alone: a stand-in takes the place of the backbone.
+
+n = tokens, d = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+
+def run_head(model: nn.Module, backbone_path: str, hidden_nd: Tensor) -> Tensor:
+    """Return the logits [n, V] of hidden states, in their dtype.
+
+    Args:
+        model: The causal language model.
+        backbone_path: Dotted path of the backbone, whose output the head reads.
+    """
+    head = _replace_backbone(model, backbone_path, _FixedBackbone(hidden_nd[None]))
+    weights = {name: weight.to(hidden_nd.dtype) for name, weight in head.named_parameters()}
+    tokens = torch.zeros(1, hidden_nd.shape[0], dtype=torch.int64, device=hidden_nd.device)
+    inputs = {"input_ids": tokens, "use_cache": False}
+    return functional_call(head, weights, (), inputs).logits[0]
+
+
+class _FixedBackbone(nn.Module):
+    """A stand-in for a backbone, which returns given hidden states for any input."""
+
+    def __init__(self, hidden_1nd: Tensor) -> None:
+        super().__init__()
+        self.hidden_1nd = hidden_1nd
+
+    def forward(self, *args: Any, **kwargs: Any) -> _BackboneOutput:
+        return _BackboneOutput(self.hidden_1nd)
+
+
+class _BackboneOutput:
+    """The output of a backbone. Caches, router logits and all other fields are None."""
+
+    def __init__(self, hidden_1nd: Tensor) -> None:
+        self.last_hidden_state = hidden_1nd
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _replace_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Module:
+    """Return a shallow copy of `model` with another module at `path`; parameters are shared."""
+    name, _, child_path = path.partition(".")
+    clone = copy.copy(model)
+    child = model.get_submodule(name)
+    new_child = _replace_backbone(child, child_path, backbone) if child_path else backbone
+    clone.__dict__["_modules"] = {**model._modules, name: new_child}
+    return clone

@@ -1,0 +1,108 @@
+"""Attention of transformers' models over packed sequences, without a mask of all their tokens.
+
+transformers separates packed sequences by a mask [1, 1, T, T]. Attention then computes all pairs of
+the T tokens, also those of different sequences, and on CUDA it can't use the flash kernel. Here
+layers with plain causal attention get the sequences' lengths instead. Layers with another mask,
+such as a sliding window, keep it.
+
+T = tokens, H = query heads, K = key/value heads, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    causal_mask_function,
+    packed_sequence_mask_function,
+    sdpa_mask,
+)
+
+from ratchet.models.layers.attention import PackedAttention
+
+# The name of this attention in transformers' configurations.
+NAME = "ratchet_packed"
+# The argument of the backbone by which attention gets the lengths.
+ARGUMENT = "packed_attention"
+
+
+def set_packed_attention(model: PreTrainedModel, *, enabled: bool) -> bool:
+    """Set the attention of a model that has PyTorch's or this one; return True if that was done."""
+    if model.config._attn_implementation not in ("sdpa", NAME):
+        return False
+    model.set_attn_implementation(NAME if enabled else "sdpa")
+    return model.config._attn_implementation == (NAME if enabled else "sdpa")
+
+
+def make_mask(**arguments: Any) -> Tensor | None:
+    """Return transformers' mask; an empty tensor if it only keeps packed sequences apart.
+
+    Args:
+        arguments: Those of `sdpa_mask`.
+    """
+    if _is_causal_and_packed(arguments["mask_function"]) and arguments.get("local_size") is None:
+        return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=arguments["device"])
+    return sdpa_mask(**arguments)
+
+
+def _is_causal_and_packed(mask_function: Any) -> bool:
+    """True if a token sees exactly the earlier tokens of its own sequence.
+
+    transformers combines the functions of a mask in a closure.
+    """
+    cells = getattr(mask_function, "__closure__", None) or ()
+    combined = [cell.cell_contents for cell in cells]
+    if len(combined) != 1 or not isinstance(combined[0], tuple) or len(combined[0]) != 2:
+        return False
+    is_intersection = mask_function.__qualname__.startswith("and_masks.")
+    causal, packed = combined[0]
+    packed_name = f"{packed_sequence_mask_function.__qualname__}."
+    is_packed = getattr(packed, "__qualname__", "").startswith(packed_name)
+    return is_intersection and causal is causal_mask_function and is_packed
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_attention: PackedAttention | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention of a layer [1, T, H, D], and None for the attention weights.
+
+    Args:
+        module: The layer.
+        query: [1, H, T, D].
+        key, value: [1, K, T, D].
+        attention_mask: Of `make_mask`.
+        packed_attention: The attention of the packed sequences.
+        arguments: Those of transformers' `sdpa_attention_forward`. Dropout is off in a policy.
+
+    Raises:
+        NotImplementedError: The layer separates sequences by their lengths, but does more than
+            causal attention, or did not get the lengths.
+    """
+    if attention_mask is None or attention_mask.numel():
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    is_causal = arguments.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    others = arguments.get("position_bias"), arguments.get("cache")
+    if packed_attention is None or not is_causal or others != (None, None):
+        raise NotImplementedError(f"{type(module).__name__} has attention of its own")
+    head_dim = query.shape[-1]
+    scaling = arguments.get("scaling")
+    if scaling is not None and scaling != head_dim**-0.5:
+        query = query * (scaling * head_dim**0.5)
+    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed_attention(0, q_THD, k_TKD, v_TKD)[None], None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)
