@@ -178,6 +178,7 @@ def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
         trust_remote_code=source.trust_remote_code,
         revision=source.revision,
         train_encoders=source.train_encoders,
+        overrides=source.overrides,
         freeze=source.freeze,
     )
 
@@ -243,6 +244,7 @@ def build_policy(config: RunConfig) -> Policy:
             trust_remote_code=source.trust_remote_code,
             revision=source.revision,
             train_encoders=source.train_encoders,
+            overrides=source.overrides,
         )
         rounds_on_cpu = config.rounds_products and device.type == "cpu"
         if rounds_on_cpu and not isinstance(model, DecoderPolicy):
@@ -348,9 +350,11 @@ def get_tokenizer_config(config: RunConfig) -> TokenizerConfig:
 def get_adapter_base_dir(config: RunConfig, index: int, directory: Path) -> Path | None:
     """Return the directory in which the run keeps the base model of a stage's adapter.
 
-    Return None if the base is the recipe's model, which training has not changed.
+    Return None if the base is the recipe's model, which neither training nor `model.overrides` has
+    changed.
     """
-    is_unchanged = index == 0 and config.model.path is not None
+    source = config.model
+    is_unchanged = index == 0 and source.path is not None and not source.overrides
     return None if is_unchanged else directory / "base" / config.stages[index].name
 
 

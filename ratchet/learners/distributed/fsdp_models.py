@@ -122,6 +122,7 @@ class DTensorModels:
             dtype=self.dtype,
             trust_remote_code=origin.trust_remote_code,
             train_encoders=origin.train_encoders,
+            hf=origin.read_config() if origin.overrides else None,
         )
         model.freeze(origin.freeze)
         if self.mesh.tensor is not None:

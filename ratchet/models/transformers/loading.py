@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.model_shape.config_json import SIZE_RANGES
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ratchet.config.model_shape.config_json import MEDIA_CONFIG_KEYS, SIZE_RANGES
 from ratchet.errors import ModelError, RatchetError
 from ratchet.utils import safe_read
 from ratchet.utils.summarize import summarize_names
@@ -47,6 +60,46 @@ def translate_errors(directory: Path, model_kind: str) -> Iterator[None]:
         raise ModelError(
             f"transformers can't load {model_kind} from {directory}: {reason}"
         ) from error
+
+
+def load_config(
+    directory: Path, changed: Mapping[str, Any] | None, *, trust_remote_code: bool
+) -> PreTrainedConfig:
+    """Return the configuration of a model directory.
+
+    changed: The content of `config.json` to read in place of the file's; None: the file's.
+    """
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    if changed is None:
+        return AutoConfig.from_pretrained(directory, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        # The code of a model lies beside its configuration.
+        for path in directory.glob("*.py"):
+            shutil.copyfile(path, Path(folder) / path.name)
+        (Path(folder) / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        config = AutoConfig.from_pretrained(folder, **options)
+    config._name_or_path = str(directory)
+    return config
+
+
+def build_without_weights(config: Mapping[str, Any]) -> PreTrainedModel | None:
+    """Return the model of a `config.json` on the meta device, where its weights take no memory.
+
+    Return None for a model of a class that does not come with transformers.
+
+    Raises ModelError, with the first line of transformers' error, if it can't build the model.
+    """
+    if config.get("model_type") not in CONFIG_MAPPING or config.get("auto_map"):
+        return None
+    reads_media = any(key in config for key in MEDIA_CONFIG_KEYS)
+    auto_class = AutoModelForMultimodalLM if reads_media else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+            return auto_class.from_config(settings)
+    # As in `translate_errors`: each family has its own code.
+    except Exception as error:
+        raise ModelError(get_first_line(str(error) or type(error).__name__)) from error
 
 
 def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:

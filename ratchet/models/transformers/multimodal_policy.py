@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from ratchet.config.media_limits import PROCESSOR_FILES
 from ratchet.errors import ModelError
@@ -25,7 +25,11 @@ from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.lora import transformers as transformers_lora
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.media import EncodedMedia, join_media_inputs, make_probe_images
-from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors
+from ratchet.models.transformers.loading import (
+    load_config,
+    refuse_missing_weights,
+    translate_errors,
+)
 from ratchet.models.transformers.policy import (
     TransformersPolicy,
     find_largest_module_list,
@@ -95,10 +99,11 @@ class MultimodalPolicy(TransformersPolicy):
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         train_encoders: bool = False,
+        hf: Mapping[str, Any] | None = None,
     ) -> Self:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         with translate_errors(directory, "a model of images and text"):
-            saved = AutoConfig.from_pretrained(directory, **options)
+            saved = load_config(directory, hf, trust_remote_code=trust_remote_code)
             config = without_dropout(saved)
             model, loading = AutoModelForMultimodalLM.from_pretrained(
                 directory,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.lora_targets import resolve_target_modules
@@ -29,7 +29,11 @@ from ratchet.models.lora import transformers as transformers_lora
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.parallel.collectives import Group, all_reduce_sum
 from ratchet.models.policy import UNLIMITED, PolicyModel
-from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors
+from ratchet.models.transformers.loading import (
+    load_config,
+    refuse_missing_weights,
+    translate_errors,
+)
 from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_model
 from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
@@ -81,11 +85,15 @@ class TransformersPolicy(PolicyModel):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
+        hf: Mapping[str, Any] | None = None,
     ) -> TransformersPolicy:
-        """Load a Hugging Face directory. Raises ModelError if transformers can't read it."""
+        """Load a Hugging Face directory. Raises ModelError if transformers can't read it.
+
+        hf: Content of `config.json` to use in place of the file's; None: the file's.
+        """
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         with translate_errors(directory, "a causal language model"):
-            saved_config = AutoConfig.from_pretrained(directory, **options)
+            saved_config = load_config(directory, hf, trust_remote_code=trust_remote_code)
             config = without_dropout(saved_config)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
