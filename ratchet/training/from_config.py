@@ -23,7 +23,7 @@ from ratchet.executors.freeze import use_kernels
 from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool
-from ratchet.learners.config import DistributedConfig, DTensorConfig
+from ratchet.learners.config import DistributedConfig
 from ratchet.learners.distributed.topology import build_topology
 from ratchet.models.accelerator import require_accelerator, use_accelerator
 from ratchet.models.load import find_model, init_policy, load_policy
@@ -207,13 +207,6 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
         if stage.lora is not None:
             require_peft()
             policy.model.resolve_adapter_layers(stage.lora)
-            if isinstance(stage.learner, DTensorConfig) and not isinstance(
-                policy.model, DecoderPolicy
-            ):
-                raise ConfigError(
-                    "lora with learner.kind=dtensor needs Ratchet's own decoder, but transformers "
-                    "runs this model. Set learner.kind=local, or remove lora"
-                )
 
 
 def build_policy(config: RunConfig) -> Policy:

@@ -80,11 +80,11 @@ def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "learner.pipeline_parallel",
             "lora",
         )
-    if config.model.backend == "transformers":
+    if config.model.backend == "transformers" and not learner.supports_transformers:
         yield clash(
-            f"lora with learner.kind={learner.kind_name} needs the built-in decoder, and "
+            f"learner.kind={learner.kind_name} needs the built-in decoder, and "
             "model.backend=transformers does not use it: set model.backend=auto, or "
-            "learner.kind=local",
+            "learner.kind=dtensor",
             "model.backend",
             "learner.kind",
         )

@@ -129,6 +129,7 @@ class DTensorLearner(RankLearner):
         self.model = model
         self.head = head
         model.checkpointing = config.activation_checkpointing
+        model.forward_group = mesh.gradient_group
         forward = RankForward(
             model,
             head,
@@ -298,7 +299,9 @@ class DTensorLearner(RankLearner):
         numbers: dict[str, Any] = {}
         if self.optimizer is not None and self.step_rules is not None:
             steps = {
-                name: int(moments.get("step", 0)) for name, moments in self.optimizer.state.items()
+                name: int(moments.get("step", 0))
+                # Sorted, so that a resumed run writes the same bytes.
+                for name, moments in sorted(self.optimizer.state.items())
             }
             numbers = {
                 "taken": self.step_rules.steps_taken,

@@ -22,8 +22,6 @@ from ratchet.config.media_limits import PROCESSOR_FILES
 from ratchet.errors import ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.lora import transformers as transformers_lora
-from ratchet.models.lora.decoder import Adapter
 from ratchet.models.media import EncodedMedia, join_media_inputs, make_probe_images
 from ratchet.models.transformers.loading import (
     load_config,
@@ -169,11 +167,9 @@ class MultimodalPolicy(TransformersPolicy):
         }
         return [(name, p) for name, p in self.model.named_parameters() if id(p) not in language_ids]
 
-    def attach(self, adapter: Adapter) -> None:
-        transformers_lora.attach(
-            self.model, adapter, self.resolve_adapter_layers(adapter.lora), within=self.language
-        )
-        self.adapter = adapter
+    @property
+    def adapted(self) -> nn.Module:
+        return self.language
 
     def merge(self) -> None:
         super().merge()
@@ -209,7 +205,7 @@ class MultimodalPolicy(TransformersPolicy):
             self._forward(tokens, positions, [len(tokens)], [sequence_media])
             for tokens, positions, sequence_media in rows
         ]
-        return self._add_zero_gradients(torch.cat(hidden_by_row))
+        return self._add_zero_gradients(self.join_rows(hidden_by_row))
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the hidden states of a text without media."""
@@ -418,20 +414,20 @@ class MultimodalPolicy(TransformersPolicy):
         token = int(self.model.config.image_token_id)
         rows, media = list[Tensor](), list[tuple[PlacedMedium, ...]]()
         for row_probes in ([probes[0]], [], [probes[1], probes[0]]):
-            pieces, placed = [self._make_probe_tokens(N_PROBE_TEXT_TOKENS)], list[PlacedMedium]()
+            pieces, placed = [self.make_probe_tokens(N_PROBE_TEXT_TOKENS)], list[PlacedMedium]()
             for medium in row_probes:
                 placed.append(PlacedMedium(sum(map(len, pieces)), medium))
                 pieces += [
                     torch.full((medium.span,), token, device=self.model.device),
-                    self._make_probe_tokens(N_PROBE_TEXT_TOKENS + 1),
+                    self.make_probe_tokens(N_PROBE_TEXT_TOKENS + 1),
                 ]
             rows.append(torch.cat(pieces))
             media.append(tuple(placed))
         return rows, media
 
-    def _make_probe_tokens(self, n: int) -> Tensor:
+    def make_probe_tokens(self, n: int) -> Tensor:
         """Return `n` tokens without placeholders."""
-        tokens = super()._make_probe_tokens(n)
+        tokens = super().make_probe_tokens(n)
         return torch.where(self._find_types(tokens) > 0, 0, tokens)
 
     @torch.no_grad()

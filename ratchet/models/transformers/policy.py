@@ -27,22 +27,22 @@ from ratchet.models.flops_transformers import estimate_token_cost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.lora import transformers as transformers_lora
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.parallel.collectives import Group, all_reduce_sum
+from ratchet.models.parallel.collectives import Group, all_reduce_max
 from ratchet.models.policy import UNLIMITED, PolicyModel
+from ratchet.models.transformers.context_parallel import DividedAttention
 from ratchet.models.transformers.loading import (
     load_config,
     refuse_missing_weights,
     translate_errors,
 )
-from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_model
+from ratchet.models.transformers.tensor_parallel import (
+    divide_adapters,
+)
 from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 PROBE_LENGTHS = (5, 1, 7, 3)  # numbers of tokens of the packed sequences in a probe
-# Factor on the tolerance for a divided model. It sums in another order, and the summands of a
-# gradient nearly cancel each other. A wrong plan changes gradients far more.
-PROBE_ROUNDING = 100
 
 
 class TransformersPolicy(PolicyModel):
@@ -75,6 +75,7 @@ class TransformersPolicy(PolicyModel):
         self._vocab_size = model.get_parameter(self.head_name).shape[0]
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         self._check_logits()
+        self.divided_attention: DividedAttention | None = None
         self.packs = self.takes_positions and self._keeps_sequences_apart()
 
     @classmethod
@@ -162,81 +163,9 @@ class TransformersPolicy(PolicyModel):
         # transformers only checkpoints in training mode. Dropout is off in both modes.
         self.model.train(on)
 
-    # --- tensor parallelism
-
-    def plan(self, ranks: int) -> TPPlan:
-        """Return the plan by which tensor parallelism divides the model.
-
-        Raises ModelError if the architecture has no plan, or if the model can't be divided evenly
-        over this number of ranks.
-        """
-        plan = TPPlan.from_rules(
-            self.model, self.model.tp_plan, self.head_name.removesuffix(".weight")
-        )
-        keys = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
-        heads = {name: getattr(self.text_config, key, None) for name, key in keys.items()}
-        plan.check(
-            self.model, ranks, {name: total for name, total in heads.items() if total is not None}
-        )
-        return plan
-
-    def divide(self, group: Group, device: torch.device | str) -> None:
-        """Reduce the model to this rank's tensor-parallel shard, on the device.
-
-        Raises ModelError if the ranks together don't compute the same as the whole model.
-        """
-        plan, whole_probe = self.plan(group.size()), self._probe()
-        self.tp_division = divide_model(self.model, plan, group)
-        nn.Module.to(self.model, device)
-        plan_name = f"the plan of {type(self.model).__name__} for tensor parallelism"
-        try:
-            shard_probe = self._probe()
-        except (AttributeError, TypeError, RuntimeError) as error:
-            raise ModelError(f"{plan_name} can't be followed ({error}): {REMEDY}") from None
-        for name, computed in shard_probe.items():
-            expected = whole_probe[name].to(computed)
-            if name == "logits" and self.tp_division.vocab_parallel is not None:
-                rows = self.tp_division.vocab_parallel.rows
-                expected = expected[:, rows.start : rows.stop]
-            if name in self.tp_division.partial_gradients:
-                computed = all_reduce_sum(computed, group)
-            # The gradient of a divided parameter has only this rank's entries.
-            if name not in self.tp_division.divided_pieces and not is_close(
-                computed, expected, self.model.dtype, PROBE_ROUNDING
-            ):
-                raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")
-
-    def _probe(self) -> dict[str, Tensor]:
-        """Return hidden states, logits and gradients for a few tokens, by name.
-
-        Gradients of one-dimensional parameters (norms, biases) are enough: a fault in any layer
-        shows in the gradient of the first layer's norm.
-        """
-        tokens = self._make_probe_tokens(7)
-        vectors = {
-            name: parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.dim() == 1
-        }
-        with torch.enable_grad():
-            hidden = self._run(tokens, torch.arange(7, device=tokens.device))
-            # The loss is a weighted sum. A final norm would make a sum of squares nearly constant.
-            loss_weights = (
-                torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device)
-                .cos()
-                .view_as(hidden)
-            )
-            loss = (hidden * loss_weights).sum()
-            grads = (
-                torch.autograd.grad(loss, list(vectors.values()), allow_unused=True)
-                if vectors
-                else ()
-            )
-        with torch.no_grad():
-            outputs = {"hidden states": hidden.detach(), "logits": self.logits(hidden)}
-        return outputs | {
-            name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None
-        }
+    @property
+    def context_group(self) -> Group | None:
+        return None if self.divided_attention is None else self.divided_attention.group
 
     # --- the forward
 
@@ -253,10 +182,31 @@ class TransformersPolicy(PolicyModel):
         assert sum(lengths) == len(tokens_T), (
             f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         )
+        context_split = self.split_context(lengths)
+        if context_split is not None and self.divided_attention is not None:
+            self.divided_attention.split = context_split
+            # A rank without tokens computes one that nothing reads.
+            tokens = torch.from_numpy(context_split.tokens).to(tokens_T.device)
+            computed = tokens if len(tokens) else tokens_T.new_zeros(1)
+            return self._run(tokens_T[computed], positions_T[computed])[: len(tokens)]
         if self.packs:
             return self._run(tokens_T, positions_T)
         rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), strict=True)
-        return torch.cat([self._run(tokens, positions) for tokens, positions in rows])
+        return self.join_rows([self._run(tokens, positions) for tokens, positions in rows])
+
+    def join_rows(self, hidden_by_row: list[Tensor]) -> Tensor:
+        """Return the hidden states of sequences that each had a forward of its own, [T, d].
+
+        FSDP gathers weights in each forward, and again in its backward. So a rank with fewer
+        sequences than another runs forwards of a token that nothing reads.
+        """
+        group, device = self.forward_group, self.model.device
+        if group is not None:
+            n_rows = torch.tensor([len(hidden_by_row)], device=device)
+            token = torch.zeros(1, dtype=torch.int64, device=device)
+            for _ in range(int(all_reduce_max(n_rows, group)) - len(hidden_by_row)):
+                hidden_by_row = [*hidden_by_row, self._run(token, token)[:0]]
+        return torch.cat(hidden_by_row)
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         # With a cache or a mask of ones, transformers would let packed sequences attend to each
@@ -283,7 +233,7 @@ class TransformersPolicy(PolicyModel):
 
     def _check_logits(self) -> None:
         """Raise ModelError if `logits` of the hidden states differ from the model's logits."""
-        tokens = self._make_probe_tokens(7)
+        tokens = self.make_probe_tokens(7)
         with torch.no_grad():
             try:
                 logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
@@ -306,7 +256,7 @@ class TransformersPolicy(PolicyModel):
         differ. In a mixture of experts, tokens of a forward share matrix products, which causes
         rounding differences between packed and separate sequences.
         """
-        rows = [self._make_probe_tokens(n) for n in PROBE_LENGTHS]
+        rows = [self.make_probe_tokens(n) for n in PROBE_LENGTHS]
         changed_rows = [(row + 1) % self.vocab_size if i % 2 else row for i, row in enumerate(rows)]
         positions = torch.cat([torch.arange(n, device=rows[0].device) for n in PROBE_LENGTHS])
         starts = [sum(PROBE_LENGTHS[:i]) for i in range(len(PROBE_LENGTHS))]
@@ -324,7 +274,8 @@ class TransformersPolicy(PolicyModel):
             packed, separate, self.model.dtype
         )
 
-    def _make_probe_tokens(self, n: int) -> Tensor:
+    def make_probe_tokens(self, n: int) -> Tensor:
+        """Return n different tokens [n], for a test of what the model computes."""
         return (torch.arange(n, device=self.model.device) * 7919 + n) % self.vocab_size
 
     # --- weights
@@ -341,8 +292,17 @@ class TransformersPolicy(PolicyModel):
         return resolve_target_modules(lora, transformers_lora.list_linear_layers(self.layers()))
 
     def attach(self, adapter: Adapter) -> None:
-        transformers_lora.attach(self.model, adapter, self.resolve_adapter_layers(adapter.lora))
+        transformers_lora.attach(
+            self.model, adapter, self.resolve_adapter_layers(adapter.lora), within=self.adapted
+        )
+        if self.tp_division is not None:
+            self.tp_division = divide_adapters(self.model, self.tp_division)
         self.adapter = adapter
+
+    @property
+    def adapted(self) -> nn.Module:
+        """The part of the model that an adapter is for."""
+        return self.model
 
     def merge(self) -> None:
         transformers_lora.merge(self.model)
