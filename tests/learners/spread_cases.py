@@ -302,3 +302,18 @@ def refusals(rank, directory, changes):
             divide_by_plan(policy, group, "cpu")
         said.append(str(caught.value))
     return said
+
+
+def refused_tokens(rank, directory):
+    """What a rank says of a model whose windows its divided attention overlooks."""
+    from ratchet.models.transformers.context_parallel import DividedAttention
+    from ratchet.models.transformers.division import divide_by_tokens
+    from ratchet.models.transformers.policy import TransformersPolicy
+
+    policy = TransformersPolicy.load(directory)
+    group = Mesh(Topology(context=2), "cpu").context
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DividedAttention, "_get_window", lambda *_: None)
+        with pytest.raises(ModelError) as caught:
+            divide_by_tokens(policy, group)
+    return str(caught.value)

@@ -12,8 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ratchet.checkpoint.sharded import BlockFiles
 from ratchet.config.lora import LoRAConfig
+from ratchet.errors import ModelError
 from ratchet.learners.distributed.topology import Topology
 from ratchet.models.lora.decoder import Adapter
+from ratchet.models.transformers.division import check_token_division
+from ratchet.models.transformers.policy import TransformersPolicy
 
 STEPS = 2
 SHAPE = {
@@ -195,3 +198,20 @@ def test_a_plan_that_changes_the_model_is_refused(directory):
     for said in run_ranks(2, "learners.spread_cases:refusals", directory("qwen3"), rules):
         for error, message in zip(said, messages, strict=True):
             assert message in error
+
+
+@pytest.mark.slow
+def test_a_division_by_tokens_that_changes_the_model_is_refused(directory):
+    for said in run_ranks(2, "learners.spread_cases:refused_tokens", directory("gemma2")):
+        assert "computes something else when its tokens are divided over ranks" in said
+
+
+def test_tokens_of_layers_that_remember_are_not_divided(directory):
+    recurrent = TransformersPolicy.load(directory("qwen3_5_text"))
+    with pytest.raises(ModelError, match="has layers of linear_attention, which can't be divided"):
+        check_token_division(recurrent)
+    stretched = TransformersPolicy.load(directory("llama"))
+    check_token_division(stretched)
+    stretched.text_config.rope_parameters["rope_type"] = "dynamic"
+    with pytest.raises(ModelError, match=r"\(dynamic\) depends on the length of the context"):
+        check_token_division(stretched)

@@ -25,9 +25,14 @@ PROBE_ROUNDING = 100
 def make_plan(policy: TransformersPolicy, ranks: int) -> TPPlan:
     """Return the plan by which tensor parallelism divides a model.
 
-    Raises ModelError if the architecture has no plan, or if the model can't be divided evenly over
-    this number of ranks.
+    Raises ModelError if the model reads media, if the architecture has no plan, or if the model
+    can't be divided evenly over this number of ranks.
     """
+    if policy.reads_media:
+        raise ModelError(
+            f"learner.tensor_parallel={ranks} does not support multimodal models: set it to 1, and "
+            "learner.dp_shard to the number of ranks"
+        )
     model = policy.model
     plan = TPPlan.from_rules(model, model.tp_plan, policy.head_name.removesuffix(".weight"))
     keys = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}

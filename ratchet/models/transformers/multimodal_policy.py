@@ -34,7 +34,6 @@ from ratchet.models.transformers.policy import (
     is_close,
     without_dropout,
 )
-from ratchet.models.transformers.tensor_parallel import TPPlan
 from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.types import MediaKind, Medium, PlacedMedium
 from ratchet.utils.atomic_files import atomic_path
@@ -152,12 +151,6 @@ class MultimodalPolicy(TransformersPolicy):
     def layers(self) -> list[nn.Module]:
         return find_largest_module_list(self.language)
 
-    def plan(self, ranks: int) -> TPPlan:
-        raise ModelError(
-            f"learner.tensor_parallel={ranks} does not support multimodal models: set it to 1, and "
-            "learner.dp_shard to the number of ranks"
-        )
-
     # --- trained parameters
 
     def tower_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -198,6 +191,7 @@ class MultimodalPolicy(TransformersPolicy):
         media = media or [()] * len(lengths)
         if self.packs:
             return self._add_zero_gradients(self._forward(tokens_T, positions_T, lengths, media))
+        n_unread = self.count_unread_rows(len(lengths))
         rows = zip(
             tokens_T.split(list(lengths)), positions_T.split(list(lengths)), media, strict=True
         )
@@ -205,7 +199,8 @@ class MultimodalPolicy(TransformersPolicy):
             self._forward(tokens, positions, [len(tokens)], [sequence_media])
             for tokens, positions, sequence_media in rows
         ]
-        return self._add_zero_gradients(self.join_rows(hidden_by_row))
+        hidden_by_row += self.run_unread_rows(n_unread)
+        return self._add_zero_gradients(torch.cat(hidden_by_row))
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return the hidden states of a text without media."""

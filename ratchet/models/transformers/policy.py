@@ -192,21 +192,25 @@ class TransformersPolicy(PolicyModel):
         if self.packs:
             return self._run(tokens_T, positions_T)
         rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), strict=True)
-        return self.join_rows([self._run(tokens, positions) for tokens, positions in rows])
+        n_unread = self.count_unread_rows(len(lengths))
+        hidden_by_row = [self._run(tokens, positions) for tokens, positions in rows]
+        return torch.cat([*hidden_by_row, *self.run_unread_rows(n_unread)])
 
-    def join_rows(self, hidden_by_row: list[Tensor]) -> Tensor:
-        """Return the hidden states of sequences that each had a forward of its own, [T, d].
+    def count_unread_rows(self, n_rows: int) -> int:
+        """Return how many more forwards another rank runs, if each of `n_rows` rows has its own.
 
-        FSDP gathers weights in each forward, and again in its backward. So a rank with fewer
-        sequences than another runs forwards of a token that nothing reads.
+        FSDP gathers weights in each forward, and again in its backward, so all ranks must run
+        equally many. All of them call this before the first.
         """
-        group, device = self.forward_group, self.model.device
-        if group is not None:
-            n_rows = torch.tensor([len(hidden_by_row)], device=device)
-            token = torch.zeros(1, dtype=torch.int64, device=device)
-            for _ in range(int(all_reduce_max(n_rows, group)) - len(hidden_by_row)):
-                hidden_by_row = [*hidden_by_row, self._run(token, token)[:0]]
-        return torch.cat(hidden_by_row)
+        if self.forward_group is None:
+            return 0
+        most = all_reduce_max(torch.tensor([n_rows], device=self.model.device), self.forward_group)
+        return int(most) - n_rows
+
+    def run_unread_rows(self, n: int) -> list[Tensor]:
+        """Run n forwards of a token that nothing reads, and return n times no hidden states."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        return [self._run(token, token)[:0] for _ in range(n)]
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         # With a cache or a mask of ones, transformers would let packed sequences attend to each
