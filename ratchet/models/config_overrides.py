@@ -131,7 +131,7 @@ def _check_names(
                 f"{place}.{key} can't be changed, because it follows from {FIXED_FIELDS[key]}: "
                 "remove it"
             )
-        if "drop" in key:
+        if "drop" in str(key):
             raise ModelError(
                 f"{place}.{key} has no effect, because policies are scored and trained without "
                 "dropout: remove it"

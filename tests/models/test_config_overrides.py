@@ -158,6 +158,7 @@ def test_what_can_not_be_overridden_is_named(saved, overrides, message):
     ("overrides", "message"),
     [
         ({"intermediate_size": 64}, "intermediate_size changes the names or shapes"),
+        ({"num_hidden_layers": 10**9}, "says num_hidden_layers=1e+09, which no model has"),
         ({"final_logit_softcaping": 1.0}, "did you mean 'final_logit_softcapping'?"),
         ({"sliding_window": "wide"}, "model.overrides makes a configuration that no model has: "),
     ],

@@ -91,6 +91,7 @@ def build_without_weights(config: Mapping[str, Any]) -> PreTrainedModel | None:
     """
     if config.get("model_type") not in CONFIG_MAPPING or config.get("auto_map"):
         return None
+    _require_plausible_sizes(config, "the configuration", "correct it")
     reads_media = any(key in config for key in MEDIA_CONFIG_KEYS)
     auto_class = AutoModelForMultimodalLM if reads_media else AutoModelForCausalLM
     try:
@@ -135,15 +136,17 @@ def require_plausible(directory: Path) -> None:
         raise ModelError(f"{path} can't be read: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds no JSON object")
+    _require_plausible_sizes(config, str(path), "copy the file from the original model")
+
+
+def _require_plausible_sizes(config: Mapping[str, Any], place: str, remedy: str) -> None:
+    """Raise ModelError, which names the place and the remedy, for a size that no model has."""
     for key, value in _list_numbers(config):
         maximum = next(
             (maximum for suffix, maximum in MAX_BY_SUFFIX.items() if key.endswith(suffix)), None
         )
         if maximum is not None and not 0 <= value <= maximum:
-            raise ModelError(
-                f"{path} says {key}={value:.6g}, which no model has: copy the file from the "
-                "original model"
-            )
+            raise ModelError(f"{place} says {key}={value:.6g}, which no model has: {remedy}")
 
 
 def _list_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
