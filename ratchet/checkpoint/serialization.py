@@ -217,7 +217,7 @@ def _encode_tensor(value: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
         value.detach()
         .resolve_conj()
         .resolve_neg()
-        .to("cpu", copy=_deferred_writes is not None)
+        .to("cpu", copy=are_writes_deferred())
         .contiguous()
     )
     if cpu_tensor.dtype in NATIVE_DTYPES:
