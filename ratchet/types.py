@@ -269,8 +269,7 @@ def is_number_not_bool(value: Any) -> TypeGuard[float]:
     return not isinstance(value, bool) and is_finite_number(value)
 
 
-# --- how an attempt ends. A failure is never a reward: only Scored, and Truncated with a reward,
-# enter reward statistics.
+# --- how an attempt ends. Rewards' statistics have only Scored, and Truncated with a reward.
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +48,40 @@ NATIVE_DTYPES = {
 
 WriteFiles = Callable[[Path], None]  # writes files below the given root
 
-_deferred_writes: list[WriteFiles] | None = None  # None outside of `defer_writes`
+# The writes that the current thread has deferred; None outside of `defer_writes`. Under torchrun
+# the driver and a rank share a process, so one thread's block must not change another's saves.
+_deferred_writes: ContextVar[list[WriteFiles] | None] = ContextVar("deferred_writes", default=None)
 
 
 @contextmanager
 def defer_writes() -> Iterator[list[WriteFiles]]:
-    """Make `save_state` only copy its state to main memory inside the block, and write no file yet.
+    """Make saves only copy their state to main memory inside the block, and write no file yet.
 
-    Each `save_state` adds a function to the yielded list. The caller calls it later with a root
-    directory, for example in another thread while the original tensors change, and it then writes
-    the files. The directories passed to `save_state` are relative to that root.
+    Each save adds a function to the yielded list. The caller calls it later with a root directory,
+    for example in another thread while the original tensors change, and it then writes the files.
+    The directories passed to `save_state` and `save_blocks` are relative to that root.
     """
-    global _deferred_writes
-    assert _deferred_writes is None, "defer_writes can't be nested"
-    _deferred_writes = []
+    assert _deferred_writes.get() is None, "defer_writes can't be nested"
+    writes: list[WriteFiles] = []
+    token = _deferred_writes.set(writes)
     try:
-        yield _deferred_writes
+        yield writes
     finally:
-        _deferred_writes = None
+        _deferred_writes.reset(token)
+
+
+def are_writes_deferred() -> bool:
+    """True inside of a `defer_writes` block of this thread."""
+    return _deferred_writes.get() is not None
+
+
+def write_or_defer(write: WriteFiles) -> None:
+    """Write files below the current directory at once, or later inside of `defer_writes`."""
+    writes = _deferred_writes.get()
+    if writes is None:
+        write(Path())
+    else:
+        writes.append(write)
 
 
 def save_state(directory: Path, state: Any, name: str = "state") -> None:
@@ -79,10 +96,7 @@ def save_state(directory: Path, state: Any, name: str = "state") -> None:
     """
     tensors: dict[str, Tensor] = {}
     structure = _encode(state, tensors, path="state")
-    if _deferred_writes is None:
-        _write(directory, name, structure, tensors)
-    else:
-        _deferred_writes.append(lambda root: _write(root / directory, name, structure, tensors))
+    write_or_defer(lambda root: _write(root / directory, name, structure, tensors))
 
 
 def _write(directory: Path, name: str, structure: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -203,7 +217,7 @@ def _encode_tensor(value: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
         value.detach()
         .resolve_conj()
         .resolve_neg()
-        .to("cpu", copy=_deferred_writes is not None)
+        .to("cpu", copy=are_writes_deferred())
         .contiguous()
     )
     if cpu_tensor.dtype in NATIVE_DTYPES:

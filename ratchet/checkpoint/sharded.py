@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ratchet.checkpoint.serialization import write_or_defer
 from ratchet.errors import CheckpointError
 from ratchet.models.weights.tensor_files import save_tensors
 from ratchet.protocols import Shard
@@ -37,7 +38,7 @@ class StoredBlock:
 def save_blocks(
     directory: Path, rank: int, blocks: Iterable[Shard], metadata: Mapping[str, Any]
 ) -> None:
-    """Write one rank's blocks and metadata to a directory.
+    """Write one rank's blocks and metadata to a directory, or later inside of `defer_writes`.
 
     Args:
         directory: The directory, the same for all ranks.
@@ -61,12 +62,24 @@ def save_blocks(
                 "sizes": tuple(block.tensor.shape),
             }
         )
+    numbers = dict(metadata)
+    write_or_defer(lambda root: _write_blocks(root / directory, rank, tensors, index, numbers))
+
+
+def _write_blocks(
+    directory: Path,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    index: Sequence[Mapping[str, Any]],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Write the two files of a rank."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_tensors(tensors, directory / f"rank-{rank}.safetensors")
         # The file keeps the metadata under "numbers", as the files of older checkpoints do.
         (directory / f"rank-{rank}.json").write_text(
-            json.dumps({"blocks": index, "numbers": dict(metadata)}), encoding="utf-8"
+            json.dumps({"blocks": index, "numbers": metadata}), encoding="utf-8"
         )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"rank {rank} can't write to {directory}: {error}") from error

@@ -77,7 +77,9 @@ class ModelConfig(Section):
         "auto: the built-in decoder for the families that it supports.",
     )
     overrides: dict[str, Any] = Field(
-        default_factory=dict, description="Fields of the preset's shape to change: {n_layers: 4}."
+        default_factory=dict,
+        description="Fields of the preset's shape to change: {n_layers: 4}; with path, fields of "
+        "its config.json that change no weight: {rope_parameters: {rope_type: yarn, factor: 4}}.",
     )
     train_encoders: bool = Field(
         default=False,

@@ -134,6 +134,8 @@ class LearnerSection(Section):
         supports_cpu_kernels: True if the learner can use Ratchet's CPU kernels.
         supports_pipeline_lora: True if the learner supports `lora` with several pipeline ranks.
         supports_freeze: True if the learner supports `model.freeze`.
+        supports_background_save: True if the learner supports `checkpoint.background`.
+        supports_transformers: True if the learner trains models that transformers runs.
     """
 
     is_distributed: ClassVar[bool] = False
@@ -142,6 +144,8 @@ class LearnerSection(Section):
     supports_cpu_kernels: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = False
     supports_freeze: ClassVar[bool] = True
+    supports_background_save: ClassVar[bool] = True
+    supports_transformers: ClassVar[bool] = True
 
     @property
     def tensor_ranks(self) -> int:

@@ -170,6 +170,8 @@ class MegatronConfig(DistributedConfig):
     can_offload: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = True
     supports_freeze: ClassVar[bool] = False
+    supports_background_save: ClassVar[bool] = False
+    supports_transformers: ClassVar[bool] = False
 
     kind: Literal["megatron"] = "megatron"
     data_parallel: int = Field(1, ge=1, description="Ranks over which rows are divided.")

@@ -5,6 +5,7 @@ The driver plans micro-batches, distributes them over the ranks, and combines th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ratchet.batch import Batch, Level
+from ratchet.checkpoint.serialization import are_writes_deferred, write_or_defer
 from ratchet.learners.compute.microbatch_dispatch import (
     MicroBatch,
     distribute_microbatches,
@@ -28,6 +30,9 @@ from ratchet.learners.config import DistributedConfig
 from ratchet.learners.distributed.topology import build_topology
 from ratchet.protocols import ExportedPart, Learner, LossTerm, Shard
 from ratchet.worker_protocols import Workers
+
+# Time between two questions whether ranks still write. Ranks answer between two calls of training.
+WRITE_POLL_S = 0.1
 
 
 class RemoteLearner(Learner):
@@ -161,7 +166,21 @@ class RemoteLearner(Learner):
         await self.ranks.call("offload", self.role)
 
     def save(self, directory: Path) -> None:
-        self.ranks.call_now("save", self.role, str(directory))
+        if not are_writes_deferred():
+            self.ranks.call_now("save", self.role, str(directory))
+            return
+        self.ranks.call_now("copy_state", self.role, str(directory))
+        write_or_defer(self._write_copies)
+
+    def _write_copies(self, root: Path) -> None:
+        """Let every rank write its copied state, and wait for them. Other threads may train.
+
+        Raises CheckpointError, once no rank writes any more, if a rank could not write.
+        """
+        self.ranks.call_now("begin_write", self.role, str(root))
+        while any(self.ranks.call_now("is_writing")):
+            time.sleep(WRITE_POLL_S)
+        self.ranks.call_now("finish_write")
 
     def load(self, directory: Path) -> None:
         self.ranks.call_now("load", self.role, str(directory))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ratchet.config.model_shape.config_json import MEDIA_CONFIG_KEYS
 from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
 from ratchet.errors import ModelError
+from ratchet.models.config_overrides import override_config
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.scalar_head import HEAD_FILE
 from ratchet.models.weights.hf_weights import INDEX, empty_decoder, load_decoder, read_json
@@ -20,8 +23,6 @@ if TYPE_CHECKING:
     from ratchet.models.transformers.policy import TransformersPolicy
 
 Backend = Literal["auto", "ratchet", "transformers"]
-# Keys in the `config.json` of models with media encoders.
-MEDIA_CONFIG_KEYS = ("vision_config", "audio_config")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
 # .bin files are left out, because unpickling one runs code.
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -36,6 +37,7 @@ def load_policy(
     trust_remote_code: bool = False,
     revision: str | None = None,
     train_encoders: bool = False,
+    overrides: Mapping[str, Any] | None = None,
 ) -> PolicyModel:
     """Return the policy of a Hugging Face directory or Hub id.
 
@@ -45,25 +47,43 @@ def load_policy(
             transformers.
         revision: Branch, tag or commit on the Hub.
         train_encoders: True to train the encoders of images, audio and video too.
+        overrides: Fields of `config.json` to change, as in `override_config`.
 
-    Raises ModelError if there is no model of that name, if the backend can't read it, or if
-    `train_encoders` is set and the model has no encoders.
+    Raises ModelError if there is no model of that name, if the backend can't read it, if
+    `train_encoders` is set and the model has no encoders, or as `override_config` does.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
-    reason = unsupported_reason(read_json(directory / "config.json"))
+    hf = read_model_config(directory, overrides, trust_remote_code=trust_remote_code)
+    reason = unsupported_reason(hf)
     if backend == "ratchet" or (backend == "auto" and reason is None):
         if train_encoders:
             raise ModelError(
                 f"'{name}' only reads text, but model.train_encoders=true needs encoders of media: "
                 "remove model.train_encoders"
             )
-        return DecoderPolicy(load_decoder(directory, dtype=dtype, device=device))
+        return DecoderPolicy(load_decoder(directory, dtype=dtype, device=device, hf=hf))
     return load_transformers_policy(
         directory,
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
         train_encoders=train_encoders,
+        hf=hf if overrides else None,
+    )
+
+
+def read_model_config(
+    directory: Path, overrides: Mapping[str, Any] | None, *, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Return the content of a directory's `config.json` with the overrides.
+
+    Raises ModelError if there is no such file, or as `override_config` does.
+    """
+    return override_config(
+        read_json(directory / "config.json"),
+        overrides or {},
+        directory,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -74,8 +94,11 @@ def load_transformers_policy(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     train_encoders: bool = False,
+    hf: Mapping[str, Any] | None = None,
 ) -> TransformersPolicy:
     """Return the policy of a Hugging Face directory, run by transformers.
+
+    hf: Content of `config.json` to use in place of the file's; None: the file's.
 
     Raises ModelError if the model can't be read, or if `train_encoders` is set and it has no
     encoders.
@@ -84,6 +107,7 @@ def load_transformers_policy(
         "dtype": dtype,
         "device": device,
         "trust_remote_code": trust_remote_code,
+        "hf": hf,
     }
     if reads_media(directory):
         from ratchet.models.transformers.multimodal_policy import MultimodalPolicy

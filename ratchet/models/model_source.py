@@ -5,17 +5,24 @@ Each rank of a learner receives it and loads its own part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
-from ratchet.models.load import Backend, find_model, init_policy, load_policy
+from ratchet.models.load import (
+    Backend,
+    find_model,
+    init_policy,
+    load_policy,
+    read_model_config,
+)
 from ratchet.models.policy import PolicyModel
-from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config, read_json
+from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config
 from ratchet.models.weights.weight_layout import cut_blocks, list_pieces
 
 # A function that reads a block of a weight to the CPU: (canonical name, offsets, sizes) -> tensor.
@@ -34,6 +41,7 @@ class ModelSource:
     trust_remote_code: bool = False
     revision: str | None = None
     train_encoders: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     freeze: tuple[str, ...] = ()  # the patterns of `PolicyModel.freeze`
 
     def directory(self) -> Path:
@@ -45,11 +53,16 @@ class ModelSource:
         """Return the model's shape if the built-in decoder runs it; None if transformers does."""
         if self.shape is not None:
             return self.shape
-        if self.backend == "transformers" or unsupported_reason(
-            read_json(self.directory() / "config.json")
-        ):
+        hf = self.read_config()
+        if self.backend == "transformers" or unsupported_reason(hf):
             return None
-        return read_config(self.directory())
+        return read_config(self.directory(), hf)
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the content of the model's `config.json` with the overrides."""
+        return read_model_config(
+            self.directory(), self.overrides, trust_remote_code=self.trust_remote_code
+        )
 
     def policy(self, *, device: torch.device | str = "cpu") -> PolicyModel:
         """Return the whole model in float32. Raises ModelError if it can't be loaded."""
@@ -64,6 +77,7 @@ class ModelSource:
                 trust_remote_code=self.trust_remote_code,
                 revision=self.revision,
                 train_encoders=self.train_encoders,
+                overrides=self.overrides,
             )
         model.freeze(self.freeze)
         return model

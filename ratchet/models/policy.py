@@ -27,6 +27,9 @@ from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs, pack_inputs, pack_output_inputs
 from ratchet.models.lora import decoder as lora
 from ratchet.models.lora.decoder import Adapter, is_adapter_parameter, merge_lazily
+from ratchet.models.parallel.collectives import Group
+from ratchet.models.parallel.context_parallel import ContextSplit, split_context
+from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
 from ratchet.models.transformers.tensor_parallel import TPDivision
 from ratchet.models.weights.hf_weights import SavableTensor, canonical_weights, save_decoder
@@ -41,6 +44,8 @@ class PolicyModel(nn.Module, ABC):
     # The division of a transformers model over tensor-parallel ranks. None if the model is not
     # divided, and for the built-in decoder, which is sharded in another way.
     tp_division: TPDivision | None = None
+    # The ranks that gather a layer's weights at the same time in each forward; None: one rank.
+    forward_group: Group | None = None
     # The adapter that is trained instead of the weights; None: the weights are trained.
     adapter: Adapter | None = None
     # Names of the parameters (as in `named_parameters`) that no update changes.
@@ -113,6 +118,21 @@ class PolicyModel(nn.Module, ABC):
     def vocab_parallel(self) -> VocabParallelLogits | None:
         """The operations on the divided logits; None if this rank computes all logits."""
         return None if self.tp_division is None else self.tp_division.vocab_parallel
+
+    @property
+    def context_group(self) -> Group | None:
+        """The ranks over which the tokens of each sequence are divided; None: this rank has all."""
+        return None
+
+    def split_context(self, lengths: Sequence[int]) -> ContextSplit | None:
+        """Return the tokens of packed sequences that this rank computes; None: all tokens.
+
+        `hidden` returns only the states of these tokens.
+        """
+        group = self.context_group
+        if group is None:
+            return None
+        return split_context(tuple(lengths), ShardIndex(group.rank(), group.size()))
 
     @property
     @abstractmethod

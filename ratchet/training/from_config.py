@@ -23,7 +23,7 @@ from ratchet.executors.freeze import use_kernels
 from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.generators.workers.pool import GeneratorPool
-from ratchet.learners.config import DistributedConfig, DTensorConfig
+from ratchet.learners.config import DistributedConfig
 from ratchet.learners.distributed.topology import build_topology
 from ratchet.models.accelerator import require_accelerator, use_accelerator
 from ratchet.models.load import find_model, init_policy, load_policy
@@ -178,6 +178,7 @@ def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
         trust_remote_code=source.trust_remote_code,
         revision=source.revision,
         train_encoders=source.train_encoders,
+        overrides=source.overrides,
         freeze=source.freeze,
     )
 
@@ -206,13 +207,6 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
         if stage.lora is not None:
             require_peft()
             policy.model.resolve_adapter_layers(stage.lora)
-            if isinstance(stage.learner, DTensorConfig) and not isinstance(
-                policy.model, DecoderPolicy
-            ):
-                raise ConfigError(
-                    "lora with learner.kind=dtensor needs Ratchet's own decoder, but transformers "
-                    "runs this model. Set learner.kind=local, or remove lora"
-                )
 
 
 def build_policy(config: RunConfig) -> Policy:
@@ -243,6 +237,7 @@ def build_policy(config: RunConfig) -> Policy:
             trust_remote_code=source.trust_remote_code,
             revision=source.revision,
             train_encoders=source.train_encoders,
+            overrides=source.overrides,
         )
         rounds_on_cpu = config.rounds_products and device.type == "cpu"
         if rounds_on_cpu and not isinstance(model, DecoderPolicy):
@@ -348,9 +343,11 @@ def get_tokenizer_config(config: RunConfig) -> TokenizerConfig:
 def get_adapter_base_dir(config: RunConfig, index: int, directory: Path) -> Path | None:
     """Return the directory in which the run keeps the base model of a stage's adapter.
 
-    Return None if the base is the recipe's model, which training has not changed.
+    Return None if the base is the recipe's model, which neither training nor `model.overrides` has
+    changed.
     """
-    is_unchanged = index == 0 and config.model.path is not None
+    source = config.model
+    is_unchanged = index == 0 and source.path is not None and not source.overrides
     return None if is_unchanged else directory / "base" / config.stages[index].name
 
 

@@ -31,9 +31,8 @@ from ratchet.executors import env_vars
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
-from ratchet.models.load import find_model, is_hub_id
+from ratchet.models.load import find_model, is_hub_id, read_model_config
 from ratchet.models.policy import UNLIMITED
-from ratchet.models.weights.hf_weights import read_json
 from ratchet.protocols import Environment, Reward
 from ratchet.training.evaluators import explain_no_answers
 from ratchet.training.from_config import build_renderer, load_policy_processor
@@ -150,7 +149,10 @@ def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     if path is not None:
         directory = find_model(path)
-        architecture = read_json(directory / "config.json").get("architectures") or ["unnamed"]
+        content = read_model_config(
+            directory, config.model.overrides, trust_remote_code=config.model.trust_remote_code
+        )
+        architecture = content.get("architectures") or ["unnamed"]
         report.opened.append(f"model: {path}, {', '.join(map(str, architecture))}")
         processor = load_policy_processor(config)
     tokenizer = build(config.tokenizer, path)

@@ -210,7 +210,7 @@ def _make_remote_roles(
             f"algorithm {algorithm.name} was made in Python, but learner.kind={section.kind_name} "
             "builds its losses again in other processes. Set StageSpec.algorithm to its section"
         )
-    _check_remote(section, model, algorithm, optimizer)
+    _check_optimizer(section, optimizer)
     shapes = {name: _read_shape(role.path, model) for name, role in algorithm.roles.items()}
     compared_sizes = (shapes[name][0] for name, role in algorithm.roles.items() if not role.aligned)
     shared_vocab = min([model.vocab_size, *compared_sizes])
@@ -257,22 +257,13 @@ def _make_remote_roles(
     return roles
 
 
-def _check_remote(
-    section: DistributedConfig, model: PolicyModel, algorithm: Algorithm, optimizer: OptimizerConfig
-) -> None:
-    """Raise ConfigError for an optimizer or a copied role that the learner does not support."""
+def _check_optimizer(section: DistributedConfig, optimizer: OptimizerConfig) -> None:
+    """Raise ConfigError for an optimizer that the learner does not support."""
     kind = section.kind_name
     if section.has_own_adamw and optimizer.needs_whole_matrices:
         raise ConfigError(
             f"learner.kind={kind} has only its own AdamW, and {type(optimizer).__name__} is "
             "another optimizer. Set optimizer.kind=adamw, or learner.kind=dtensor"
-        )
-    copied_role = next((name for name, role in algorithm.roles.items() if role.path is None), None)
-    if copied_role is not None and not isinstance(model, DecoderPolicy):
-        raise ConfigError(
-            f"{copied_role} is a copy of the policy. learner.kind={kind} copies only Ratchet's own "
-            "decoder, but transformers runs this model. Choose an algorithm without this role, for "
-            "example by kl.coef=0"
         )
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ratchet.runs.checkpoints import CheckpointStore
+
 RECIPE = {
     "name": "probe",
     "threads": 1,
@@ -170,6 +172,27 @@ def test_the_driver_is_killed_at_any_point_of_a_step(recipe, run, seed):
     driver.process.kill()
     assert driver.ended()[0] == -signal.SIGKILL
     driver.assert_nothing_left()
+    assert_goes_on(run)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P6")
+def test_a_rank_is_killed_while_ranks_write_a_checkpoint(recipe, run):
+    beside = {"every": 1, "keep": 2, "background": True}
+    recipe.write_text(yaml.safe_dump(RECIPE | {"checkpoint": beside}))
+    driver = started(recipe, run, seed=5)
+    pid = driver.rank(1)
+    until(lambda: list((run / "checkpoints").glob(".tmp-*")))
+    os.kill(pid, signal.SIGKILL)
+    status, said = driver.ended()
+    assert status == 1
+    assert "WorkerDied: learner rank 1 of 2" in said
+    assert "Traceback" not in said
+    driver.assert_nothing_left()
+    store = CheckpointStore(run / "checkpoints")
+    latest = store.latest()
+    assert latest is not None
+    assert store.steps()[-1] == latest.step
     assert_goes_on(run)
 
 

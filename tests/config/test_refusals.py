@@ -279,10 +279,6 @@ CLASHES = [
         {"model": "{preset: tiny, overrides: {n_layer: 3}}"},
         "model.overrides.n_layer: a preset has no field 'n_layer'; did you mean 'n_layers'?",
     ),
-    (
-        {"model": "{path: x, overrides: {n_layers: 3}}", "tokenizer": None},
-        "model.overrides changes a preset",
-    ),
     ({"model": "{preset: tiny, revision: main}"}, "model.revision belongs to model.path"),
     (
         {"model": "{preset: tiny, backend: transformers}"},

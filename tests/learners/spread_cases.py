@@ -146,9 +146,14 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None, optimizer=OPT
     whole, head = first(shape, dtype, adapter)
     weights = whole_weights(whole, head)
     if isinstance(shape, Path):
-        policy = whole
+        from ratchet.models.transformers.division import divide_by_plan, divide_by_tokens
+
+        # An adapter is attached once the model is divided.
+        policy = whole if adapter is None else first(shape, dtype)[0]
         if mesh.tensor is not None:
-            policy.divide(mesh.tensor, "cpu")
+            divide_by_plan(policy, mesh.tensor, "cpu")
+        if mesh.context is not None:
+            divide_by_tokens(policy, mesh.context)
         shard_model(policy, policy.layers(), mesh, autocast=autocast)
     else:
         spread = DistributedShard(
@@ -285,6 +290,7 @@ def precisions(rank, shape):
 def refusals(rank, directory, changes):
     """What a rank says of a model whose plan is changed by each of these tables of rules; None
     takes a rule away."""
+    from ratchet.models.transformers.division import divide_by_plan
     from ratchet.models.transformers.policy import TransformersPolicy
 
     group, said = Mesh(Topology(tensor=2), "cpu").tensor, []
@@ -293,6 +299,21 @@ def refusals(rank, directory, changes):
         changed = {**policy.model.tp_plan, **rules}
         policy.model.tp_plan = {rule: style for rule, style in changed.items() if style is not None}
         with pytest.raises(ModelError) as caught:
-            policy.divide(group, "cpu")
+            divide_by_plan(policy, group, "cpu")
         said.append(str(caught.value))
     return said
+
+
+def refused_tokens(rank, directory):
+    """What a rank says of a model whose windows its divided attention overlooks."""
+    from ratchet.models.transformers.context_parallel import DividedAttention
+    from ratchet.models.transformers.division import divide_by_tokens
+    from ratchet.models.transformers.policy import TransformersPolicy
+
+    policy = TransformersPolicy.load(directory)
+    group = Mesh(Topology(context=2), "cpu").context
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DividedAttention, "_get_window", lambda *_: None)
+        with pytest.raises(ModelError) as caught:
+            divide_by_tokens(policy, group)
+    return str(caught.value)

@@ -1,6 +1,7 @@
 """Models that transformers runs, divided by the plans of their architectures, compute what one
 process computes."""
 
+import json
 from functools import cache
 
 import pytest
@@ -9,7 +10,13 @@ from learners.ranks import run_ranks
 from learners.spread_cases import MUON, VOCAB, alone, check_alike
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ratchet.checkpoint.sharded import BlockFiles
+from ratchet.config.lora import LoRAConfig
+from ratchet.errors import ModelError
 from ratchet.learners.distributed.topology import Topology
+from ratchet.models.lora.decoder import Adapter
+from ratchet.models.transformers.division import check_token_division
+from ratchet.models.transformers.policy import TransformersPolicy
 
 STEPS = 2
 SHAPE = {
@@ -37,6 +44,39 @@ MODELS = {
     "gpt_neox": {"num_key_value_heads": None},  # fused and biased
     "olmo2": {},  # gathers queries and keys, and splits what follows
 }
+EXPERTS = {"moe_intermediate_size": 12, "num_experts_per_tok": 2, "n_routed_experts": 4}
+WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+}
+# Families that are divided by rows, weights and tokens here, but not by their plans.
+OTHERS = {
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, **WINDOWS},
+    "glm4": {"head_dim": 8, "partial_rotary_factor": 0.5},
+    "glm4_moe": {"head_dim": 8, "first_k_dense_replace": 1, "use_qk_norm": True, **EXPERTS},
+    # Attention has sinks.
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        **DELTA,
+    },
+    # Keys and values have different sizes.
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        **LATENT,
+        **EXPERTS,
+    },
+}
 TOPOLOGIES = {
     "fsdp2": ({"shards": 2}, {}),
     "tp2": ({"tensor": 2}, {}),
@@ -46,8 +86,21 @@ TOPOLOGIES = {
     ),
     "hsdp2 x tp2": ({"replicas": 2, "tensor": 2}, {}),
 }
-QUICK = {("llama", "tp2"), ("gemma2", "tp2")}
-ALL = [(model, name) for model in MODELS for name in TOPOLOGIES]
+BY_TOKENS = {
+    "cp2": ({"context": 2}, {}),
+    "cp2 x fsdp2": ({"context": 2, "shards": 2}, {"activation_checkpointing": True}),
+}
+BY_MORE = {"cp3": ({"context": 3}, {}), "cp2 x tp2": ({"context": 2, "tensor": 2}, {})}
+QUICK = {("llama", "tp2"), ("gemma2", "tp2"), ("gemma3_text", "cp2")}
+ALL = [
+    *((model, name) for model in MODELS for name in TOPOLOGIES),
+    *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in BY_TOKENS),
+    *(("gemma2", name) for name in BY_MORE),
+    *((model, "fsdp2") for model in OTHERS),
+    *((model, name) for model in OTHERS if model != "qwen3_5_text" for name in BY_TOKENS),
+]
+MODELS |= OTHERS
+TOPOLOGIES |= BY_TOKENS | BY_MORE
 CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in ALL]
 
 
@@ -63,6 +116,10 @@ def directory(tmp_path_factory):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         made = tmp_path_factory.mktemp(kind)
         model.save_pretrained(made)
+        # The grouped matrix products of experts have no float64.
+        config = json.loads((made / "config.json").read_text())
+        config["experts_implementation"] = "eager"
+        (made / "config.json").write_text(json.dumps(config))
         return made
 
     return directory
@@ -88,6 +145,31 @@ def test_ranks_compute_what_one_process_does(directory, expected, kind, name):
     )
     # Some norms of transformers round to float32 whatever comes.
     check_alike(results, topology, expected(kind), rtol=1e-6 if kind == "gpt_neox" else 1e-5)
+
+
+ADAPTER = Adapter(LoRAConfig(rank=2, alpha=4.0), seed=5)
+ADAPTED = {  # what a plan does to a linear layer
+    "llama": ({"tensor": 2}, {}),  # divides outputs and inputs
+    "olmo2": ({"tensor": 2}, {}),  # gathers outputs, and splits inputs
+    "gemma2": ({"shards": 2}, {"activation_checkpointing": True}),
+    "qwen3": ({"shards": 2, "tensor": 2}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k == "llama" else [pytest.mark.slow]) for k in ADAPTED]
+)
+def test_ranks_train_the_adapter_that_one_process_does(directory, kind, tmp_path):
+    topology, options = ADAPTED[kind]
+    expected = alone(directory(kind), STEPS, adapter=ADAPTER)
+    arguments = (topology, directory(kind), STEPS, options, torch.float64, tmp_path, False, ADAPTER)
+    world = Topology(**topology).world_size
+    results = run_ranks(world, "learners.spread_cases:spread", *arguments)
+    check_alike(results, topology, expected, rtol=1e-5)
+    names = BlockFiles(tmp_path).blocks_by_name
+    assert all("lora_" in name or name.endswith("head.weight") for name in names)
+    moved = [name for name, weight in expected[1].items() if ".lora_B." in name and weight.any()]
+    assert len(moved) == 14
 
 
 @pytest.mark.slow
@@ -116,3 +198,20 @@ def test_a_plan_that_changes_the_model_is_refused(directory):
     for said in run_ranks(2, "learners.spread_cases:refusals", directory("qwen3"), rules):
         for error, message in zip(said, messages, strict=True):
             assert message in error
+
+
+@pytest.mark.slow
+def test_a_division_by_tokens_that_changes_the_model_is_refused(directory):
+    for said in run_ranks(2, "learners.spread_cases:refused_tokens", directory("gemma2")):
+        assert "computes something else when its tokens are divided over ranks" in said
+
+
+def test_tokens_of_layers_that_remember_are_not_divided(directory):
+    recurrent = TransformersPolicy.load(directory("qwen3_5_text"))
+    with pytest.raises(ModelError, match="has layers of linear_attention, which can't be divided"):
+        check_token_division(recurrent)
+    stretched = TransformersPolicy.load(directory("llama"))
+    check_token_division(stretched)
+    stretched.text_config.rope_parameters["rope_type"] = "dynamic"
+    with pytest.raises(ModelError, match=r"\(dynamic\) depends on the length of the context"):
+        check_token_division(stretched)

@@ -2,6 +2,7 @@
 of ranks read, exports."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.scoring import fill_columns
+from ratchet.checkpoint.serialization import defer_writes
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
+from ratchet.errors import CheckpointError
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
 from ratchet.executors.placement import ResourceRequest
@@ -165,6 +168,37 @@ def test_a_critic_and_a_reference_live_on_the_same_ranks_and_checkpoints_are_rea
     assert not (tmp_path / "model" / ".blocks").exists()
 
 
+@pytest.mark.fault("P10")
+def test_ranks_write_the_state_that_was_copied_while_training_goes_on(ranks, tmp_path):
+    origin = ModelSource(shape=SHAPE, seed=3)
+    model = init_policy(SHAPE, seed=3, dtype=torch.float64)
+    algorithm, roles = roles_of(model, {"kind": "sft"}, ranks(origin, dp_shard=2), dp_shard=2)
+    asyncio.run(train(algorithm, roles, range(1)))
+    policy = roles["policy"]
+
+    def copy_then_train(step):
+        with defer_writes() as writes:
+            policy.save(Path("later"))
+        asyncio.run(train(algorithm, roles, range(step, step + 1)))
+        return writes[0]
+
+    # A place that can't be written to is told once both ranks have tried, and they go on.
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"rank \d can't write to .*file/later"):
+        copy_then_train(1)(tmp_path / "file")
+    policy.save(tmp_path / "at_once")
+    copy_then_train(2)(tmp_path)
+    policy.save(tmp_path / "trained")
+    before, later, after = (read_files(tmp_path / n) for n in ("at_once", "later", "trained"))
+    assert len(before) == 4
+    assert later == before
+    assert after["rank-0.safetensors"] != before["rank-0.safetensors"]
+
+
+def read_files(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
 @pytest.mark.fault("C4")
 def test_a_batch_smaller_than_the_ranks_is_filled_up(ranks):
     algorithm, local = roles_of(init_policy(SHAPE, seed=3, dtype=torch.float64), {"kind": "sft"})
@@ -248,6 +282,8 @@ def save_of_transformers(directory, kind, **shape):
     "kind", ["ours", "experts", pytest.param("gpt2", marks=pytest.mark.slow), "gemma2"]
 )
 def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
+    # With PPO the ranks copy the policy, as its reference and its critic.
+    spec = PPO if kind == "gemma2" else {"kind": "sft"}
     options = {"tensor_parallel": 2} if kind == "gemma2" else {"dp_shard": 2}
     if kind == "gpt2":
         save_of_transformers(
@@ -260,11 +296,11 @@ def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
             tmp_path / "model"
         )
     model = load_policy(tmp_path / "model", dtype=torch.float64)
-    algorithm, local = roles_of(model, {"kind": "sft"})
+    algorithm, local = roles_of(model, spec)
     expected = asyncio.run(train(algorithm, local, range(2)))
     group = ranks(ModelSource(path=str(tmp_path / "model")), **options)
     _, there = roles_of(
-        load_policy(tmp_path / "model", dtype=torch.float64), {"kind": "sft"}, group, **options
+        load_policy(tmp_path / "model", dtype=torch.float64), spec, group, **options
     )
     numbers_alike(asyncio.run(train(algorithm, there, range(2))), expected)
     alike(weights_of(there["policy"]), weights_of(local["policy"]))

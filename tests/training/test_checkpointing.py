@@ -40,11 +40,12 @@ def training(forks, tmp_path):
     """Starts, or goes on with, the run of a folder: its status. It has these keys of `checkpoint`,
     and maybe a fault."""
 
-    def start(name, checkpoint, fault=""):
+    def start(name, checkpoint, fault="", **keys):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         recipe = folder / "probe.yaml"
-        recipe.write_text(yaml.safe_dump({**RECIPE, "checkpoint": {"every": 1, **checkpoint}}))
+        changes = {"checkpoint": {"every": 1, **checkpoint}, **keys}
+        recipe.write_text(yaml.safe_dump({**RECIPE, **changes}))
         return ChaosTest(recipe, folder, forks).start(folder / "run", fault)
 
     return start
@@ -138,6 +139,29 @@ def test_a_kill_beside_the_training_leaves_the_checkpoint_before_whole(kill, tra
     assert list_differences(tmp_path / "whole" / "run", run) == []
 
 
+RANKS = {
+    "kind": "dtensor",
+    "dp_shard": 2,
+    "micro_batch_tokens": 32,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P6")
+@pytest.mark.parametrize("kill", ["copied", "begin", "after_write", "published"])
+def test_a_kill_while_ranks_write_leaves_the_checkpoint_before_whole(kill, training, tmp_path):
+    """The ranks end with the driver, wherever their threads are."""
+    assert training("whole", {"keep": 4}, learner=RANKS) == 0
+    beside = {"keep": 4, "background": True}
+    assert training("killed", beside, f"checkpoint.{kill}:2:kill", learner=RANKS) == -9
+    run = tmp_path / "killed" / "run"
+    latest = CheckpointStore(run / "checkpoints").latest()
+    assert latest is not None
+    assert latest.step == (2 if kill == "published" else 1)
+    assert training("killed", beside, learner=RANKS) == 0
+    assert list_differences(tmp_path / "whole" / "run", run) == ["config.yaml differs"]
+
+
 @pytest.mark.fault("P10")
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_disk_that_is_full_beside_the_training_is_told_at_the_next_step(
@@ -165,17 +189,13 @@ def test_a_signal_while_it_is_written_waits_for_both(training, tmp_path):
     assert training("run", {"background": True, "keep": 4}) == 0
 
 
-@pytest.mark.parametrize("learner", ["dtensor", "megatron"])
-def test_learners_that_write_their_own_parts_are_refused(learner):
+def test_a_learner_that_writes_its_own_files_is_refused():
     stage = {
         **{key: RECIPE[key] for key in ("environment", "algorithm")},
         "name": "a",
-        "learner": {"kind": learner},
+        "learner": {"kind": "megatron"},
     }
     stage["checkpoint"] = {"background": True}
     recipe = {"model": RECIPE["model"], "tokenizer": RECIPE["tokenizer"], "stages": [stage]}
     found = [conflict.message for conflict in conflicts(RunConfig.model_validate(recipe))]
-    assert any(
-        message.startswith("checkpoint.background copies the weights of this process")
-        for message in found
-    )
+    assert any(message.startswith("checkpoint.background writes copies") for message in found)

@@ -8,8 +8,10 @@ import yaml
 
 from ratchet.cli.errors import WRONG_INPUT
 from ratchet.config.loader import load_config
+from ratchet.config.model_shape.presets import get_preset
 from ratchet.errors import ConfigError, RatchetError
-from ratchet.training.from_config import build_policy
+from ratchet.models.load import init_policy
+from ratchet.training.from_config import build_policy, get_adapter_base_dir
 from ratchet.training.preflight import run_preflight
 from ratchet.training.stage_from_config import build_run
 from ratchet.training.start import start_run
@@ -24,6 +26,7 @@ BASE = {
     "sampling": {"max_new_tokens": 4},
 }
 QA = "question,answer\n" + "".join(f"{n}+1=,{n + 1}\n" for n in range(40))
+SORTING = {"environment": {"kind": "sorting"}, "algorithm": {"kind": "grpo"}}
 DATASET = {"kind": "dataset", "train": "qa.csv", "columns": {"prompt": "question"}}
 
 
@@ -73,6 +76,22 @@ def test_missing_files_columns_and_models_are_problems(folder, changes, message)
     config = load(folder, algorithm={"kind": "sft"}, **{"environment": DATASET, **changes})
     with pytest.raises(RatchetError, match=message):
         run_preflight(config).raise_problems()
+
+
+def test_a_field_that_the_models_configuration_lacks_is_a_problem(folder):
+    init_policy(get_preset("tiny", 256), 0).save(folder / "model")
+    model = {"path": "model", "overrides": {"rope_thetas": 1e6}}
+    config = load(folder, model=model, **SORTING)
+    with pytest.raises(RatchetError, match=r"overrides\.rope_thetas: .* mean 'rope_theta'\?"):
+        run_preflight(config).raise_problems()
+
+
+def test_the_base_of_an_adapter_is_kept_where_overrides_change_it(folder):
+    sections = [{"path": "model", "overrides": fields} for fields in ({}, {"rope_theta": 1e6})]
+    configs = [load(folder, model=section, lora={}, **SORTING) for section in sections]
+    kept = [get_adapter_base_dir(config, 0, folder) for config in configs]
+    assert kept[0] is None
+    assert kept[1].parent == folder / "base"
 
 
 def test_problems_of_all_stages_are_told_at_once(folder):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from ratchet.checkpoint.manifest import MANIFEST
 from ratchet.commands.convert.command import Say, convert
+from ratchet.config.schema import ModelConfig
 from ratchet.errors import CheckpointError, ConfigError
 from ratchet.learners.config import MegatronConfig
+from ratchet.models.load import copy_companions, find_model, read_model_config
 from ratchet.runs.resolve import check_address, fetch_weights
 from ratchet.training.saved_weights import (
     export_checkpoint,
@@ -17,6 +19,7 @@ from ratchet.training.saved_weights import (
     load_recipe,
     use_start_copy,
 )
+from ratchet.utils.atomic_files import write_json
 from ratchet.utils.object_store import (
     Store,
     get_cached_path,
@@ -104,7 +107,9 @@ def _read_source(
     recipe = load_recipe(saved.run, checkpoint)
     megatron = saved.path / "policy" / "megatron"
     if isinstance(recipe.stages[-1].learner, MegatronConfig) and megatron.is_dir():
-        return str(megatron), config or use_start_copy(recipe, saved.run).model.path
+        return str(megatron), config or _find_start_config(
+            use_start_copy(recipe, saved.run).model, export_dir
+        )
     manifest_digest = sha256((saved.path / MANIFEST).read_bytes()).hexdigest()
     checkpoint_identity = f"{saved.path.resolve()}\n{manifest_digest}\n"
     marker = export_dir / MARKER
@@ -120,6 +125,21 @@ def _read_source(
         marker.write_text(checkpoint_identity, encoding="utf-8")
     say(f"step {saved.step} of {saved.run}")
     return str(export_dir), config
+
+
+def _find_start_config(start: ModelConfig, export_dir: Path) -> str | None:
+    """Return the directory of a run's start model with its config.json; None for a preset.
+
+    A config.json that the recipe's `model.overrides` change is written to `export_dir`.
+    """
+    if start.path is None or not start.overrides:
+        return start.path
+    directory = find_model(start.path, revision=start.revision)
+    export_dir.mkdir(parents=True, exist_ok=True)
+    (export_dir / MARKER).touch()
+    copy_companions(directory, export_dir)
+    write_json(export_dir / "config.json", read_model_config(directory, start.overrides))
+    return str(export_dir)
 
 
 def _require_free_target(target: str, output: Path) -> None:

@@ -30,7 +30,7 @@ from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.compute.microbatching import resolve_micro_batch_tokens
 from ratchet.learners.config import DistributedConfig, DTensorConfig, LocalConfig
 from ratchet.models.flops import DecoderCost
-from ratchet.models.load import find_model
+from ratchet.models.load import find_model, read_model_config
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MAX_STEPS, MAX_TOKENS
 from ratchet.training.from_config import build_renderer
@@ -221,8 +221,10 @@ def read_shape(config: RunConfig) -> DecoderConfig:
         assert source.preset is not None, "a recipe sets either model.path or model.preset"
         vocabulary = build(config.tokenizer, None).vocab_size
         return get_preset(source.preset, vocab_size=vocabulary, **source.overrides)
+    directory = find_model(source.path, revision=source.revision)
+    hf = read_model_config(directory, source.overrides)
     try:
-        return read_config(find_model(source.path, revision=source.revision))
+        return read_config(directory, hf)
     except ModelError as error:
         raise ConfigError(
             f"only models of Ratchet's own decoder can be planned, and {source.path} is not one: "

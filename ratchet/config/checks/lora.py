@@ -18,8 +18,10 @@ def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Con
     """
     if stage.lora is None or (config.model.preset is None and config.model.backend != "ratchet"):
         return
+    # The overrides of a model directory change no weight, and so none of the layers' names.
+    overrides = {} if config.model.preset is None else config.model.overrides
     try:
-        shape = get_preset(config.model.preset or "tiny", vocab_size=1, **config.model.overrides)
+        shape = get_preset(config.model.preset or "tiny", vocab_size=1, **overrides)
     except (ModelError, TypeError):  # `model_conflicts` reports a wrong shape
         return
     try:
@@ -78,11 +80,11 @@ def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             "learner.pipeline_parallel",
             "lora",
         )
-    if config.model.backend == "transformers":
+    if config.model.backend == "transformers" and not learner.supports_transformers:
         yield clash(
-            f"lora with learner.kind={learner.kind_name} needs the built-in decoder, and "
+            f"learner.kind={learner.kind_name} needs the built-in decoder, and "
             "model.backend=transformers does not use it: set model.backend=auto, or "
-            "learner.kind=local",
+            "learner.kind=dtensor",
             "model.backend",
             "learner.kind",
         )

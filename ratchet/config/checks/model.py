@@ -54,12 +54,6 @@ def model_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
     elif model.preset is not None:
         yield from _check_preset(config, model, model.preset)
-    elif model.overrides:
-        yield clash(
-            "model.overrides changes a preset, and model.path has a shape of its own: remove "
-            "model.overrides",
-            "model.overrides",
-        )
     if model.train_encoders and (model.preset is not None or model.backend == "ratchet"):
         yield clash(
             "model.train_encoders=true needs a multimodal model, loaded by transformers from "

@@ -53,11 +53,12 @@ def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
 
 
 def _check_background_checkpoint(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    if stage.checkpoint.background and stage.learner.kind_name != "local":
+    learner = stage.learner
+    if stage.checkpoint.background and not learner.supports_background_save:
         yield clash(
-            "checkpoint.background copies the weights of this process, and with "
-            f"learner.kind={stage.learner.kind_name} they are in other processes: remove "
-            "checkpoint.background, or set learner.kind=local",
+            f"checkpoint.background writes copies of the weights, and learner.kind="
+            f"{learner.kind_name} writes its own: remove checkpoint.background, or set "
+            "learner.kind=dtensor or local",
             "checkpoint.background",
             "learner.kind",
         )

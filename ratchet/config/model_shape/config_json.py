@@ -70,19 +70,22 @@ HF_NOT_NULL = (
 # The keys that must hold lists, with the type of their items.
 HF_LISTS = {"layer_types": str, "mlp_only_layers": int}
 HF_OBJECTS = ("rope_scaling", "rope_parameters")
+# Sections of models with encoders of images, audio or video.
+MEDIA_CONFIG_KEYS = ("vision_config", "audio_config")
 
 
-def check_types(hf: Mapping[str, Any]) -> None:
+def check_types(
+    hf: Mapping[str, Any], *, remedy: str = "take the file from the original model"
+) -> None:
     """Raise ModelError if a `config.json` value that the decoder reads has the wrong type.
 
-    The numbers of heads and layers must also be in range.
+    The numbers of heads and layers must also be in range. `remedy` ends the message.
     """
 
     def check(key: str, fits: bool, expected: str) -> None:
         if hf.get(key) is not None and not fits:
             raise ModelError(
-                f"config.json says {key}={shorten_repr(hf[key])}, must be {expected}: take the "
-                "file from the original model"
+                f"config.json says {key}={shorten_repr(hf[key])}, must be {expected}: {remedy}"
             )
 
     for key in HF_NUMBERS:

@@ -24,7 +24,6 @@ from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.parallel.collectives import Group, sum_forward
-from ratchet.models.parallel.sharded_policy import DistributedPolicy
 from ratchet.protocols import ExportedPart, LossTerm, Shard
 
 
@@ -80,24 +79,16 @@ class RankForward(Forward):
         The group has the context-parallel ranks, over which the tokens are divided. Returns None if
         this rank has all tokens.
         """
-        model = self.model
-        context_split = (
-            model.split_context(micro.lengths_S.tolist())
-            if isinstance(model, DistributedPolicy)
-            else None
-        )
-        if (
-            context_split is None
-            or not isinstance(model, DistributedPolicy)
-            or model.shard.context is None
-        ):
+        context_split = self.model.split_context(micro.lengths_S.tolist())
+        group = self.model.context_group
+        if context_split is None or group is None:
             return None
         tokens = torch.from_numpy(context_split.tokens).to(self.device)
         state_index_T = torch.zeros(micro.n_tokens, dtype=torch.int64, device=self.device)
         state_index_T[tokens] = torch.arange(len(tokens), device=self.device)
         is_local_T = torch.zeros(micro.n_tokens, dtype=torch.bool, device=self.device)
         is_local_T[tokens] = True
-        return state_index_T, is_local_T, model.shard.context
+        return state_index_T, is_local_T, group
 
 
 class RankLearner(ABC):

@@ -37,13 +37,18 @@ def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
 def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     """Raise ConfigError for keys that a transformers model does not support.
 
-    Ranks can divide the rows of a batch (data parallel), the model's weights (FSDP) and, by the
-    model's own plan, its matrices (tensor parallel).
+    Ranks can divide the rows of a batch (data parallel), the model's weights (FSDP), by the model's
+    own plan its matrices (tensor parallel), and the tokens of each sequence (context parallel).
     """
-    # This import takes seconds unless such a model is loaded already.
+    # These imports take seconds unless such a model is loaded already.
+    from ratchet.models.transformers.division import check_token_division, make_plan
     from ratchet.models.transformers.policy import TransformersPolicy
 
-    for key in ("context_parallel", "pipeline_parallel", "expert_parallel"):
+    unsupported = ["pipeline_parallel", "expert_parallel"]
+    # The positions of media are computed from whole sequences.
+    if model.reads_media:
+        unsupported.append("context_parallel")
+    for key in unsupported:
         if (value := getattr(section, key)) > 1:
             raise ConfigError(
                 f"learner.{key}={value} needs Ratchet's own decoder, but transformers runs this "
@@ -57,4 +62,7 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     assert isinstance(model, TransformersPolicy), "any other model is a decoder"
     if section.tensor_parallel > 1:
         # Raises ModelError if the model can't be divided.
-        model.plan(section.tensor_parallel)
+        make_plan(model, section.tensor_parallel)
+    if section.context_parallel > 1:
+        # Raises ModelError for an architecture whose tokens can't be divided.
+        check_token_division(model)

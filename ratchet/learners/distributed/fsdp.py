@@ -131,6 +131,7 @@ class DTensorLearner(RankLearner):
         self.head = head
         model.checkpointing = config.activation_checkpointing
         model.uses_varlen = choose_varlen(config.attention, device)
+        model.forward_group = mesh.gradient_group
         forward = RankForward(
             model,
             head,
@@ -303,7 +304,9 @@ class DTensorLearner(RankLearner):
         numbers: dict[str, Any] = {}
         if self.optimizer is not None and self.step_rules is not None:
             steps = {
-                name: int(moments.get("step", 0)) for name, moments in self.optimizer.state.items()
+                name: int(moments.get("step", 0))
+                # Sorted, so that a resumed run writes the same bytes.
+                for name, moments in sorted(self.optimizer.state.items())
             }
             numbers = {
                 "taken": self.step_rules.steps_taken,

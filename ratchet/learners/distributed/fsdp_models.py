@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,12 +31,16 @@ class DTensorModels:
         self.dtype = dtype
         self.autocast = device.type == "cuda"
         self.mesh = Mesh(build_topology(config), device.type)
+        # The source of each loaded model that transformers runs.
+        self._origins: WeakKeyDictionary[PolicyModel, ModelSource] = WeakKeyDictionary()
 
     def load(self, origin: ModelSource) -> PolicyModel:
         """Return this rank's shard of a model, with its weights."""
         shape = origin.read_decoder_shape()
         if shape is None:
-            return self._load_transformers(origin)
+            model = self._load_transformers(origin)
+            self._origins[model] = origin
+            return model
         model = self._allocate(shape)
         fill_param_shards(collect_param_shards(model, None, self.mesh), origin.reader())
         model.freeze(origin.freeze)
@@ -43,10 +48,10 @@ class DTensorModels:
 
     def copy(self, policy: PolicyModel) -> PolicyModel:
         """Return a copy of the policy with its current weights."""
-        assert isinstance(policy, DistributedPolicy), (
-            "the driver never requests a copy of a transformers model"
-        )
-        model = self._allocate(policy.decoder.config)
+        if isinstance(policy, DistributedPolicy):
+            model = self._allocate(policy.decoder.config)
+        else:
+            model = self._load_transformers(self._origins[policy])
         model.frozen_parameters = policy.frozen_parameters
         if policy.adapter is not None:
             model.attach(policy.adapter)
@@ -122,10 +127,16 @@ class DTensorModels:
             dtype=self.dtype,
             trust_remote_code=origin.trust_remote_code,
             train_encoders=origin.train_encoders,
+            hf=origin.read_config() if origin.overrides else None,
         )
         model.freeze(origin.freeze)
+        # This import takes seconds unless such a model is loaded.
+        from ratchet.models.transformers.division import divide_by_plan, divide_by_tokens
+
         if self.mesh.tensor is not None:
-            model.divide(self.mesh.tensor, self.device)
+            divide_by_plan(model, self.mesh.tensor, self.device)
+        if self.mesh.context is not None:
+            divide_by_tokens(model, self.mesh.context)
         shard_model(
             model,
             model.layers(),

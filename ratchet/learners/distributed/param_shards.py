@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.models.lora.decoder import is_adapter_parameter
+from ratchet.models.lora.transformers import get_canonical_name
 from ratchet.models.parallel.collectives import Group
 from ratchet.models.parallel.sharded_policy import DistributedPolicy
 from ratchet.models.parallel.sharding import ShardIndex
@@ -138,7 +139,7 @@ def collect_param_shards(
     else:
         for name, parameter in model.named_parameters():
             # Drop the wrapper's prefix "model.".
-            model_name = name.partition(".")[2]
+            model_name = get_canonical_name(name.partition(".")[2])
             param_shards.append(
                 _make_transformers_shard(model_name, parameter, mesh, model.tp_division)
             )
@@ -199,7 +200,10 @@ def _make_decoder_shard(
 def _make_transformers_shard(
     name: str, parameter: nn.Parameter, mesh: Mesh, division: TPDivision | None
 ) -> ParamShard:
-    """Return the shard of a parameter of a Hugging Face transformers model."""
+    """Return the shard of a parameter of a Hugging Face transformers model.
+
+    name: the canonical name.
+    """
     if division is None or mesh.tensor is None:
         return _make_shard(name, parameter, _make_whole_piece(name, parameter), mesh, ())
     if (piece := division.divided_pieces.get(name)) is not None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.batch import Batch
+from ratchet.checkpoint.async_writer import BackgroundTask
+from ratchet.checkpoint.serialization import WriteFiles, defer_writes
 from ratchet.config.resolve import build, import_object, resolve
 from ratchet.learners.distributed.base import RankLearner
 from ratchet.learners.distributed.model_providers import ModelProvider
@@ -75,6 +77,9 @@ class LearnerRank:
         self.policy = self.provider.load(origin)
         self.learners: dict[str, RankLearner] = {}
         self.algorithm: Algorithm | None = None
+        # The copied state of each role, which waits to be written, and the thread that writes one.
+        self.copied_states: dict[str, list[WriteFiles]] = {}
+        self.background = BackgroundTask()
 
     def host(self) -> str:
         """Return the name of this machine."""
@@ -153,6 +158,33 @@ class LearnerRank:
 
     def save(self, role: str, directory: str) -> None:
         self.learners[role].save(Path(directory))
+
+    def copy_state(self, role: str, directory: str) -> None:
+        """Copy what `save` would write to host memory.
+
+        directory: where the files will be, relative to the root that `begin_write` gets.
+        """
+        with defer_writes() as writes:
+            self.save(role, directory)
+        self.copied_states[role] = writes
+
+    def begin_write(self, role: str, root: str) -> None:
+        """Write the copied state of a role in another thread, while calls go on."""
+        writes = self.copied_states.pop(role)
+
+        def write() -> None:
+            for write_files in writes:
+                write_files(Path(root))
+
+        self.background.begin(write)
+
+    def is_writing(self) -> bool:
+        """Return True while the thread of `begin_write` runs."""
+        return self.background.is_running
+
+    def finish_write(self) -> None:
+        """Wait for the thread of `begin_write`. Raises CheckpointError if it could not write."""
+        self.background.wait()
 
     def load(self, role: str, directory: str) -> None:
         self.learners[role].load(Path(directory))

@@ -61,10 +61,25 @@ def attach(
     except (ValueError, NotImplementedError) as error:
         raise ModelError(f"peft can't give {type(model).__name__} an adapter: {error}") from None
     for index, layer in enumerate(_find_lora_layers(model)):
+        _widen(layer, adapter.lora.rank)
         layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, index)
     for name, parameter in adapter_parameters(model):
         parameter.requires_grad_(True)
-        parameter.copy_(adapter.initial_weight(_get_peft_name(name), parameter.shape))
+        parameter.copy_(adapter.initial_weight(get_canonical_name(name), parameter.shape))
+
+
+def _widen(layer: Any, rank: int) -> None:
+    """Give a layer's factors the sizes of the whole matrix.
+
+    peft gives them the sizes of this rank's rows where FSDP divides the matrix, but FSDP gathers
+    the matrix before it is used.
+    """
+    linear = layer.get_base_layer()
+    sizes = {"A": (rank, linear.in_features), "B": (linear.out_features, rank)}
+    for factor, size in sizes.items():
+        part = getattr(layer, f"lora_{factor}")[ADAPTER_NAME]
+        if part.weight.shape != size:
+            part.weight = nn.Parameter(part.weight.new_empty(size))
 
 
 def merge(model: nn.Module) -> None:
@@ -82,13 +97,13 @@ def canonical_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, detached tensor) of each weight that is not the adapter's."""
     for name, parameter in model.named_parameters():
         if not is_adapter_parameter(name):
-            yield name.replace(f"{BASE_SUFFIX}.", "."), parameter.detach()
+            yield get_canonical_name(name), parameter.detach()
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (peft's name, detached tensor) of the adapter's weights."""
     for name, parameter in adapter_parameters(model):
-        yield _get_peft_name(name), parameter.detach()
+        yield get_canonical_name(name), parameter.detach()
 
 
 @contextmanager
@@ -110,5 +125,8 @@ def _find_lora_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
 
-def _get_peft_name(name: str) -> str:
-    return f"{PEFT_PREFIX}{name.replace(f'.{ADAPTER_NAME}.', '.')}"
+def get_canonical_name(name: str) -> str:
+    """Return the name of a parameter in files: Hugging Face's, or peft's for an adapter's."""
+    if is_adapter_parameter(name):
+        return f"{PEFT_PREFIX}{name.replace(f'.{ADAPTER_NAME}.', '.')}"
+    return name.replace(f"{BASE_SUFFIX}.", ".")

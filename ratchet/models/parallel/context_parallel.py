@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -67,6 +68,14 @@ class ContextSplit:
         """
         start = int(self.starts_S[segment.row])
         return self.gathered_index_T[start : start + segment.begin]
+
+
+# The cache serves the forward pass of a micro-batch and every column that is computed from it. It
+# has more than one entry, because a pipeline interleaves micro-batches.
+@lru_cache(maxsize=64)
+def split_context(lengths: tuple[int, ...], context_index: ShardIndex) -> ContextSplit:
+    """Return `ContextSplit.from_lengths`, which is computed once for the same arguments."""
+    return ContextSplit.from_lengths(lengths, context_index)
 
 
 def _list_segments(lengths: Sequence[int], context_index: ShardIndex) -> list[PrefixSegment]:

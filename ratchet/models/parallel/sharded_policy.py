@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import cast
 
 import torch
@@ -15,7 +14,7 @@ from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.moe import SparseMLP
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.parallel.collectives import Group, sum_backward
-from ratchet.models.parallel.context_parallel import ContextAttention, ContextSplit
+from ratchet.models.parallel.context_parallel import ContextAttention
 from ratchet.models.parallel.expert_parallel import ExpertExchange
 from ratchet.models.parallel.sharding import ModelShard, ShardIndex
 from ratchet.models.parallel.tensor_parallel import TensorParallelComm, VocabParallelLogits
@@ -163,14 +162,9 @@ class DistributedPolicy(DecoderPolicy):
             else VocabParallelLogits(self.shard.tensor, self.vocab_size)
         )
 
-    def split_context(self, lengths: Sequence[int]) -> ContextSplit | None:
-        """Return the tokens of packed sequences that this rank computes; None: all tokens."""
-        group = self.shard.context
-        return (
-            None
-            if group is None
-            else _split_context(tuple(lengths), ShardIndex(group.rank(), group.size()))
-        )
+    @property
+    def context_group(self) -> Group | None:
+        return self.shard.context
 
     def hidden(
         self,
@@ -213,10 +207,3 @@ class DistributedPolicy(DecoderPolicy):
         raise AssertionError(
             "a rank has only blocks of weights: see ratchet.models.weights.weight_layout"
         )
-
-
-# The cache serves the forward pass of a micro-batch and every column that is computed from it. It
-# has more than one entry, because a pipeline interleaves micro-batches.
-@lru_cache(maxsize=64)
-def _split_context(lengths: tuple[int, ...], context_index: ShardIndex) -> ContextSplit:
-    return ContextSplit.from_lengths(lengths, context_index)

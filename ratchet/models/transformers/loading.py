@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.model_shape.config_json import SIZE_RANGES
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ratchet.config.model_shape.config_json import MEDIA_CONFIG_KEYS, SIZE_RANGES
 from ratchet.errors import ModelError, RatchetError
 from ratchet.utils import safe_read
 from ratchet.utils.summarize import summarize_names
@@ -49,6 +62,47 @@ def translate_errors(directory: Path, model_kind: str) -> Iterator[None]:
         ) from error
 
 
+def load_config(
+    directory: Path, changed: Mapping[str, Any] | None, *, trust_remote_code: bool
+) -> PreTrainedConfig:
+    """Return the configuration of a model directory.
+
+    changed: The content of `config.json` to read in place of the file's; None: the file's.
+    """
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    if changed is None:
+        return AutoConfig.from_pretrained(directory, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        # The code of a model lies beside its configuration.
+        for path in directory.glob("*.py"):
+            shutil.copyfile(path, Path(folder) / path.name)
+        (Path(folder) / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        config = AutoConfig.from_pretrained(folder, **options)
+    config._name_or_path = str(directory)
+    return config
+
+
+def build_without_weights(config: Mapping[str, Any]) -> PreTrainedModel | None:
+    """Return the model of a `config.json` on the meta device, where its weights take no memory.
+
+    Return None for a model of a class that does not come with transformers.
+
+    Raises ModelError, with the first line of transformers' error, if it can't build the model.
+    """
+    if config.get("model_type") not in CONFIG_MAPPING or config.get("auto_map"):
+        return None
+    _require_plausible_sizes(config, "the configuration", "correct it")
+    reads_media = any(key in config for key in MEDIA_CONFIG_KEYS)
+    auto_class = AutoModelForMultimodalLM if reads_media else AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+            return auto_class.from_config(settings)
+    # As in `translate_errors`: each family has its own code.
+    except Exception as error:
+        raise ModelError(get_first_line(str(error) or type(error).__name__)) from error
+
+
 def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
     """Raise ModelError if weights are missing, which transformers fills with random numbers.
 
@@ -82,15 +136,17 @@ def require_plausible(directory: Path) -> None:
         raise ModelError(f"{path} can't be read: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds no JSON object")
+    _require_plausible_sizes(config, str(path), "copy the file from the original model")
+
+
+def _require_plausible_sizes(config: Mapping[str, Any], place: str, remedy: str) -> None:
+    """Raise ModelError, which names the place and the remedy, for a size that no model has."""
     for key, value in _list_numbers(config):
         maximum = next(
             (maximum for suffix, maximum in MAX_BY_SUFFIX.items() if key.endswith(suffix)), None
         )
         if maximum is not None and not 0 <= value <= maximum:
-            raise ModelError(
-                f"{path} says {key}={value:.6g}, which no model has: copy the file from the "
-                "original model"
-            )
+            raise ModelError(f"{place} says {key}={value:.6g}, which no model has: {remedy}")
 
 
 def _list_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:

@@ -16,23 +16,24 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from ratchet.config.media_limits import PROCESSOR_FILES
 from ratchet.errors import ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.lora import transformers as transformers_lora
-from ratchet.models.lora.decoder import Adapter
 from ratchet.models.media import EncodedMedia, join_media_inputs, make_probe_images
-from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors
+from ratchet.models.transformers.loading import (
+    load_config,
+    refuse_missing_weights,
+    translate_errors,
+)
 from ratchet.models.transformers.policy import (
     TransformersPolicy,
     find_largest_module_list,
     is_close,
     without_dropout,
 )
-from ratchet.models.transformers.tensor_parallel import TPPlan
 from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.types import MediaKind, Medium, PlacedMedium
 from ratchet.utils.atomic_files import atomic_path
@@ -98,10 +99,11 @@ class MultimodalPolicy(TransformersPolicy):
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
         train_encoders: bool = False,
+        hf: Mapping[str, Any] | None = None,
     ) -> Self:
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         with translate_errors(directory, "a model of images and text"):
-            saved = AutoConfig.from_pretrained(directory, **options)
+            saved = load_config(directory, hf, trust_remote_code=trust_remote_code)
             config = without_dropout(saved)
             model, loading = AutoModelForMultimodalLM.from_pretrained(
                 directory,
@@ -154,12 +156,6 @@ class MultimodalPolicy(TransformersPolicy):
     def layers(self) -> list[nn.Module]:
         return find_largest_module_list(self.language)
 
-    def plan(self, ranks: int) -> TPPlan:
-        raise ModelError(
-            f"learner.tensor_parallel={ranks} does not support multimodal models: set it to 1, and "
-            "learner.dp_shard to the number of ranks"
-        )
-
     # --- trained parameters
 
     def tower_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -169,11 +165,9 @@ class MultimodalPolicy(TransformersPolicy):
         }
         return [(name, p) for name, p in self.model.named_parameters() if id(p) not in language_ids]
 
-    def attach(self, adapter: Adapter) -> None:
-        transformers_lora.attach(
-            self.model, adapter, self.resolve_adapter_layers(adapter.lora), within=self.language
-        )
-        self.adapter = adapter
+    @property
+    def adapted(self) -> nn.Module:
+        return self.language
 
     def merge(self) -> None:
         super().merge()
@@ -202,6 +196,7 @@ class MultimodalPolicy(TransformersPolicy):
         media = media or [()] * len(lengths)
         if self.packs:
             return self._add_zero_gradients(self._forward(tokens_T, positions_T, lengths, media))
+        n_unread = self.count_unread_rows(len(lengths))
         rows = zip(
             tokens_T.split(list(lengths)), positions_T.split(list(lengths)), media, strict=True
         )
@@ -209,6 +204,7 @@ class MultimodalPolicy(TransformersPolicy):
             self._forward(tokens, positions, [len(tokens)], [sequence_media])
             for tokens, positions, sequence_media in rows
         ]
+        hidden_by_row += self.run_unread_rows(n_unread)
         return self._add_zero_gradients(torch.cat(hidden_by_row))
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor, **options: Any) -> Tensor:
@@ -418,20 +414,20 @@ class MultimodalPolicy(TransformersPolicy):
         token = int(self.model.config.image_token_id)
         rows, media = list[Tensor](), list[tuple[PlacedMedium, ...]]()
         for row_probes in ([probes[0]], [], [probes[1], probes[0]]):
-            pieces, placed = [self._make_probe_tokens(N_PROBE_TEXT_TOKENS)], list[PlacedMedium]()
+            pieces, placed = [self.make_probe_tokens(N_PROBE_TEXT_TOKENS)], list[PlacedMedium]()
             for medium in row_probes:
                 placed.append(PlacedMedium(sum(map(len, pieces)), medium))
                 pieces += [
                     torch.full((medium.span,), token, device=self.model.device),
-                    self._make_probe_tokens(N_PROBE_TEXT_TOKENS + 1),
+                    self.make_probe_tokens(N_PROBE_TEXT_TOKENS + 1),
                 ]
             rows.append(torch.cat(pieces))
             media.append(tuple(placed))
         return rows, media
 
-    def _make_probe_tokens(self, n: int) -> Tensor:
+    def make_probe_tokens(self, n: int) -> Tensor:
         """Return `n` tokens without placeholders."""
-        tokens = super()._make_probe_tokens(n)
+        tokens = super().make_probe_tokens(n)
         return torch.where(self._find_types(tokens) > 0, 0, tokens)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.lora_targets import resolve_target_modules
@@ -28,22 +28,26 @@ from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import sort_by_length
 from ratchet.models.lora import transformers as transformers_lora
 from ratchet.models.lora.decoder import Adapter
-from ratchet.models.parallel.collectives import Group, all_reduce_sum
+from ratchet.models.parallel.collectives import Group, all_reduce_max
 from ratchet.models.policy import UNLIMITED, PolicyModel
 from ratchet.models.transformers import packed_attention
+from ratchet.models.transformers.context_parallel import DividedAttention
 from ratchet.models.transformers.head import run_head
-from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors
+from ratchet.models.transformers.loading import (
+    load_config,
+    refuse_missing_weights,
+    translate_errors,
+)
 from ratchet.models.transformers.packed_attention import set_packed_attention
-from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_model
+from ratchet.models.transformers.tensor_parallel import (
+    divide_adapters,
+)
 from ratchet.models.transformers_settings import read_max_positions
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
 from ratchet.utils.temp_dirs import TemporaryFolder
 from ratchet.utils.transfer import upload
 
 PROBE_LENGTHS = (5, 1, 7, 3)  # numbers of tokens of the packed sequences in a probe
-# Factor on the tolerance for a divided model. It sums in another order, and the summands of a
-# gradient nearly cancel each other. A wrong plan changes gradients far more.
-PROBE_ROUNDING = 100
 
 
 class TransformersPolicy(PolicyModel):
@@ -81,6 +85,7 @@ class TransformersPolicy(PolicyModel):
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         set_packed_attention(model, enabled=False)  # a policy may have had the model before
         self._check_logits()
+        self.divided_attention: DividedAttention | None = None
         self.packs = self.takes_positions and self._keeps_sequences_apart()
         if self.packs and self.may_pack_by_lengths and set_packed_attention(model, enabled=True):
             self.packs_by_lengths = True
@@ -95,11 +100,15 @@ class TransformersPolicy(PolicyModel):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
+        hf: Mapping[str, Any] | None = None,
     ) -> TransformersPolicy:
-        """Load a Hugging Face directory. Raises ModelError if transformers can't read it."""
+        """Load a Hugging Face directory. Raises ModelError if transformers can't read it.
+
+        hf: Content of `config.json` to use in place of the file's; None: the file's.
+        """
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         with translate_errors(directory, "a causal language model"):
-            saved_config = AutoConfig.from_pretrained(directory, **options)
+            saved_config = load_config(directory, hf, trust_remote_code=trust_remote_code)
             config = without_dropout(saved_config)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
@@ -168,81 +177,9 @@ class TransformersPolicy(PolicyModel):
         # transformers only checkpoints in training mode. Dropout is off in both modes.
         self.model.train(on)
 
-    # --- tensor parallelism
-
-    def plan(self, ranks: int) -> TPPlan:
-        """Return the plan by which tensor parallelism divides the model.
-
-        Raises ModelError if the architecture has no plan, or if the model can't be divided evenly
-        over this number of ranks.
-        """
-        plan = TPPlan.from_rules(
-            self.model, self.model.tp_plan, self.head_name.removesuffix(".weight")
-        )
-        keys = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
-        heads = {name: getattr(self.text_config, key, None) for name, key in keys.items()}
-        plan.check(
-            self.model, ranks, {name: total for name, total in heads.items() if total is not None}
-        )
-        return plan
-
-    def divide(self, group: Group, device: torch.device | str) -> None:
-        """Reduce the model to this rank's tensor-parallel shard, on the device.
-
-        Raises ModelError if the ranks together don't compute the same as the whole model.
-        """
-        plan, whole_probe = self.plan(group.size()), self._probe()
-        self.tp_division = divide_model(self.model, plan, group)
-        nn.Module.to(self.model, device)
-        plan_name = f"the plan of {type(self.model).__name__} for tensor parallelism"
-        try:
-            shard_probe = self._probe()
-        except (AttributeError, TypeError, RuntimeError) as error:
-            raise ModelError(f"{plan_name} can't be followed ({error}): {REMEDY}") from None
-        for name, computed in shard_probe.items():
-            expected = whole_probe[name].to(computed)
-            if name == "logits" and self.tp_division.vocab_parallel is not None:
-                rows = self.tp_division.vocab_parallel.rows
-                expected = expected[:, rows.start : rows.stop]
-            if name in self.tp_division.partial_gradients:
-                computed = all_reduce_sum(computed, group)
-            # The gradient of a divided parameter has only this rank's entries.
-            if name not in self.tp_division.divided_pieces and not is_close(
-                computed, expected, self.model.dtype, PROBE_ROUNDING
-            ):
-                raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")
-
-    def _probe(self) -> dict[str, Tensor]:
-        """Return hidden states, logits and gradients for a few tokens, by name.
-
-        Gradients of one-dimensional parameters (norms, biases) are enough: a fault in any layer
-        shows in the gradient of the first layer's norm.
-        """
-        tokens = self._make_probe_tokens(7)
-        vectors = {
-            name: parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.dim() == 1
-        }
-        with torch.enable_grad():
-            hidden = self._run(tokens, torch.arange(7, device=tokens.device))
-            # The loss is a weighted sum. A final norm would make a sum of squares nearly constant.
-            loss_weights = (
-                torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device)
-                .cos()
-                .view_as(hidden)
-            )
-            loss = (hidden * loss_weights).sum()
-            grads = (
-                torch.autograd.grad(loss, list(vectors.values()), allow_unused=True)
-                if vectors
-                else ()
-            )
-        with torch.no_grad():
-            outputs = {"hidden states": hidden.detach(), "logits": self.logits(hidden)}
-        return outputs | {
-            name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None
-        }
+    @property
+    def context_group(self) -> Group | None:
+        return None if self.divided_attention is None else self.divided_attention.group
 
     # --- the forward
 
@@ -259,10 +196,35 @@ class TransformersPolicy(PolicyModel):
         assert sum(lengths) == len(tokens_T), (
             f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         )
+        context_split = self.split_context(lengths)
+        if context_split is not None and self.divided_attention is not None:
+            self.divided_attention.split = context_split
+            # A rank without tokens computes one that nothing reads.
+            tokens = torch.from_numpy(context_split.tokens).to(tokens_T.device)
+            computed = tokens if len(tokens) else tokens_T.new_zeros(1)
+            return self._run(tokens_T[computed], positions_T[computed])[: len(tokens)]
         if self.packs:
             return self._run_packed(tokens_T, positions_T, lengths)
         rows = zip(tokens_T.split(list(lengths)), positions_T.split(list(lengths)), strict=True)
-        return torch.cat([self._run(tokens, positions) for tokens, positions in rows])
+        n_unread = self.count_unread_rows(len(lengths))
+        hidden_by_row = [self._run(tokens, positions) for tokens, positions in rows]
+        return torch.cat([*hidden_by_row, *self.run_unread_rows(n_unread)])
+
+    def count_unread_rows(self, n_rows: int) -> int:
+        """Return how many more forwards another rank runs, if each of `n_rows` rows has its own.
+
+        FSDP gathers weights in each forward, and again in its backward, so all ranks must run
+        equally many. All of them call this before the first.
+        """
+        if self.forward_group is None:
+            return 0
+        most = all_reduce_max(torch.tensor([n_rows], device=self.model.device), self.forward_group)
+        return int(most) - n_rows
+
+    def run_unread_rows(self, n: int) -> list[Tensor]:
+        """Run n forwards of a token that nothing reads, and return n times no hidden states."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
+        return [self._run(token, token)[:0] for _ in range(n)]
 
     def _run_packed(self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return the hidden states of packed sequences, from one forward."""
@@ -292,7 +254,7 @@ class TransformersPolicy(PolicyModel):
 
     def _check_logits(self) -> None:
         """Raise ModelError if `logits` of the hidden states differ from the model's logits."""
-        tokens = self._make_probe_tokens(7)
+        tokens = self.make_probe_tokens(7)
         with torch.no_grad():
             try:
                 logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
@@ -315,7 +277,7 @@ class TransformersPolicy(PolicyModel):
         differ. In a mixture of experts, tokens of a forward share matrix products, which causes
         rounding differences between packed and separate sequences.
         """
-        rows = [self._make_probe_tokens(n) for n in PROBE_LENGTHS]
+        rows = [self.make_probe_tokens(n) for n in PROBE_LENGTHS]
         changed_rows = [(row + 1) % self.vocab_size if i % 2 else row for i, row in enumerate(rows)]
         positions = torch.cat([torch.arange(n, device=rows[0].device) for n in PROBE_LENGTHS])
         starts = [sum(PROBE_LENGTHS[:i]) for i in range(len(PROBE_LENGTHS))]
@@ -339,7 +301,8 @@ class TransformersPolicy(PolicyModel):
             packed, separate, self.model.dtype
         )
 
-    def _make_probe_tokens(self, n: int) -> Tensor:
+    def make_probe_tokens(self, n: int) -> Tensor:
+        """Return n different tokens [n], for a test of what the model computes."""
         return (torch.arange(n, device=self.model.device) * 7919 + n) % self.vocab_size
 
     # --- weights
@@ -356,8 +319,17 @@ class TransformersPolicy(PolicyModel):
         return resolve_target_modules(lora, transformers_lora.list_linear_layers(self.layers()))
 
     def attach(self, adapter: Adapter) -> None:
-        transformers_lora.attach(self.model, adapter, self.resolve_adapter_layers(adapter.lora))
+        transformers_lora.attach(
+            self.model, adapter, self.resolve_adapter_layers(adapter.lora), within=self.adapted
+        )
+        if self.tp_division is not None:
+            self.tp_division = divide_adapters(self.model, self.tp_division)
         self.adapter = adapter
+
+    @property
+    def adapted(self) -> nn.Module:
+        """The part of the model that an adapter is for."""
+        return self.model
 
     def merge(self) -> None:
         transformers_lora.merge(self.model)

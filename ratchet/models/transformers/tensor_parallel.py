@@ -9,13 +9,15 @@ tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError
+from ratchet.models.lora.transformers import ADAPTER_NAME
 from ratchet.models.parallel.collectives import (
     Group,
     gather_columns,
@@ -25,7 +27,7 @@ from ratchet.models.parallel.collectives import (
 )
 from ratchet.models.parallel.sharding import ShardIndex, check_even
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
-from ratchet.models.weights.weight_layout import WeightPiece
+from ratchet.models.weights.weight_layout import PEFT_PREFIX, WeightPiece
 
 # Each rank has some rows of the matrix, and computes the outputs of these.
 OUTPUTS = ("colwise",)
@@ -111,12 +113,18 @@ class TPPlan:
 class TPDivision:
     """The division of a model's parameters, by name.
 
+    The names are canonical (`ratchet.models.lora.transformers.get_canonical_name`).
+
+    group: the ranks over which the model is divided.
+    styles: the style of each module or parameter that the plan names, by its path.
     divided_pieces: this rank's piece of each divided parameter.
     partial_gradients: names of the parameters that each rank has as a whole, but whose gradient
       must be summed over ranks.
     vocab_parallel: the operations on the divided logits; None if each rank has all logits.
     """
 
+    group: Group
+    styles: Mapping[str, str]
     divided_pieces: Mapping[str, WeightPiece]
     partial_gradients: frozenset[str]
     vocab_parallel: VocabParallelLogits | None
@@ -158,10 +166,68 @@ def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
             f"the plan of {type(model).__name__} divides weights that other modules share: {REMEDY}"
         )
     return TPDivision(
+        group,
+        plan.styles,
         {name: replace(pieces[p], name=name) for name, p in parameters.items() if p in pieces},
         frozenset(name for name, p in parameters.items() if p in partially_used),
         vocab_parallel,
     )
+
+
+def divide_adapters(model: nn.Module, division: TPDivision) -> TPDivision:
+    """Divide the adapters of a divided model like their linear layers; return the new division.
+
+    With W divided by outputs, B is too; with W divided by inputs, A is too, and its outputs are
+    summed. Of the other factor each rank has the whole. Where every rank gathers all outputs, both
+    factors are whole, and so are their gradients.
+    """
+    group = division.group
+    shard_index = ShardIndex(group.rank(), group.size())
+    pieces = dict(division.divided_pieces)
+    partial = set(division.partial_gradients)
+    for path, style in division.styles.items():
+        layer: Any = dict(model.named_modules()).get(path)
+        if not hasattr(layer, "lora_A"):
+            continue
+        a, b = layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]
+        a_name, b_name = (f"{PEFT_PREFIX}{path}.lora_{factor}.weight" for factor in "AB")
+        if style in BY_COLUMNS:
+            a.weight, piece = _cut_block(a.weight, 1, shard_index)
+            pieces[a_name] = replace(piece, name=a_name)
+            a.forward = _sum_outputs(a.forward, group, split_input=style in SPLIT_INPUTS)
+        elif style not in GATHERED_OUTPUTS:
+            a.forward = _sum_input_gradient(a.forward, group)
+            partial.add(a_name)
+            if style in OUTPUTS:
+                b.weight, piece = _cut_block(b.weight, 0, shard_index)
+                pieces[b_name] = replace(piece, name=b_name)
+            else:
+                partial.add(b_name)
+    return replace(division, divided_pieces=pieces, partial_gradients=frozenset(partial))
+
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def _sum_outputs(forward: Forward, group: Group, *, split_input: bool) -> Forward:
+    """Return a forward that sums its outputs over ranks, each of which has a part of the input.
+
+    split_input: True to take this rank's part of an input that all ranks have whole.
+    """
+
+    def sum_outputs(input: Tensor) -> Tensor:
+        return sum_forward(forward(take_own_columns(input, group) if split_input else input), group)
+
+    return sum_outputs
+
+
+def _sum_input_gradient(forward: Forward, group: Group) -> Forward:
+    """Return a forward that sums the gradients of its input, which ranks have parts of."""
+
+    def sum_input_gradient(input: Tensor) -> Tensor:
+        return forward(sum_backward(input, group))
+
+    return sum_input_gradient
 
 
 # New parameter -> piece of the parameter that the new one replaces. The piece has no name yet.

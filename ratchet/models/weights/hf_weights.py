@@ -112,14 +112,17 @@ def read_text_config(directory: Path) -> dict[str, Any]:
     return config.get("text_config") or config
 
 
-def read_config(directory: Path) -> DecoderConfig:
+def read_config(directory: Path, hf: Mapping[str, Any] | None = None) -> DecoderConfig:
     """Return the shape of a directory's model.
+
+    hf: Content of `config.json` to use in place of the file's; None: the file's.
 
     Raises ModelError if the built-in decoder can't represent it.
     """
     generation = directory / "generation_config.json"
     return DecoderConfig.from_hf(
-        read_json(directory / "config.json"), read_json(generation) if generation.exists() else None
+        read_json(directory / "config.json") if hf is None else hf,
+        read_json(generation) if generation.exists() else None,
     )
 
 
@@ -227,14 +230,20 @@ def _open(path: Path) -> Any:
 
 
 def load_decoder(
-    directory: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    directory: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    hf: Mapping[str, Any] | None = None,
 ) -> Decoder:
     """Return the decoder of a directory.
+
+    hf: Content of `config.json` to use in place of the file's; None: the file's.
 
     A reward model without `lm_head` is loaded as a decoder with a tied head. Raises ModelError if
     the directory is incomplete, or if the built-in decoder can't represent its model.
     """
-    config = read_config(directory)
+    config = read_config(directory, hf)
     files = WeightFiles.find(directory)
     names = [name for name in files.files if name != SCORE and not name.endswith(IGNORED_SUFFIXES)]
     lacks_head = SCORE in files.files and HEAD not in files.files

@@ -49,14 +49,15 @@ def test_stages_of_megatron_have_adapters(recipe):
         load_config(recipe, [learner, "learner.sequence_parallel=true", "model.preset=tiny-moe"])
 
 
-def test_transformers_model_on_ranks_is_refused(recipe):
+def test_transformers_model_is_adapted_by_dtensor_and_refused_by_megatron(recipe):
     recipe.write_text(
         RECIPE.replace("preset: tiny", "path: some/model, backend: transformers").replace(
             "characters", "bytes"
         )
     )
-    with pytest.raises(ConfigError, match=r"set model\.backend=auto, or learner\.kind=local"):
-        load_config(recipe, ["learner={kind: dtensor, dp_shard: 2}"])
+    assert load_config(recipe, ["learner={kind: dtensor, dp_shard: 2}"]).stages[0].lora.rank == 4
+    with pytest.raises(ConfigError, match=r"set model\.backend=auto, or learner\.kind=dtensor"):
+        load_config(recipe, ["learner={kind: megatron, data_parallel: 2}"])
 
 
 STAGES = "stages: [{name: a, algorithm: {kind: sft}}, {name: b}]"

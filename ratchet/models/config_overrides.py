@@ -1,0 +1,303 @@
+"""Change fields of a model's `config.json` as it is read: the `model.overrides` of a recipe.
+
+The saved weights stay as they are. So a change of their names or shapes is refused, and so is a
+field that nothing would read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ratchet.config.diagnostics import suggest_name
+from ratchet.config.model_shape.config_json import (
+    HF_LISTS,
+    HF_NUMBERS,
+    HF_OBJECTS,
+    ORIGINAL_CONTEXT,
+    check_types,
+    read_rope_section,
+)
+from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig, unsupported_reason
+from ratchet.config.model_shape.decoder_config import ROPE_KEYS as DECODER_SCALINGS
+from ratchet.errors import ModelError
+from ratchet.models.decoder import Decoder
+from ratchet.models.weights.weight_layout import list_pieces
+
+Shapes = dict[str, tuple[int, ...]]
+
+KEY = "model.overrides"
+ROPE_SECTIONS = ("rope_parameters", "rope_scaling")  # the newer and the older name of one section
+# Fields that something else decides, with what decides them.
+FIXED_FIELDS: Mapping[str, str] = {
+    **dict.fromkeys(("model_type", "architectures", "auto_map"), "the saved weights"),
+    "quantization_config": "the saved weights",
+    **dict.fromkeys(("dtype", "torch_dtype"), "the precision of the recipe"),
+    "transformers_version": "the program that saved the model",
+    "use_cache": "the generator",
+}
+
+
+def override_config(
+    config: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    directory: Path,
+    *,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Return the content of a `config.json` with the fields of `overrides` changed.
+
+    A section such as text_config is merged field by field. Every other value is replaced, except
+    that a rotary section without rope_theta keeps the old one, and a scaled one without
+    original_max_position_embeddings gets the length of context before the change.
+
+    Args:
+        config: The content of the file.
+        overrides: New values of its fields.
+        directory: The model's directory.
+        trust_remote_code: True to let transformers run code of the directory.
+
+    Raises ModelError, which names the field, for a field that the model's configuration lacks, that
+    something else decides, that changes the names or shapes of the saved weights, or that the
+    built-in decoder does not read.
+    """
+    if not overrides:
+        return dict(config)
+    _check_names(config, overrides, KEY, _FieldNames(directory, trust_remote_code), ())
+    changed = _merge(config, overrides)
+    if changed.get("model_type") in FAMILIES:
+        check_types(changed, remedy=f"correct {KEY}")
+    _check_weights(config, overrides, changed)
+    if _are_decoders(config, changed):
+        _check_effect(config, overrides)
+    return changed
+
+
+def _are_decoders(*configs: Mapping[str, Any]) -> bool:
+    """True if the built-in decoder runs the models of all these configurations."""
+    return all(unsupported_reason(config) is None for config in configs)
+
+
+# --- names
+
+
+class _FieldNames:
+    """The names of the fields that transformers knows in a model's configuration."""
+
+    def __init__(self, directory: Path, trust_remote_code: bool) -> None:
+        self.directory = directory
+        self.trust_remote_code = trust_remote_code
+        self._config: Any = None
+
+    def list(self, section: tuple[str, ...]) -> set[str]:
+        """Return the field names of a nested section, () for the whole; empty if there is none."""
+        # This import takes seconds, and most overrides name a field that the file has.
+        from transformers import AutoConfig
+
+        from ratchet.models.transformers.loading import translate_errors
+
+        if self._config is None:
+            with translate_errors(self.directory, "the configuration"):
+                self._config = AutoConfig.from_pretrained(
+                    self.directory, trust_remote_code=self.trust_remote_code, local_files_only=True
+                ).to_dict()
+        fields = self._config
+        for key in section:
+            fields = fields.get(key) or {}
+        return set(fields)
+
+
+def _check_names(
+    config: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    place: str,
+    names: _FieldNames,
+    section: tuple[str, ...],
+) -> None:
+    """Raise ModelError for a field that can't be overridden.
+
+    place: the key of the recipe that holds `overrides`.
+    section: the keys that lead to `config` from the whole configuration.
+    """
+    cheap = {*config, *ROPE_SECTIONS}
+    if not section:
+        cheap |= {*HF_NUMBERS, *HF_LISTS, *HF_OBJECTS}
+    for key, value in overrides.items():
+        if key in FIXED_FIELDS:
+            raise ModelError(
+                f"{place}.{key} can't be changed, because it follows from {FIXED_FIELDS[key]}: "
+                "remove it"
+            )
+        if "drop" in str(key):
+            raise ModelError(
+                f"{place}.{key} has no effect, because policies are scored and trained without "
+                "dropout: remove it"
+            )
+        nested = config.get(key)
+        if isinstance(nested, Mapping) and key.endswith("_config"):
+            if not isinstance(value, Mapping):
+                raise ModelError(f"{place}.{key}={value!r:.80} must be a section of fields")
+            _check_names(nested, value, f"{place}.{key}", names, (*section, key))
+        elif key not in cheap and key not in (known := {*cheap, *names.list(section)}):
+            raise ModelError(
+                f"{place}.{key}: the model's configuration has no field '{key}'"
+                f"{_suggest(key, known, config)}"
+            )
+
+
+def _suggest(key: str, known: set[str], config: Mapping[str, Any]) -> str:
+    """Return the end of the message about an unknown field, with the nearest name."""
+    for section, fields in config.items():
+        if isinstance(fields, Mapping) and section.endswith("_config") and key in fields:
+            return f"; did you mean '{section}.{key}'?"
+    return suggest_name(key, sorted(known))
+
+
+# --- values
+
+
+def _merge(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the overrides."""
+    merged = dict(config)
+    for key, value in overrides.items():
+        nested = config.get(key)
+        if key in ROPE_SECTIONS:
+            _set_rope(merged, config, value)
+        elif isinstance(nested, Mapping) and key.endswith("_config"):
+            merged[key] = _merge(nested, value)
+        else:
+            merged[key] = value
+    # The rotary section takes precedence where both say it.
+    rope_key = _find_rope_key(merged)
+    replaces_rope = any(key in overrides for key in ROPE_SECTIONS)
+    if "rope_theta" in overrides and rope_key is not None and not replaces_rope:
+        merged[rope_key] = {**merged[rope_key], "rope_theta": overrides["rope_theta"]}
+    return merged
+
+
+def _set_rope(merged: dict[str, Any], config: Mapping[str, Any], rope: Any) -> None:
+    """Replace the rotary section of a configuration, under the name that it has there."""
+    key = _find_rope_key(config) or ROPE_SECTIONS[0]
+    if rope is not None and not isinstance(rope, Mapping):
+        raise ModelError(f"{KEY}.{key}={rope!r:.80} must be a section, such as {{rope_type: yarn}}")
+    section = dict(rope or {})
+    # A section for each kind of layer is taken as it is.
+    if not any(isinstance(value, Mapping) for value in section.values()):
+        old = read_rope_section(config)
+        section["rope_type"] = section.pop("type", None) or section.get("rope_type", "default")
+        if old.get("rope_theta") is not None:
+            section.setdefault("rope_theta", old["rope_theta"])
+        _check_rope_type(section["rope_type"], f"{KEY}.{key}.rope_type")
+        if section["rope_type"] != "default":
+            original = old.get(ORIGINAL_CONTEXT) or config.get(ORIGINAL_CONTEXT)
+            original = original or config.get("max_position_embeddings")
+            if original is not None:
+                section.setdefault(ORIGINAL_CONTEXT, original)
+            if config.get(ORIGINAL_CONTEXT) is not None:
+                merged[ORIGINAL_CONTEXT] = section[ORIGINAL_CONTEXT]
+    for name in ROPE_SECTIONS:
+        merged.pop(name, None)
+    merged[key] = section
+
+
+def _check_rope_type(kind: object, place: str) -> None:
+    """Raise ModelError for a scaling that neither the decoder nor transformers has."""
+    if kind in DECODER_SCALINGS:
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind not in ROPE_INIT_FUNCTIONS:
+        names = sorted({*DECODER_SCALINGS, *ROPE_INIT_FUNCTIONS})
+        raise ModelError(
+            f"{place}={kind!r:.80}: there is no such scaling{suggest_name(str(kind), names)}"
+        )
+
+
+def _find_rope_key(config: Mapping[str, Any]) -> str | None:
+    """Return the name under which a configuration has a rotary section; None if it has none."""
+    return next((key for key in ROPE_SECTIONS if config.get(key)), None)
+
+
+# --- the saved weights
+
+
+def _check_weights(
+    config: Mapping[str, Any], overrides: Mapping[str, Any], changed: Mapping[str, Any]
+) -> None:
+    """Raise ModelError if the overrides change the names or shapes of the model's weights."""
+    list_shapes = _list_decoder_shapes if _are_decoders(config, changed) else _list_other_shapes
+    before = list_shapes(config)
+    try:
+        after = list_shapes(changed)
+    except ModelError as error:
+        raise ModelError(f"{KEY} makes a configuration that no model has: {error}") from None
+    if after == before:
+        return
+    # The first field that changes a shape by itself; several may do so only together.
+    fields = dict(_list_single(overrides))
+    key = next(
+        (key for key, alone in fields.items() if _differs(list_shapes, config, alone, before)),
+        ", ".join(fields),
+    )
+    raise ModelError(
+        f"{KEY}.{key} changes the names or shapes of the saved weights, which then can't be "
+        "loaded: remove it"
+    )
+
+
+def _list_single(overrides: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (dotted key, overrides with this field alone) of every overridden field."""
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and key.endswith("_config"):
+            for name, alone in _list_single(value):
+                yield f"{key}.{name}", {key: alone}
+        else:
+            yield key, {key: value}
+
+
+def _differs(
+    list_shapes: Callable[[Mapping[str, Any]], Shapes],
+    config: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    before: Shapes,
+) -> bool:
+    """True if the overrides change the shapes `before`, or fit no model without the others."""
+    try:
+        return list_shapes(_merge(config, overrides)) != before
+    except ModelError:
+        return True
+
+
+def _list_decoder_shapes(config: Mapping[str, Any]) -> Shapes:
+    """Return the shape of each weight of the built-in decoder, by name."""
+    with torch.device("meta"):
+        layout = list_pieces(Decoder(DecoderConfig.from_hf(config)))
+    return {piece.name: piece.shape for pieces in layout.values() for piece in pieces}
+
+
+def _list_other_shapes(config: Mapping[str, Any]) -> Shapes:
+    """Return the shape of each weight of a model of transformers, by name.
+
+    A model of the directory's own code is not built, and has no shapes here.
+    """
+    from ratchet.models.transformers.loading import build_without_weights
+
+    model = build_without_weights(config)
+    return {} if model is None else {n: tuple(p.shape) for n, p in model.named_parameters()}
+
+
+def _check_effect(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raise ModelError for a new value that changes nothing in the built-in decoder."""
+    before = DecoderConfig.from_hf(config)
+    for key, value in overrides.items():
+        merged = _merge(config, {key: value})
+        if merged == dict(config) or unsupported_reason(merged):
+            continue
+        if DecoderConfig.from_hf(merged) == before:
+            raise ModelError(
+                f"{KEY}.{key}={value!r:.80} changes nothing in the built-in decoder: remove it, "
+                "or set model.backend=transformers"
+            )

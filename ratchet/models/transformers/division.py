@@ -1,0 +1,137 @@
+"""Divide a model that transformers runs over ranks: by its plan, and by its tokens.
+
+Each division is followed by a probe: the ranks together must compute what the whole model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ratchet.errors import ModelError
+from ratchet.models.parallel.collectives import Group, all_reduce_sum
+from ratchet.models.transformers.context_parallel import REMEDY as CONTEXT_REMEDY
+from ratchet.models.transformers.context_parallel import DividedAttention, check_context
+from ratchet.models.transformers.policy import PROBE_LENGTHS, TransformersPolicy, is_close
+from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_model
+
+# Factor on the tolerance for a divided model. It sums in another order, and the summands of a
+# gradient nearly cancel each other. A wrong division changes gradients far more.
+PROBE_ROUNDING = 100
+
+
+def make_plan(policy: TransformersPolicy, ranks: int) -> TPPlan:
+    """Return the plan by which tensor parallelism divides a model.
+
+    Raises ModelError if the model reads media, if the architecture has no plan, or if the model
+    can't be divided evenly over this number of ranks.
+    """
+    if policy.reads_media:
+        raise ModelError(
+            f"learner.tensor_parallel={ranks} does not support multimodal models: set it to 1, and "
+            "learner.dp_shard to the number of ranks"
+        )
+    model = policy.model
+    plan = TPPlan.from_rules(model, model.tp_plan, policy.head_name.removesuffix(".weight"))
+    keys = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
+    heads = {name: getattr(policy.text_config, key, None) for name, key in keys.items()}
+    plan.check(model, ranks, {name: total for name, total in heads.items() if total is not None})
+    return plan
+
+
+def divide_by_plan(policy: TransformersPolicy, group: Group, device: torch.device | str) -> None:
+    """Reduce a model to this rank's tensor-parallel shard, on the device.
+
+    Raises ModelError if the ranks together don't compute the same as the whole model.
+    """
+    plan, whole_probe = make_plan(policy, group.size()), _probe(policy)
+    division = divide_model(policy.model, plan, group)
+    policy.tp_division = division
+    nn.Module.to(policy.model, device)
+    plan_name = f"the plan of {type(policy.model).__name__} for tensor parallelism"
+    try:
+        shard_probe = _probe(policy)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise ModelError(f"{plan_name} can't be followed ({error}): {REMEDY}") from None
+    for name, computed in shard_probe.items():
+        expected = whole_probe[name].to(computed)
+        if name == "logits" and division.vocab_parallel is not None:
+            rows = division.vocab_parallel.rows
+            expected = expected[:, rows.start : rows.stop]
+        if name in division.partial_gradients:
+            computed = all_reduce_sum(computed, group)
+        # The gradient of a divided parameter has only this rank's entries.
+        if name not in division.divided_pieces and not is_close(
+            computed, expected, policy.model.dtype, PROBE_ROUNDING
+        ):
+            raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")
+
+
+def check_token_division(policy: TransformersPolicy) -> None:
+    """Raise ModelError if the tokens of a sequence can't be divided over ranks."""
+    if policy.reads_media or not policy.takes_positions:
+        reason = "reads media" if policy.reads_media else "takes no positions of tokens"
+        raise ModelError(
+            f"{type(policy.model).__name__} {reason}, so its tokens can't be divided over ranks: "
+            f"{CONTEXT_REMEDY}"
+        )
+    check_context(policy.model, policy.text_config)
+
+
+def divide_by_tokens(policy: TransformersPolicy, group: Group) -> None:
+    """Let `hidden` compute only this rank's tokens, with the keys and values of all ranks.
+
+    Raises ModelError if the ranks together don't compute the same as one.
+    """
+    check_token_division(policy)
+    whole_probe = _probe(policy, PROBE_LENGTHS)
+    policy.divided_attention = DividedAttention(policy.model, policy.text_config, group)
+    context_split = policy.split_context(PROBE_LENGTHS)
+    assert context_split is not None, "the group has more than one rank"
+    tokens = torch.from_numpy(context_split.tokens)
+    for name, computed in _probe(policy, PROBE_LENGTHS).items():
+        expected = whole_probe[name]
+        if name in ("hidden states", "logits"):
+            expected = expected[tokens.to(expected.device)]
+        else:
+            computed = all_reduce_sum(computed, group)
+        if len(expected) and not is_close(computed, expected, policy.model.dtype, PROBE_ROUNDING):
+            raise ModelError(
+                f"{type(policy.model).__name__} computes something else when its tokens are "
+                f"divided over ranks ({name}): {CONTEXT_REMEDY}"
+            )
+
+
+def _probe(policy: TransformersPolicy, lengths: Sequence[int] = (7,)) -> dict[str, Tensor]:
+    """Return hidden states, logits and gradients of a few tokens that this rank has, by name.
+
+    Gradients of one-dimensional parameters (norms, biases) are enough: a fault in any layer shows
+    in the gradient of the first layer's norm.
+
+    lengths: the lengths of the packed sequences.
+    """
+    tokens = torch.cat([policy.make_probe_tokens(n) for n in lengths])
+    positions = torch.cat([torch.arange(n, device=tokens.device) for n in lengths])
+    parameters = policy.model.named_parameters()
+    vectors = {name: parameter for name, parameter in parameters if parameter.dim() == 1}
+    with torch.enable_grad():
+        hidden = policy.hidden(tokens, positions, lengths)
+        # The loss is a weighted sum. A final norm would make a sum of squares nearly constant.
+        numbers = torch.arange(
+            len(tokens) * hidden.shape[1], dtype=hidden.dtype, device=hidden.device
+        )
+        weights = numbers.cos().view(len(tokens), -1)
+        context_split = policy.split_context(lengths)
+        if context_split is not None:
+            weights = weights[torch.from_numpy(context_split.tokens).to(weights.device)]
+        loss = (hidden * weights).sum()
+        grads = (
+            torch.autograd.grad(loss, list(vectors.values()), allow_unused=True) if vectors else ()
+        )
+    with torch.no_grad():
+        outputs = {"hidden states": hidden.detach(), "logits": policy.logits(hidden)}
+    return outputs | {
+        name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None
+    }
