@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.models.layers.packed_inputs import _sort_by_length
+from ratchet.models.layers.packed_inputs import sort_by_length
 from ratchet.models.load import init_policy, load_policy
 
 
@@ -21,7 +21,7 @@ def test_what_a_learner_reads(policy):
 
 
 def test_reordering_by_length_by_hand():
-    order, inverse = _sort_by_length([3, 1, 2])  # tokens 0 1 2 | 3 | 4 5
+    order, inverse = sort_by_length([3, 1, 2])  # tokens 0 1 2 | 3 | 4 5
     assert order.tolist() == [3, 4, 5, 0, 1, 2]
     assert inverse.tolist() == [3, 4, 5, 0, 1, 2]
 

@@ -45,6 +45,7 @@ def test_the_run_stops_before_the_first_step_and_names_the_users_line(recipe, tm
         "reward 'judge': reward strict_reward:judge, task 'arithmetic/test/0':",
         f"KeyError: 'no answer' ({tmp_path}/strict_reward.py, line 5, in judge); "
         "run.log has the whole traceback",
+        "See docs/by-symptom.md#attempts-fail",
     ]
     log = next(tmp_path.glob("runs/*/run.log")).read_text()
     assert "Traceback (most recent call last)" in log
