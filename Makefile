@@ -10,7 +10,8 @@ TEST_MINUTES := 18
 SLOW_MINUTES := 57
 
 BUDGET := $(BIN)/python .ci/budget.py
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
+# A worker that dies ends the run at once: pytest-xdist can wait for ever for one that replaces it.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=15
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 	ok or sys.stderr.write("Ratchet needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=python3.12\n" % sys.version_info[:2]); \

@@ -9,15 +9,18 @@ in CI too. Hence no `pytest.importorskip` in any test.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before anything imports torch; xdist's workers and the tests' subprocesses inherit them. Two
 # workers with one thread each beat one worker with two, and never oversubscribe a small machine.
@@ -82,6 +85,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests = Counter(item.path for item in items)
     longest = {REPOSITORY / "tests" / name for name in LONGEST_FILES}
     items.sort(key=lambda item: (item.path not in longest, -tests[item.path]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Say what ended a worker that died: a signal prints nothing by itself."""
+    if error:
+        process = node.gateway._io.popen
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(timeout=10)
+            sys.stderr.write(f"\n{node.gateway.id} ended with status {status} (minus: a signal)\n")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
