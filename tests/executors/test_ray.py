@@ -32,10 +32,14 @@ COLLECTIVE = "executors.components:Collective"
 TINY = "executors.components:Tiny"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def executor(tmp_path_factory):
     """With four made-up accelerators. Ray's authentication is on, its token in a file of the tests'
-    own."""
+    own.
+
+    It ends with this file: Ray ends a driver without a word when its node was silent for
+    `silence_s`, and this process has other files to test.
+    """
     with pytest.MonkeyPatch.context() as patch:
         token = tmp_path_factory.mktemp("ray") / "token"
         token.write_text(secrets.token_hex(32))
