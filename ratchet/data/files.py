@@ -33,11 +33,13 @@ SUFFIXES = (
     ".ndjson",
     ".json",
     ".csv",
+    ".tsv",
     ".parquet",
     ".arrow",
     ".jsonl.gz",
     ".json.gz",
     ".csv.gz",
+    ".tsv.gz",
 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ def _open_file(path: str | Path) -> Table:
         from ratchet.data.formats.arrow_tables import open_arrow  # slow to import
 
         return open_arrow(path)
-    if name.endswith(".csv"):
+    if name.endswith((".csv", ".tsv")):
         return CsvFile(path)
     if name.endswith(".json") and _begins_array(path):
         return JsonArray(path)
@@ -167,11 +168,17 @@ class JsonLines(_IndexedFile):
 
 
 class CsvFile(_IndexedFile):
-    """A CSV file (RFC 4180) with a header. Every value is text; an empty one is null."""
+    """A CSV file (RFC 4180) with a header. Every value is text; an empty one is null.
+
+    Attributes:
+        separator: ",", or ";" or a tab if the header holds no comma outside quotes.
+    """
 
     def _find_row_starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
+        self.separator = _find_separator(next(iter(_TextLines(file, self.path)), ""))
+        file.seek(0)
         lines = _TextLines(file, self.path)
-        records = _read_records(lines)
+        records = _read_records(lines, self.separator)
         header = next(records, None)
         if header is None:
             return
@@ -189,7 +196,8 @@ class CsvFile(_IndexedFile):
             start = lines.line + 1, lines.offset
 
     def _read_values(self, line: int, offset: int) -> dict[str, Any]:
-        record = next(_read_records(_TextLines(self._file, self.path, line - 1, offset)), None)
+        lines = _TextLines(self._file, self.path, line - 1, offset)
+        record = next(_read_records(lines, self.separator), None)
         if record is None:  # the file has become shorter
             raise make_change_error(self.path)
         self._check(record, line)
@@ -197,9 +205,10 @@ class CsvFile(_IndexedFile):
 
     def _check(self, record: Sequence[str], line: int) -> None:
         if len(record) != len(self.header):
+            separators = {",": "commas", ";": "semicolons", "\t": "tabs"}[self.separator]
             raise DataError(
                 f"{self.path}, line {line}: {len(record)} values, and the header names "
-                f"{len(self.header)} columns: put values that hold commas or line ends into "
+                f"{len(self.header)} columns: put values that hold {separators} or line ends into "
                 "double quotes"
             )
 
@@ -227,10 +236,16 @@ class _TextLines:
             yield decode_line(raw, self.path, self.line, self._start + offset) + "\n"
 
 
-def _read_records(lines: _TextLines) -> Iterator[list[str]]:
+def _find_separator(header: str) -> str:
+    """Return the separator of a CSV file's columns: programs of many countries write ";"."""
+    unquoted = re.sub('"[^"]*"', "", header)
+    return next((mark for mark in ",;\t" if mark in unquoted), ",")
+
+
+def _read_records(lines: _TextLines, separator: str) -> Iterator[list[str]]:
     # csv's default limit, 128 KiB, is too small for some conversations.
     csv.field_size_limit(MAX_ROW_BYTES)
-    reader = csv.reader(lines, strict=True)
+    reader = csv.reader(lines, delimiter=separator, strict=True)
     while True:
         try:
             record = next(reader, None)

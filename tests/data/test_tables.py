@@ -103,6 +103,20 @@ def test_lines_are_counted_as_editors_do_and_other_rows_from_1(tmp_path):
     assert table.block_sizes == [2, 2, 3, 3, 3, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b'"x";"y, z"\n1;"2;3"\n'),
+        ("a.tsv", b'x\t"y, z"\n1\t2;3\n'),
+        ("a.csv", b'x,"y, z"\n1,2;3\n'),
+    ],
+)
+def test_columns_are_separated_by_what_the_header_holds(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    table = open_table(*find_files([tmp_path]))
+    assert table.row(0).values == {"x": "1", "y, z": "2;3"}
+
+
 def test_patterns_and_directories_stand_for_their_files(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "deep/c.parquet", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -199,6 +213,8 @@ BROKEN = [
                                                  "the line, 12 of the file"),
     ("a.csv", b"x,x\n1,2\n", ", line 1: two columns are called 'x'"),
     ("a.csv", b"x,y\n1,2\n1\n", ", line 3: 1 values, and the header names 2 columns"),
+    ("a.csv", b"x;y\n1;2;3\n", ", line 2: 3 values, and the header names 2 columns: put values that "
+                               "hold semicolons"),
     ("a.csv", b'x,y\n1,"2"3\n', ", line 2: malformed CSV: ',' expected after '\"'"),
     ("a.csv", b"x,y\n1,\xe9\n", ", line 2: not UTF-8: byte 0xe9 at offset 2 of the line, 6 of the "
                                 "file"),
