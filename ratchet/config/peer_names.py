@@ -1,4 +1,4 @@
-"""Map names of keys in other libraries to the keys of a recipe, for hints and `ratchet help`.
+"""Map names of other libraries to the keys of a recipe and kinds, for hints and `ratchet help`.
 
 The names are those of TRL 1.16, verl, NeMo RL, ROLL and OpenRLHF, without the sections around them.
 `ratchet import` converts whole files; its tables (`ratchet.commands.migrate`) also convert values.
@@ -6,8 +6,16 @@ The names are those of TRL 1.16, verl, NeMo RL, ROLL and OpenRLHF, without the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
+# Parameters by which a library's reward functions are known, by the kind of reward that calls them.
+REWARD_PARAMETERS: Mapping[str, frozenset[str]] = {
+    "trl": frozenset({"completions"}),
+    "verl": frozenset({"solution_str", "ground_truth"}),
+    "openrlhf": frozenset({"queries", "labels"}),
+}
 PEER_NAMES: Mapping[str, tuple[str, ...]] = {
     # model and data
     "model_name_or_path": ("model.path",),
@@ -158,3 +166,12 @@ PEER_NAMES: Mapping[str, tuple[str, ...]] = {
     "wandb_project": ("logging.sinks.project",),
     "random_seed": ("seed",),
 }
+
+
+def find_reward_kind(function: Callable[..., Any]) -> str | None:
+    """Return the kind of reward that calls this function of another library; None if none does.
+
+    Raises TypeError or ValueError if the function has no signature.
+    """
+    names = inspect.signature(function).parameters.keys()
+    return next((kind for kind, known in REWARD_PARAMETERS.items() if known <= names), None)

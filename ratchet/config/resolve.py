@@ -17,6 +17,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from ratchet.config.base import Section
+from ratchet.config.peer_names import find_reward_kind
 from ratchet.config.registry import BASES, DEFAULT_KIND, KINDS
 from ratchet.config.sections import USER_SECTION_ATTRIBUTES
 from ratchet.errors import ConfigError
@@ -322,6 +323,11 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
         raise ConfigError(f"the annotations of '{kind}' can't be read: {error}") from error
     if len(parameters) == 1 and _is_section(hints.get(parameters[0].name)):
         return hints[parameters[0].name]
+    if slot == "rewards" and binds and (library := find_reward_kind(target)):
+        raise ConfigError(
+            f"'{kind}' has the parameters of a reward function of another library: write "
+            f'{{kind: {library}, function: "{kind}"}}'
+        )
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind in (

@@ -54,6 +54,7 @@ def here(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_rows(tmp_path / "text.jsonl", [{"text": f"{q} {a}"} for q, a in SUMS])
     (tmp_path / "mine.py").write_text(
         "def right(trajectory, task): return float(task.answer in trajectory.messages[-1].text)\n"
+        "def score(completions, answer, **kwargs): return [float(a in c) for a, c in zip(answer, completions)]\n"
     )
     return tmp_path
 
@@ -124,6 +125,13 @@ def test_a_first_file_works_at_the_first_try(
     listed = CliRunner().invoke(app, ["runs", "list", "runs", "--json"], catch_exceptions=False)
     (row,) = json.loads(listed.output)
     assert row[measure] == pytest.approx(stage[f"{measure}_after"])
+
+
+def test_a_reward_written_for_trl_is_called_as_trl_does(here: Path):
+    new("--like", "grpo", "--data", "qa.csv", "--model", "llama", "--reward", "mine.py:score")
+    assert "rewards: [{kind: trl, function: 'mine:score'}]" in Path("grpo.yaml").read_text()
+    checked = CliRunner().invoke(app, ["check", "grpo.yaml"], catch_exceptions=False)
+    assert checked.exit_code == 0, checked.output
 
 
 @pytest.mark.slow

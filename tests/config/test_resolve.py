@@ -68,6 +68,10 @@ def brief(trajectory, task, *, limit: int = 10, scale: float = 1.0):
     return scale * (len(trajectory) <= limit)
 
 
+def trl_reward(prompts, completions, **kwargs):
+    return [1.0] * len(completions)
+
+
 CONSTANT = 3
 
 
@@ -84,6 +88,7 @@ def package(monkeypatch):
         "Reserved",
         "Foreign",
         "brief",
+        "trl_reward",
         "CONSTANT",
     ):
         setattr(module, name, globals()[name])
@@ -129,6 +134,11 @@ def test_a_plain_function_is_a_reward_with_its_options_bound():
     ("slot", "kind", "message"),
     [
         ("environment", "maze_for_test:Variadic", r"takes '\*sizes: int', which can't be a key"),
+        (
+            "rewards",
+            "maze_for_test:trl_reward",
+            r'another library: write \{kind: trl, function: "maze_for_test:trl_reward"\}',
+        ),
         ("environment", "maze_for_test:Unreadable", "can't be read from YAML"),
         (
             "rewards",

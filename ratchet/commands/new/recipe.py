@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.commands.new.command import RecipeRequest
+from ratchet.config.peer_names import find_reward_kind
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import build, import_object, resolve
 from ratchet.config.yaml_tree import Budget, read_file, write_flow
@@ -103,9 +104,10 @@ def write_recipe(name: str, request: RecipeRequest) -> str:
     if reads_reward and request.reward is None:
         raise ConfigError(
             f"algorithm {algorithm['kind']} learns from rewards: add --reward my_reward.py:f, a "
-            "function (trajectory, task) -> float, or a built-in kind, --reward exact_match"
+            "function (trajectory, task) -> float or one written for TRL, verl or OpenRLHF, or a "
+            "built-in kind, --reward exact_match"
         )
-    reward = None if request.reward is None else _name_reward(request.reward)
+    reward = None if request.reward is None else _make_reward(request.reward)
     model = _read_model(request.model)
     data = _read_data(request, source, model)
     lines = _make_lines(name, request, algorithm, lora, source, model, data, reward)
@@ -154,8 +156,8 @@ def _read_shipped_recipe(name: str) -> tuple[dict[str, Any], dict[str, Any] | No
     return dict(stage["algorithm"]), stage.get("lora")
 
 
-def _name_reward(reward: str) -> str:
-    """Return the kind of a reward. For a file, it names the module that the run imports.
+def _make_reward(reward: str) -> dict[str, str]:
+    """Return the keys of a reward. For a file, they name the module that the run imports.
 
     Raises ConfigError if `reward` is not a reward.
     """
@@ -166,7 +168,7 @@ def _name_reward(reward: str) -> str:
                 f"--reward {reward} is not a built-in kind: use one of "
                 f"{', '.join(KINDS['rewards'])}, or a function of yours, my_reward.py:f"
             )
-        return reward
+        return {"kind": reward}
     if module.endswith(".py"):
         path = Path(module)
         if not path.is_file():
@@ -180,13 +182,15 @@ def _name_reward(reward: str) -> str:
         module = ".".join(resolved_path.relative_to(working_dir).with_suffix("").parts)
     kind = f"{module}:{function}"
     target = import_object(kind)
+    if inspect.isfunction(target) and (library := find_reward_kind(target)):
+        return {"kind": library, "function": kind}
     if inspect.isfunction(target) and len(inspect.signature(target).parameters) < 2:
         raise ConfigError(
             f"--reward {reward} takes {inspect.signature(target)}, and a reward takes (trajectory, "
             "task)"
         )
     resolve("rewards", {"kind": kind})
-    return kind
+    return {"kind": kind}
 
 
 # --- the model
@@ -331,7 +335,7 @@ def _make_lines(
     source: str,
     model: _Model,
     data: _Data,
-    reward: str | None,
+    reward: dict[str, str] | None,
 ) -> list[tuple[str, str]]:
     """Return the lines of the recipe, each with its comment."""
     n_train, n_test = data.split_sizes
@@ -364,7 +368,7 @@ def _make_lines(
         (f"algorithm: {write_flow(algorithm)}", f"`ratchet explain-algorithm {algorithm['kind']}`"),
     ]
     if reward is not None:
-        lines.append((f"rewards: [{write_flow({'kind': reward})}]", "judges each answer"))
+        lines.append((f"rewards: [{write_flow(reward)}]", "judges each answer"))
     if lora is not None:
         lines.append((f"lora: {write_flow(lora)}", "trains an adapter in place of the weights"))
     if source == "rollouts" or reward is not None:
