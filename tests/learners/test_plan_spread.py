@@ -92,12 +92,15 @@ BY_TOKENS = {
 }
 BY_MORE = {"cp3": ({"context": 3}, {}), "cp2 x tp2": ({"context": 2, "tensor": 2}, {})}
 QUICK = {("llama", "tp2"), ("gemma2", "tp2"), ("gemma3_text", "cp2")}
+# Three models in all topologies; of the others, what differs in them.
 ALL = [
-    *((model, name) for model in MODELS for name in TOPOLOGIES),
+    *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in TOPOLOGIES),
+    *((model, name) for model in ("qwen3", "olmo2") for name in ("tp2", "fsdp2 x tp2")),
     *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in BY_TOKENS),
     *(("gemma2", name) for name in BY_MORE),
-    *((model, "fsdp2") for model in OTHERS),
-    *((model, name) for model in OTHERS if model != "qwen3_5_text" for name in BY_TOKENS),
+    ("gemma3_text", "cp2"),
+    *((model, "cp2 x fsdp2") for model in OTHERS if model != "qwen3_5_text"),
+    ("qwen3_5_text", "fsdp2"),
 ]
 MODELS |= OTHERS
 TOPOLOGIES |= BY_TOKENS | BY_MORE
