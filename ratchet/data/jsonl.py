@@ -136,7 +136,7 @@ def decode_line(raw: bytes, path: str | Path, line: int, offset: int) -> str:
         position = error.start + len(byte_order_mark)
         raise DataError(
             f"{path}, line {line}: not UTF-8: byte 0x{raw[position]:02x} at offset {position} of "
-            f"the line, {offset + position} of the file"
+            f"the line, {offset + position} of the file: save it as UTF-8"
         ) from error
 
 

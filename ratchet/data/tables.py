@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol
 
 from ratchet.data.files import (
+    SUFFIXES,
     FileVersion,
     convert_read_errors,
     find_files,
@@ -85,6 +86,12 @@ def _open_file(path: str | Path) -> Table:
         return CsvFile(path)
     if name.endswith(".json") and _begins_array(path):
         return JsonArray(path)
+    ending = PurePosixPath(name).suffix
+    if ending and not name.endswith(SUFFIXES):
+        raise DataError(
+            f"{path}: '{ending}' is no ending of a data file. Read are {', '.join(SUFFIXES)}: "
+            "convert the file, or rename it if it is one of these"
+        )
     return JsonLines(path)
 
 

@@ -15,8 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # course. One commit's run of one seed ended at 96 % on one processor and at 78 % on another. What
 # does not learn falls further.
 POINTS = 25.0
-# Run in full each day by tests of their own, which ask more of them.
-DAILY = ("asynchronous", "quickstart", "shapes")
+DAILY = ("quickstart",)  # run in full each day by a test of its own
 
 
 @pytest.fixture(scope="module")

@@ -391,20 +391,24 @@ class Dataset(SingleTurn):
         )
 
     def _explain_empty(self, split: Split) -> str:
-        other_split = "test" if split == "train" else "train"
         if split not in self._splits:
             alternative = ", or set evaluation.tasks: 0" if split == "test" else ""
             return (
                 f"name its files in `{split}`, or the split on the Hub in "
                 f"`{split}_split`{alternative}"
             )
-        if split == "test" and not self.config.test and self.config.test_split_name == "":
-            share = self.config.test_share
+        share = self.config.test_share
+        holds_out = share and not self.config.test and not self.config.test_split_name
+        if split == "test" and holds_out:
             return (
                 f"test_share={share:g} holds out none of so few rows. Raise test_share, name "
                 "`test`, or set evaluation.tasks: 0"
             )
-        return f"`keep` filters out all rows, or all are in the {other_split} split: loosen `keep`"
+        if split == "train" and holds_out and len(self.rows("test")):
+            return f"test_share={share:g} holds out all of so few rows: set test_share: 0"
+        if split == "train" and len(self.rows("test")) and not self.config.keep:
+            return "all its rows have a prompt of the test split"
+        return "`keep` filters out all rows: loosen it"
 
 
 class DatasetWithTools(Dataset):
