@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.yaml_tree import read_file, write_text
-from ratchet.errors import ConfigError, RunDirectoryError
+from ratchet.errors import ConfigError, RunDirectoryError, RunDirectoryOccupied
 from ratchet.observe.write_files import open_plain, replace_text
 from ratchet.utils import failpoints
 from ratchet.utils.safe_read import read_json
@@ -129,13 +129,13 @@ class RunDirectory:
             config: The resolved recipe as plain JSON-like values.
 
         Raises:
-            RunDirectoryError: The recipes differ; the message names the keys.
+            RunDirectoryOccupied: The recipes differ; the message names the keys.
         """
         if not self.is_used:
             self._write_config(config)
             return
         if changed := _describe_differences(self.read_config(), config):
-            raise RunDirectoryError(
+            raise RunDirectoryOccupied(
                 f"{self.path} belongs to a run with another recipe; different: {changed}. "
                 "Give this run another --run-dir, or resume with the same recipe"
             )
@@ -153,8 +153,9 @@ class RunDirectory:
         """Check that the run and the plan in this directory, if any, have the recipe `recipe`.
 
         Raises:
-            RunDirectoryError: The run or the plan has another recipe; the message names the keys
-                that differ.
+            RunDirectoryOccupied: The run or the plan has another recipe; the message names the
+                keys that differ.
+            RunDirectoryError: The plan can't be read.
         """
         try:
             planned_recipe = read_json(self.plan)["recipe"] if self.plan.exists() else recipe
@@ -165,7 +166,7 @@ class RunDirectory:
         run_recipe = self.read_config() if self.is_used else recipe
         for kind, present_recipe in (("run", run_recipe), ("plan", planned_recipe)):
             if changed := _describe_differences(present_recipe, recipe):
-                raise RunDirectoryError(
+                raise RunDirectoryOccupied(
                     f"{self.path} has the {kind} of another recipe; different: {changed}. Choose "
                     "another --run-dir, or "
                     + (f"plan {self.config}" if kind == "run" else f"remove {self.plan}")
