@@ -312,7 +312,10 @@ def generate_with_vllm(repository, model):
 def test_a_peer_that_fails_does_not_take_the_other_results_along(benchmark, monkeypatch, capsys):
     side_by_side = benchmark("side_by_side")
 
+    played = []
+
     def play(driver, arguments, python):
+        played.append(driver.name)
         if driver.name == "broken":
             raise SystemExit("peers/broken.py failed with status 1:\nCUDA out of memory")
         return {"median_s": 2.0, "peak_rss_mib": 1, "gflops": 1.0}
@@ -320,11 +323,13 @@ def test_a_peer_that_fails_does_not_take_the_other_results_along(benchmark, monk
     monkeypatch.setattr(side_by_side, "run", play)
     monkeypatch.setattr(sys, "argv", [str(Path(side_by_side.__file__))])
     drivers = [side_by_side.Driver("Ratchet", "", peer=False), side_by_side.Driver("broken", "")]
-    chosen = side_by_side.options("").parse_args(["--rounds", "1"])
+    chosen = side_by_side.options("").parse_args(["--rounds", "2"])
     case = side_by_side.Case("a case", drivers)
     with pytest.raises(SystemExit, match="out of memory"):
         side_by_side.compare(case, chosen)
+    played.clear()
     side_by_side.compare(case, chosen, peers_may_fail=True)
+    assert played == ["model", "rates", "Ratchet", "broken", "rates", "Ratchet"]
     record = json.loads(capsys.readouterr().out.splitlines()[0])
     assert list(record["rows"]) == ["Ratchet"]
     assert "out of memory" in record["missing"]["broken"]
