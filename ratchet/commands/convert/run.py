@@ -69,7 +69,7 @@ def convert_paths_or_addresses(
             say=say,
             adapter=_get_local_path(adapter),
         )
-        if (export_dir / MARKER).exists():
+        if (export_dir / MARKER).is_file():
             shutil.rmtree(export_dir, ignore_errors=True)
     if not is_remote:
         return
