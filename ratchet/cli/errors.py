@@ -20,6 +20,7 @@ from ratchet.errors import (
     ModelError,
     RatchetError,
     RunDirectoryOccupied,
+    RunDirectoryUnusable,
     RunNotFound,
     link_symptom,
 )
@@ -32,6 +33,7 @@ WRONG_INPUT_ERRORS = (
     ModelError,
     RunNotFound,
     RunDirectoryOccupied,
+    RunDirectoryUnusable,
     CheckpointNotFound,
 )
 FAILED = 1  # exit status of all other errors

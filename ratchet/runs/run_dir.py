@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.yaml_tree import read_file, write_text
-from ratchet.errors import ConfigError, RunDirectoryError, RunDirectoryOccupied
+from ratchet.errors import (
+    ConfigError,
+    RunDirectoryError,
+    RunDirectoryOccupied,
+    RunDirectoryUnusable,
+)
 from ratchet.observe.write_files import open_plain, replace_text
 from ratchet.utils import failpoints
 from ratchet.utils.safe_read import read_json
@@ -212,17 +217,24 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
 
     def _open_lock(self) -> int:
-        """Create the directory, and return a descriptor of its lock file."""
+        """Create the directory, and return a descriptor of its lock file.
+
+        Raises:
+            RunDirectoryUnusable: The path is a file, or its directory is not writable.
+            RunDirectoryError: The file system reports another error.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = open_plain(self._lock, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise RunDirectoryError(
+            # Other errors, such as those of a file system over a network, may pass.
+            is_lasting = isinstance(error, PermissionError | FileExistsError | NotADirectoryError)
+            raise (RunDirectoryUnusable if is_lasting else RunDirectoryError)(
                 f"the run directory {self.path} can't be used: {error}; choose another --run-dir"
             ) from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             os.close(descriptor)
-            raise RunDirectoryError(
+            raise RunDirectoryUnusable(
                 f"the run directory {self.path} is read-only; choose another --run-dir"
             )
         return descriptor

@@ -156,6 +156,16 @@ def test_the_recipe_is_written_once_and_read_back(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}
 
 
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_file_in_the_way_is_wrong_input(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError) as refused, RunDirectory(tmp_path / name).locked():
+        raise AssertionError
+    message, status = explain_error(refused.value) or ("", 0)
+    assert message.endswith("choose another --run-dir")
+    assert status == WRONG_INPUT  # `--supervise` does not start it again
+
+
 @pytest.mark.fault("C11")
 def test_another_recipe_is_refused_naming_the_keys(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
