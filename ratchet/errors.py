@@ -13,7 +13,8 @@
     │   └── CheckpointNotFound  there is no checkpoint of that step
     ├── RunDirectoryError    the run directory can't be used (taken, read-only, other config)
     │   ├── RunNotFound      the path or address given to a command holds no run
-    │   └── RunDirectoryOccupied  the path or address given to a new run holds something else
+    │   ├── RunDirectoryOccupied  the path or address given to a new run holds something else
+    │   └── RunDirectoryUnusable  the path is a file, or its directory is not writable
     ├── WeightSyncError      new weights did not reach a generator, which keeps the old ones
     │   └── DeltaRefused     a delta does not apply to the version that the receiver has
     ├── TrainingError        training can't continue (non-finite steps, many failed attempts)
@@ -134,6 +135,10 @@ class RunNotFound(RunDirectoryError):
 
 
 class RunDirectoryOccupied(RunDirectoryError):
+    pass
+
+
+class RunDirectoryUnusable(RunDirectoryError):
     pass
 
 

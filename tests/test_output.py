@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from ratchet.cli.errors import explain_error
 
@@ -53,6 +54,13 @@ def test_a_library_in_rust_gives_the_text_of_the_error_alone():
     )
     assert explanation is not None
     assert "nothing more can be written" in explanation[0]
+
+
+@pytest.mark.parametrize("text", ["CUDA error: out of memory", "CUDA out of memory. Tried 2 GiB."])
+def test_the_section_about_memory_is_a_sentence_of_its_own(text):
+    message, status = explain_error(torch.OutOfMemoryError(text)) or ("", 0)
+    assert message.endswith(f"{text.rstrip('.')}. See docs/by-symptom.md#out-of-memory")
+    assert status == 2
 
 
 def test_a_name_that_is_no_utf8_is_no_bug():

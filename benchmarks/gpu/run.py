@@ -34,7 +34,7 @@ PLACEMENTS = {
     "one process": [],
     "split": ["generator={kind: workers, workers: 1, worker: {kind: engine}}"],
     "colocated with vLLM": [
-        "generator={kind: vllm, kv_cache_gib: 1}",
+        "generator={kind: vllm, kv_cache_gib: 1, max_context: 1024}",
         "cluster={kind: local, colocated: true}",
     ],
 }

@@ -29,7 +29,11 @@ def main() -> None:
     dtype = "float32" if options.device == "cpu" else "bfloat16"
     slots = options.slots or len(rows)
     model = vllm.LLM(
-        options.model, dtype=dtype, max_num_seqs=slots, seed=options.seed, max_model_len=1024
+        options.model,
+        dtype=dtype,
+        max_num_seqs=slots,
+        seed=options.seed,
+        max_model_len=max(len(row.prompt) + row.new_tokens for row in rows),
     )
     prompts = [{"prompt_token_ids": list(row.prompt)} for row in rows]
     sampling = [

@@ -20,6 +20,7 @@ from ratchet.errors import (
     ModelError,
     RatchetError,
     RunDirectoryOccupied,
+    RunDirectoryUnusable,
     RunNotFound,
     link_symptom,
 )
@@ -32,6 +33,7 @@ WRONG_INPUT_ERRORS = (
     ModelError,
     RunNotFound,
     RunDirectoryOccupied,
+    RunDirectoryUnusable,
     CheckpointNotFound,
 )
 FAILED = 1  # exit status of all other errors
@@ -96,7 +98,7 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which isn't imported here
         return (
             f"the accelerator has not enough memory ({_locate(error)}): "
-            f"{get_first_line(str(error))} {link_symptom('out-of-memory')}",
+            f"{get_first_line(str(error)).rstrip('.')}. {link_symptom('out-of-memory')}",
             WRONG_INPUT,
         )
     if isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS):

@@ -4,6 +4,7 @@ checkpoints."""
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -209,17 +210,13 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
     Print the recipe keys that differ (stages are matched by name), the first step whose metrics
     differ, and of COMPARED_METRICS the last values and the curves in the last stage.
     """
-    runs = [_open_run(path) for path in paths]
-    path_pairs = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]
-    comparisons = [
-        {**pair, **_compare_pair(runs[0], run)}
-        for pair, run in zip(path_pairs, runs[1:], strict=True)
-    ]
+    first, *others = [_ComparedRun.read(path) for path in paths]
+    comparisons = [_compare_pair(first, other) for other in others]
     if as_json:
         print_json(comparisons)
         return
     console = make_console(soft_wrap=True)
-    for comparison, run in zip(comparisons, runs[1:], strict=True):
+    for comparison, other in zip(comparisons, others, strict=True):
         console.print(
             f"{comparison['a']} -> {comparison['b']}", style="bold", markup=False, highlight=False
         )
@@ -237,13 +234,36 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
         for name, last_values in comparison["last"].items():
             a, b = ("-" if value is None else f"{value:.4g}" for value in last_values)
             console.print(f"  {name}: {a} -> {b}", markup=False, highlight=False)
-            for line in _draw_metric((runs[0], run), (comparison["a"], comparison["b"]), name):
+            for line in _draw_metric((first, other), name):
                 console.print(f"    {line}", markup=False, highlight=False)
-    command = f"ratchet report {' '.join(map(str, paths))} --out compare.html"
+    command = shlex.join(["ratchet", "report", *map(str, paths), "--out", "compare.html"])
     console.print(f"curves  {command}", markup=False, highlight=False)
 
 
-def _draw_metric(runs: Sequence[RunDirectory], labels: Sequence[str], metric: str) -> list[str]:
+@dataclass(frozen=True)
+class _ComparedRun:
+    """What is compared of a run, read once.
+
+    Attributes:
+        label: The path or address by which the user named the run.
+        recipe: The resolved recipe.
+        rows: The rows of its metrics, by increasing step.
+        last_start: The first step of its last stage.
+    """
+
+    label: str
+    recipe: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    last_start: int
+
+    @classmethod
+    def read(cls, path: str | Path) -> _ComparedRun:
+        run = _open_run(path)
+        start = sum(_read_stage_values(run, "steps")[:-1])
+        return cls(str(path), run.read_config(), read_jsonl(run.metrics), start)
+
+
+def _draw_metric(runs: Sequence[_ComparedRun], metric: str) -> list[str]:
     """Return a line with the curve of a metric in the last stage for each run, on one scale.
 
     Return [] if a run has fewer than two values there.
@@ -252,19 +272,18 @@ def _draw_metric(runs: Sequence[RunDirectory], labels: Sequence[str], metric: st
     if min(map(len, curves)) < 2:
         return []
     lines = draw_curves(curves, CURVE_WIDTH)
-    return [f"{line}  {label}" for line, label in zip(lines, labels, strict=True)]
+    return [f"{line}  {run.label}" for line, run in zip(lines, runs, strict=True)]
 
 
-def _read_last_stage(run: RunDirectory, metric: str) -> dict[int, float]:
+def _read_last_stage(run: _ComparedRun, metric: str) -> dict[int, float]:
     """Return the finite values of a metric in the run's last stage, by the stage's step."""
-    start = sum(_read_stage_values(run, "steps")[:-1])
     # The evaluation after the stage before is the one before the first step of this stage.
-    first = start if metric.startswith("eval/") else start + 1
+    first = run.last_start if metric.startswith("eval/") else run.last_start + 1
     curve = {}
-    for row in read_jsonl(run.metrics):
+    for row in run.rows:
         values = _list_finite_metrics([row], metric) if row["step"] >= first else []
         if values:
-            curve[row["step"] - start] = values[0]
+            curve[row["step"] - run.last_start] = values[0]
     return curve
 
 
@@ -291,35 +310,32 @@ def _list_recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list
 COMPARED_METRICS = ("eval/accuracy", "eval/loss", "rollout/reward", "policy/loss")
 
 
-def _compare_pair(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
+def _compare_pair(a: _ComparedRun, b: _ComparedRun) -> dict[str, Any]:
     """Return the differences of two runs in the form that `--json` writes."""
     first_rows, second_rows = (
-        {row.pop("step"): _drop_timings(row) for row in read_jsonl(run.metrics)} for run in (a, b)
+        {row["step"]: _drop_timings(row) for row in run.rows} for run in (a, b)
     )
     shared_steps = sorted(first_rows.keys() & second_rows.keys())
     different_step = next(
         (step for step in shared_steps if first_rows[step] != second_rows[step]), None
     )
     return {
-        "recipe": _list_recipe_differences(a.read_config(), b.read_config()),
+        "a": a.label,
+        "b": b.label,
+        "recipe": _list_recipe_differences(a.recipe, b.recipe),
         "first_different_step": different_step,
         "shared_steps": len(shared_steps),
         "last": {
-            name: (_get_last_value(first_rows, name), _get_last_value(second_rows, name))
-            for name in COMPARED_METRICS
+            name: (_find_last(a.rows, name), _find_last(b.rows, name)) for name in COMPARED_METRICS
         },
     }
 
 
-def _drop_timings(row: dict[str, Any]) -> dict[str, Any]:
+def _drop_timings(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row without times and system metrics, which differ between any two runs."""
     return {
         name: value for name, value in row.items() if "time/" not in name and "system/" not in name
     }
-
-
-def _get_last_value(rows: dict[int, dict[str, Any]], name: str) -> float | None:
-    return _find_last([rows[step] for step in sorted(rows)], name)
 
 
 def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:

@@ -134,7 +134,8 @@ class LearnerSection(Section):
         supports_cpu_kernels: True if the learner can use Ratchet's CPU kernels.
         supports_pipeline_lora: True if the learner supports `lora` with several pipeline ranks.
         supports_freeze: True if the learner supports `model.freeze`.
-        supports_background_save: True if the learner supports `checkpoint.background`.
+        supports_background_save: True if the learner supports `checkpoint.background`: it saves
+            by `save_state` or `save_blocks` alone, which `defer_writes` delays.
         supports_transformers: True if the learner trains models that transformers runs.
     """
 
@@ -144,7 +145,7 @@ class LearnerSection(Section):
     supports_cpu_kernels: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = False
     supports_freeze: ClassVar[bool] = True
-    supports_background_save: ClassVar[bool] = True
+    supports_background_save: ClassVar[bool] = False
     supports_transformers: ClassVar[bool] = True
 
     @property

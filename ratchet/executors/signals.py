@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -22,6 +23,10 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 DELIBERATE_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOP_SIGNALS = (*DELIBERATE_SIGNALS, signal.SIGHUP)
+SAME_SIGNAL_S = 1.0  # `timeout` signals its command twice at once
+
+# Set a moment after this process's supervisor has ended; nothing forwards signals from then on.
+_supervisor_has_ended = threading.Event()
 
 
 class SecondSignal(KeyboardInterrupt):
@@ -116,15 +121,16 @@ def handle_stop_signals(
         request_stop: The function to call.
         forwarded: True to never raise SecondSignal, because the parent process forwards signals
             that this process may also get directly, as torchrun and `--supervise` do under Slurm.
-            The parent kills processes that don't end.
+            The parent kills processes that don't end. It counts no more once
+            `stop_with_supervisor` has found that the parent has ended.
     """
     has_requested = False
     had_deliberate = False
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal has_requested, had_deliberate
-        if number in DELIBERATE_SIGNALS and not forwarded:
-            if had_deliberate:
+        if number in DELIBERATE_SIGNALS:
+            if had_deliberate and (not forwarded or _supervisor_has_ended.is_set()):
                 raise SecondSignal(number)
             had_deliberate = True
         if not has_requested:
@@ -151,6 +157,8 @@ def stop_with_supervisor(descriptor: int) -> None:
         os.read(descriptor, 1)  # The supervisor never writes, so this returns at the pipe's end.
         log.warning("the process of `ratchet train --supervise` has ended: the run ends too")
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(SAME_SIGNAL_S)  # A service manager may send one too when its command has ended.
+        _supervisor_has_ended.set()
 
     threading.Thread(target=wait, name="supervisor-watch", daemon=True).start()
 

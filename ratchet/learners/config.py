@@ -23,6 +23,7 @@ class LocalConfig(LearnerSection):
 
     builds: ClassVar[str] = "ratchet.learners.local:LocalLearner"
     supports_cpu_kernels: ClassVar[bool] = True
+    supports_background_save: ClassVar[bool] = True
 
     kind: Literal["local"] = "local"
     micro_batch_tokens: MicroBatchTokens = "auto"
@@ -131,6 +132,7 @@ class DTensorConfig(DistributedConfig):
     provider: ClassVar[str] = "ratchet.learners.distributed.fsdp_models:DTensorModels"
     division_check: ClassVar[str] = "ratchet.learners.distributed.checks:check_dtensor"
     data_parallel_keys: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard")
+    supports_background_save: ClassVar[bool] = True
 
     kind: Literal["dtensor"] = "dtensor"
     dp_shard: int = Field(
@@ -170,7 +172,6 @@ class MegatronConfig(DistributedConfig):
     can_offload: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = True
     supports_freeze: ClassVar[bool] = False
-    supports_background_save: ClassVar[bool] = False
     supports_transformers: ClassVar[bool] = False
 
     kind: Literal["megatron"] = "megatron"

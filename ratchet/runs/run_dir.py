@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.yaml_tree import read_file, write_text
-from ratchet.errors import ConfigError, RunDirectoryError
+from ratchet.errors import (
+    ConfigError,
+    RunDirectoryError,
+    RunDirectoryOccupied,
+    RunDirectoryUnusable,
+)
 from ratchet.observe.write_files import open_plain, replace_text
 from ratchet.utils import failpoints
 from ratchet.utils.safe_read import read_json
@@ -129,13 +134,13 @@ class RunDirectory:
             config: The resolved recipe as plain JSON-like values.
 
         Raises:
-            RunDirectoryError: The recipes differ; the message names the keys.
+            RunDirectoryOccupied: The recipes differ; the message names the keys.
         """
         if not self.is_used:
             self._write_config(config)
             return
         if changed := _describe_differences(self.read_config(), config):
-            raise RunDirectoryError(
+            raise RunDirectoryOccupied(
                 f"{self.path} belongs to a run with another recipe; different: {changed}. "
                 "Give this run another --run-dir, or resume with the same recipe"
             )
@@ -153,8 +158,9 @@ class RunDirectory:
         """Check that the run and the plan in this directory, if any, have the recipe `recipe`.
 
         Raises:
-            RunDirectoryError: The run or the plan has another recipe; the message names the keys
-                that differ.
+            RunDirectoryOccupied: The run or the plan has another recipe; the message names the
+                keys that differ.
+            RunDirectoryError: The plan can't be read.
         """
         try:
             planned_recipe = read_json(self.plan)["recipe"] if self.plan.exists() else recipe
@@ -165,7 +171,7 @@ class RunDirectory:
         run_recipe = self.read_config() if self.is_used else recipe
         for kind, present_recipe in (("run", run_recipe), ("plan", planned_recipe)):
             if changed := _describe_differences(present_recipe, recipe):
-                raise RunDirectoryError(
+                raise RunDirectoryOccupied(
                     f"{self.path} has the {kind} of another recipe; different: {changed}. Choose "
                     "another --run-dir, or "
                     + (f"plan {self.config}" if kind == "run" else f"remove {self.plan}")
@@ -211,17 +217,24 @@ class RunDirectory:
             raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
 
     def _open_lock(self) -> int:
-        """Create the directory, and return a descriptor of its lock file."""
+        """Create the directory, and return a descriptor of its lock file.
+
+        Raises:
+            RunDirectoryUnusable: The path is a file, or its directory is not writable.
+            RunDirectoryError: The file system reports another error.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = open_plain(self._lock, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise RunDirectoryError(
+            # Other errors, such as those of a file system over a network, may pass.
+            is_lasting = isinstance(error, PermissionError | FileExistsError | NotADirectoryError)
+            raise (RunDirectoryUnusable if is_lasting else RunDirectoryError)(
                 f"the run directory {self.path} can't be used: {error}; choose another --run-dir"
             ) from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             os.close(descriptor)
-            raise RunDirectoryError(
+            raise RunDirectoryUnusable(
                 f"the run directory {self.path} is read-only; choose another --run-dir"
             )
         return descriptor

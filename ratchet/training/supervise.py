@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from ratchet.executors.env_vars import SUPERVISOR, SUPERVISOR_PIPE, inherit_environment
-from ratchet.executors.signals import DELIBERATE_SIGNALS, STOP_SIGNALS
+from ratchet.executors.signals import DELIBERATE_SIGNALS, SAME_SIGNAL_S, STOP_SIGNALS
 from ratchet.processes.exit_status import describe_exit
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
@@ -23,7 +23,6 @@ FAILED = 1  # exit status of a run that broke on the way
 FIRST_WAIT_S = 1.0
 MAX_WAIT_S = 300.0
 POLL_S = 0.1
-SAME_SIGNAL_S = 1.0  # `timeout` signals its command twice at once
 
 
 class Supervisor:
@@ -36,7 +35,8 @@ class Supervisor:
     The run ignores further signals, because service managers signal it and the supervisor at once.
     A second SIGINT or SIGTERM to the supervisor, a second or more after the first, kills the run.
 
-    If the supervisor itself is killed, the run gets SIGTERM, saves and ends.
+    If the supervisor itself is killed, the run gets SIGTERM, saves and ends. A second SIGINT or
+    SIGTERM then ends it at once.
 
     Args:
         place: The run's directory.

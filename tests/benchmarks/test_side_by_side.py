@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from ratchet.commands.plan.command import read_shape
 from ratchet.config.loader import load_config
 from ratchet.kernels import build
+from ratchet.models.flops import DecoderCost
 
 SMALL = ("--size", "T", "--rounds", "1", "--steps", "1", "--threads", "1", "--ours")
 GIVEN = ("--rows", "4", "--longest", "32")
@@ -270,7 +272,7 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, model, *, dtype, max_num_seqs, seed, max_model_len):
-        assert dtype == "float32" and max_num_seqs == 8
+        assert dtype == "float32" and max_num_seqs == 8 and max_model_len == 1203
 
     def generate(self, prompts, sampling_params, *, use_tqdm):
         assert all(prompt["prompt_token_ids"] for prompt in prompts)
@@ -284,17 +286,36 @@ class LLM:
 def test_vllms_driver_asks_for_the_workload(repository, model, tmp_path, monkeypatch):
     (tmp_path / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = ["--model", str(model), "--prompts", "2", "--group-size", "4", "--new-tokens", "3"]
-    (line,) = run(repository, "peers/vllm_generate.py", *words, "--steps", "1", "--ragged")
-    result = json.loads(line)
+    assert generate_with_vllm(repository, model)["version"] == "0"
+
+
+@pytest.mark.slow
+@pytest.mark.needs("vllm")
+def test_the_real_vllm_generates_the_workload(repository, model, monkeypatch):
+    monkeypatch.setenv(
+        "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+    )  # one import of vLLM takes long enough
+    assert generate_with_vllm(repository, model)["version"] != "0"
+
+
+def generate_with_vllm(repository, model):
+    """Return the result of vLLM's driver, which checks the lengths of what vLLM generates."""
+    sizes = {"prompts": 2, "group-size": 4, "prompt-tokens": 1200, "new-tokens": 3, "steps": 1}
+    words = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    words += ["--model", str(model), "--threads", "1", "--ragged"]
+    result = json.loads(run(repository, "peers/vllm_generate.py", *words)[-1])
     assert result["peer"] == "vllm"
     assert result["rate_per_s"] > 0
+    return result
 
 
 def test_a_peer_that_fails_does_not_take_the_other_results_along(benchmark, monkeypatch, capsys):
     side_by_side = benchmark("side_by_side")
 
+    played = []
+
     def play(driver, arguments, python):
+        played.append(driver.name)
         if driver.name == "broken":
             raise SystemExit("peers/broken.py failed with status 1:\nCUDA out of memory")
         return {"median_s": 2.0, "peak_rss_mib": 1, "gflops": 1.0}
@@ -302,11 +323,13 @@ def test_a_peer_that_fails_does_not_take_the_other_results_along(benchmark, monk
     monkeypatch.setattr(side_by_side, "run", play)
     monkeypatch.setattr(sys, "argv", [str(Path(side_by_side.__file__))])
     drivers = [side_by_side.Driver("Ratchet", "", peer=False), side_by_side.Driver("broken", "")]
-    chosen = side_by_side.options("").parse_args(["--rounds", "1"])
+    chosen = side_by_side.options("").parse_args(["--rounds", "2"])
     case = side_by_side.Case("a case", drivers)
     with pytest.raises(SystemExit, match="out of memory"):
         side_by_side.compare(case, chosen)
+    played.clear()
     side_by_side.compare(case, chosen, peers_may_fail=True)
+    assert played == ["model", "rates", "Ratchet", "broken", "rates", "Ratchet"]
     record = json.loads(capsys.readouterr().out.splitlines()[0])
     assert list(record["rows"]) == ["Ratchet"]
     assert "out of memory" in record["missing"]["broken"]
@@ -318,5 +341,10 @@ def test_every_placement_of_the_command_for_a_gpu_is_a_recipe(benchmark, tmp_pat
     gpu = benchmark("gpu.run")
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(gpu.make_recipe("qwen3-0.6b")))
-    colocated = [load_config(path, words).colocated for words in gpu.PLACEMENTS.values()]
-    assert colocated == [False, False, True]
+    recipes = [load_config(path, words) for words in gpu.PLACEMENTS.values()]
+    assert [recipe.colocated for recipe in recipes] == [False, False, True]
+    # vLLM refuses to start if its cache has no room for the longest sequence.
+    generator = recipes[-1].stages[0].generator
+    context = generator.max_context or read_shape(recipes[-1]).max_positions
+    cache_bytes = context * DecoderCost(read_shape(recipes[-1])).kv_bytes(2)
+    assert cache_bytes <= generator.kv_cache_gib * 2**30

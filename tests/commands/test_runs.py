@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
+from ratchet.commands import runs
 from ratchet.commands.runs import describe_run, find_runs, list_run_rows, prune_runs
 from ratchet.errors import DataError, RunDirectoryError
+from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.runs.without_steps import has_no_finished_step, remove_run_without_steps
 from ratchet.training import start
@@ -102,6 +104,15 @@ def test_runs_are_compared(place: Path) -> None:
     text = said("compare", str(place / "a"), str(place / "c"))
     assert "the recipes are the same" in text
     assert "common steps are equal" in text
+
+
+def test_the_metrics_of_each_run_are_read_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    monkeypatch.setattr(runs, "read_jsonl", lambda path: read.append(path) or read_jsonl(path))
+    said("compare", *(str(place / name) for name in "abc"))
+    assert read == [place / name / "metrics.jsonl" for name in "abc"]
 
 
 def test_the_curves_of_the_last_stage_are_compared(place: Path, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import torch
 from ratchet.commands.convert.run import _find_start_config
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.schema import ModelConfig
-from ratchet.errors import ModelError
+from ratchet.errors import ConfigError, ModelError
+from ratchet.models import load
 from ratchet.models.config_overrides import override_config
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.model_source import ModelSource
@@ -174,3 +175,32 @@ def test_a_conversion_of_a_run_writes_the_changed_file(saved, tmp_path):
     assert _find_start_config(ModelConfig(path=str(saved)), tmp_path / "same") == str(saved)
     assert _find_start_config(start, tmp_path / "export") == str(tmp_path / "export")
     assert read(tmp_path / "export") == override_config(read(saved), LONGER, saved)
+
+
+@pytest.mark.parametrize("name", ["mine", "config.json"])
+def test_a_conversion_leaves_what_it_did_not_write(saved, tmp_path, name):
+    start = ModelConfig(path=str(saved), overrides=LONGER)
+    export = tmp_path / ".made.source"
+    export.mkdir()
+    (export / name).write_text("mine")
+    with pytest.raises(ConfigError, match=r"\.made\.source .* holds other files: move them away"):
+        _find_start_config(start, export)
+    assert [path.name for path in export.iterdir()] == [name]
+    assert (export / name).read_text() == "mine"
+
+
+def test_a_changed_file_is_not_mixed_with_another_export(saved, tmp_path):
+    start = ModelConfig(path=str(saved), overrides=LONGER)
+    for name, text in ((".checkpoint", "another checkpoint"), ("model.safetensors", "its weights")):
+        (tmp_path / name).write_text(text)
+    _find_start_config(start, tmp_path)
+    assert (tmp_path / ".checkpoint").read_text() == ""
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_conversion_finds_the_start_model_of_the_hub(saved, tmp_path, monkeypatch):
+    downloads = []
+    monkeypatch.setattr(load, "_download", lambda *args: downloads.append(args) or saved)
+    start = ModelConfig(path="org/name", revision="v2")
+    assert _find_start_config(start, tmp_path) == str(saved)
+    assert downloads == [("org/name", "v2", False)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.cli.errors import WRONG_INPUT, explain_error
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory, list_config_differences
 
@@ -104,8 +105,10 @@ def test_the_lock_is_released_by_an_error(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(RunDirectoryError, match=r"can't be used.*--run-dir"):
+        with pytest.raises(RunDirectoryError, match=r"can't be used.*--run-dir") as refused:
             RunDirectory(path).locked().__enter__()
+        _, status = explain_error(refused.value) or ("", 0)
+        assert status == WRONG_INPUT  # `--supervise` does not start it again
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,11 @@ def test_another_recipe_is_refused_naming_the_keys(tmp_path: Path) -> None:
     ):
         assert part in message
     assert run.read_config() == CONFIG
+    with pytest.raises(RunDirectoryError, match="another recipe") as refused_at_start:
+        run.check_recipe(other)
+    # The next start would be refused too, so `--supervise` makes none.
+    for error in (refused.value, refused_at_start.value):
+        assert explain_error(error) == (f"RunDirectoryOccupied: {error}", WRONG_INPUT)
 
 
 def test_many_differences_are_counted(tmp_path: Path) -> None:

@@ -189,13 +189,22 @@ def test_a_signal_while_it_is_written_waits_for_both(training, tmp_path):
     assert training("run", {"background": True, "keep": 4}) == 0
 
 
-def test_a_learner_that_writes_its_own_files_is_refused():
+class OwnLearner:
+    """A learner without keys, whose `save` may write any files."""
+
+
+@pytest.mark.parametrize(
+    "kind", ["megatron", "training.test_checkpointing:OwnLearner", "local", "dtensor"]
+)
+def test_a_learner_that_writes_its_own_files_is_refused(kind):
+    """A learner of the user's own would write them to the working directory, not the checkpoint."""
     stage = {
         **{key: RECIPE[key] for key in ("environment", "algorithm")},
         "name": "a",
-        "learner": {"kind": "megatron"},
+        "learner": {"kind": kind},
     }
     stage["checkpoint"] = {"background": True}
     recipe = {"model": RECIPE["model"], "tokenizer": RECIPE["tokenizer"], "stages": [stage]}
     found = [conflict.message for conflict in conflicts(RunConfig.model_validate(recipe))]
-    assert any(message.startswith("checkpoint.background writes copies") for message in found)
+    refused = any(message.startswith("checkpoint.background writes copies") for message in found)
+    assert refused == (kind not in ("local", "dtensor"))

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
+from ratchet.executors import signals
 from ratchet.executors.env_vars import SUPERVISOR_PIPE, find_supervisor_pipe
-from ratchet.executors.signals import stop_with_supervisor
+from ratchet.executors.signals import SecondSignal, handle_stop_signals, stop_with_supervisor
 from ratchet.training import supervise
 from ratchet.training.supervise import Supervisor
 
@@ -134,6 +135,8 @@ def test_a_closed_pipe_stops_the_process(monkeypatch):
     assert find_supervisor_pipe() is None, "another file"
     monkeypatch.setenv(SUPERVISOR_PIPE, f"{reading_end}:{inode}")
     assert find_supervisor_pipe() == reading_end
+    monkeypatch.setattr(signals, "SAME_SIGNAL_S", 0.0)
+    monkeypatch.setattr(signals, "_supervisor_has_ended", threading.Event())
     got_signal = threading.Event()
     previous = signal.signal(signal.SIGTERM, lambda number, frame: got_signal.set())
     try:
@@ -141,10 +144,23 @@ def test_a_closed_pipe_stops_the_process(monkeypatch):
         assert not got_signal.is_set()
         os.close(writing_end)
         assert got_signal.wait(60)
+        assert signals._supervisor_has_ended.wait(60)
     finally:
         signal.signal(signal.SIGTERM, previous)
         os.close(reading_end)
     assert find_supervisor_pipe() is None
+
+
+def test_a_second_signal_ends_a_run_that_outlived_its_supervisor(monkeypatch):
+    monkeypatch.setattr(signals, "_supervisor_has_ended", threading.Event())
+    stops = []
+    with handle_stop_signals(stops.append, forwarded=True):
+        for _ in range(3):  # as the supervisor, or a service manager, sends them
+            signal.raise_signal(signal.SIGTERM)
+        signals._supervisor_has_ended.set()
+        with pytest.raises(SecondSignal):
+            signal.raise_signal(signal.SIGTERM)
+    assert stops == [signal.SIGTERM]
 
 
 class SignalledProcess:

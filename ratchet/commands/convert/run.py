@@ -69,7 +69,7 @@ def convert_paths_or_addresses(
             say=say,
             adapter=_get_local_path(adapter),
         )
-        if (export_dir / MARKER).exists():
+        if (export_dir / MARKER).is_file():
             shutil.rmtree(export_dir, ignore_errors=True)
     if not is_remote:
         return
@@ -114,17 +114,25 @@ def _read_source(
     checkpoint_identity = f"{saved.path.resolve()}\n{manifest_digest}\n"
     marker = export_dir / MARKER
     if not marker.is_file() or marker.read_text(encoding="utf-8") != checkpoint_identity:
-        if export_dir.exists() and not marker.exists():
-            raise ConfigError(
-                f"{export_dir} is needed for this conversion, and holds other files: move them away"
-            )
-        shutil.rmtree(export_dir, ignore_errors=True)
-        export_dir.mkdir(parents=True)
-        marker.touch()  # until the export is complete, the marker is empty
+        _make_empty(export_dir)
         export_checkpoint(saved, export_dir)
         marker.write_text(checkpoint_identity, encoding="utf-8")
     say(f"step {saved.step} of {saved.run}")
     return str(export_dir), config
+
+
+def _make_empty(export_dir: Path) -> None:
+    """Make the directory of an export anew, with an empty marker: the export is not complete.
+
+    Raises ConfigError if the place holds anything that no conversion has left there.
+    """
+    if export_dir.is_symlink() or (export_dir.exists() and not (export_dir / MARKER).is_file()):
+        raise ConfigError(
+            f"{export_dir} is needed for this conversion, and holds other files: move them away"
+        )
+    shutil.rmtree(export_dir, ignore_errors=True)
+    export_dir.mkdir(parents=True)
+    (export_dir / MARKER).touch()
 
 
 def _find_start_config(start: ModelConfig, export_dir: Path) -> str | None:
@@ -132,11 +140,12 @@ def _find_start_config(start: ModelConfig, export_dir: Path) -> str | None:
 
     A config.json that the recipe's `model.overrides` change is written to `export_dir`.
     """
-    if start.path is None or not start.overrides:
-        return start.path
+    if start.path is None:
+        return None
     directory = find_model(start.path, revision=start.revision)
-    export_dir.mkdir(parents=True, exist_ok=True)
-    (export_dir / MARKER).touch()
+    if not start.overrides:
+        return str(directory)
+    _make_empty(export_dir)
     copy_companions(directory, export_dir)
     write_json(export_dir / "config.json", read_model_config(directory, start.overrides))
     return str(export_dir)

@@ -24,6 +24,7 @@ from ratchet.types import MediaKind, Medium
 # The widest limits, because media were checked against the recipe's limits when they were read.
 LIMITS = MediaLimits(max_side=2**20, max_pixels=PILLOW_PIXELS, max_mib=2**12, max_audio_s=2**31)
 LIMIT = "limit_mm_per_prompt"
+HASHER = "mm_hasher_algorithm"
 FRAME_RATE_HZ = 24  # what processors of transformers assume of frames without times
 
 
@@ -88,7 +89,8 @@ def make_media_arguments(recipe_arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     return {
         "skip_tokenizer_init": False,
-        "mm_hasher_algorithm": "sha256",
+        # vLLM's default, blake3, is in a package that need not be installed.
+        HASHER: recipe_arguments.get(HASHER, "sha256"),
         LIMIT: {"video": 0, **(recipe_arguments.get(LIMIT) or {})},
     }
 

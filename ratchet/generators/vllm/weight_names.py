@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
+
+from ratchet.models.weights.hf_weights import save_weights
 
 # By `model_type`: beginnings of canonical names, and those of vLLM's; the first that fits counts.
 PREFIXES: Mapping[str, Sequence[tuple[str, str]]] = {
@@ -47,7 +48,5 @@ def rewrite_start_weights(
     if str(model_config.get("model_type")) not in PREFIXES:
         return
     rename = make_rename(model_config)
-    for path in directory.glob("*.safetensors*"):
-        path.unlink()
-    renamed = {rename(name): weight.detach().contiguous() for name, weight in weights}
-    save_file(renamed, directory / "model.safetensors", metadata={"format": "pt"})
+    renamed = [(rename(name), weight) for name, weight in weights]
+    save_weights(renamed, directory, renamed[0][1].dtype)

@@ -30,6 +30,7 @@ from ratchet.utils.object_store import stays_inside
 from ratchet.utils.summarize import summarize_names
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9  # of a file with several weights
 HEAD = "lm_head.weight"
 # The scalar head of a reward or value model, see `ratchet.models.scalar_head`.
 SCORE = "score.weight"
@@ -314,7 +315,7 @@ def save_decoder(
     directory: Path,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     weights: Mapping[str, SavableTensor] | None = None,
 ) -> None:
     """Write a directory that `load_decoder`, transformers and vLLM can load.
@@ -342,7 +343,7 @@ def save_model_directory(
     directory: Path,
     dtype: torch.dtype,
     *,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a model directory like `save_decoder`, from a shape and weights, not a decoder."""
     config = shape.to_hf() | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
@@ -360,7 +361,7 @@ def save_weights(
     weights: Iterable[tuple[str, SavableTensor]],
     directory: Path,
     dtype: torch.dtype,
-    max_shard_bytes: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write weights as safetensors files, and remove old ones. Several files get an index file.
 

@@ -284,6 +284,7 @@ def test_no_file_of_a_user_is_in_the_way(written, tmp_path):
     for name in (".made.partial", ".made.source"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("mine")
+        (tmp_path / name / ".checkpoint").mkdir()  # no mark of an export, which is a file
     with pytest.raises(ConfigError, match=r"\.made\.partial is needed for this conversion"):
         run(source, tmp_path / "made", "hf")
     assert (tmp_path / ".made.partial/mine").read_text() == "mine"

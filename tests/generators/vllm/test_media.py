@@ -102,6 +102,9 @@ def test_videos_have_the_frames_that_the_learner_s_processor_got():
     assert make_media_arguments({})["limit_mm_per_prompt"] == {"video": 0}
     limits = make_media_arguments({"limit_mm_per_prompt": {"image": 3, "video": 1}})
     assert limits["limit_mm_per_prompt"] == {"image": 3, "video": 1}
+    assert limits["mm_hasher_algorithm"] == "sha256"
+    recipe_arguments = {"mm_hasher_algorithm": "blake3"}
+    assert make_media_arguments(recipe_arguments)["mm_hasher_algorithm"] == "blake3"
     with pytest.raises(ConfigError, match=r"limit_mm_per_prompt=\{video: 1\}"):
         make_vllm_prompt(request([9] * 4, PlacedMedium(0, video(1, 1))), 7, TEXT_ALONE)
 
@@ -123,7 +126,8 @@ def test_clips_have_the_rate_of_the_learner_s_processor():
 def test_weights_have_the_names_that_vllm_reads(tmp_path):
     config = {"model_type": "qwen2_audio"}
     names = ("model.language_model.norm.weight", "lm_head.weight", "model.audio_tower.conv1.bias")
-    weights = [(name, torch.full((1,), float(i))) for i, name in enumerate(names)]
+    shared = torch.zeros(1)  # two weights may share memory
+    weights = list(zip(names, (shared, torch.ones(1), shared), strict=True))
     (tmp_path / "model-00001-of-00001.safetensors").touch()
     (tmp_path / "model.safetensors.index.json").touch()
     rewrite_start_weights(tmp_path, config, weights)
@@ -132,7 +136,7 @@ def test_weights_have_the_names_that_vllm_reads(tmp_path):
     assert read == {
         "language_model.model.norm.weight": [0],
         "language_model.lm_head.weight": [1],
-        "audio_tower.conv1.bias": [2],
+        "audio_tower.conv1.bias": [0],
     }
     writer = WeightFileWriter(
         tmp_path, dict.fromkeys(names, (1,)), torch.float32, make_rename(config)
