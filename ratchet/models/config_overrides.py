@@ -25,11 +25,13 @@ from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig, u
 from ratchet.config.model_shape.decoder_config import ROPE_KEYS as DECODER_SCALINGS
 from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
+from ratchet.models.weights.hf_weights import read_json
 from ratchet.models.weights.weight_layout import list_pieces
 
 Shapes = dict[str, tuple[int, ...]]
 
 KEY = "model.overrides"
+GENERATION_FILE = "generation_config.json"  # its end-of-sequence ids take precedence
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")  # the newer and the older name of one section
 # Fields that something else decides, with what decides them.
 FIXED_FIELDS: Mapping[str, str] = {
@@ -70,6 +72,7 @@ def override_config(
     if not overrides:
         return dict(config)
     _check_names(config, overrides, KEY, _FieldNames(directory, trust_remote_code), ())
+    _check_end_ids(overrides, directory)
     changed = _merge(config, overrides)
     if changed.get("model_type") in FAMILIES:
         check_types(changed, remedy=f"correct {KEY}")
@@ -263,6 +266,18 @@ def _check_rope_type(kind: object, place: str) -> None:
 def _find_rope_key(config: Mapping[str, Any]) -> str | None:
     """Return the name under which a configuration has a rotary section; None if it has none."""
     return next((key for key in ROPE_SECTIONS if config.get(key)), None)
+
+
+def _check_end_ids(overrides: Mapping[str, Any], directory: Path) -> None:
+    """Raise ModelError for ids of end-of-sequence tokens if another file of the model decides."""
+    path = directory / GENERATION_FILE
+    key = next((key for key, _ in _list_single(overrides) if key.endswith("eos_token_id")), None)
+    ids = read_json(path).get("eos_token_id") if key is not None and path.exists() else None
+    if ids is not None:
+        raise ModelError(
+            f"{KEY}.{key} has no effect, because {path} says eos_token_id={ids!r:.80}. Change that "
+            "file"
+        )
 
 
 # --- the saved weights

@@ -1,6 +1,7 @@
 """`model.overrides` for a model of a directory: what changes, and what is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -123,6 +124,17 @@ def test_transformers_reads_fields_that_the_decoder_does_not(saved):
     policy = load_policy(saved, backend="transformers", overrides={"max_window_layers": 1})
     assert policy.text_config.max_window_layers == 1
     assert policy.model.config._name_or_path == str(saved)
+
+
+@pytest.mark.parametrize("backend", ["ratchet", "transformers"])
+def test_the_end_of_sequences_is_refused_where_another_file_decides(saved, tmp_path, backend):
+    overrides = {"eos_token_id": 3}
+    directory = shutil.copytree(saved, tmp_path / "model")
+    assert load_policy(directory, backend=backend, overrides=overrides).eos_ids == (3,)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert load_policy(directory, backend=backend).eos_ids == (7, 8)
+    with pytest.raises(ModelError, match=r"no effect, because .*generation_config.json says .*7"):
+        load_policy(directory, backend=backend, overrides=overrides)
 
 
 def test_ranks_read_the_same_shape(saved):
