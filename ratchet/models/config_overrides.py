@@ -33,6 +33,8 @@ Shapes = dict[str, tuple[int, ...]]
 KEY = "model.overrides"
 GENERATION_FILE = "generation_config.json"  # its end-of-sequence ids take precedence
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")  # the newer and the older name of one section
+# Fields of a rotary section that the weights were trained with, whatever the scaling.
+KEPT_ROPE_FIELDS = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 # Fields that something else decides, with what decides them.
 FIXED_FIELDS: Mapping[str, str] = {
     **dict.fromkeys(("model_type", "architectures", "auto_map"), "the saved weights"),
@@ -54,9 +56,10 @@ def override_config(
     """Return the content of a `config.json` with the fields of `overrides` changed.
 
     A section such as text_config is merged field by field. Every other value is replaced, except
-    that a rotary section without rope_theta keeps the old one, and a scaled one without
-    original_max_position_embeddings gets the length of context before the change. Where each kind
-    of layer has a rotary section, kinds that are not overridden keep theirs.
+    that a rotary section keeps the old fields of `KEPT_ROPE_FIELDS` that it does not set, and a
+    scaled one without original_max_position_embeddings gets the length of context before the
+    change. Where each kind of layer has a rotary section, kinds that are not overridden keep
+    theirs.
 
     Args:
         config: The content of the file.
@@ -234,8 +237,9 @@ def _complete_rope(
         raise ModelError(f"{place}={rope!r:.80} must be a section, such as {{rope_type: yarn}}")
     section = dict(rope)
     section["rope_type"] = section.pop("type", None) or section.get("rope_type", "default")
-    if old.get("rope_theta") is not None:
-        section.setdefault("rope_theta", old["rope_theta"])
+    for name in KEPT_ROPE_FIELDS:
+        if old.get(name) is not None:
+            section.setdefault(name, old[name])
     _check_rope_type(section["rope_type"], f"{place}.rope_type")
     if section["rope_type"] != "default":
         original = old.get(ORIGINAL_CONTEXT) or config.get(ORIGINAL_CONTEXT)

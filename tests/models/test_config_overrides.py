@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from pictures import model_directory
 
 from ratchet.commands.convert.run import _find_start_config
 from ratchet.config.model_shape.presets import get_preset
@@ -102,6 +103,13 @@ def test_each_kind_of_layer_keeps_its_own_rotary_section(layered):
     assert after["sliding_attention"] == before["sliding_attention"]
     assert after["full_attention"]["rope_type"] == "linear"
     assert after["full_attention"]["rope_theta"] == before["full_attention"]["rope_theta"] != 1e4
+
+
+def test_a_scaled_rotary_section_divides_dimensions_as_before():
+    overrides = {"text_config": {"rope_parameters": YARN}}
+    policy = load_policy(model_directory("qwen2_5_vl"), overrides=overrides)
+    rope = policy.text_config.rope_parameters
+    assert (rope["rope_type"], rope["mrope_section"]) == ("yarn", [2, 1, 1])
 
 
 @pytest.mark.parametrize(
