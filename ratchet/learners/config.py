@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ratchet.config.sections import LearnerSection
 
@@ -14,6 +14,13 @@ MicroBatchTokens = Annotated[
         description="Token limit of a micro-batch (one forward and backward). More tokens need "
         "more memory, and the result is the same. A sequence above the limit is a micro-batch of "
         "its own. auto: 2304 on a CPU, 16384 on an accelerator.",
+    ),
+]
+PackedAttentionKind = Annotated[
+    Literal["auto", "padded", "varlen"],
+    Field(
+        description="Attention over packed sequences: padded to calls of equal lengths, or varlen, "
+        "PyTorch's kernel for variable lengths on CUDA. auto: varlen where it works.",
     ),
 ]
 
@@ -37,11 +44,7 @@ class LocalConfig(LearnerSection):
         description="Activation (gradient) checkpointing: recompute activations in the backward. "
         "Takes about a third more time and much less memory.",
     )
-    attention: Literal["auto", "padded", "varlen"] = Field(
-        default="auto",
-        description="Attention over packed sequences: padded to calls of equal lengths, or varlen, "
-        "PyTorch's kernel for variable lengths on CUDA. auto: varlen where it works.",
-    )
+    attention: PackedAttentionKind = "auto"
     logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
         description="MiB of logits that exist at a time; the backward recomputes them. auto: 16 on "
@@ -148,14 +151,19 @@ class DTensorConfig(DistributedConfig):
         description="Activation (gradient) checkpointing: recompute activations in the backward. "
         "Takes about a third more time and much less memory.",
     )
-    attention: Literal["auto", "padded", "varlen"] = Field(
-        default="auto",
-        description="Attention over packed sequences: padded to calls of equal lengths, or varlen, "
-        "PyTorch's kernel for variable lengths on CUDA. auto: varlen where it works.",
-    )
+    attention: PackedAttentionKind = "auto"
     cpu_offload: bool = Field(
         False, description="Keep weights and optimizer state in host memory between uses."
     )
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        if self.attention == "varlen" and self.context_parallel > 1:
+            raise ValueError(
+                "attention=varlen has no effect with context_parallel, whose ranks attend to parts "
+                "of sequences: set attention to auto"
+            )
+        return self
 
 
 class MegatronConfig(DistributedConfig):

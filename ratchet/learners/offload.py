@@ -26,7 +26,8 @@ class Offloader:
         self.modules = [module for module in modules if module is not None]
         self.optimizer = optimizer
         self.device = next(self.modules[0].parameters()).device
-        self._host_copies: list[Tensor] = []  # of the tensors, in the order in which they move
+        # The copy of each tensor at the last offload, in the order of `_move`; None: it had none.
+        self._host_copies: list[Tensor | None] = []
 
     def offload(self) -> None:
         """Move everything to host memory."""
@@ -50,7 +51,10 @@ class Offloader:
         previous: the copy at the last offload, whose memory is used again if it has the right
             layout.
         """
-        if tensor.is_cpu:  # another learner shares it, and has moved it already
+        # It may have moved already: the reference of a LoRA run is the policy's learner, which
+        # then is offloaded twice.
+        if tensor.is_cpu:
+            self._host_copies.append(previous)
             return tensor
         copy = previous
         if copy is None or not _has_layout(copy, tensor):

@@ -25,12 +25,16 @@ from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig, u
 from ratchet.config.model_shape.decoder_config import ROPE_KEYS as DECODER_SCALINGS
 from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
+from ratchet.models.weights.hf_weights import read_json
 from ratchet.models.weights.weight_layout import list_pieces
 
 Shapes = dict[str, tuple[int, ...]]
 
 KEY = "model.overrides"
+GENERATION_FILE = "generation_config.json"  # its end-of-sequence ids take precedence
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")  # the newer and the older name of one section
+# Fields of a rotary section that the weights were trained with, whatever the scaling.
+KEPT_ROPE_FIELDS = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 # Fields that something else decides, with what decides them.
 FIXED_FIELDS: Mapping[str, str] = {
     **dict.fromkeys(("model_type", "architectures", "auto_map"), "the saved weights"),
@@ -47,18 +51,22 @@ def override_config(
     directory: Path,
     *,
     trust_remote_code: bool = False,
+    uses_transformers: bool = False,
 ) -> dict[str, Any]:
     """Return the content of a `config.json` with the fields of `overrides` changed.
 
     A section such as text_config is merged field by field. Every other value is replaced, except
-    that a rotary section without rope_theta keeps the old one, and a scaled one without
-    original_max_position_embeddings gets the length of context before the change.
+    that a rotary section keeps the old fields of `KEPT_ROPE_FIELDS` that it does not set, and a
+    scaled one without original_max_position_embeddings gets the length of context before the
+    change. Where each kind of layer has a rotary section, kinds that are not overridden keep
+    theirs.
 
     Args:
         config: The content of the file.
         overrides: New values of its fields.
         directory: The model's directory.
         trust_remote_code: True to let transformers run code of the directory.
+        uses_transformers: True if transformers runs the model even where the built-in decoder can.
 
     Raises ModelError, which names the field, for a field that the model's configuration lacks, that
     something else decides, that changes the names or shapes of the saved weights, or that the
@@ -67,11 +75,12 @@ def override_config(
     if not overrides:
         return dict(config)
     _check_names(config, overrides, KEY, _FieldNames(directory, trust_remote_code), ())
+    _check_end_ids(overrides, directory)
     changed = _merge(config, overrides)
     if changed.get("model_type") in FAMILIES:
         check_types(changed, remedy=f"correct {KEY}")
     _check_weights(config, overrides, changed)
-    if _are_decoders(config, changed):
+    if not uses_transformers and _are_decoders(config, changed):
         _check_effect(config, overrides)
     return changed
 
@@ -122,6 +131,10 @@ def _check_names(
     place: the key of the recipe that holds `overrides`.
     section: the keys that lead to `config` from the whole configuration.
     """
+    if all(key in overrides for key in ROPE_SECTIONS):
+        raise ModelError(
+            f"{place} has {' and '.join(ROPE_SECTIONS)}, names of one section: remove one"
+        )
     cheap = {*config, *ROPE_SECTIONS}
     if not section:
         cheap |= {*HF_NUMBERS, *HF_LISTS, *HF_OBJECTS}
@@ -159,57 +172,95 @@ def _suggest(key: str, known: set[str], config: Mapping[str, Any]) -> str:
 # --- values
 
 
-def _merge(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the overrides."""
+def _merge(
+    config: Mapping[str, Any], overrides: Mapping[str, Any], place: str = KEY
+) -> dict[str, Any]:
+    """Return the configuration with the overrides.
+
+    place: the key of the recipe that holds `overrides`.
+    """
     merged = dict(config)
     for key, value in overrides.items():
         nested = config.get(key)
         if key in ROPE_SECTIONS:
-            _set_rope(merged, config, value)
+            _set_rope(merged, config, value, place)
         elif isinstance(nested, Mapping) and key.endswith("_config"):
-            merged[key] = _merge(nested, value)
+            merged[key] = _merge(nested, value, f"{place}.{key}")
         else:
             merged[key] = value
     # The rotary section takes precedence where both say it.
     rope_key = _find_rope_key(merged)
     replaces_rope = any(key in overrides for key in ROPE_SECTIONS)
     if "rope_theta" in overrides and rope_key is not None and not replaces_rope:
+        if kinds := _list_layer_kinds(merged[rope_key]):
+            raise ModelError(
+                f"{place}.rope_theta has no effect, because each kind of layer has its own. Set "
+                f"{place}.{rope_key}.{kinds[0]}.rope_theta"
+            )
         merged[rope_key] = {**merged[rope_key], "rope_theta": overrides["rope_theta"]}
     return merged
 
 
-def _set_rope(merged: dict[str, Any], config: Mapping[str, Any], rope: Any) -> None:
+def _set_rope(merged: dict[str, Any], config: Mapping[str, Any], value: Any, place: str) -> None:
     """Replace the rotary section of a configuration, under the name that it has there."""
     key = _find_rope_key(config) or ROPE_SECTIONS[0]
-    if rope is not None and not isinstance(rope, Mapping):
-        raise ModelError(f"{KEY}.{key}={rope!r:.80} must be a section, such as {{rope_type: yarn}}")
-    section = dict(rope or {})
-    # A section for each kind of layer is taken as it is.
-    if not any(isinstance(value, Mapping) for value in section.values()):
-        old = read_rope_section(config)
-        section["rope_type"] = section.pop("type", None) or section.get("rope_type", "default")
-        if old.get("rope_theta") is not None:
-            section.setdefault("rope_theta", old["rope_theta"])
-        _check_rope_type(section["rope_type"], f"{KEY}.{key}.rope_type")
-        if section["rope_type"] != "default":
-            original = old.get(ORIGINAL_CONTEXT) or config.get(ORIGINAL_CONTEXT)
-            original = original or config.get("max_position_embeddings")
-            if original is not None:
-                section.setdefault(ORIGINAL_CONTEXT, original)
-            if config.get(ORIGINAL_CONTEXT) is not None:
-                merged[ORIGINAL_CONTEXT] = section[ORIGINAL_CONTEXT]
+    place = f"{place}.{key}"
+    if value is not None and not isinstance(value, Mapping):
+        raise ModelError(f"{place}={value!r:.80} must be a section, such as {{rope_type: yarn}}")
+    rope, old = value or {}, read_rope_section(config)
+    kinds = _list_layer_kinds(old)
+    if kinds and not (rope and {*rope} <= {*kinds}):
+        raise ModelError(
+            f"{place}={value!r:.80} must have a section for a kind of layer ({', '.join(kinds)}), "
+            f"such as {{{kinds[0]}: {{rope_type: yarn}}}}"
+        )
+    if kinds or _list_layer_kinds(rope):
+        sections = {
+            kind: _complete_rope(section, old.get(kind, {}), config, f"{place}.{kind}")
+            for kind, section in rope.items()
+        }
+        section = {**old, **sections} if kinds else sections
+    else:
+        section = _complete_rope(rope, old, config, place)
+        if config.get(ORIGINAL_CONTEXT) is not None and ORIGINAL_CONTEXT in section:
+            merged[ORIGINAL_CONTEXT] = section[ORIGINAL_CONTEXT]
     for name in ROPE_SECTIONS:
         merged.pop(name, None)
     merged[key] = section
 
 
+def _complete_rope(
+    rope: Any, old: Mapping[str, Any], config: Mapping[str, Any], place: str
+) -> dict[str, Any]:
+    """Return a rotary section with what it keeps of the old one."""
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"{place}={rope!r:.80} must be a section, such as {{rope_type: yarn}}")
+    section = dict(rope)
+    section["rope_type"] = section.pop("type", None) or section.get("rope_type", "default")
+    for name in KEPT_ROPE_FIELDS:
+        if old.get(name) is not None:
+            section.setdefault(name, old[name])
+    _check_rope_type(section["rope_type"], f"{place}.rope_type")
+    if section["rope_type"] != "default":
+        original = old.get(ORIGINAL_CONTEXT) or config.get(ORIGINAL_CONTEXT)
+        original = original or config.get("max_position_embeddings")
+        if original is not None:
+            section.setdefault(ORIGINAL_CONTEXT, original)
+    return section
+
+
+def _list_layer_kinds(rope: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of layers with rotary sections of their own; [] if all share one."""
+    return [kind for kind, section in rope.items() if isinstance(section, Mapping)]
+
+
 def _check_rope_type(kind: object, place: str) -> None:
     """Raise ModelError for a scaling that neither the decoder nor transformers has."""
-    if kind in DECODER_SCALINGS:
+    if isinstance(kind, str) and kind in DECODER_SCALINGS:
         return
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if kind not in ROPE_INIT_FUNCTIONS:
+    if not isinstance(kind, str) or kind not in ROPE_INIT_FUNCTIONS:
         names = sorted({*DECODER_SCALINGS, *ROPE_INIT_FUNCTIONS})
         raise ModelError(
             f"{place}={kind!r:.80}: there is no such scaling{suggest_name(str(kind), names)}"
@@ -219,6 +270,18 @@ def _check_rope_type(kind: object, place: str) -> None:
 def _find_rope_key(config: Mapping[str, Any]) -> str | None:
     """Return the name under which a configuration has a rotary section; None if it has none."""
     return next((key for key in ROPE_SECTIONS if config.get(key)), None)
+
+
+def _check_end_ids(overrides: Mapping[str, Any], directory: Path) -> None:
+    """Raise ModelError for ids of end-of-sequence tokens if another file of the model decides."""
+    path = directory / GENERATION_FILE
+    key = next((key for key, _ in _list_single(overrides) if key.endswith("eos_token_id")), None)
+    ids = read_json(path).get("eos_token_id") if key is not None and path.exists() else None
+    if ids is not None:
+        raise ModelError(
+            f"{KEY}.{key} has no effect, because {path} says eos_token_id={ids!r:.80}. Change that "
+            "file"
+        )
 
 
 # --- the saved weights

@@ -53,7 +53,9 @@ def load_policy(
     `train_encoders` is set and the model has no encoders, or as `override_config` does.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
-    hf = read_model_config(directory, overrides, trust_remote_code=trust_remote_code)
+    hf = read_model_config(
+        directory, overrides, backend=backend, trust_remote_code=trust_remote_code
+    )
     reason = unsupported_reason(hf)
     if backend == "ratchet" or (backend == "auto" and reason is None):
         if train_encoders:
@@ -73,7 +75,11 @@ def load_policy(
 
 
 def read_model_config(
-    directory: Path, overrides: Mapping[str, Any] | None, *, trust_remote_code: bool = False
+    directory: Path,
+    overrides: Mapping[str, Any] | None,
+    *,
+    backend: Backend,
+    trust_remote_code: bool,
 ) -> dict[str, Any]:
     """Return the content of a directory's `config.json` with the overrides.
 
@@ -84,6 +90,7 @@ def read_model_config(
         overrides or {},
         directory,
         trust_remote_code=trust_remote_code,
+        uses_transformers=backend == "transformers",
     )
 
 

@@ -61,7 +61,10 @@ class ModelSource:
     def read_config(self) -> dict[str, Any]:
         """Return the content of the model's `config.json` with the overrides."""
         return read_model_config(
-            self.directory(), self.overrides, trust_remote_code=self.trust_remote_code
+            self.directory(),
+            self.overrides,
+            backend=self.backend,
+            trust_remote_code=self.trust_remote_code,
         )
 
     def policy(self, *, device: torch.device | str = "cpu") -> PolicyModel:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +23,7 @@ from ratchet.errors import ConfigError
 from ratchet.models.decoder import Decoder
 from ratchet.models.flops import DecoderCost, TokenCost
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.packed_inputs import PackedInputs, pack_inputs, pack_output_inputs
+from ratchet.models.layers.packed_inputs import PackedInputs, pack_inputs
 from ratchet.models.lora import decoder as lora
 from ratchet.models.lora.decoder import Adapter, is_adapter_parameter, merge_lazily
 from ratchet.models.parallel.collectives import Group
@@ -396,20 +395,8 @@ class DecoderPolicy(PolicyModel):
         output_mask_T: Tensor | None = None,
     ) -> Tensor:
         device = next(self.parameters()).device
-        if routing is not None:
-            routing.check(self.shape)
-        pack = (
-            partial(pack_inputs, routing=routing)
-            if output_mask_T is None or routing is not None or not output_mask_T.any()
-            else partial(pack_output_inputs, output_mask_T=output_mask_T)
-        )
-        packed = pack(
-            tokens_T,
-            positions_T,
-            lengths,
-            shares_prefixes=self.shares_prefixes,
-            device=device,
-            uses_varlen=self.uses_varlen,
+        packed = self._pack_inputs(
+            tokens_T, positions_T, lengths, routing, output_mask_T=output_mask_T, device=device
         ).to(device)
         hidden = self.decoder(
             packed.tokens_U,
@@ -428,6 +415,19 @@ class DecoderPolicy(PolicyModel):
         routing: Routing | None = None,
     ) -> PackedInputs:
         """Return the decoder's inputs for packed sequences, see `PackedInputs`."""
+        return self._pack_inputs(tokens_T, positions_T, lengths, routing)
+
+    def _pack_inputs(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: Sequence[int],
+        routing: Routing | None,
+        *,
+        output_mask_T: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> PackedInputs:
+        """Call `packed_inputs.pack_inputs` with the policy's settings."""
         if routing is not None:
             routing.check(self.shape)
         return pack_inputs(
@@ -435,7 +435,9 @@ class DecoderPolicy(PolicyModel):
             positions_T,
             lengths,
             routing,
+            output_mask_T=output_mask_T,
             shares_prefixes=self.shares_prefixes,
+            device=device,
             uses_varlen=self.uses_varlen,
         )
 

@@ -150,7 +150,10 @@ def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
     if path is not None:
         directory = find_model(path)
         content = read_model_config(
-            directory, config.model.overrides, trust_remote_code=config.model.trust_remote_code
+            directory,
+            config.model.overrides,
+            backend=config.model.backend,
+            trust_remote_code=config.model.trust_remote_code,
         )
         architecture = content.get("architectures") or ["unnamed"]
         report.opened.append(f"model: {path}, {', '.join(map(str, architecture))}")

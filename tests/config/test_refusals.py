@@ -305,6 +305,10 @@ CLASHES = [
         "learner.kind=megatron can't freeze weights of the model: set learner.kind=dtensor or local",
     ),
     (
+        {"learner": "{kind: dtensor, context_parallel: 2, attention: varlen}"},
+        "attention=varlen has no effect with context_parallel",
+    ),
+    (
         {
             "model": "{preset: tiny, freeze: [model.norm]}",
             "learner": "{kind: dtensor, pipeline_parallel: 2}",

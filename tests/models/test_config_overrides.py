@@ -1,9 +1,11 @@
 """`model.overrides` for a model of a directory: what changes, and what is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from pictures import model_directory
 
 from ratchet.commands.convert.run import _find_start_config
 from ratchet.config.model_shape.presets import get_preset
@@ -29,6 +31,17 @@ def saved(tmp_path_factory):
 def gemma(reference, tmp_path_factory):
     directory = tmp_path_factory.mktemp("gemma")
     reference("gemma2", head_dim=8, sliding_window=4).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def layered(reference, tmp_path_factory):
+    """Each kind of layer has its own rotary section."""
+    directory = tmp_path_factory.mktemp("gemma3")
+    kinds = ["sliding_attention", "full_attention"]
+    reference("gemma3_text", head_dim=8, sliding_window=4, layer_types=kinds).save_pretrained(
+        directory
+    )
     return directory
 
 
@@ -82,6 +95,55 @@ def test_a_model_of_transformers_gets_them_too(gemma, ragged):
     with torch.no_grad():
         logits = changed.logits(changed.hidden(*ragged))
         assert logits.abs().max() <= 0.5 < plain.logits(plain.hidden(*ragged)).abs().max()
+
+
+def test_each_kind_of_layer_keeps_its_own_rotary_section(layered):
+    before = read(layered)["rope_parameters"]
+    overrides = {"rope_scaling": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}
+    after = load_policy(layered, overrides=overrides).text_config.rope_parameters
+    assert after["sliding_attention"] == before["sliding_attention"]
+    assert after["full_attention"]["rope_type"] == "linear"
+    assert after["full_attention"]["rope_theta"] == before["full_attention"]["rope_theta"] != 1e4
+
+
+def test_a_scaled_rotary_section_divides_dimensions_as_before():
+    overrides = {"text_config": {"rope_parameters": YARN}}
+    policy = load_policy(model_directory("qwen2_5_vl"), overrides=overrides)
+    rope = policy.text_config.rope_parameters
+    assert (rope["rope_type"], rope["mrope_section"]) == ("yarn", [2, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"rope_theta": 5.0}, "Set model.overrides.rope_parameters.full_attention.rope_theta"),
+        ({"rope_parameters": YARN}, "must have a section for a kind of layer (full_attention, "),
+        ({"rope_parameters": None}, "must have a section for a kind of layer (full_attention, "),
+        ({"rope_parameters": {"full": YARN}}, "must have a section for a kind of layer (full_"),
+        ({"rope_parameters": {"full_attention": 4}}, "rope_parameters.full_attention=4 must be a"),
+    ],
+)
+def test_a_rotary_section_that_no_layer_reads_is_refused(layered, overrides, message):
+    with pytest.raises(ModelError) as caught:
+        load_policy(layered, overrides=overrides)
+    assert message in str(caught.value)
+
+
+def test_transformers_reads_fields_that_the_decoder_does_not(saved):
+    policy = load_policy(saved, backend="transformers", overrides={"max_window_layers": 1})
+    assert policy.text_config.max_window_layers == 1
+    assert policy.model.config._name_or_path == str(saved)
+
+
+@pytest.mark.parametrize("backend", ["ratchet", "transformers"])
+def test_the_end_of_sequences_is_refused_where_another_file_decides(saved, tmp_path, backend):
+    overrides = {"eos_token_id": 3}
+    directory = shutil.copytree(saved, tmp_path / "model")
+    assert load_policy(directory, backend=backend, overrides=overrides).eos_ids == (3,)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert load_policy(directory, backend=backend).eos_ids == (7, 8)
+    with pytest.raises(ModelError, match=r"no effect, because .*generation_config.json says .*7"):
+        load_policy(directory, backend=backend, overrides=overrides)
 
 
 def test_ranks_read_the_same_shape(saved):
@@ -143,6 +205,9 @@ REFUSED = [
     ({"max_window_layers": 1}, "max_window_layers=1 changes nothing in the built-in decoder"),
     ({"rope_theta": "much"}, "rope_theta='much', must be a number: correct model.overrides"),
     ({"rope_scaling": {"rope_type": "yarm"}}, "no such scaling; did you mean 'yarn'?"),
+    ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_type=['yarn']: there is no such scaling"),
+    ({"rope_scaling": YARN, "rope_parameters": YARN}, "names of one section: remove one"),
+    ({"rms_norm_eps": None}, "rms_norm_eps=null, must be a number: correct model.overrides"),
     ({"rope_scaling": 4}, "rope_parameters=4 must be a section, such as {rope_type: yarn}"),
     ({"num_attention_heads": 5}, "makes a configuration that no model has: "),
 ]

@@ -144,11 +144,21 @@ def test_the_kernel_for_variable_lengths_computes_what_padded_attention_does():
     assert kernels["varlen"] < kernels["padded"]
 
 
-def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
-    kernel = torch.nn.attention.varlen.varlen_attn
-    monkeypatch.setattr(
-        torch.nn.attention.varlen, "varlen_attn", lambda q, *x, **y: kernel(2 * q, *x, **y)
-    )
+def refuse_grouped_queries(*arguments, **options):
+    raise ValueError("Expect query and key/value to have the same number of heads")
+
+
+@pytest.mark.parametrize(
+    "make_kernel",
+    [
+        lambda kernel: lambda q, *x, **y: kernel(2 * q, *x, **y),
+        lambda kernel: refuse_grouped_queries,
+    ],
+    ids=["computes something else", "refuses"],
+)
+def test_a_kernel_that_does_something_else_is_not_used(make_kernel, monkeypatch):
+    module = torch.nn.attention.varlen
+    monkeypatch.setattr(module, "varlen_attn", make_kernel(module.varlen_attn))
     device = torch.device("cuda:1")
     assert not has_varlen.__wrapped__(device)
     monkeypatch.setattr("ratchet.models.layers.varlen.has_varlen", has_varlen.__wrapped__)

@@ -124,6 +124,10 @@ def test_an_offload_waits_once_and_keeps_its_memory():
     move(learner.onload)
     assert get_addresses() != first
     move(learner.offload)
+    move(learner.offload)  # the reference of a LoRA run is the same learner
+    assert get_addresses() == first
+    move(learner.onload)
+    move(learner.offload)
     assert get_addresses() == first
 
 

@@ -147,7 +147,13 @@ def _find_start_config(start: ModelConfig, export_dir: Path) -> str | None:
         return str(directory)
     _make_empty(export_dir)
     copy_companions(directory, export_dir)
-    write_json(export_dir / "config.json", read_model_config(directory, start.overrides))
+    config = read_model_config(
+        directory,
+        start.overrides,
+        backend=start.backend,
+        trust_remote_code=start.trust_remote_code,
+    )
+    write_json(export_dir / "config.json", config)
     return str(export_dir)
 
 

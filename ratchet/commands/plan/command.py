@@ -222,7 +222,12 @@ def read_shape(config: RunConfig) -> DecoderConfig:
         vocabulary = build(config.tokenizer, None).vocab_size
         return get_preset(source.preset, vocab_size=vocabulary, **source.overrides)
     directory = find_model(source.path, revision=source.revision)
-    hf = read_model_config(directory, source.overrides)
+    hf = read_model_config(
+        directory,
+        source.overrides,
+        backend=source.backend,
+        trust_remote_code=source.trust_remote_code,
+    )
     try:
         return read_config(directory, hf)
     except ModelError as error:

@@ -92,9 +92,7 @@ def check_types(
         check(key, is_number(hf.get(key)), "a number")
     for key in HF_NOT_NULL:
         if key in hf and hf[key] is None:
-            raise ModelError(
-                f"config.json says {key}=null, must be a number: copy it from the model again"
-            )
+            raise ModelError(f"config.json says {key}=null, must be a number: {remedy}")
     for key, kind in HF_LISTS.items():
         fits = isinstance(hf.get(key), list) and all(type(item) is kind for item in hf[key])
         check(key, fits, "a list of texts" if kind is str else "a list of numbers")

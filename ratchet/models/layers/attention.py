@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ratchet.models.accelerator import attend_grouped
-from ratchet.models.layers import varlen
 from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
+from ratchet.models.layers.varlen import VarlenAttention, can_attend
 from ratchet.utils.transfer import upload
 
 # Segments share a call if its number of query-key pairs, padding included, is at most
@@ -79,7 +79,7 @@ class PackedAttention:
         self.device = device
         # Equal lengths need no padding, so one call of ordinary attention does as well.
         needs_padding = len(set(lengths)) > 1
-        self.varlen = varlen.Varlen(lengths, device) if uses_varlen and needs_padding else None
+        self.varlen = VarlenAttention(lengths, device) if uses_varlen and needs_padding else None
 
     @cached_property
     def buckets(self) -> list[Bucket]:
@@ -87,7 +87,7 @@ class PackedAttention:
         return [_make_bucket(group, self.device) for group in _group_lengths(self.lengths)]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        if self.varlen is not None and varlen.can_attend(q_THD, v_TKD):
+        if self.varlen is not None and can_attend(q_THD, v_TKD):
             return self.varlen.attend(q_THD, k_TKD, v_TKD)
         if len(self.buckets) == 1:
             return _attend(self.buckets[0], q_THD, k_TKD, v_TKD)

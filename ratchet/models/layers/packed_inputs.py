@@ -97,6 +97,7 @@ def pack_inputs(
     lengths: Sequence[int],
     routing: Routing | None = None,
     *,
+    output_mask_T: Tensor | None = None,
     shares_prefixes: bool = True,
     device: torch.device | None = None,
     uses_varlen: bool = False,
@@ -106,6 +107,10 @@ def pack_inputs(
     Args:
         lengths: Number of tokens of each sequence, at least 1. They sum to T.
         routing: Expert routing of the T tokens.
+        output_mask_T: bool, True for output tokens; None, or none True: all are. Tokens after a
+            sequence's last output token are then not computed, except for rounding up to `STRIDE`.
+            For the other tokens that are not output tokens, the last layer computes only keys and
+            values, and `unfold` returns meaningless states. With `routing` all are computed.
         shares_prefixes: True to compute prefixes that sequences share only once.
         device: The device for which attention is planned; None: that of the tokens.
         uses_varlen: As of `PackedAttention`.
@@ -114,6 +119,18 @@ def pack_inputs(
         f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
     )
     device = device or tokens_T.device
+    if output_mask_T is not None and routing is None and output_mask_T.any():
+        is_kept_T, kept_lengths = _select_computed(lengths, output_mask_T)
+        is_kept_T = is_kept_T.to(tokens_T.device)
+        packed = pack_inputs(
+            tokens_T[is_kept_T],
+            positions_T[is_kept_T],
+            kept_lengths,
+            shares_prefixes=shares_prefixes,
+            device=device,
+            uses_varlen=uses_varlen,
+        )
+        return _select_outputs(packed, is_kept_T, output_mask_T)
     if len(lengths) > 1 and shares_prefixes:
         replayed_TLK = None if routing is None else routing.replayed_TLK
         tree = PrefixTree.from_sequences(compute_path_keys(tokens_T, replayed_TLK), lengths)
@@ -129,36 +146,8 @@ def pack_inputs(
     return _reorder(tokens_T, positions_T, attend, order_T, inverse_T, routing)
 
 
-def pack_output_inputs(
-    tokens_T: Tensor,
-    positions_T: Tensor,
-    lengths: Sequence[int],
-    output_mask_T: Tensor,
-    *,
-    shares_prefixes: bool = True,
-    device: torch.device | None = None,
-    uses_varlen: bool = False,
-) -> PackedInputs:
-    """Return the decoder's inputs if the caller uses only some final states (output tokens).
-
-    Tokens after a sequence's last output token are not computed, except for rounding up to
-    `STRIDE`. For the other tokens that are not output tokens, the last layer computes only keys and
-    values, and `unfold` returns meaningless states.
-
-    Args:
-        output_mask_T: bool, True for output tokens; at least one must be True.
-        device, uses_varlen: As in `pack_inputs`.
-    """
-    is_kept_T, kept_lengths = _select_computed(lengths, output_mask_T)
-    is_kept_T = is_kept_T.to(tokens_T.device)
-    packed = pack_inputs(
-        tokens_T[is_kept_T],
-        positions_T[is_kept_T],
-        kept_lengths,
-        shares_prefixes=shares_prefixes,
-        device=device,
-        uses_varlen=uses_varlen,
-    )
+def _select_outputs(packed: PackedInputs, is_kept_T: Tensor, output_mask_T: Tensor) -> PackedInputs:
+    """Return the inputs of the kept tokens, with the final states of output tokens only."""
     # A token that is left out maps to the last kept token before it.
     state_index_T = is_kept_T.cumsum(0) - 1
     if packed.state_index_T is not None:

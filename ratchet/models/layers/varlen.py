@@ -8,8 +8,8 @@ T = tokens, S = sequences, H = query heads, K = key/value heads, D = head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -19,9 +19,13 @@ from torch import Tensor
 from ratchet.errors import ConfigError
 from ratchet.utils.transfer import upload
 
+# The kernel takes heads of at most this many numbers, a multiple of the second.
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
+# The probe: lengths of its sequences, heads of queries, keys and values, and numbers of a head.
 PROBE_LENGTHS = (1, 3, 20)
+PROBE_HEADS = (4, 2, 2)
+PROBE_HEAD_DIM = 64
 # Largest difference from padded attention in bfloat16, whose rounding errors are 2^-8 of a number.
 PROBE_TOLERANCE = 0.05
 
@@ -32,14 +36,12 @@ def choose_varlen(choice: Literal["auto", "padded", "varlen"], device: torch.dev
     Raises:
         ConfigError: `choice` is "varlen", which this device or this PyTorch does not have.
     """
-    if choice == "padded" or has_varlen(device):
-        return choice != "padded"
-    if choice == "varlen":
+    if choice == "varlen" and not has_varlen(device):
         raise ConfigError(
             f"learner.attention=varlen, but PyTorch {torch.__version__} has no such kernel for "
             f"{device}. Set learner.attention=auto"
         )
-    return False
+    return choice != "padded" and has_varlen(device)
 
 
 @cache
@@ -48,22 +50,34 @@ def has_varlen(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     generator = torch.Generator().manual_seed(0)
-    lengths, heads = PROBE_LENGTHS, (4, 2, 2)
-    rows = [torch.randn(sum(lengths), n, 64, generator=generator) for n in heads]
-    inputs = [row.to(device, torch.bfloat16).requires_grad_() for row in rows]
+    inputs = [
+        torch.randn(sum(PROBE_LENGTHS), n_heads, PROBE_HEAD_DIM, generator=generator).to(device)
+        for n_heads in PROBE_HEADS
+    ]
     try:
-        out = Varlen(lengths, device).attend(*inputs)
-        grads = torch.autograd.grad(out.float().square().sum(), inputs)
+        varlen = VarlenAttention(PROBE_LENGTHS, device)
+        computed = _attend_with_gradients(varlen.attend, [x.bfloat16() for x in inputs])
     # What is missing shows in many ways: no module, other arguments, no kernel for this GPU.
-    except (ImportError, TypeError, RuntimeError, AttributeError):
+    except (ImportError, TypeError, ValueError, RuntimeError, AttributeError):
         return False
-    references = [row.to(device).requires_grad_() for row in rows]
-    expected = attend_padded(lengths, *references)
-    expected_grads = torch.autograd.grad(expected.square().sum(), references)
-    pairs = zip((out, *grads), (expected, *expected_grads), strict=True)
+    expected = _attend_with_gradients(partial(attend_padded, PROBE_LENGTHS), inputs)
     return all(
-        bool((a.float() - b).abs().max() <= PROBE_TOLERANCE * b.abs().max()) for a, b in pairs
+        bool((x - reference).abs().max() <= PROBE_TOLERANCE * reference.abs().max())
+        for x, reference in zip(computed, expected, strict=True)
     )
+
+
+def _attend_with_gradients(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the output, and the gradients of queries, keys and values, in float32.
+
+    inputs: queries, keys and values.
+    """
+    q, k, v = (x.requires_grad_() for x in inputs)
+    out = attend(q, k, v)
+    gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    return [x.float() for x in (out, *gradients)]
 
 
 def attend_padded(lengths: Sequence[int], q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
@@ -76,7 +90,7 @@ def attend_padded(lengths: Sequence[int], q_THD: Tensor, k_TKD: Tensor, v_TKD: T
     return torch.cat(parts)
 
 
-class Varlen:
+class VarlenAttention:
     """The causal attention of sequences laid end to end, by one call of the kernel."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
@@ -103,12 +117,12 @@ class Varlen:
             window_size=(-1, 0),  # causal
             enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
         )
-        assert isinstance(out, Tensor), "only with return_aux it returns more"
+        assert isinstance(out, Tensor), "it returns more only with return_aux"
         return out
 
 
 def can_attend(q_THD: Tensor, v_TKD: Tensor) -> bool:
-    """True if the kernel takes tensors of this kind."""
+    """True if the kernel takes queries and values of this device, dtype and size."""
     is_half = q_THD.dtype.itemsize == 2 or torch.is_autocast_enabled("cuda")
     head_dim = q_THD.shape[2]
     has_size = head_dim <= MAX_HEAD_DIM and head_dim % HEAD_DIM_MULTIPLE == 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,17 +66,13 @@ def load_config(
 
     changed: The content of `config.json` to read in place of the file's; None: the file's.
     """
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    config = AutoConfig.from_pretrained(
+        directory, trust_remote_code=trust_remote_code, local_files_only=True
+    )
     if changed is None:
-        return AutoConfig.from_pretrained(directory, **options)
-    with tempfile.TemporaryDirectory() as folder:
-        # The code of a model lies beside its configuration.
-        for path in directory.glob("*.py"):
-            shutil.copyfile(path, Path(folder) / path.name)
-        (Path(folder) / "config.json").write_text(json.dumps(changed), encoding="utf-8")
-        config = AutoConfig.from_pretrained(folder, **options)
-    config._name_or_path = str(directory)
-    return config
+        return config
+    # Overrides never change the model's type, and so neither the class.
+    return type(config).from_dict({**changed, "_name_or_path": str(directory)})
 
 
 def build_without_weights(config: Mapping[str, Any]) -> PreTrainedModel | None:

@@ -31,11 +31,18 @@ ARGUMENT = "packed_attention"
 
 
 def set_packed_attention(model: PreTrainedModel, *, enabled: bool) -> bool:
-    """Set the attention of a model that has PyTorch's or this one; return True if that was done."""
+    """Set the attention of a model to this one or PyTorch's; return True if it is that now.
+
+    Another attention than these two stays.
+    """
+    name = NAME if enabled else "sdpa"
+    # Setting it again would set it in encoders too, which may have another.
+    if model.config._attn_implementation == name:
+        return True
     if model.config._attn_implementation not in ("sdpa", NAME):
         return False
-    model.set_attn_implementation(NAME if enabled else "sdpa")
-    return model.config._attn_implementation == (NAME if enabled else "sdpa")
+    model.set_attn_implementation(name)
+    return model.config._attn_implementation == name
 
 
 def make_mask(**arguments: Any) -> Tensor | None:

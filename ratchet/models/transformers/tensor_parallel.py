@@ -185,8 +185,9 @@ def divide_adapters(model: nn.Module, division: TPDivision) -> TPDivision:
     shard_index = ShardIndex(group.rank(), group.size())
     pieces = dict(division.divided_pieces)
     partial = set(division.partial_gradients)
+    modules = dict(model.named_modules())
     for path, style in division.styles.items():
-        layer: Any = dict(model.named_modules()).get(path)
+        layer: Any = modules.get(path)
         if not hasattr(layer, "lora_A"):
             continue
         a, b = layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]

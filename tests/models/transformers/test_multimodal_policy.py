@@ -81,6 +81,14 @@ def test_packed_logits_are_the_model_s_own_of_each_sequence_alone(family, dtype,
     assert max(float(logits.std()) for logits in expected) > 0.1
 
 
+def test_an_encoder_keeps_an_attention_of_its_own():
+    model = policy_of(FAMILIES[0]).model
+    encoder = model.config.vision_config
+    encoder._attn_implementation = "eager"
+    MultimodalPolicy(model)
+    assert (model.config._attn_implementation, encoder._attn_implementation) == ("sdpa", "eager")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_that_does_not_pack_runs_each_sequence_alone(family):
     policy, batch = policy_of(family, torch.float64), batch_of(family)
