@@ -95,7 +95,7 @@ def test_the_base_of_an_adapter_is_kept_where_overrides_change_it(folder):
 
 
 def test_problems_of_all_stages_are_told_at_once(folder):
-    reward = write_reward(folder, "wrong_signature", "def reward(completions):\n    return 1.0\n")
+    reward = write_reward(folder, "wrong_signature", "def reward(answer):\n    return 1.0\n")
     broken = write_reward(folder, "broken", "def reward(trajectory, task):\n    return 1 / 0\n")
     stages = [
         {"name": "sft", "algorithm": {"kind": "sft"}, "environment": DATASET | {"train": "no.csv"}},
