@@ -94,7 +94,10 @@ MALFORMED = [
         b'{"question": "q", "answer": "a"}\n{"question": "caf\xe9"}\n',
         ", line 2: not UTF-8: byte 0xe9 at offset 17 of the line, 50 of the file: save it as UTF-8",
     ),
-    (b"\xef\xbb\xbf\xff", ", line 1: not UTF-8: byte 0xff at offset 3 of the line, 3 of the file: save it as UTF-8"),
+    (
+        b"\xef\xbb\xbf\xff",
+        ", line 1: not UTF-8: byte 0xff at offset 3 of the line, 3 of the file: save it as UTF-8",
+    ),
     (
         b'{"question": "\\ud83d", "answer": "a"}',
         ", line 1: column 'question' holds half of a surrogate pair (\\ud800 to \\udfff), which is not text",
