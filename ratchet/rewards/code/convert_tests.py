@@ -87,10 +87,10 @@ def convert_source(source: str, label: str) -> FunctionTask:
     define.
     """
     tree = _parse(source, label)
+    tree.body = [statement for statement in tree.body if not _is_main_block(statement)]
     functions = _find_functions(tree, label)
     _check_pytest(tree, label)
-    statements = [_rewrite_import(statement, label) for statement in tree.body]
-    body = [statement for group in statements for statement in group]
+    body = _ImportRewriter(label).visit(tree).body
     tests = _list_tests(body)
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     has_loose_assertions = any(
@@ -105,9 +105,13 @@ def convert_source(source: str, label: str) -> FunctionTask:
             "nothing"
         )
     # Loose assertions stay where they are, because the variables that they read may change later.
-    shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
-    check = _write_check([f"_run_tests({', '.join(tests)})"], label)
-    text = "\n".join([shim, *map(ast.unparse, body), "", check])
+    statements = "\n".join(map(ast.unparse, body))
+    if tests or _uses_pytest(body):
+        shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
+        check = _write_check([f"_run_tests({', '.join(tests)})"], label)
+        text = f"{shim}\n{statements}\n\n{check}"
+    else:
+        text = f"{statements}\n\n{_write_check(['pass'], label)}"
     return _make_task(USUAL_IMPORTS, functions, text, label)
 
 
@@ -205,7 +209,10 @@ def _parse(source: str, label: str) -> ast.Module:
 
 def _list_tests(body: Sequence[ast.stmt]) -> list[str]:
     """Return the names of the test functions and test classes: `test...`, or of unittest."""
-    test_cases = {"TestCase"}  # the last parts of the names of unittest's classes
+    test_cases = {
+        "TestCase",
+        "IsolatedAsyncioTestCase",
+    }  # the last parts of the names of unittest's classes
     names: list[str] = []
     for node in body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -220,15 +227,23 @@ def _list_tests(body: Sequence[ast.stmt]) -> list[str]:
 
 
 def _check_definitions(sources: Sequence[str], label: str) -> None:
-    """Raise DataError if two test cases define the same name: the first would be lost."""
+    """Raise DataError if two test cases define the same name: the first would be lost.
+
+    Cases without test functions may, because their assertions run before the next definitions.
+    """
+    bodies = [_parse(source, label).body for source in sources]
+    if not any(map(_list_tests, bodies)):
+        return
     definitions: dict[str, str] = {}
-    for source in sources:
-        statements = _parse(source, label).body
-        case_definitions = {
-            node.name: ast.dump(node)
-            for node in statements
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        }
+    for body in bodies:
+        case_definitions: dict[str, str] = {}
+        for node in body:
+            names: list[str] = []
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names = [node.name]
+            elif isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            case_definitions |= dict.fromkeys(names, ast.dump(node))
         for name, definition in case_definitions.items():
             if definitions.setdefault(name, definition) != definition:
                 raise DataError(
@@ -236,19 +251,31 @@ def _check_definitions(sources: Sequence[str], label: str) -> None:
                 )
 
 
+def _is_main_block(statement: ast.stmt) -> bool:
+    """True for `if __name__ == "__main__":`, as before `pytest.main()`. It does not run."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return False
+    return ast.unparse(statement.test) == "__name__ == '__main__'"
+
+
 def _check_pytest(tree: ast.Module, label: str) -> None:
     """Raise DataError if the tests use something of pytest that the sandbox does not have.
 
     Where the tests run, it would show only after the program has answered, as a wrong answer.
     """
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    aliases = {"pytest"}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname for a in node.names if a.name == "pytest" and a.asname}
+    for node in nodes:
         names: list[str] = []
         match node:
-            case ast.Attribute(value=ast.Name(id="pytest"), attr=name):
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in aliases:
                 names = [name]
-            case ast.ImportFrom(module="pytest", names=aliases):
-                names = [alias.name for alias in aliases]
-            case ast.Attribute(attr="skipTest"):
+            case ast.ImportFrom(module="pytest", names=imported):
+                names = [alias.name for alias in imported]
+            case ast.Attribute(attr="skipTest" | "SkipTest"):
                 names = ["skip"]
             case _:
                 pass
@@ -260,30 +287,46 @@ def _check_pytest(tree: ast.Module, label: str) -> None:
                 )
 
 
-def _rewrite_import(statement: ast.stmt, label: str) -> list[ast.stmt]:
-    """Return what stands for an import of the judged module or of pytest."""
-    if isinstance(statement, ast.ImportFrom) and statement.module in (MODULE, "pytest"):
-        source = "pytest." if statement.module == "pytest" else ""
-        lines = [
-            f"{alias.asname or alias.name} = {source}{alias.name}"
-            for alias in statement.names
-            if alias.name != "*" and (source or alias.asname)
-        ]
-        return _parse("\n".join(lines), label).body
-    if isinstance(statement, ast.Import):
-        names = [alias for alias in statement.names if alias.name != "pytest"]
-        if any(alias.name == MODULE for alias in names):
+def _uses_pytest(body: Sequence[ast.stmt]) -> bool:
+    """True if statements name pytest. Their imports must have been rewritten."""
+    nodes = (node for statement in body for node in ast.walk(statement))
+    return any(isinstance(node, ast.Name) and node.id == "pytest" for node in nodes)
+
+
+class _ImportRewriter(ast.NodeTransformer):
+    """A transformer that removes imports of the judged module and of pytest.
+
+    The names of both are global; assignments define others for them.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> list[ast.stmt] | ast.stmt:
+        if node.module not in (MODULE, "pytest"):
+            return node
+        source = "pytest." if node.module == "pytest" else ""
+        return self._assign(
+            {alias.asname or alias.name: source + alias.name for alias in node.names}
+        )
+
+    def visit_Import(self, node: ast.Import) -> list[ast.stmt] | ast.stmt:
+        if any(alias.name == MODULE for alias in node.names):
             raise DataError(
-                f"task '{label}': its tests import the module {MODULE}: write from {MODULE} import "
-                "FUNCTION"
+                f"task '{self.label}': its tests import the module {MODULE}: write from {MODULE} "
+                "import FUNCTION"
             )
+        others = [alias for alias in node.names if alias.name != "pytest"]
+        if len(others) == len(node.names):
+            return node
+        names = {alias.asname: "pytest" for alias in node.names if alias.name == "pytest"}
+        return [*([ast.Import(others)] if others else []), *self._assign(names)]
+
+    def _assign(self, names: Mapping[str | None, str]) -> list[ast.stmt]:
         lines = [
-            f"{alias.asname} = pytest"
-            for alias in statement.names
-            if alias.name == "pytest" and alias.asname
+            f"{name} = {value}" for name, value in names.items() if name not in (None, value, "*")
         ]
-        return [*([ast.Import(names)] if names else []), *_parse("\n".join(lines), label).body]
-    return [statement]
+        return _parse("\n".join(lines or ["pass"]), self.label).body
 
 
 def _find_functions(tree: ast.Module, label: str) -> list[str]:
