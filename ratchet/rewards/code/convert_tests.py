@@ -41,6 +41,15 @@ PLAIN_ATTRIBUTES = frozenset(
     for value in (None, True, 0, 0.0, 0j, "", b"", [], (), set[int](), {}, range(0), iter(()))
     for name in dir(value)
 )
+# Functions that take a class or several, by their last name, and the place of that argument.
+CLASS_ARGUMENTS = {
+    "raises": 0,
+    "assertRaises": 0,
+    "assertRaisesRegex": 0,
+    "isinstance": 1,
+    "issubclass": 1,
+    "assertIsInstance": 1,
+}
 CALL_FUNCTION = "_call_function"  # calls one of several functions of a program
 CALL_PROGRAM = f"""
 
@@ -402,6 +411,8 @@ def _check_are_functions(tree: ast.Module, names: Mapping[str, str], label: str)
                 reason = f"use .{node.attr} of what it returns"
         elif isinstance(node, ast.Call) and (name := find_called(node.func)):
             reason = "call what it returns"
+        elif name := min(_list_classes(node) & names.keys(), default=None):
+            reason = "use it as a class"
         elif isinstance(node, ast.Compare | ast.BinOp | ast.Subscript):
             operands = {
                 part.id for part in ast.iter_child_nodes(node) if isinstance(part, ast.Name)
@@ -413,6 +424,22 @@ def _check_are_functions(tree: ast.Module, names: Mapping[str, str], label: str)
                 f"task '{label}': its tests can't judge {names[name]}, because they {reason}: they "
                 "must call functions that return plain values"
             )
+
+
+def _list_classes(node: ast.AST) -> set[str]:
+    """Return the names that a node uses as classes, such as an error in `raises(error)`."""
+    match node:
+        case ast.ExceptHandler(type=ast.expr() as classes):
+            pass
+        case ast.Call(func=ast.Name(id=function) | ast.Attribute(attr=function), args=arguments):
+            place = CLASS_ARGUMENTS.get(function, len(arguments))
+            if place >= len(arguments):
+                return set()
+            classes = arguments[place]
+        case _:
+            return set()
+    parts = classes.elts if isinstance(classes, ast.Tuple) else [classes]
+    return {part.id for part in parts if isinstance(part, ast.Name)}
 
 
 def _list_bound_names(tree: ast.Module) -> Iterator[str]:

@@ -304,6 +304,16 @@ def test_text_tests_may_not_run_the_answer():
         ("assert", ["from solution import f as g\nassert g(1)(2) == 3"], "judge f, .* call what"),
         ("pytest", ["import pytest\ndef test_a():\n    pytest.skip(f(1))"], "use pytest's skip"),
         ("pytest", ["from pytest import warns\ndef test_a(): f(1)"], "use pytest's warns"),
+        (
+            "pytest",
+            ["from solution import f, E\ndef test_a():\n    try: f()\n    except E: pass"],
+            "E, .* class",
+        ),
+        (
+            "pytest",
+            ["from solution import f, E\nimport pytest\ndef test_a(): pytest.raises((E,), f)"],
+            "judge E, because they use it as a class",
+        ),
         ("pytest", ["import pytest as p\ndef test_a(): p.skip(f(1))"], "use pytest's skip"),
         ("pytest", ["def test_a(): f(1)", "def test_a(): f(2)"], "two .* define test_a"),
         ("pytest", ["N = 1\ndef test_a(): f(N)", "N = 2\ndef test_b(): f(N)"], "two .* define N"),
