@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -31,6 +32,7 @@ from itertools import *
 from math import *
 from typing import *
 """
+MAX_TASKS = 1024  # maximum number of tasks whose tests are kept for the next attempt
 CASE_TYPES = ("assert", "pytest", "check_based", "text")
 MODULE = "solution"  # the module that tests import the judged function from
 TEXT_FUNCTION = "response"  # stands for the answer in text tests
@@ -85,6 +87,11 @@ def convert_tests(case_type: str, cases: Sequence[Any], label: str) -> FunctionT
         return _convert_checks(cases, sources, label)
     if case_type == "text":
         return _convert_text_tests(sources, label)
+    return _convert_sources(tuple(sources), label)
+
+
+@lru_cache(maxsize=MAX_TASKS)
+def _convert_sources(sources: tuple[str, ...], label: str) -> FunctionTask:
     _check_definitions(sources, label)
     return convert_source("\n".join(sources), label)
 

@@ -224,6 +224,14 @@ def test_plain_assertions_run_without_the_part_of_pytest():
     exec(convert_tests("assert", cases, "t").test, namespace)
 
 
+def test_the_attempts_of_a_task_share_its_converted_tests():
+    first, again, other = (
+        convert_tests("assert", ["assert f(2) == 4"], label) for label in ("t", "t", "other")
+    )
+    assert first is again
+    assert other.label == "other"
+
+
 TEXT = [
     "assert len({response}.split()) <= 3 and not re.search('[0-9]{5}', {response})",
     {"assert_code": "assert {response}.endswith('!')"},
