@@ -37,6 +37,7 @@ CASE_TYPES = ("assert", "pytest", "check_based", "text")
 MODULE = "solution"  # the module that tests import the judged function from
 TEXT_FUNCTION = "response"  # stands for the answer in text tests
 TEXT_PLACEHOLDER = "{response}"
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Attributes of the values that a program can return (see `plain_values`).
 PLAIN_ATTRIBUTES = frozenset(
     name
@@ -106,23 +107,16 @@ def convert_source(source: str, label: str) -> FunctionTask:
     tree.body = [statement for statement in tree.body if not _is_main_block(statement)]
     functions = _find_functions(tree, label)
     _check_pytest(tree, label)
-    body = _ImportRewriter(label).visit(tree).body
-    tests = _list_tests(body)
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    has_loose_assertions = any(
-        isinstance(part, ast.Assert)
-        for node in body
-        if not isinstance(node, definitions)
-        for part in ast.walk(node)
-    )
-    if not tests and not has_loose_assertions:
+    tree = _ImportRewriter(label).visit(tree)
+    tests = _list_tests(tree)
+    if not tests and not any(isinstance(node, ast.Assert) for node in _walk_module(tree)):
         raise DataError(
             f"task '{label}': its tests have neither an assert nor a function test_...: they test "
             "nothing"
         )
     # Loose assertions stay where they are, because the variables that they read may change later.
-    statements = "\n".join(map(ast.unparse, body))
-    if tests or _uses_pytest(body):
+    statements = ast.unparse(tree)
+    if tests or _uses_pytest(tree):
         shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
         check = _write_check([f"_run_tests({', '.join(tests)})"], label)
         text = f"{shim}\n{statements}\n\n{check}"
@@ -223,15 +217,23 @@ def _parse(source: str, label: str) -> ast.Module:
         raise DataError(f"task '{label}': its tests are not Python: {error}") from error
 
 
-def _list_tests(body: Sequence[ast.stmt]) -> list[str]:
+def _walk_module(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs with a module, also in blocks, and definitions without what is in them."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, DEFINITIONS):
+            yield from _walk_module(child)
+
+
+def _list_tests(tree: ast.Module) -> list[str]:
     """Return the names of the test functions and test classes: `test...`, or of unittest."""
     test_cases = {
         "TestCase",
         "IsolatedAsyncioTestCase",
     }  # the last parts of the names of unittest's classes
     names: list[str] = []
-    for node in body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    for node in _walk_module(tree):
+        if not isinstance(node, DEFINITIONS):
             continue
         bases = node.bases if isinstance(node, ast.ClassDef) else []
         is_test_case = any(ast.unparse(base).split(".")[-1] in test_cases for base in bases)
@@ -247,15 +249,15 @@ def _check_definitions(sources: Sequence[str], label: str) -> None:
 
     Cases without test functions may, because their assertions run before the next definitions.
     """
-    bodies = [_parse(source, label).body for source in sources]
-    if not any(map(_list_tests, bodies)):
+    trees = [_parse(source, label) for source in sources]
+    if not any(map(_list_tests, trees)):
         return
     definitions: dict[str, str] = {}
-    for body in bodies:
+    for tree in trees:
         case_definitions: dict[str, str] = {}
-        for node in body:
+        for node in tree.body:
             names: list[str] = []
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if isinstance(node, DEFINITIONS):
                 names = [node.name]
             elif isinstance(node, ast.Assign):
                 names = [target.id for target in node.targets if isinstance(target, ast.Name)]
@@ -303,10 +305,9 @@ def _check_pytest(tree: ast.Module, label: str) -> None:
                 )
 
 
-def _uses_pytest(body: Sequence[ast.stmt]) -> bool:
-    """True if statements name pytest. Their imports must have been rewritten."""
-    nodes = (node for statement in body for node in ast.walk(statement))
-    return any(isinstance(node, ast.Name) and node.id == "pytest" for node in nodes)
+def _uses_pytest(tree: ast.Module) -> bool:
+    """True if tests name pytest. Their imports must have been rewritten."""
+    return any(isinstance(node, ast.Name) and node.id == "pytest" for node in ast.walk(tree))
 
 
 class _ImportRewriter(ast.NodeTransformer):

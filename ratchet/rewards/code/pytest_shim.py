@@ -370,15 +370,15 @@ def _collect_class(test, outer_marks):
     """Yield the cases of a class's methods, then those of the test classes in it."""
     if _is_left_out(test):
         return
-    is_unittest = hasattr(test, "assertEqual")
-    if not is_unittest and test.__init__ is not object.__init__:
-        raise UnsupportedPytest(f"the test class {test.__name__} with a method __init__")
     marks = [*outer_marks]
     for ancestor in test.__mro__[::-1]:
         marks += _list_marks(vars(ancestor))
     attributes = {name: getattr(test, name) for name in _list_attributes(test)}
+    is_unittest = hasattr(test, "assertEqual")
     for name, value in attributes.items():
         if name.startswith("test") and callable(value) and not inspect.isclass(value):
+            if not is_unittest and test.__init__ is not object.__init__:
+                raise UnsupportedPytest(f"the test class {test.__name__} with a method __init__")
             yield from _collect_function(name, value, test, marks)
     for name, value in attributes.items():
         if inspect.isclass(value) and name.startswith("Test"):

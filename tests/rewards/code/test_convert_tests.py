@@ -179,6 +179,9 @@ def run_in_this_process(source, function):
         "def test_a():\n    import pytest as p\n    from pytest import raises as r\n"
         "    from solution import f as g\n    with r(expected_exception=ValueError): g(-1)\n"
         "    assert g(2) == p.approx(4)",
+        "if True:\n    def test_a(): assert f(3) == 9\ndef test_b(): f(2)",
+        "class TestRow:\n    def __init__(self): self.n = 2\n"
+        "def test_a(): assert f(TestRow().n) == 4",
         "from pytest import approx as near\nassert f(2) == near(4)",
         "import pytest\ndef test_a(): assert f(2) == 4\nif __name__ == '__main__': pytest.main()",
     ],
