@@ -205,16 +205,17 @@ def _find_fixtures(owner):
     """
     values = [*globals().values()]
     if owner is not None:
-        values += [getattr(owner, name) for name in _list_attributes(owner)]
+        values += _get_attributes(owner).values()
     fixtures = {}
     for fixture in filter(None, map(_get_fixture, values)):
         fixtures.setdefault(fixture.name, []).insert(0, fixture)
     return fixtures
 
 
-def _list_attributes(owner):
-    """Return the names of a class's attributes, those of its bases first."""
-    return list(dict.fromkeys(name for kind in owner.__mro__[::-1] for name in vars(kind)))
+def _get_attributes(owner):
+    """Return a class's attributes by name, those of its bases first. An Enum lacks some: None."""
+    names = dict.fromkeys(name for kind in owner.__mro__[::-1] for name in vars(kind))
+    return {name: getattr(owner, name, None) for name in names}
 
 
 class _Case:
@@ -373,7 +374,7 @@ def _collect_class(test, outer_marks):
     marks = [*outer_marks]
     for ancestor in test.__mro__[::-1]:
         marks += _list_marks(vars(ancestor))
-    attributes = {name: getattr(test, name) for name in _list_attributes(test)}
+    attributes = _get_attributes(test)
     is_unittest = hasattr(test, "assertEqual")
     for name, value in attributes.items():
         if name.startswith("test") and callable(value) and not inspect.isclass(value):

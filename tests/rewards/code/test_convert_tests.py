@@ -180,8 +180,9 @@ def run_in_this_process(source, function):
         "    from solution import f as g\n    with r(expected_exception=ValueError): g(-1)\n"
         "    assert g(2) == p.approx(4)",
         "if True:\n    def test_a(): assert f(3) == 9\ndef test_b(): f(2)",
-        "class TestRow:\n    def __init__(self): self.n = 2\n"
-        "def test_a(): assert f(TestRow().n) == 4",
+        "import enum\nclass TestRow:\n    def __init__(self): self.n = 2\n"
+        "class TestKind(enum.Enum): A = 4\n"
+        "def test_a(): assert f(TestRow().n) == TestKind.A.value",
         "from pytest import approx as near\nassert f(2) == near(4)",
         "import pytest\ndef test_a(): assert f(2) == 4\nif __name__ == '__main__': pytest.main()",
     ],
