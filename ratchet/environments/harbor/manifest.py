@@ -32,12 +32,13 @@ class _Table(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise for a boolean where a number belongs, which Pydantic would read as 0 or 1."""
-        if info.field_name is None or not isinstance(value, bool):
+    def _check_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raise for a boolean instead of a number, or the reverse, which Pydantic would convert."""
+        if info.field_name is None or not isinstance(value, bool | int | float):
             return value
-        if bool not in get_args(cls.model_fields[info.field_name].annotation):
-            raise ValueError("must not be true or false")
+        takes_boolean = bool in get_args(cls.model_fields[info.field_name].annotation)
+        if takes_boolean != isinstance(value, bool):
+            raise ValueError(f"must {'' if takes_boolean else 'not '}be true or false")
         return value
 
 

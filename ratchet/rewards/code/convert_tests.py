@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -31,16 +32,27 @@ from itertools import *
 from math import *
 from typing import *
 """
+MAX_TASKS = 1024  # maximum number of tasks whose tests are kept for the next attempt
 CASE_TYPES = ("assert", "pytest", "check_based", "text")
 MODULE = "solution"  # the module that tests import the judged function from
 TEXT_FUNCTION = "response"  # stands for the answer in text tests
 TEXT_PLACEHOLDER = "{response}"
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Attributes of the values that a program can return (see `plain_values`).
 PLAIN_ATTRIBUTES = frozenset(
     name
     for value in (None, True, 0, 0.0, 0j, "", b"", [], (), set[int](), {}, range(0), iter(()))
     for name in dir(value)
 )
+# Functions that take a class or several, by their last name, and the place of that argument.
+CLASS_ARGUMENTS = {
+    "raises": 0,
+    "assertRaises": 0,
+    "assertRaisesRegex": 0,
+    "isinstance": 1,
+    "issubclass": 1,
+    "assertIsInstance": 1,
+}
 CALL_FUNCTION = "_call_function"  # calls one of several functions of a program
 CALL_PROGRAM = f"""
 
@@ -76,6 +88,11 @@ def convert_tests(case_type: str, cases: Sequence[Any], label: str) -> FunctionT
         return _convert_checks(cases, sources, label)
     if case_type == "text":
         return _convert_text_tests(sources, label)
+    return _convert_sources(tuple(sources), label)
+
+
+@lru_cache(maxsize=MAX_TASKS)
+def _convert_sources(sources: tuple[str, ...], label: str) -> FunctionTask:
     _check_definitions(sources, label)
     return convert_source("\n".join(sources), label)
 
@@ -87,27 +104,24 @@ def convert_source(source: str, label: str) -> FunctionTask:
     define.
     """
     tree = _parse(source, label)
+    tree.body = [statement for statement in tree.body if not _is_main_block(statement)]
     functions = _find_functions(tree, label)
     _check_pytest(tree, label)
-    statements = [_rewrite_import(statement, label) for statement in tree.body]
-    body = [statement for group in statements for statement in group]
-    tests = _list_tests(body)
-    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    has_loose_assertions = any(
-        isinstance(part, ast.Assert)
-        for node in body
-        if not isinstance(node, definitions)
-        for part in ast.walk(node)
-    )
-    if not tests and not has_loose_assertions:
+    tree = _ImportRewriter(label).visit(tree)
+    tests = _list_tests(tree)
+    if not tests and not any(isinstance(node, ast.Assert) for node in _walk_module(tree)):
         raise DataError(
             f"task '{label}': its tests have neither an assert nor a function test_...: they test "
             "nothing"
         )
     # Loose assertions stay where they are, because the variables that they read may change later.
-    shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
-    check = _write_check([f"_run_tests({', '.join(tests)})"], label)
-    text = "\n".join([shim, *map(ast.unparse, body), "", check])
+    statements = ast.unparse(tree)
+    if tests or _uses_pytest(tree):
+        shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
+        check = _write_check([f"_run_tests({', '.join(tests)})"], label)
+        text = f"{shim}\n{statements}\n\n{check}"
+    else:
+        text = f"{statements}\n\n{_write_check(['pass'], label)}"
     return _make_task(USUAL_IMPORTS, functions, text, label)
 
 
@@ -203,12 +217,23 @@ def _parse(source: str, label: str) -> ast.Module:
         raise DataError(f"task '{label}': its tests are not Python: {error}") from error
 
 
-def _list_tests(body: Sequence[ast.stmt]) -> list[str]:
+def _walk_module(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs with a module, also in blocks, and definitions without what is in them."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, DEFINITIONS):
+            yield from _walk_module(child)
+
+
+def _list_tests(tree: ast.Module) -> list[str]:
     """Return the names of the test functions and test classes: `test...`, or of unittest."""
-    test_cases = {"TestCase"}  # the last parts of the names of unittest's classes
+    test_cases = {
+        "TestCase",
+        "IsolatedAsyncioTestCase",
+    }  # the last parts of the names of unittest's classes
     names: list[str] = []
-    for node in body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    for node in _walk_module(tree):
+        if not isinstance(node, DEFINITIONS):
             continue
         bases = node.bases if isinstance(node, ast.ClassDef) else []
         is_test_case = any(ast.unparse(base).split(".")[-1] in test_cases for base in bases)
@@ -220,15 +245,23 @@ def _list_tests(body: Sequence[ast.stmt]) -> list[str]:
 
 
 def _check_definitions(sources: Sequence[str], label: str) -> None:
-    """Raise DataError if two test cases define the same name: the first would be lost."""
+    """Raise DataError if two test cases define the same name: the first would be lost.
+
+    Cases without test functions may, because their assertions run before the next definitions.
+    """
+    trees = [_parse(source, label) for source in sources]
+    if not any(map(_list_tests, trees)):
+        return
     definitions: dict[str, str] = {}
-    for source in sources:
-        statements = _parse(source, label).body
-        case_definitions = {
-            node.name: ast.dump(node)
-            for node in statements
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        }
+    for tree in trees:
+        case_definitions: dict[str, str] = {}
+        for node in tree.body:
+            names: list[str] = []
+            if isinstance(node, DEFINITIONS):
+                names = [node.name]
+            elif isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            case_definitions |= dict.fromkeys(names, ast.dump(node))
         for name, definition in case_definitions.items():
             if definitions.setdefault(name, definition) != definition:
                 raise DataError(
@@ -236,19 +269,31 @@ def _check_definitions(sources: Sequence[str], label: str) -> None:
                 )
 
 
+def _is_main_block(statement: ast.stmt) -> bool:
+    """True for `if __name__ == "__main__":`, as before `pytest.main()`. It does not run."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return False
+    return ast.unparse(statement.test) == "__name__ == '__main__'"
+
+
 def _check_pytest(tree: ast.Module, label: str) -> None:
     """Raise DataError if the tests use something of pytest that the sandbox does not have.
 
     Where the tests run, it would show only after the program has answered, as a wrong answer.
     """
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    aliases = {"pytest"}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname for a in node.names if a.name == "pytest" and a.asname}
+    for node in nodes:
         names: list[str] = []
         match node:
-            case ast.Attribute(value=ast.Name(id="pytest"), attr=name):
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in aliases:
                 names = [name]
-            case ast.ImportFrom(module="pytest", names=aliases):
-                names = [alias.name for alias in aliases]
-            case ast.Attribute(attr="skipTest"):
+            case ast.ImportFrom(module="pytest", names=imported):
+                names = [alias.name for alias in imported]
+            case ast.Attribute(attr="skipTest" | "SkipTest"):
                 names = ["skip"]
             case _:
                 pass
@@ -260,30 +305,45 @@ def _check_pytest(tree: ast.Module, label: str) -> None:
                 )
 
 
-def _rewrite_import(statement: ast.stmt, label: str) -> list[ast.stmt]:
-    """Return what stands for an import of the judged module or of pytest."""
-    if isinstance(statement, ast.ImportFrom) and statement.module in (MODULE, "pytest"):
-        source = "pytest." if statement.module == "pytest" else ""
-        lines = [
-            f"{alias.asname or alias.name} = {source}{alias.name}"
-            for alias in statement.names
-            if alias.name != "*" and (source or alias.asname)
-        ]
-        return _parse("\n".join(lines), label).body
-    if isinstance(statement, ast.Import):
-        names = [alias for alias in statement.names if alias.name != "pytest"]
-        if any(alias.name == MODULE for alias in names):
+def _uses_pytest(tree: ast.Module) -> bool:
+    """True if tests name pytest. Their imports must have been rewritten."""
+    return any(isinstance(node, ast.Name) and node.id == "pytest" for node in ast.walk(tree))
+
+
+class _ImportRewriter(ast.NodeTransformer):
+    """A transformer that removes imports of the judged module and of pytest.
+
+    The names of both are global; assignments define others for them.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> list[ast.stmt] | ast.stmt:
+        if node.module not in (MODULE, "pytest"):
+            return node
+        source = "pytest." if node.module == "pytest" else ""
+        return self._assign(
+            {alias.asname or alias.name: source + alias.name for alias in node.names}
+        )
+
+    def visit_Import(self, node: ast.Import) -> list[ast.stmt] | ast.stmt:
+        if any(alias.name == MODULE for alias in node.names):
             raise DataError(
-                f"task '{label}': its tests import the module {MODULE}: write from {MODULE} import "
-                "FUNCTION"
+                f"task '{self.label}': its tests import the module {MODULE}: write from {MODULE} "
+                "import FUNCTION"
             )
+        others = [alias for alias in node.names if alias.name != "pytest"]
+        if len(others) == len(node.names):
+            return node
+        names = {alias.asname: "pytest" for alias in node.names if alias.name == "pytest"}
+        return [*([ast.Import(others)] if others else []), *self._assign(names)]
+
+    def _assign(self, names: Mapping[str | None, str]) -> list[ast.stmt]:
         lines = [
-            f"{alias.asname} = pytest"
-            for alias in statement.names
-            if alias.name == "pytest" and alias.asname
+            f"{name} = {value}" for name, value in names.items() if name not in (None, value, "*")
         ]
-        return [*([ast.Import(names)] if names else []), *_parse("\n".join(lines), label).body]
-    return [statement]
+        return _parse("\n".join(lines or ["pass"]), self.label).body
 
 
 def _find_functions(tree: ast.Module, label: str) -> list[str]:
@@ -359,6 +419,8 @@ def _check_are_functions(tree: ast.Module, names: Mapping[str, str], label: str)
                 reason = f"use .{node.attr} of what it returns"
         elif isinstance(node, ast.Call) and (name := find_called(node.func)):
             reason = "call what it returns"
+        elif name := min(_list_classes(node) & names.keys(), default=None):
+            reason = "use it as a class"
         elif isinstance(node, ast.Compare | ast.BinOp | ast.Subscript):
             operands = {
                 part.id for part in ast.iter_child_nodes(node) if isinstance(part, ast.Name)
@@ -370,6 +432,22 @@ def _check_are_functions(tree: ast.Module, names: Mapping[str, str], label: str)
                 f"task '{label}': its tests can't judge {names[name]}, because they {reason}: they "
                 "must call functions that return plain values"
             )
+
+
+def _list_classes(node: ast.AST) -> set[str]:
+    """Return the names that a node uses as classes, such as an error in `raises(error)`."""
+    match node:
+        case ast.ExceptHandler(type=ast.expr() as classes):
+            pass
+        case ast.Call(func=ast.Name(id=function) | ast.Attribute(attr=function), args=arguments):
+            place = CLASS_ARGUMENTS.get(function, len(arguments))
+            if place >= len(arguments):
+                return set()
+            classes = arguments[place]
+        case _:
+            return set()
+    parts = classes.elts if isinstance(classes, ast.Tuple) else [classes]
+    return {part.id for part in parts if isinstance(part, ast.Name)}
 
 
 def _list_bound_names(tree: ast.Module) -> Iterator[str]:

@@ -25,8 +25,8 @@ class _Mark:
     def __call__(self, *arguments, **keywords):
         if len(arguments) == 1 and callable(arguments[0]) and not keywords:
             target = arguments[0]
-            marks = [*_list_marks(target), self]
-            target._pytest_marks = marks  # pyright: ignore[reportFunctionMemberAccess]
+            marks = [*_list_marks(target.__dict__), self]
+            target.pytestmark = marks  # pyright: ignore[reportFunctionMemberAccess]
             return target
         return _Mark(self.name, arguments, keywords)
 
@@ -71,8 +71,10 @@ def _take_parameters(argnames, argvalues, indirect=False, ids=None, scope=None):
     """Has the signature of mark.parametrize."""
 
 
-def _list_marks(target):
-    return list(getattr(target, "__dict__", {}).get("_pytest_marks", []))
+def _list_marks(names):
+    """Return the marks of a module, class or function, whose names are given as a dictionary."""
+    marks = names.get("pytestmark", [])
+    return list(marks) if isinstance(marks, list | tuple) else [marks]
 
 
 class _Marks:
@@ -87,8 +89,9 @@ class _Param:
 
 
 class _Fixture:
-    def __init__(self, function, autouse, scope):
+    def __init__(self, function, name, autouse, scope):
         self.function = function
+        self.name = name
         self.autouse = autouse
         self.is_shared = scope in ("module", "package", "session")
 
@@ -99,11 +102,9 @@ class pytest:
     The marks parametrize, usefixtures, skip, skipif and xfail count; others do nothing.
     """
 
-    fixtures = {}  # noqa: RUF012
-
     class raises:
-        def __init__(self, expected, *call, match=None, **keywords):
-            self.expected = expected
+        def __init__(self, expected_exception, *call, match=None, **keywords):
+            self.expected = expected_exception
             self.pattern = match
             self.value = None
             if call:
@@ -186,40 +187,83 @@ class pytest:
             raise UnsupportedPytest("fixture(params=...), or one of scope='class'")
         if function is None:
             return lambda later: cls.fixture(later, name=name, autouse=autouse, scope=scope)
-        cls.fixtures[name or function.__name__] = _Fixture(function, autouse, scope)
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise UnsupportedPytest(f"the fixture {function.__name__}, a coroutine")
+        function._pytest_fixture = _Fixture(function, name or function.__name__, autouse, scope)
         return function
 
 
-class _Case:
-    """A test function with the arguments of one case, and a class if it is a method."""
+def _get_fixture(value):
+    """Return the fixture that a function defines; None if it defines none."""
+    return vars(value).get("_pytest_fixture") if inspect.isfunction(value) else None
 
-    def __init__(self, name, function, owner, values, extra_fixtures):
+
+def _find_fixtures(owner):
+    """Return the fixtures that a test can use by name, lists from the overriding to the first.
+
+    They are those of the module, and those of the test's class, which override them.
+    """
+    values = [*globals().values()]
+    if owner is not None:
+        values += _get_attributes(owner).values()
+    fixtures = {}
+    for fixture in filter(None, map(_get_fixture, values)):
+        fixtures.setdefault(fixture.name, []).insert(0, fixture)
+    return fixtures
+
+
+def _get_attributes(owner):
+    """Return a class's attributes by name, those of its bases first. An Enum lacks some: None."""
+    names = dict.fromkeys(name for kind in owner.__mro__[::-1] for name in vars(kind))
+    return {name: getattr(owner, name, None) for name in names}
+
+
+class _Case:
+    """A test function with the arguments of one case, and a class if it is a method.
+
+    A fixture is identified by its name and its level: 0, or for one that others of its name
+    override their number.
+    """
+
+    def __init__(self, name, function, owner, values, extra_fixtures, available):
         self.name = name
         self.function = function
         self.owner = owner
         self.values = values
-        autouse = [name for name, fixture in pytest.fixtures.items() if self.uses(fixture)]
-        self.fixtures = [*autouse, *extra_fixtures]
-        self.names = [name for name in _list_needed(function, owner) if name not in values]
-        for needed in [*self.fixtures, *self.names]:
-            self.check_fixture(needed, ())
+        self.available = available
+        autouse = [
+            name
+            for name, fixtures in available.items()
+            if any(fixture.autouse for fixture in fixtures)
+        ]
+        self.names = _list_needed(function, owner)
+        self.fixtures = [*autouse, *extra_fixtures, *self.names]
+        used = set()
+        for needed in self.fixtures:
+            self.check_fixture(needed, 0, (), used)
+        if unused := values.keys() - used:
+            raise UnsupportedPytest(f"mark.parametrize of {min(unused)}, which {name} lacks")
 
-    def uses(self, fixture):
-        name = fixture.function.__name__
-        is_method = next(iter(inspect.signature(fixture.function).parameters), "") == "self"
-        is_own = getattr(self.owner, name, None) is fixture.function
-        return fixture.autouse and (is_own or not is_method)
-
-    def check_fixture(self, name, path):
-        if name in self.values:
+    def check_fixture(self, name, level, path, used):
+        """Raise UnsupportedPytest for a fixture that can't be made. Add its values to `used`."""
+        if level == 0 and name in self.values:
+            used.add(name)
             return
-        if name not in pytest.fixtures or name in path:
+        if (name, level) in path or level >= len(self.available.get(name, ())):
             raise UnsupportedPytest(f"the fixture {name}")
-        for needed in _list_needed(pytest.fixtures[name].function, self.owner):
-            self.check_fixture(needed, (*path, name))
+        for needed in self.list_needed(name, level):
+            self.check_fixture(*needed, (*path, (name, level)), used)
 
-    def run(self, shared):
-        """Run the test with fixtures of its own, and those of wider scopes in `shared`."""
+    def list_needed(self, name, level):
+        """Return the fixtures that a fixture needs. One of its own name is the overridden one."""
+        needed = _list_needed(self.available[name][level].function, self.owner)
+        return [(other, level + 1 if other == name else 0) for other in needed]
+
+    def run(self, shared, module_stack):
+        """Run the test with fixtures of its own, and those of wider scopes in `shared`.
+
+        module_stack: The ExitStack with what is to be done after the last test.
+        """
         instance = self.owner and self.owner()
         with contextlib.ExitStack() as stack:
             hooks = globals() if self.owner is None else _AttributeMap(instance)
@@ -229,21 +273,22 @@ class _Case:
                 stack.callback(_call_hook, hooks, end, self.function)
             for start in starts:
                 _call_hook(hooks, start, self.function)
-            values = dict(self.values)
-            for name in [*self.fixtures, *self.names]:
-                self.make_fixture(name, instance, values, shared, stack)
+            values = {(name, 0): value for name, value in self.values.items()}
+            stacks = (stack, module_stack)
+            for name in self.fixtures:
+                self.make_fixture(name, 0, instance, values, shared, stacks)
             function = self.function if instance is None else getattr(instance, self.name)
-            function(**self.values, **{name: values[name] for name in self.names})
+            function(**{name: values[name, 0] for name in self.names})
 
-    def make_fixture(self, name, instance, values, shared, stack):
-        if name in values:
-            return values[name]
-        if name in shared:
-            return values.setdefault(name, shared[name])
-        fixture = pytest.fixtures[name]
+    def make_fixture(self, name, level, instance, values, shared, stacks):
+        if (name, level) in values:
+            return values[name, level]
+        fixture = self.available[name][level]
+        if fixture in shared:
+            return values.setdefault((name, level), shared[fixture])
         arguments = {
-            needed: self.make_fixture(needed, instance, values, shared, stack)
-            for needed in _list_needed(fixture.function, self.owner)
+            needed: self.make_fixture(needed, other, instance, values, shared, stacks)
+            for needed, other in self.list_needed(name, level)
         }
         if "self" in inspect.signature(fixture.function).parameters:
             arguments["self"] = instance
@@ -251,11 +296,10 @@ class _Case:
         if inspect.isgenerator(value):
             generator = value
             value = next(generator)
-            if not fixture.is_shared:
-                stack.callback(lambda: next(generator, None))
+            stacks[fixture.is_shared].callback(next, generator, None)
         if fixture.is_shared:
-            shared[name] = value
-        values[name] = value
+            shared[fixture] = value
+        values[name, level] = value
         return value
 
 
@@ -296,39 +340,52 @@ def _list_needed(function, owner):
     ]
 
 
-def _collect_function(name, function, owner, class_marks):
-    marks = [*class_marks, *_list_marks(function)]
-    is_skipped = getattr(function, "__unittest_skip__", False)
-    if is_skipped or getattr(function, "__unittest_expecting_failure__", False):
+def _is_left_out(target):
+    """True if a test function or class does not count for unittest, or has `__test__` false."""
+    return (
+        getattr(target, "__unittest_skip__", False)
+        or getattr(target, "__unittest_expecting_failure__", False)
+        or not getattr(target, "__test__", True)
+    )
+
+
+def _collect_function(name, function, owner, outer_marks):
+    if _is_left_out(function) or _get_fixture(function):
         return
+    marks = [*outer_marks, *_list_marks(function.__dict__)]
     if any(mark.excludes() for mark in marks):
         return
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UnsupportedPytest(f"{name}, a coroutine or a generator")
-    fixtures = [name for mark in marks if mark.name == "usefixtures" for name in mark.arguments]
+    extra_fixtures = [
+        name for mark in marks if mark.name == "usefixtures" for name in mark.arguments
+    ]
+    available = _find_fixtures(owner)
     tables = [mark.list_rows() for mark in marks if mark.name == "parametrize"]
     for rows in itertools.product(*tables):
         values = {key: value for row in rows for key, value in row.items()}
-        yield _Case(name, function, owner, values, fixtures)
+        yield _Case(name, function, owner, values, extra_fixtures, available)
 
 
-def _collect_class(test):
-    """Yield the cases of a class's methods and of the test classes in it."""
-    if getattr(test, "__unittest_skip__", False):
+def _collect_class(test, outer_marks):
+    """Yield the cases of a class's methods, then those of the test classes in it."""
+    if _is_left_out(test):
         return
+    marks = [*outer_marks]
+    for ancestor in test.__mro__[::-1]:
+        marks += _list_marks(vars(ancestor))
+    attributes = _get_attributes(test)
     is_unittest = hasattr(test, "assertEqual")
-    if not is_unittest and test.__init__ is not object.__init__:
-        raise UnsupportedPytest(f"the test class {test.__name__} with a method __init__")
-    ancestors = test.__mro__[::-1]
-    names = dict.fromkeys(name for ancestor in ancestors for name in vars(ancestor))
-    marks = [mark for ancestor in ancestors for mark in _list_marks(ancestor)]
-    for name in names:
-        function = getattr(test, name)
-        if inspect.isclass(function):
-            if name.startswith("Test"):
-                yield from _collect_class(function)
-        elif name.startswith("test") and callable(function):
-            yield from _collect_function(name, function, test, marks)
+    for name, value in attributes.items():
+        if name.startswith("test") and callable(value) and not inspect.isclass(value):
+            if not is_unittest and test.__init__ is not object.__init__:
+                raise UnsupportedPytest(f"the test class {test.__name__} with a method __init__")
+            yield from _collect_function(name, value, test, marks)
+    for name, value in attributes.items():
+        if inspect.isclass(value) and name.startswith("Test"):
+            if any(map(_get_fixture, attributes.values())):
+                raise UnsupportedPytest(f"fixtures of the class around the test class {name}")
+            yield from _collect_class(value, marks)
 
 
 def _run_tests(*tests):
@@ -337,26 +394,32 @@ def _run_tests(*tests):
     All of them are collected before the first runs, so that what is not supported is found
     whatever the judged program answers.
     """
-    fixtures = [fixture.function for fixture in pytest.fixtures.values()]
+    hooks = globals()
+    marks = _list_marks(hooks)
     groups = [
         list(
-            _collect_class(test)
+            _collect_class(test, marks)
             if isinstance(test, type)
-            else _collect_function(test.__name__, test, None, [])
+            else _collect_function(test.__name__, test, None, marks)
         )
         for test in tests
-        if test not in fixtures
     ]
     shared = {}
-    hooks = globals()
-    for start in ("setup_module", "setUpModule"):
-        _call_hook(hooks, start, _Module())
-    for cases in groups:
-        for owner, owner_cases in itertools.groupby(cases, lambda case: case.owner):
-            hooks = _AttributeMap(owner)
-            for start in ("setup_class", "setUpClass"):
-                _call_hook(hooks, start, owner)
-            for case in owner_cases:
-                case.run(shared)
-            for end in ("tearDownClass", "teardown_class"):
-                _call_hook(hooks, end, owner)
+    with contextlib.ExitStack() as stack:
+        for start, end in (("setup_module", "teardown_module"), ("setUpModule", "tearDownModule")):
+            _call_hook(hooks, start, _Module())
+            stack.callback(_call_hook, hooks, end, _Module())
+        for cases in groups:
+            for owner, owner_cases in itertools.groupby(cases, lambda case: case.owner):
+                _run_class(owner, owner_cases, shared, stack)
+
+
+def _run_class(owner, cases, shared, module_stack):
+    """Run the cases of a class, or those of functions, whose owner is None."""
+    hooks = _AttributeMap(owner)
+    for start in ("setup_class", "setUpClass"):
+        _call_hook(hooks, start, owner)
+    for case in cases:
+        case.run(shared, module_stack)
+    for end in ("tearDownClass", "teardown_class"):
+        _call_hook(hooks, end, owner)

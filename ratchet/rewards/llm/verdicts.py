@@ -7,11 +7,11 @@ import re
 from ratchet.errors import DataError
 
 # The value after the word "score" and perhaps its scale, as in "Score (1 to 10): 7". It is a number
-# with whatever belongs to it ("7/10", "7,5", "5-10", "7 or 8"), or a word that stands for no value.
+# with whatever belongs to it ("7/10", "7,5", "5-10", "7 or 8", "1 0"), or a word for no value.
 SCORE_PATTERN = re.compile(
     r"score(?:\s?\([^()\n]{1,40}\)(?=\W{0,3}[:=]))?\W{0,8}?("
     r"[-+\u2212\u2013\u2014]?\.?\d[\w.%]*(?:[,\u2212\u2013\u2014-]\d[\w.%]*)*"
-    r"(?:\s*\(?(?:/|out of)\s*\d[\w.]*|[ \t]+(?:to|or)[ \t]+\d[\w.%]*|[ \t]+%)?"
+    r"(?:\s*\(?(?:/|out of)\s*\d[\w.]*|[ \t]+(?:(?:to|or)[ \t]+)?\d[\w.%]*|[ \t]+%)?"
     r"|n/a\b|(?:nan|none|null|[-+]?inf(?:inity)?)\b)",
     re.IGNORECASE,
 )

@@ -252,6 +252,7 @@ def test_a_waived_image_leaves_its_copied_files(make, tmp_path):
     [
         ({"task.toml": "schema_version = "}, "can't be read"),
         ({"task.toml": f"{OFFLINE}cpus = true"}, "environment.cpus value error, must not be true"),
+        ({"task.toml": f"{OFFLINE}allow_internet = 0"}, "allow_internet value error, must be true"),
         ({"task.toml": f"{OFFLINE}cpus = 'two'"}, "environment.cpus input should be a valid num"),
         ({"task.toml": ""}, r"network_mode is public.*waive: \[network\]"),
         ({"task.toml": f"{OFFLINE}allow_swap = true"}, r"allow_swap is not a key of schema 1.4"),

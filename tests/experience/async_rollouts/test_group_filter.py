@@ -99,7 +99,7 @@ def test_a_function_or_class_of_one_s_own_is_a_filter():
     assert [spread(group(0.0, 1.0)), spread(group(1.0, 1.0))] == [True, False]
     other = built(f"{__name__}:EveryOther", first=False)
     assert [other(group(0.0)) for _ in range(3)] == [False, True, False]
-    again = built(f"{__name__}:EveryOther", first=True)
+    again = built(f"{__name__}:EveryOther", first=False)
     again.load_state_dict(other.state_dict())
     assert [again(group(0.0)) for _ in range(2)] == [other(group(0.0)) for _ in range(2)]
     assert best.state_dict() is None

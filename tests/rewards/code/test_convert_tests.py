@@ -157,6 +157,34 @@ def run_in_this_process(source, function):
         "import pytest\ndef test_a(): assert f(2) == 4\n@pytest.mark.xfail\n"
         "def test_b(): assert f(2) == 5\n@pytest.mark.skipif(True, reason='')\n"
         "def test_c(): assert f(2) == 5",
+        "from pytest import mark\npytestmark = [mark.slow, mark.parametrize('x', [2, 3])]\n"
+        "def test_a(x): assert f(x) == x * x",
+        "import pytest\nclass TestA:\n    pytestmark = pytest.mark.skip\n"
+        "    def test_a(self): assert f(2) == 5\ndef test_b(): assert f(2) == 4",
+        "import pytest\n@pytest.mark.parametrize('x', [2])\nclass TestA:\n    class TestB:\n"
+        "        def test_a(self, x): assert f(x) == 4",
+        "import pytest\n@pytest.fixture\ndef n(): return 2\nclass TestA:\n    @pytest.fixture\n"
+        "    def n(self, n): return n + 1\n    def test_a(self, n): assert f(n) == 9\n"
+        "class TestB:\n    @pytest.fixture(autouse=True)\n    def n(self): self.m = 4\n"
+        "    def test_a(self): assert f(self.m) == 16\ndef test_b(n): assert f(n) == 4",
+        "import pytest\nclass TestA:\n    @pytest.fixture\n    def test_n(self): yield 2\n"
+        "    def test_a(self, test_n): assert f(test_n) == 4",
+        "import pytest\n@pytest.fixture\ndef n(x): return x + 1\n"
+        "@pytest.mark.parametrize('x', [1])\ndef test_a(n): assert f(n) == 4",
+        "import pytest\n@pytest.fixture(scope='module')\ndef n():\n    yield 2\n"
+        "    assert f(3) == 9\ndef test_a(n): f(n)",
+        "def teardown_module(): assert f(3) == 9\ndef test_a(): f(2)",
+        "class TestBase:\n    __test__ = False\n    def test_a(self): assert f(self.n) == 9\n"
+        "def test_b(): assert f(2) == 4",
+        "def test_a():\n    import pytest as p\n    from pytest import raises as r\n"
+        "    from solution import f as g\n    with r(expected_exception=ValueError): g(-1)\n"
+        "    assert g(2) == p.approx(4)",
+        "if True:\n    def test_a(): assert f(3) == 9\ndef test_b(): f(2)",
+        "import enum\nclass TestRow:\n    def __init__(self): self.n = 2\n"
+        "class TestKind(enum.Enum): A = 4\n"
+        "def test_a(): assert f(TestRow().n) == TestKind.A.value",
+        "from pytest import approx as near\nassert f(2) == near(4)",
+        "import pytest\ndef test_a(): assert f(2) == 4\nif __name__ == '__main__': pytest.main()",
     ],
 )
 def test_right_programs_pass_what_pytest_passes(source):
@@ -173,11 +201,39 @@ def test_right_programs_pass_what_pytest_passes(source):
         "import pytest\n@pytest.fixture(params=[1])\ndef n(request): return 1\n"
         "def test_a(n): assert f(n) == 1",
         "class TestA:\n    def __init__(self): self.n = 2\n    def test_a(self): assert f(2) == 4",
+        "import pytest\n@pytest.fixture\nasync def n(): return 2\ndef test_a(n): assert f(n) == 4",
+        "import unittest\nclass Squares(unittest.IsolatedAsyncioTestCase):\n"
+        "    async def test_a(self): assert f(2) == 4\ndef test_b(): assert f(2) == 4",
+        "import pytest\nclass TestA:\n    @pytest.fixture(autouse=True)\n    def fill(self): f(1)\n"
+        "    class TestB:\n        def test_a(self): assert f(2) == 4",
+        "import pytest\nclass TestA:\n    @pytest.fixture\n    def n(self): return 2\n"
+        "def test_a(n): assert f(n) == 4",
+        "import pytest\n@pytest.mark.parametrize('x', [2])\ndef test_a(): assert f(2) == 4",
     ],
 )
 def test_what_the_sandbox_lacks_of_pytest_shows_before_the_first_answer(source):
-    with pytest.raises(NameError, match=r"capsys|corout|params|init"):
+    with pytest.raises(NameError, match=r"capsys|corout|params|init|class around|fixture n|lacks"):
         run_in_this_process(source, lambda x: pytest.fail("it is called"))
+
+
+def test_plain_assertions_run_without_the_part_of_pytest():
+    plain = convert_source("import pytest\nre = f(1)\nassert re == 1", "t")
+    assert "_run_tests" not in plain.test
+    # Each case's assertions come before the next case's definitions.
+    cases = [
+        "def two(): return 2\nassert f(two()) == 4",
+        "def two(): return 3\nassert f(two()) == 9",
+    ]
+    namespace = {"f": square}
+    exec(convert_tests("assert", cases, "t").test, namespace)
+
+
+def test_the_attempts_of_a_task_share_its_converted_tests():
+    first, again, other = (
+        convert_tests("assert", ["assert f(2) == 4"], label) for label in ("t", "t", "other")
+    )
+    assert first is again
+    assert other.label == "other"
 
 
 TEXT = [
@@ -260,7 +316,19 @@ def test_text_tests_may_not_run_the_answer():
         ("assert", ["from solution import f as g\nassert g(1)(2) == 3"], "judge f, .* call what"),
         ("pytest", ["import pytest\ndef test_a():\n    pytest.skip(f(1))"], "use pytest's skip"),
         ("pytest", ["from pytest import warns\ndef test_a(): f(1)"], "use pytest's warns"),
+        (
+            "pytest",
+            ["from solution import f, E\ndef test_a():\n    try: f()\n    except E: pass"],
+            "E, .* class",
+        ),
+        (
+            "pytest",
+            ["from solution import f, E\nimport pytest\ndef test_a(): pytest.raises((E,), f)"],
+            "judge E, because they use it as a class",
+        ),
+        ("pytest", ["import pytest as p\ndef test_a(): p.skip(f(1))"], "use pytest's skip"),
         ("pytest", ["def test_a(): f(1)", "def test_a(): f(2)"], "two .* define test_a"),
+        ("pytest", ["N = 1\ndef test_a(): f(N)", "N = 2\ndef test_b(): f(N)"], "two .* define N"),
     ],
 )
 def test_unusable_tests_are_named(case_type, cases, message):

@@ -69,6 +69,8 @@ def rates(body, number=0):
         ("Score: 5%", None),
         ("Score: 5 %", None),
         ("Score: 7 or 8", None),
+        ("Score: 1 0", None),
+        ("Score: 7 / 10", 7.0),
         ("Score (0 to 10): 7", 7.0),
         ("**Score (0-10):** 7/10", 7.0),
         ("Score (7)", 7.0),
