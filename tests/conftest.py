@@ -41,7 +41,7 @@ settings.register_profile(
     "ratchet", derandomize=True, deadline=None, database=None, max_examples=40
 )
 # in `make test-slow`
-settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=100)
+settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=60)
 settings.load_profile("ratchet")
 FAST_EXAMPLES = 10
 SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis's own plugin finds them

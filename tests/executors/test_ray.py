@@ -138,7 +138,10 @@ def test_accelerators_and_roles_beside_each_other(executor):
         group.close()
 
 
-DIVISIONS = {"one worker": ("dense", {}), **TOPOLOGIES}
+DIVISIONS = {
+    "one worker": ("dense", {}),
+    **{name: TOPOLOGIES[name] for name in ("pp2", "fsdp2 x tp2", "ep2")},
+}
 
 
 @pytest.mark.slow
