@@ -220,7 +220,6 @@ GRPO_STEPS = [ALONE, ["Ratchet, bfloat16"]] if build.has_bfloat16_instructions()
         ("generate.py", (), [ALONE] * 2),
         ("startup.py", (), [["Ratchet", "Ratchet, evaluated before", "import torch"]]),
         ("quickstart_vs_trl.py", ("--target", "0", "--start-steps", "1"), [ALONE]),
-        ("gpu/qwen3.py", ("--device", "cpu"), [ALONE] * 3),
     ],
 )
 def test_our_side_of_a_comparison(repository, script, arguments, records):

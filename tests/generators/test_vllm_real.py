@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
         "pushes_in_flight sync keep_kv",
         "pushes_in_flight async",
         "fails_to_start sync",
-        "fails_to_start async",
         "trains_as_the_engine_does",
         "takes_turns",
         "routes",
