@@ -345,7 +345,8 @@ class _RowParser:
             and "prompt" not in self.reader.declared_usual_names
             and self.reader.accepts_alternative_names
         ):
-            raise DataError(f"{self.where}: {explain_no_prompt(self.non_null_columns)}")
+            values = {name: self.row.values[name] for name in self.non_null_columns}
+            raise DataError(f"{self.where}: {explain_no_prompt(values)}")
         value = self.require("prompt")
         if isinstance(value, list):
             return self.add_system_message(read_messages(value, f"{self.where}: column '{name}'"))

@@ -65,8 +65,17 @@ def explain_ambiguous(usual_name: str, candidates: Sequence[str]) -> str:
     )
 
 
-def explain_no_prompt(columns: Sequence[str]) -> str:
-    """Return the error text for a row without a prompt, with the recipe line that names one."""
+def explain_no_prompt(values: Mapping[str, Any]) -> str:
+    """Return the error text for a row without a prompt, with the recipe line that names one.
+
+    values: the columns of the row that are not null.
+    """
+    columns = [*values]
+    if len(columns) == 1 and _holds_rows(values[columns[0]]):
+        return (
+            f"no column 'prompt', but a list of objects in '{columns[0]}': if these are the rows, "
+            "write that list alone into the file"
+        )
     accepted_names = (
         *ALTERNATIVE_NAMES["prompt"],
         "messages",
@@ -83,4 +92,13 @@ def explain_no_prompt(columns: Sequence[str]) -> str:
     return (
         f"no column 'prompt'; the row has {summarize_columns(columns) or 'no columns'}, and none "
         f"of {', '.join(accepted_names)}: name yours in `columns`: {{{line}}}"
+    )
+
+
+def _holds_rows(value: Any) -> bool:
+    """True for a list of objects, unless they are the messages of a conversation."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and not {"role", "from"} & item.keys() for item in value)
     )

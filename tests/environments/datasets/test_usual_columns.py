@@ -135,6 +135,12 @@ def test_pairs_find_their_prompt(kind: str, row: dict[str, Any], prompt: str, tm
         ),
         ({"answer": "A"}, {}, "no column 'prompt'; the row has answer, and none of"),
         (
+            {"data": [{"question": "Q"}]}, {},
+            "no column 'prompt', but a list of objects in 'data': if these are the rows, write that "
+            "list alone into the file",
+        ),
+        ({"talk": [{"from": "human"}]}, {}, "no column 'prompt'; the row has talk, and none of"),
+        (
             {"answer": "A", "q": "Q", "r": "R"}, {},
             "no column 'prompt'; the row has answer, q, r, and none of question, instruction, "
             "problem, query, input, messages, conversations, text: name yours in `columns`: "
