@@ -13,6 +13,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -142,6 +143,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             require(
                 component, mark.kwargs.get("reason", f"{item.name} tests against the real thing")
             )
+
+
+@pytest.fixture(scope="session")
+def ray_token(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The token of every Ray that a test starts in this process: Ray keeps the first it reads."""
+    path = tmp_path_factory.mktemp("ray") / "token"
+    path.write_text(secrets.token_hex(32))
+    return str(path)
 
 
 @pytest.fixture(name="require")

@@ -1,7 +1,6 @@
 """Groups as actors of Ray. All in one file: xdist then starts one Ray, for one of its workers."""
 
 import os
-import secrets
 import signal
 
 import numpy as np
@@ -33,17 +32,14 @@ TINY = "executors.components:Tiny"
 
 
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory):
-    """With four made-up accelerators. Ray's authentication is on, its token in a file of the tests'
-    own.
+def executor(ray_token):
+    """With four made-up accelerators. Ray's authentication is on, by a token of the tests' own.
 
     It ends with this file: Ray ends a driver without a word when its node was silent for
     `silence_s`, and this process has other files to test.
     """
     with pytest.MonkeyPatch.context() as patch:
-        token = tmp_path_factory.mktemp("ray") / "token"
-        token.write_text(secrets.token_hex(32))
-        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        patch.setenv("RAY_AUTH_TOKEN_PATH", ray_token)
         from ratchet.executors import ray as module
 
         machine = ClusterNode("here", 4, tuple(map(Accelerator, range(4))))

@@ -352,7 +352,8 @@ def test_cut_answers_are_judged_where_the_environment_asks():
 
 
 @pytest.mark.slow
-def test_an_environment_may_be_a_ray_actor():
+def test_an_environment_may_be_a_ray_actor(ray_token, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", ray_token)
     import ray
 
     ray.shutdown()  # other tests keep theirs
