@@ -174,6 +174,11 @@ VERL_MEGATRON: Values = {
     f"{ACTOR}.clip_ratio_low": None,
     f"{ACTOR}.clip_ratio_high": None,
     f"{ACTOR}.strategy": "megatron",
+    f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
+    **{
+        f"{ACTOR}.megatron.override_transformer_config.num_layers_in_{end}_pipeline_stage": 3
+        for end in ("first", "last")
+    },
     f"{ACTOR}.optim.warmup_style": "cosine",
     f"{ACTOR}.optim.lr_scheduler_type": None,
     f"{ACTOR}.optim.lr_warmup_steps": None,
