@@ -135,6 +135,8 @@ PEER_NAMES: Mapping[str, tuple[str, ...]] = {
     "lora_target_modules": ("lora.target_modules",),
     "use_peft": ("lora",),
     "fsdp_config": ("learner.kind", "learner.dp_shard"),
+    "num_layers_in_first_pipeline_stage": ("learner.first_stage_layers",),
+    "num_layers_in_last_pipeline_stage": ("learner.last_stage_layers",),
     "ulysses_sequence_parallel_size": ("learner.context_parallel",),
     "nnodes": ("cluster.nodes",),
     "num_nodes": ("cluster.nodes",),

@@ -184,6 +184,16 @@ class MegatronConfig(DistributedConfig):
 
     kind: Literal["megatron"] = "megatron"
     data_parallel: int = Field(1, ge=1, description="Ranks over which rows are divided.")
+    first_stage_layers: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Layers on the first pipeline rank (Megatron's "
+        "num_layers_in_first_pipeline_stage); null: about as many as on the other ranks.",
+    )
+    last_stage_layers: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Layers on the last pipeline rank (Megatron's "
+        "num_layers_in_last_pipeline_stage); null: about as many as on the other ranks.",
+    )
     distributed_optimizer: bool = Field(
         default=True,
         description="Divide the optimizer state over the data-parallel ranks (ZeRO-1).",

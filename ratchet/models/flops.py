@@ -43,23 +43,36 @@ class DecoderCost:
     @property
     def parameters(self) -> int:
         """The number of all parameters, biases and norms included."""
+        return self.count_stage_parameters(range(self.shape.n_layers), is_first=True, is_last=True)
+
+    def count_stage_parameters(
+        self, layers: Collection[int], *, is_first: bool, is_last: bool, expert_parallel: int = 1
+    ) -> int:
+        """Return the number of parameters of a pipeline stage with these layers.
+
+        Args:
+            layers: The indices of its layers.
+            is_first: True if it has the embedding.
+            is_last: True if it has the final norm and the language head. A tied head is a copy of
+                the embedding on a stage without the embedding.
+            expert_parallel: The number of ranks that divide the experts of each layer.
+        """
         shape = self.shape
         heads = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
         biases = shape.qkv_bias * heads + shape.out_bias * shape.hidden_size
         norms = 2 * shape.hidden_size + 2 * shape.head_dim * shape.qk_norm
-        layer_parameters = shape.n_layers * (self._attention_parameters + biases + norms)
-        for layer in range(shape.n_layers):
+        total = len(layers) * (self._attention_parameters + biases + norms)
+        for layer in layers:
             if shape.is_sparse(layer):
-                layer_parameters += shape.n_experts * (self._expert_parameters + shape.hidden_size)
+                total += shape.n_experts // expert_parallel * self._expert_parameters
+                total += shape.n_experts * shape.hidden_size
             else:
-                layer_parameters += self._dense_mlp_parameters + shape.mlp_bias * (
+                total += self._dense_mlp_parameters + shape.mlp_bias * (
                     2 * shape.intermediate_size + shape.hidden_size
                 )
-        return (
-            layer_parameters
-            + shape.hidden_size
-            + shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
-        )
+        has_head = is_last and not (shape.tied and is_first)
+        matrices = (is_first + has_head) * shape.vocab_size * shape.hidden_size
+        return total + is_last * shape.hidden_size + matrices
 
     @property
     def matrix_entries(self) -> int:
@@ -127,6 +140,14 @@ class DecoderCost:
             layer_inputs = shape.n_layers * shape.hidden_size
             return size * (layer_inputs + head_activations) + self.largest_layer_bytes(size)
         return size * (sum(self._activations_per_layer) + head_activations)
+
+    def layers_activation_bytes(
+        self, layers: Collection[int], size: int, *, checkpointing: bool
+    ) -> int:
+        """Like `activation_bytes`, for some layers alone, without the head."""
+        if checkpointing:
+            return size * len(layers) * self.shape.hidden_size + self.largest_layer_bytes(size)
+        return size * sum(self._activations_per_layer[layer] for layer in layers)
 
     def largest_layer_bytes(self, size: int) -> int:
         """Return the bytes of activations per token in the layer that keeps most of them."""

@@ -99,8 +99,17 @@ REFUSED += [
         "learner.tensor_parallel=2 doesn't divide the model's 1 KV heads: set it to 1",
     ),
     (
-        f"{MEGATRON} learner.pipeline_parallel=2 model.overrides.n_layers=3",
-        "2 stages don't divide 3 layers: set learner.pipeline_parallel x pipeline_chunks to 1",
+        f"{MEGATRON} learner.first_stage_layers=1",
+        "learner.first_stage_layers=1: a pipeline of one rank has all layers",
+    ),
+    (
+        f"{MEGATRON} learner.pipeline_parallel=2 learner.last_stage_layers=2",
+        "can't divide the model's 2 layers over 2 pipeline ranks. Set learner.last_stage_layers=1.",
+    ),
+    (
+        f"{MEGATRON} learner.pipeline_parallel=2 learner.pipeline_chunks=2 "
+        "learner.first_stage_layers=1 model.overrides.n_layers=4",
+        "learner.first_stage_layers is less than learner.pipeline_chunks=2",
     ),
     (
         f"{MEGATRON} learner.pipeline_parallel=3",

@@ -33,6 +33,7 @@ OPTIMIZER = OptimizerConfig(
 SEED, TOTAL, MICRO = 3, 10, 40
 SHAPES = {
     "tied": SHAPE,
+    "five": replace(SHAPE, n_layers=5),
     "untied": replace(SHAPE, tied=False, qk_norm=False, qkv_bias=True, family="qwen2"),
     "sparse": replace(
         SHAPE,

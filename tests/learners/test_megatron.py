@@ -5,9 +5,12 @@ from functools import cache
 
 import pytest
 import torch
-from learners.megatron_cases import alone, weighed
+from learners.megatron_cases import SHAPES, alone, weighed
 from learners.ranks import run_ranks
 from learners.spread_cases import assembled, columns_of
+
+from ratchet.commands.convert.megatron_format import MegatronFiles
+from ratchet.models.convert.dimensions import Dimensions
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("megatron")]
 
@@ -22,6 +25,11 @@ CASES = {
     "pp2 interleaved": (
         "untied",
         {"pipeline_parallel": 2, "pipeline_chunks": 2, "overlap_gradients": True},
+    ),
+    "pp2 unequal": ("tied", {"pipeline_parallel": 2, "last_stage_layers": 1}),
+    "pp2 interleaved, five layers": (
+        "five",
+        {"pipeline_parallel": 2, "pipeline_chunks": 2, "first_stage_layers": 3},
     ),
     "cp2": ("tied", {"context_parallel": 2}),
     "ep2": ("sparse", {"data_parallel": 2, "expert_parallel": 2}),
@@ -41,7 +49,13 @@ CASES = {
 }
 KINDS = ("grpo", "sft")
 SAVED = {"tensor_parallel": 2}
-READERS = {"tp2": SAVED, "pp2": {"pipeline_parallel": 2}, "dp2": {"data_parallel": 2}}
+UNEQUAL = {"pipeline_parallel": 2, "first_stage_layers": 1}
+READERS = {
+    "tp2": SAVED,
+    "pp2": {"pipeline_parallel": 2},
+    "pp2 unequal": UNEQUAL,
+    "dp2": {"data_parallel": 2},
+}
 
 
 def world(options):
@@ -186,3 +200,39 @@ def test_a_checkpoint_of_tp2_goes_on_with_any_division(shape, distributed, tmp_p
     for found in results[1:]:
         check_alike(found, [1], expected(shape, "grpo"), "grpo", first=2)
     assert len(results) == 1 + len(READERS)
+
+
+def test_weights_of_unequal_stages_are_saved_bit_for_bit(tmp_path):
+    """What ranks of 3 and 2 layers save is what they send, to the converter as to ranks of 1 and 4
+    or 4 and 1 layers, and two of those train on."""
+    interleaved = CASES["pp2 interleaved, five layers"][1]
+
+    def case(options, **more):
+        return {"shape": "five", "kind": "grpo", "options": options, **more}
+
+    cases = [
+        case(interleaved, steps=2, saved_to=str(tmp_path)),
+        case(UNEQUAL, steps=0, loaded_from=str(tmp_path)),
+        case(
+            {"pipeline_parallel": 2, "first_stage_layers": 4, "last_stage_layers": 1},
+            first=2,
+            steps=1,
+            loaded_from=str(tmp_path),
+        ),
+    ]
+    results = by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=120))
+    check_alike(results[-1], [1], expected("five", "grpo"), "grpo", first=2)
+    layers = [
+        [
+            len({name.split(".")[2] for name, *_ in blocks if ".layers." in name})
+            for _, blocks, *_ in found
+        ]
+        for found in results
+    ]
+    assert layers == [[3, 2], [1, 4], [4, 1]]
+    sent, read = map(assembled, results[:2])
+    files = MegatronFiles(tmp_path / "megatron", Dimensions.from_config(SHAPES["five"]))
+    assert files.shapes.keys() == sent.keys() == read.keys()
+    for name, tensor in sent.items():
+        assert torch.equal(read[name], tensor), name
+        assert torch.equal(files.block(name, (0,) * tensor.dim(), tensor.shape), tensor), name

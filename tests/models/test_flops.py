@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models.convert.cases import empty
 
 from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.model_shape.presets import get_preset
+from ratchet.models.convert.dimensions import Dimensions
+from ratchet.models.convert.megatron import MegatronShard, megatron_layout
 from ratchet.models.decoder import Decoder
 from ratchet.models.flops import DecoderCost
 from ratchet.models.layers.attention import PackedAttention
 from ratchet.models.lora.decoder import Adapter
+from ratchet.models.parallel.megatron_sizes import MegatronSizes
+from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.policy import DecoderPolicy
 
 SHAPES = {
@@ -25,7 +30,9 @@ SHAPES = {
         n_kv_heads=2,
         intermediate_size=512,
     ),
-    "untied": get_preset("tiny", vocab_size=300, tied=False, qk_norm=False, qkv_bias=True),
+    "untied": get_preset(
+        "tiny", vocab_size=300, family="qwen2", tied=False, qk_norm=False, qkv_bias=True
+    ),
     "biased": get_preset(
         "tiny",
         vocab_size=300,
@@ -42,6 +49,25 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_parameters(shape) -> None:
     assert DecoderCost(shape).parameters == sum(p.numel() for p in Decoder(shape).parameters())
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+@pytest.mark.parametrize("name", ["grouped", "untied", "experts"])
+def test_parameters_of_unequal_pipeline_stages(name: str, experts: int) -> None:
+    """Against what Megatron's parameters of each stage hold."""
+    shape, dimensions = SHAPES[name], Dimensions.from_config(SHAPES[name])
+    division = experts if shape.n_experts else 1
+    for rank in range(2):
+        stage = MegatronSizes(pipeline=2, first_layers=1).stage(rank)
+        place = MegatronShard(pipeline=stage, experts=ShardIndex(0, division))
+        held = empty(megatron_layout(dimensions, place), place, dimensions).values()
+        counted = DecoderCost(shape).count_stage_parameters(
+            stage.range(shape.n_layers),
+            is_first=rank == 0,
+            is_last=rank == 1,
+            expert_parallel=division,
+        )
+        assert counted == sum(parameter.numel() for parameter in held)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -325,18 +325,12 @@ def estimate_memory(
     n_workers = 1
     if isinstance(learner, LocalConfig) and process.is_cpu:
         n_workers = 1 if learner.workers == "auto" else learner.workers
-    # A learner class of the user's own is planned with the default sizes.
-    sizes = learner if isinstance(learner, LocalConfig | DistributedConfig) else LocalConfig()
+    sizes = _get_sizes(stage)
     recomputes = (
         isinstance(learner, LocalConfig | DTensorConfig) and learner.activation_checkpointing
     )
     n_trained = count_trained_parameters(stage, algorithm, cost)
-    micro_batch_limit = resolve_micro_batch_tokens(sizes.micro_batch_tokens, process.device_kind)
-    # Tokens of a mini-batch for one worker. A micro-batch holds at least one sequence.
-    minibatch_tokens = math.ceil(
-        workload.max_trained_tokens / (n_workers * stage.algorithm.n_minibatches)
-    )
-    micro_batch_tokens = max(min(micro_batch_limit, minibatch_tokens), workload.max_sequence_tokens)
+    micro_batch_tokens = find_micro_batch_tokens(stage, process, workload, n_workers)
     activation_bytes = cost.activation_bytes(FP32_BYTES, checkpointing=recomputes)
     chunk_bytes = resolve_chunk_mib(sizes.logprob_chunk_mib, process.device_kind) * MIB
     phases = {
@@ -374,6 +368,26 @@ def estimate_memory(
     )
 
 
+def find_micro_batch_tokens(
+    stage: StageConfig, process: ProcessMemory, workload: Workload, n_workers: int
+) -> int:
+    """Return the maximum number of tokens of a micro-batch: at least one sequence.
+
+    `n_workers` divide the rows of a mini-batch.
+    """
+    limit = resolve_micro_batch_tokens(_get_sizes(stage).micro_batch_tokens, process.device_kind)
+    minibatch_tokens = math.ceil(
+        workload.max_trained_tokens / (n_workers * stage.algorithm.n_minibatches)
+    )
+    return max(min(limit, minibatch_tokens), workload.max_sequence_tokens)
+
+
+def _get_sizes(stage: StageConfig) -> LocalConfig | DistributedConfig:
+    """Return the learner, or the default sizes for a learner class of the user's own."""
+    learner = stage.learner
+    return learner if isinstance(learner, LocalConfig | DistributedConfig) else LocalConfig()
+
+
 def count_trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
     """Return the number of trained parameters of all roles."""
     return _count_trained_per_role(stage, cost) * len(algorithm.losses)
@@ -389,11 +403,11 @@ def _count_role_parameters(
     stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, name: str
 ) -> int:
     """Return the number of parameters that a role other than the policy adds."""
-    role_cost = _find_role_cost(stage, algorithm, cost, name)
+    role_cost = find_role_cost(stage, algorithm, cost, name)
     return 0 if role_cost is None else role_cost.parameters
 
 
-def _find_role_cost(
+def find_role_cost(
     stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, name: str
 ) -> DecoderCost | None:
     """Return the cost of the model that a role other than the policy adds; None for none.
@@ -419,7 +433,7 @@ def _estimate_rounded_bytes(
         costs = {"policy": cost} | {
             name: role_cost
             for name in algorithm.roles
-            if (role_cost := _find_role_cost(stage, algorithm, cost, name)) is not None
+            if (role_cost := find_role_cost(stage, algorithm, cost, name)) is not None
         }
     elif process.engine_copies_matrices and isinstance(stage.generator, EngineConfig):
         costs = {"policy": cost}

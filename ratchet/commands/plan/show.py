@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from ratchet.commands.plan.command import (
     plan_stage,
     read_shape,
 )
+from ratchet.commands.plan.pipeline import RankPlan, plan_pipeline_ranks
 from ratchet.commands.plan.probe import StageProbe, measure_empty_process, probe
 from ratchet.config.loader import dump_plain
 from ratchet.config.resolve import build
@@ -84,6 +85,7 @@ def show_plan(
             plans,
             [None] * len(plans) if run_probe is None else run_probe.stages,
             cluster_plans,
+            _plan_ranks(config, cost, process, plans),
             strict=True,
         )
     )
@@ -106,8 +108,8 @@ def show_plan(
     )
     for note in resolved_recipe.lines:
         console.print(note)
-    for plan, stage_probe, cluster_plan in stage_plans:
-        _show_stage(console, plan, stage_probe, cluster_plan, spec)
+    for plan, stage_probe, cluster_plan, ranks in stage_plans:
+        _show_stage(console, plan, stage_probe, cluster_plan, spec, ranks)
     if peak_bytes is not None:
         peak_origin = (
             "computed from shapes"
@@ -116,6 +118,16 @@ def show_plan(
             f"{_format_mib(run_probe.peak_bytes)}"
         )
         console.print(f"\nThe run takes {_format_mib(peak_bytes)} of main memory, {peak_origin}.")
+
+
+def _plan_ranks(
+    config: RunConfig, cost: DecoderCost, process: ProcessMemory, plans: Sequence[StagePlan]
+) -> list[tuple[RankPlan, ...]]:
+    """Return the pipeline ranks of each stage's learner, see `plan_pipeline_ranks`."""
+    return [
+        plan_pipeline_ranks(stage, build(stage.algorithm), cost, process, plan.workload)
+        for stage, plan in zip(config.stages, plans, strict=True)
+    ]
 
 
 def plan_on_cluster(
@@ -134,6 +146,7 @@ def _show_stage(
     stage_probe: StageProbe | None,
     cluster_plan: ClusterPlan | None,
     spec: ClusterSpec | None,
+    ranks: Sequence[RankPlan],
 ) -> None:
     workload = stage.workload
     tflop = sum(stage.flop_by_phase.values()) / 1e12
@@ -154,6 +167,8 @@ def _show_stage(
         )
         return
     console.print(_make_memory_table(stage.memory, "memory of the process, computed from shapes"))
+    if ranks:
+        console.print(_make_rank_table(ranks))
     if stage_probe is None:
         console.print("time: unknown without a measurement: add --probe 30")
         return
@@ -188,6 +203,20 @@ def _make_memory_table(memory: MemoryPlan, title: str) -> Table:
     return table
 
 
+def _make_rank_table(ranks: Sequence[RankPlan]) -> Table:
+    title = "memory of the learner's pipeline ranks, without Python and PyTorch"
+    table = Table(title=title, title_justify="left", collapse_padding=True, pad_edge=False)
+    purposes = ("weights", "gradients", "optimizer", "activations", "logits")
+    table.add_column("rank")
+    for name in ("layers", *purposes, "MiB"):
+        table.add_column(name, justify="right")
+    for index, rank in enumerate(ranks):
+        sizes = [rank.bytes_by_purpose.get(purpose, 0) for purpose in purposes]
+        mib = [f"{size / 2**20:,.1f}" for size in (*sizes, rank.peak_bytes)]
+        table.add_row(f"{index}", f"{rank.n_layers}", *mib)
+    return table
+
+
 def _make_time_table(seconds_by_phase: Mapping[str, float], steps: int) -> Table:
     table = Table(title="time", title_justify="left")
     table.add_column("phase")
@@ -215,7 +244,10 @@ def _format_duration(seconds: float) -> str:
 
 
 def _stage_to_json(
-    stage: StagePlan, stage_probe: StageProbe | None, cluster_plan: ClusterPlan | None
+    stage: StagePlan,
+    stage_probe: StageProbe | None,
+    cluster_plan: ClusterPlan | None,
+    ranks: Sequence[RankPlan],
 ) -> dict[str, Any]:
     memory = stage.memory if cluster_plan is None else cluster_plan.memory
     seconds_by_phase: Mapping[str, float] | None = (
@@ -232,6 +264,10 @@ def _stage_to_json(
         },
         "computed_peak_bytes": memory.peak_bytes,
     }
+    if ranks:
+        stage_json["pipeline_ranks"] = [
+            {"layers": rank.n_layers, **rank.bytes_by_purpose} for rank in ranks
+        ]
     if stage_probe is not None:
         stage_json |= {"probed_steps": stage_probe.steps, "processor_s": stage_probe.processor_s}
     if cluster_plan is not None:

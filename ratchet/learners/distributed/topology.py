@@ -123,4 +123,6 @@ def build_megatron_sizes(config: MegatronConfig) -> MegatronSizes:
         experts=config.expert_parallel,
         chunks=config.pipeline_chunks,
         sequence=config.sequence_parallel,
+        first_layers=config.first_stage_layers,
+        last_layers=config.last_stage_layers,
     )

@@ -89,11 +89,11 @@ class MegatronShard(ModelShard):
                 f"learner.expert_parallel={self.experts.count} doesn't divide the model's "
                 f"{dimensions.experts} experts: set it to {fix}"
             )
-        if dimensions.layers % self.pipeline.count:
+        if dimensions.layers < self.pipeline.count:
             raise ModelError(
-                f"{self.pipeline.count} pipeline stages don't divide the model's "
+                f"{self.pipeline.count} pipeline stages are more than the model's "
                 f"{dimensions.layers} layers: set learner.pipeline_parallel x pipeline_chunks to "
-                f"{find_nearest_divisor(dimensions.layers, self.pipeline.count)}"
+                f"at most {dimensions.layers}"
             )
 
 

@@ -221,6 +221,7 @@ def transformer_config(
         context_parallel_size=sizes.context,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
+        pipeline_model_parallel_layout=_make_stage_layout(shape.n_layers, sizes),
         # In an interleaved pipeline of two ranks, each rank both precedes and follows the other.
         # Batched messages would be mixed up.
         overlap_p2p_comm=sizes.chunks > 1,
@@ -241,6 +242,15 @@ def transformer_config(
         apply_rope_fusion=False,
         **options,
     )
+
+
+def _make_stage_layout(n_layers: int, sizes: MegatronSizes) -> list[list[str]] | None:
+    """Return the modules of each pipeline stage; None if all stages have as many layers."""
+    layers = sizes.stage(0).count_layers(n_layers)
+    if len(set(layers)) == 1:
+        return None
+    stages = [["decoder"] * count for count in layers]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
 def _make_expert_options(shape: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:

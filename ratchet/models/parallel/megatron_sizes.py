@@ -74,6 +74,45 @@ class Fp8Format:
 
 
 @dataclass(frozen=True)
+class PipelineStage(ShardIndex):
+    """The index of a pipeline stage, whose number of layers may differ from the others'.
+
+    Stages are numbered as in `MegatronShard`: with p pipeline ranks, stage s is on rank s % p.
+    """
+
+    chunks: int = 1  # stages of each rank
+    first_layers: int | None = None  # layers of the first rank; None: like the other ranks
+    last_layers: int | None = None  # layers of the last rank; None: like the other ranks
+
+    def range(self, total: int) -> range:
+        """Return the indices of this stage's layers among `total` layers."""
+        sizes = self.count_layers(total)
+        start = sum(sizes[: self.index])
+        return range(start, start + sizes[self.index])
+
+    def count_layers(self, total: int) -> list[int]:
+        """Return the number of layers of each stage.
+
+        Without sizes of the first or the last rank, the stages have about as many layers each.
+        Otherwise the other ranks do, and each rank divides its layers among its stages.
+        """
+        if self.first_layers is None and self.last_layers is None:
+            stages = (ShardIndex(stage, self.count) for stage in range(self.count))
+            return [len(stage.range(total)) for stage in stages]
+        first = [] if self.first_layers is None else [self.first_layers]
+        last = [] if self.last_layers is None else [self.last_layers]
+        ranks = self.count // self.chunks
+        others = ranks - len(first) - len(last)
+        rest = total - sum(first) - sum(last)
+        by_rank = first + [len(ShardIndex(i, others).range(rest)) for i in range(others)] + last
+        return [
+            len(ShardIndex(chunk, self.chunks).range(layers))
+            for chunk in range(self.chunks)
+            for layers in by_rank
+        ]
+
+
+@dataclass(frozen=True)
 class MegatronSizes:
     """The number of ranks of each kind of parallelism.
 
@@ -86,10 +125,18 @@ class MegatronSizes:
     experts: int = 1
     chunks: int = 1  # stages per rank of an interleaved pipeline
     sequence: bool = False  # sequence parallelism, see `ratchet.models.parallel.tensor_parallel`
+    first_layers: int | None = None  # layers of the first pipeline rank, see `PipelineStage`
+    last_layers: int | None = None  # layers of the last pipeline rank
 
-    def stage(self, rank: int, chunk: int = 0) -> ShardIndex:
+    def stage(self, rank: int, chunk: int = 0) -> PipelineStage:
         """Return the index of a pipeline rank's chunk among all pipeline stages."""
-        return ShardIndex(rank + self.pipeline * chunk, self.pipeline * self.chunks)
+        return PipelineStage(
+            rank + self.pipeline * chunk,
+            self.pipeline * self.chunks,
+            self.chunks,
+            self.first_layers,
+            self.last_layers,
+        )
 
     def check(self, shape: DecoderConfig) -> None:
         """Raise ModelError if Megatron Core can't divide or build the decoder."""
@@ -97,18 +144,12 @@ class MegatronSizes:
         ModelShard(
             ShardIndex(0, self.tensor), ShardIndex(0, stages), ShardIndex(0, self.experts)
         ).check(shape)
-        if shape.n_layers % stages:
-            divisor = max(n for n in range(1, stages) if shape.n_layers % n == 0)
-            raise ModelError(
-                f"Megatron gives each pipeline stage the same number of layers, but {stages} "
-                f"stages don't divide {shape.n_layers} layers: set learner.pipeline_parallel x "
-                f"pipeline_chunks to {divisor}"
-            )
         if self.chunks > 1 and self.pipeline == 1:
             raise ModelError(
                 "learner.pipeline_chunks interleaves the stages of a pipeline: set "
                 "learner.pipeline_parallel too"
             )
+        self._check_stage_layers(shape.n_layers)
         if shape.out_bias or shape.mlp_bias:
             raise ModelError(
                 "Megatron has no biases in the attention's output projection or in gated MLPs, but "
@@ -118,6 +159,37 @@ class MegatronSizes:
             raise ModelError(
                 "experts under tensor parallelism need learner.sequence_parallel=true: without it "
                 "every rank would send all tokens to the experts"
+            )
+
+    def _check_stage_layers(self, layers: int) -> None:
+        """Raise ModelError if the first and the last rank leave no layers for other stages."""
+        given = {
+            f"learner.{name}_stage_layers": size
+            for name, size in (("first", self.first_layers), ("last", self.last_layers))
+            if size is not None
+        }
+        if not given:
+            return
+        keys = " and ".join(f"{key}={size}" for key, size in given.items())
+        if self.pipeline == 1:
+            raise ModelError(
+                f"{keys}: a pipeline of one rank has all layers. Set learner.pipeline_parallel too."
+            )
+        if too_small := [key for key, size in given.items() if size < self.chunks]:
+            raise ModelError(
+                f"{too_small[0]} is less than learner.pipeline_chunks={self.chunks}, the stages of "
+                f"that rank. Set it to at least {self.chunks}."
+            )
+        others = self.pipeline - len(given)
+        needed = others * self.chunks
+        rest = layers - sum(given.values())
+        if rest < needed or (rest and not others):
+            key, size = list(given.items())[-1]
+            most = size + rest - needed
+            fix = f"Set {key}={most}." if most >= self.chunks else f"Remove {key}."
+            raise ModelError(
+                f"{keys} can't divide the model's {layers} layers over {self.pipeline} pipeline "
+                f"ranks. {fix}"
             )
 
 

@@ -58,6 +58,8 @@ NEMO: Values = {
 NEMO_APART: Values = {
     "policy.dtensor_cfg.enabled": False,
     "policy.megatron_cfg.enabled": True,
+    "policy.megatron_cfg.pipeline_model_parallel_size": 2,
+    **{f"policy.megatron_cfg.num_layers_in_{end}_pipeline_stage": 3 for end in ("first", "last")},
     "grpo.adv_estimator.name": "reinforce_plus_plus",
     "loss_fn.truncated_importance_sampling_type": "icepop",
     f"{COLOCATED}.enabled": False,
@@ -172,6 +174,11 @@ VERL_MEGATRON: Values = {
     f"{ACTOR}.clip_ratio_low": None,
     f"{ACTOR}.clip_ratio_high": None,
     f"{ACTOR}.strategy": "megatron",
+    f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
+    **{
+        f"{ACTOR}.megatron.override_transformer_config.num_layers_in_{end}_pipeline_stage": 3
+        for end in ("first", "last")
+    },
     f"{ACTOR}.optim.warmup_style": "cosine",
     f"{ACTOR}.optim.lr_scheduler_type": None,
     f"{ACTOR}.optim.lr_warmup_steps": None,
@@ -296,6 +303,12 @@ ROLL_MEGATRON: Values = {
     **{f"{role}.{MEGATRON}.recompute_granularity": "full" for role in ROLES},
     **{f"{role}.{MEGATRON}.use_distributed_optimizer": True for role in ROLES},
     **{f"{role}.{MEGATRON}.sequence_parallel": True for role in ROLES},
+    **{f"{role}.{MEGATRON}.pipeline_model_parallel_size": 2 for role in ROLES},
+    **{
+        f"{role}.{MEGATRON}.additional_configs.num_layers_in_{end}_pipeline_stage": count
+        for role in ROLES
+        for end, count in (("first", 2), ("last", 1))
+    },
     "adv_estimator": "reinforce",
     "norm_mean_type": "batch",
     "norm_std_type": "batch",
@@ -306,6 +319,10 @@ ROLL_MEGATRON: Values = {
     "use_kl_loss": True,
     "kl_loss_coef": 0.5,
     "pretrain": None,
+}
+ROLL_LAYOUT: Values = {
+    **{key: value for key, value in ROLL_MEGATRON.items() if not key.endswith("_pipeline_stage")},
+    **{f"{role}.{MEGATRON}.pipeline_model_parallel_layout": "Ett|tL" for role in ROLES},
 }
 ROLL_TURNS: Values = {
     "adv_estimator": "gigpo",
@@ -445,8 +462,8 @@ PROFILES: Mapping[str, Mapping[str, list[Values]]] = {
             ROLL | ROLL_TURNS | _judge("cluster", "reward_model"),
             ROLL | ROLL_SHARE,
         ],
-        "DPO": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_SHARE],
-        "SFT": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_SHARE],
+        "DPO": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_LAYOUT, ROLL | ROLL_SHARE],
+        "SFT": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_LAYOUT, ROLL | ROLL_SHARE],
     },
     "trl": {
         "GRPOConfig": [TRL, TRL | TRL_OTHER, TRL | TRL_PASSES],

@@ -304,6 +304,41 @@ def test_nemo_estimator_section_goes_first() -> None:
     assert from_keys("nemo-rl", "grpo", keys).flat["algorithm.kind"] == "grpo"
 
 
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        ("Et*2|(ttt|)*2tL", (2, 1)),
+        ("E,t|t|t|t,L", None),  # equal
+        ("Et|tt|t|tL", "set learner.first_stage_layers"),
+        ("Et|tL", "set learner.first_stage_layers"),  # not as many stages as ranks
+        ("Et|tt|tt|mL", "set learner.first_stage_layers"),
+        ("E" + "t*999" * 99, "set learner.first_stage_layers"),
+    ],
+)
+def test_roll_layouts_of_pipelines_are_unequal_ends(layout: str, stages: Any) -> None:
+    config = "actor_train.strategy_args.strategy_config"
+    keys = {
+        "actor_train.strategy_args.strategy_name": "megatron_train",
+        f"{config}.pipeline_model_parallel_size": 4,
+        f"{config}.pipeline_model_parallel_layout": layout,
+        "actor_train.device_mapping": "list(range(0,4))",
+    }
+    result = from_keys("roll", "RLVR", keys)
+    ends = tuple(result.flat.get(f"learner.{end}_stage_layers") for end in ("first", "last"))
+    assert ends == (stages if isinstance(stages, tuple) else (None, None))
+    row = item(result, f"{config}.pipeline_model_parallel_layout")
+    assert (row.status == "inert") == (stages is None)
+    if isinstance(stages, str):
+        assert stages in row.note
+    one = from_keys("roll", "RLVR", {**keys, f"{config}.pipeline_model_parallel_size": 1})
+    assert item(one, f"{config}.pipeline_model_parallel_layout").status == "inert"
+    last = f"{config}.additional_configs.num_layers_in_last_pipeline_stage"
+    named = from_keys(
+        "roll", "RLVR", {**keys, f"{config}.pipeline_model_parallel_layout": None, last: 3}
+    )
+    assert named.flat["learner.last_stage_layers"] == 3
+
+
 def test_roll_dual_clip_is_of_pg_clip() -> None:
     keys = {
         "dual_clip_loss": True,

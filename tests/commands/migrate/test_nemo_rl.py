@@ -271,6 +271,20 @@ def test_an_adapter_on_megatron_is_one_here() -> None:
     assert "lora" not in off.recipe
 
 
+def test_unequal_pipeline_stages_stay_so() -> None:
+    stages = {
+        "policy.megatron_cfg.enabled": True,
+        "policy.megatron_cfg.num_layers_in_first_pipeline_stage": 11,
+        "policy.megatron_cfg.num_layers_in_last_pipeline_stage": None,
+    }
+    result = from_keys("grpo", **stages, **{"policy.megatron_cfg.pipeline_model_parallel_size": 2})
+    assert result.flat["learner.first_stage_layers"] == 11
+    assert "learner.last_stage_layers" not in result.flat
+    whole = from_keys("grpo", **stages)
+    assert "learner.first_stage_layers" not in whole.flat
+    assert whole.dropped == []
+
+
 def test_a_switch_that_is_off_is_no_loss() -> None:
     keys = {
         "policy.megatron_cfg.enabled": True,

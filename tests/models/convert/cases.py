@@ -4,7 +4,7 @@ Megatron."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -70,13 +70,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def places(
-    tensor: int = 1, pipeline: int = 1, experts: int = 1, **fields: Any
+    tensor: int = 1,
+    pipeline: int = 1,
+    experts: int = 1,
+    stage: Callable[[int], ShardIndex] | None = None,
+    **fields: Any,
 ) -> Iterator[MegatronShard]:
-    """Every rank that holds something of its own."""
-    for t, p, e in itertools.product(range(tensor), range(pipeline), range(experts)):
-        yield MegatronShard(
-            ShardIndex(t, tensor), ShardIndex(p, pipeline), ShardIndex(e, experts), **fields
-        )
+    """Every rank that holds something of its own. stage: by the pipeline rank; None: equal ones."""
+    stages = [stage(p) if stage else ShardIndex(p, pipeline) for p in range(pipeline)]
+    for t, p, e in itertools.product(range(tensor), stages, range(experts)):
+        yield MegatronShard(ShardIndex(t, tensor), p, ShardIndex(e, experts), **fields)
 
 
 def empty(layout: Layout, place: MegatronShard, dimensions: Dimensions) -> dict[str, Tensor]:

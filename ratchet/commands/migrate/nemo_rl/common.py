@@ -95,6 +95,14 @@ COMMON = (
         "learner.sequence_parallel",
         convert=place.when_megatron(True, flag),
     ),
+    *(
+        KeyRow(
+            f"{MEGATRON}.num_layers_in_{end}_pipeline_stage",
+            f"learner.{end}_stage_layers",
+            convert=place.when_megatron(True, place.stage_layers),
+        )
+        for end in ("first", "last")
+    ),
     KeyRow(
         f"{MEGATRON}.activation_checkpointing",
         "learner.recompute",

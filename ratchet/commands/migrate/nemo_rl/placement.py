@@ -116,6 +116,13 @@ def megatron_learner(value: Any, config: PeerConfig) -> Any:
     )
 
 
+def stage_layers(value: Any, config: PeerConfig) -> Any:
+    """Convert the number of layers of the first or the last pipeline stage."""
+    if config.whole(f"{MEGATRON}.pipeline_model_parallel_size", 1) == 1:
+        return Inert("the pipeline has one rank there, with all layers")
+    return numbers.whole(value, least=1)
+
+
 def flag_if_distributed(value: Any, config: PeerConfig) -> Any:
     """Convert a flag that only exists for a learner on several accelerators."""
     return (

@@ -31,7 +31,7 @@ EPOCHS_NOTE = (
 SPEED_KEYS = (
     *("*fusion*", "*overlap*", "*offload*", "*recompute*", "*dispatcher*", "*grouped*", "bf16"),
     *("*dtype", "virtual_pipeline_model_parallel_size", "account_for_*", "apply_*", "tiled_*"),
-    *("pipeline_model_parallel_layout", "reshard_after_forward", "wrap_policy.*", "use_batched_*"),
+    *("reshard_after_forward", "wrap_policy.*", "use_batched_*"),
     *("distrib_optim_*",),
 )
 EVALUATION_NOTE = (
@@ -116,6 +116,20 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
             f"{role}.strategy_args.strategy_config.sequence_parallel",
             "learner.sequence_parallel",
             convert=flag,
+        ),
+        KeyRow(
+            f"{role}.strategy_args.strategy_config.pipeline_model_parallel_layout",
+            "learner.first_stage_layers, learner.last_stage_layers",
+            convert=place.stage_layout(role),
+        ),
+        *(
+            KeyRow(
+                f"{role}.strategy_args.strategy_config.additional_configs."
+                f"num_layers_in_{end}_pipeline_stage",
+                f"learner.{end}_stage_layers",
+                convert=place.stage_layers(role),
+            )
+            for end in ("first", "last")
         ),
         KeyRow(
             f"{role}.strategy_args.strategy_name",

@@ -10,11 +10,21 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers
 from ratchet.commands.migrate.numbers import InvalidValue
-from ratchet.commands.migrate.table import Conversion, Dropped, PeerConfig, Values
+from ratchet.commands.migrate.table import (
+    Conversion,
+    Dropped,
+    Inert,
+    PeerConfig,
+    Values,
+    only_if,
+)
 
 RANGE = re.compile(r"(?:list\()?range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?(?:,\s*(\d+)\s*)?\)\)?")
 LIST = re.compile(r"(?:list\()?\[([\d,\s]*)\]\)?")
 MAX_DEVICES = 1_000_000  # maximum devices counted in one range
+# Repetitions in Megatron's pipeline layouts, such as (tt|)*29 and t*3.
+REPETITIONS = (re.compile(r"\(([EtmL|]+)\)\*(\d{1,3})"), re.compile(r"([EtmL|])\*(\d{1,3})"))
+MAX_LAYOUT = 10_000  # maximum characters of a layout, before and after its repetitions
 
 
 def count_accelerators(role: str, config: PeerConfig) -> int:
@@ -98,6 +108,61 @@ def learner(role: str) -> Conversion:
         )
 
     return convert
+
+
+def _when_pipelined(role: str, convert: Conversion) -> Conversion:
+    """Return the conversion, limited to roles that train with several Megatron pipeline stages."""
+    return only_if(
+        lambda config: (
+            config[f"{role}.strategy_args.strategy_name"] == "megatron_train"
+            and parallel_size(role, "pipeline_model_parallel_size", config) > 1
+        ),
+        convert,
+        "no Megatron pipeline of several ranks trains there",
+    )
+
+
+def stage_layers(role: str) -> Conversion:
+    """Return a conversion of the number of layers of a role's first or last pipeline stage."""
+    return _when_pipelined(role, lambda value, config: numbers.whole(value, least=1))
+
+
+def stage_layout(role: str) -> Conversion:
+    """Return a conversion of a role's pipeline layout, such as "Et|tt*2|tL"."""
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        layers = _count_stage_layers(str(value))
+        ranks = parallel_size(role, "pipeline_model_parallel_size", config)
+        if layers is None or len(layers) != ranks or len(set(layers[1:-1])) > 1 or 0 in layers:
+            return Dropped(
+                "the first and the last pipeline rank alone may have other numbers of layers here: "
+                "set learner.first_stage_layers and learner.last_stage_layers by hand"
+            )
+        if len(set(layers)) == 1:
+            return Inert("all stages have as many layers, as by default")
+        return Values(
+            {
+                "learner.first_stage_layers": layers[0],
+                "learner.last_stage_layers": layers[-1],
+            }
+        )
+
+    return _when_pipelined(role, convert)
+
+
+def _count_stage_layers(layout: str) -> list[int] | None:
+    """Return the layers of each stage of a layout; None for layers of other kinds or no layout."""
+    layout = re.sub(r"[,\s]", "", layout[:MAX_LAYOUT])
+    for repetition in REPETITIONS:
+        length = sum(
+            len(match[1]) * int(match[2]) - len(match[0]) for match in repetition.finditer(layout)
+        )
+        if len(layout) + length > MAX_LAYOUT:
+            return None
+        layout = repetition.sub(lambda match: match[1] * int(match[2]), layout)
+    if re.fullmatch(r"E[t|]*L", layout) is None:
+        return None
+    return [stage.count("t") for stage in layout.split("|")]
 
 
 def convert_generator(value: Any, config: PeerConfig) -> Any:
