@@ -126,6 +126,22 @@ def target_arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def evaluation_arguments(description: str) -> argparse.ArgumentParser:
+    """Return the arguments for an evaluation. Those about groups and steps are not used."""
+    parser = arguments(description)
+    parser.add_argument("--rows", type=int, default=10_000, help="number of tasks")
+    return parser
+
+
+def write_tasks(options: argparse.Namespace, path: Path) -> None:
+    """Write a file of `rows` tasks: a prompt of 8 to 64 random letters, and its first 8 letters as
+    the answer."""
+    rng = random.Random(options.seed)
+    prompts = (rng.choices(LETTERS, k=rng.randint(8, 64)) for _ in range(options.rows))
+    rows = ({"prompt": "".join(letters), "answer": "".join(letters[:8])} for letters in prompts)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
 @dataclass
 class Goal:
     """A target accuracy, and the evaluations so far.

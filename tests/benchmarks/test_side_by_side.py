@@ -218,6 +218,7 @@ GRPO_STEPS = [ALONE, ["Ratchet, bfloat16"]] if build.has_bfloat16_instructions()
         ("sft.py", (), [ALONE]),
         ("dpo.py", (), [ALONE]),
         ("generate.py", (), [ALONE] * 2),
+        ("evaluation.py", ("--rows", "20"), [ALONE]),
         ("startup.py", (), [["Ratchet", "Ratchet, evaluated before", "import torch"]]),
         ("quickstart_vs_trl.py", ("--target", "0", "--start-steps", "1"), [ALONE]),
     ],
