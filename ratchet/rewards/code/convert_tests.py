@@ -64,6 +64,7 @@ def {CALL_FUNCTION}(name, *arguments, **keywords):
 CALL_TEST = f"""
 def {{name}}(*arguments, **keywords):
     return {CALL_FUNCTION}({{name!r}}, *arguments, **keywords)
+{{name}}.__test__ = False
 """
 
 
@@ -109,16 +110,18 @@ def convert_source(source: str, label: str) -> FunctionTask:
     _check_pytest(tree, label)
     tree = _ImportRewriter(label).visit(tree)
     tests = _list_tests(tree)
-    if not tests and not any(isinstance(node, ast.Assert) for node in _walk_module(tree)):
+    has_asserts = any(isinstance(node, ast.Assert) for node in _walk_module(tree))
+    if not has_asserts and not _may_have_tests(tree):
         raise DataError(
             f"task '{label}': its tests have neither an assert nor a function test_...: they test "
             "nothing"
         )
     # Loose assertions stay where they are, because the variables that they read may change later.
     statements = ast.unparse(tree)
-    if tests or _uses_pytest(tree):
+    if "test" in statements.lower():
         shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
-        check = _write_check([f"_run_tests({', '.join(tests)})"], label)
+        arguments = ", ".join([*tests, f"must_run={not tests and not has_asserts}"])
+        check = _write_check([f"_run_tests({arguments})"], label)
         text = f"{shim}\n{statements}\n\n{check}"
     else:
         text = f"{statements}\n\n{_write_check(['pass'], label)}"
@@ -244,13 +247,26 @@ def _list_tests(tree: ast.Module) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def _may_have_tests(tree: ast.Module) -> bool:
+    """True if tests are defined, or may be without a definition: by assignment, or by a class."""
+    return bool(_list_tests(tree)) or any(
+        (isinstance(node, ast.Name) and _is_stored_test(node))
+        or (isinstance(node, ast.ClassDef) and node.bases)
+        for node in _walk_module(tree)
+    )
+
+
+def _is_stored_test(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store) and node.id.lower().startswith("test")
+
+
 def _check_definitions(sources: Sequence[str], label: str) -> None:
     """Raise DataError if two test cases define the same name: the first would be lost.
 
     Cases without test functions may, because their assertions run before the next definitions.
     """
     trees = [_parse(source, label) for source in sources]
-    if not any(map(_list_tests, trees)):
+    if not any(map(_may_have_tests, trees)):
         return
     definitions: dict[str, str] = {}
     for tree in trees:
@@ -303,11 +319,6 @@ def _check_pytest(tree: ast.Module, label: str) -> None:
                     f"task '{label}': its tests use pytest's {name}, which is not supported: "
                     "write them without it, or leave the row out"
                 )
-
-
-def _uses_pytest(tree: ast.Module) -> bool:
-    """True if tests name pytest. Their imports must have been rewritten."""
-    return any(isinstance(node, ast.Name) and node.id == "pytest" for node in ast.walk(tree))
 
 
 class _ImportRewriter(ast.NodeTransformer):

@@ -4,10 +4,12 @@ Its source is put before the tests. It imports only the standard library.
 """
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
 import re
+import sys
 
 
 class UnsupportedPytest(NameError):
@@ -267,6 +269,9 @@ class _Case:
         instance = self.owner and self.owner()
         with contextlib.ExitStack() as stack:
             hooks = globals() if self.owner is None else _AttributeMap(instance)
+            if _is_unittest(self.owner):
+                instance.doCleanups = functools.partial(_run_cleanups, instance, "_cleanups")
+                stack.callback(instance.doCleanups)
             starts = ("setup_function",) if self.owner is None else ("setup_method", "setUp")
             ends = ("teardown_function",) if self.owner is None else ("tearDown", "teardown_method")
             for end in reversed(ends):
@@ -327,6 +332,21 @@ def _call_hook(hooks, name, argument):
         hook(*[argument][: len(inspect.signature(hook).parameters)])
 
 
+def _is_unittest(owner):
+    return hasattr(owner, "assertEqual")
+
+
+def _run_cleanups(target, name):
+    """Call what unittest's addCleanup and its like stored in this list, the last one first.
+
+    unittest's own doCleanups would keep the errors to itself.
+    """
+    cleanups = getattr(target, name, [])
+    while cleanups:
+        function, arguments, keywords = cleanups.pop()
+        function(*arguments, **keywords)
+
+
 def _list_needed(function, owner):
     """Return the names of the arguments that fixtures give, without `self` of a method."""
     parameters = inspect.signature(function).parameters.values()
@@ -375,12 +395,21 @@ def _collect_class(test, outer_marks):
     for ancestor in test.__mro__[::-1]:
         marks += _list_marks(vars(ancestor))
     attributes = _get_attributes(test)
-    is_unittest = hasattr(test, "assertEqual")
-    for name, value in attributes.items():
-        if name.startswith("test") and callable(value) and not inspect.isclass(value):
-            if not is_unittest and test.__init__ is not object.__init__:
-                raise UnsupportedPytest(f"the test class {test.__name__} with a method __init__")
-            yield from _collect_function(name, value, test, marks)
+    is_unittest = _is_unittest(test)
+    for name in ("asyncSetUp", "asyncTearDown"):
+        if getattr(attributes.get(name), "__module__", None) == __name__:
+            raise UnsupportedPytest(f"{name}, a coroutine")
+    methods = {
+        name: value
+        for name, value in attributes.items()
+        if name.startswith("test") and callable(value) and not inspect.isclass(value)
+    }
+    if is_unittest and not methods and "runTest" in attributes:
+        methods = {"runTest": test.runTest}
+    if methods and not is_unittest and test.__init__ is not object.__init__:
+        raise UnsupportedPytest(f"the test class {test.__name__} with a method __init__")
+    for name, value in methods.items():
+        yield from _collect_function(name, value, test, marks)
     for name, value in attributes.items():
         if inspect.isclass(value) and name.startswith("Test"):
             if any(map(_get_fixture, attributes.values())):
@@ -388,24 +417,45 @@ def _collect_class(test, outer_marks):
             yield from _collect_class(value, marks)
 
 
-def _run_tests(*tests):
-    """Run test functions and test classes.
+def _is_own_test(name, value):
+    """True if a value of the module is a test that the module made, in whatever way."""
+    if inspect.isclass(value):
+        is_test_class = name.startswith("Test") or _is_unittest(value)
+        return is_test_class and value.__module__ == __name__
+    function = value
+    while isinstance(function, functools.partial):
+        function = function.func
+    is_function = inspect.isfunction(function) and function.__globals__ is globals()
+    return is_function and name.startswith("test")
+
+
+def _run_tests(*tests, must_run=False):
+    """Run test functions and test classes, and those that the module made without a definition.
 
     All of them are collected before the first runs, so that what is not supported is found
     whatever the judged program answers.
+
+    must_run: True to raise UnsupportedPytest if there is no test.
     """
     hooks = globals()
     marks = _list_marks(hooks)
+    targets = [(test.__name__, test) for test in tests]
+    for name, value in hooks.items():
+        if _is_own_test(name, value) and not any(value is test for test in tests):
+            targets.append((name, value))
     groups = [
         list(
             _collect_class(test, marks)
             if isinstance(test, type)
-            else _collect_function(test.__name__, test, None, marks)
+            else _collect_function(name, test, None, marks)
         )
-        for test in tests
+        for name, test in targets
     ]
+    if must_run and not any(groups):
+        raise UnsupportedPytest("tests without any test function that runs")
     shared = {}
     with contextlib.ExitStack() as stack:
+        stack.callback(_run_cleanups, sys.modules.get("unittest.case"), "_module_cleanups")
         for start, end in (("setup_module", "teardown_module"), ("setUpModule", "tearDownModule")):
             _call_hook(hooks, start, _Module())
             stack.callback(_call_hook, hooks, end, _Module())
@@ -417,9 +467,12 @@ def _run_tests(*tests):
 def _run_class(owner, cases, shared, module_stack):
     """Run the cases of a class, or those of functions, whose owner is None."""
     hooks = _AttributeMap(owner)
-    for start in ("setup_class", "setUpClass"):
-        _call_hook(hooks, start, owner)
-    for case in cases:
-        case.run(shared, module_stack)
-    for end in ("tearDownClass", "teardown_class"):
-        _call_hook(hooks, end, owner)
+    with contextlib.ExitStack() as stack:
+        if _is_unittest(owner):
+            stack.callback(_run_cleanups, owner, "_class_cleanups")
+        for start in ("setup_class", "setUpClass"):
+            _call_hook(hooks, start, owner)
+        for case in cases:
+            case.run(shared, module_stack)
+        for end in ("tearDownClass", "teardown_class"):
+            _call_hook(hooks, end, owner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,8 +78,8 @@ def read_number(value: Any, function: Callable[..., Any]) -> float:
     """
     try:
         number = value.item() if hasattr(value, "item") else value
-    except ValueError:  # an array without or with several elements
-        number = value
+    except Exception:  # an array with several elements, a tensor without storage
+        number = math.nan
     if isinstance(number, str) or not is_finite_number(number):
         raise DataError(
             f"{describe_location(function)} returned {value!r:.200} as a reward, it must be a "
@@ -93,7 +94,7 @@ def read_metrics(values: Mapping[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         try:
             number = value.item() if hasattr(value, "item") else value
-        except (ValueError, RuntimeError):  # a tensor or array with several elements
+        except Exception:  # a tensor or array with several elements, or without storage
             continue
         if is_finite_number(number):
             metrics[str(name)] = float(number)

@@ -5,7 +5,7 @@ A function is called as `GRPOTrainer._calculate_rewards` calls it, once for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from ratchet.rewards.integrations.base import (
     describe_location,
     encode_messages,
     read_columns,
+    read_metrics,
     read_number,
     split_messages,
 )
@@ -26,6 +27,7 @@ from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, 
 from ratchet.utils.user_code import UserCodeFailed, is_async, run_guarded
 from ratchet.utils.user_imports import import_object
 
+NO_LISTS = (Mapping, Set, str, bytes, bytearray)  # iterables that are no list of rewards
 # TRL does not pass these columns on, because it has arguments of its own for them.
 OWN_ARGUMENTS = ("prompt", "completion", "completion_ids")
 
@@ -101,7 +103,7 @@ class TRLReward(Reward):
         ]
         if not judged_indices:
             return outcomes
-        metrics: dict[str, list[float]] = {}
+        metrics: dict[str, list[Any]] = {}
         try:
             arguments = make_arguments(
                 [trajectories[index] for index in judged_indices],
@@ -115,7 +117,7 @@ class TRLReward(Reward):
             for index in judged_indices:
                 outcomes[index] = failure
             return outcomes
-        parts = {name: sum(logged) / len(logged) for name, logged in metrics.items()}
+        parts = _average_metrics(metrics)
         for index, value in zip(judged_indices, values, strict=True):
             outcomes[index] = self._make_outcome(value, trajectories[index], task, parts)
         return outcomes
@@ -133,6 +135,15 @@ class TRLReward(Reward):
         return outcome_type(reward, parts)
 
 
+def _average_metrics(metrics: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Return the mean of what was logged under each name, without what is no finite number."""
+    numbers = {
+        name: [*read_metrics({str(i): value for i, value in enumerate(logged)}).values()]
+        for name, logged in metrics.items()
+    }
+    return {str(name): sum(values) / len(values) for name, values in numbers.items() if values}
+
+
 async def call_trl_reward(function: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
     """Call a function, and return its value for each completion.
 
@@ -141,16 +152,16 @@ async def call_trl_reward(function: Callable[..., Any], arguments: dict[str, Any
     The function runs in the thread of the event loop, as in TRL: it may use signals.
     """
 
-    async def call() -> Any:
-        result = function(**arguments)
-        return await result if is_async(function) else result
+    n_expected = len(arguments["completions"])  # the function may change its list
 
-    result = await run_guarded(call)
-    n_expected = len(arguments["completions"])
-    try:
-        values = list(result)
-    except TypeError:
-        values = None
+    async def call() -> tuple[Any, list[Any] | None]:
+        result = function(**arguments)
+        result = await result if is_async(function) else result
+        # The keys of a dict, the bytes of a text and the order of a set are no rewards.
+        has_rewards = isinstance(result, Iterable) and not isinstance(result, NO_LISTS)
+        return result, list(result) if has_rewards else None
+
+    result, values = await run_guarded(call)
     if values is None or len(values) != n_expected:
         returned = f"{result!r:.200}" if values is None else f"{len(values)} rewards"
         raise DataError(

@@ -7,33 +7,57 @@ import re
 from ratchet.errors import DataError
 
 # The value after the word "score" and perhaps its scale, as in "Score (1 to 10): 7". It is a number
-# with whatever belongs to it ("7/10", "7,5", "5-10", "7 or 8", "1 0"), or a word for no value.
+# with whatever belongs to it ("7/10", "7,5", "5 - 10", "7 or 8", "3 + 4 = 7", "1 0"), or a word for
+# no value. A sign or a word between two numbers of one line joins them, whatever it means.
 SCORE_PATTERN = re.compile(
-    r"score(?:\s?\([^()\n]{1,40}\)(?=\W{0,3}[:=]))?\W{0,8}?("
-    r"[-+\u2212\u2013\u2014]?\.?\d[\w.%]*(?:[,\u2212\u2013\u2014-]\d[\w.%]*)*"
-    r"(?:\s*\(?(?:/|out of)\s*\d[\w.]*|[ \t]+(?:(?:to|or)[ \t]+)?\d[\w.%]*|[ \t]+%)?"
-    r"|n/a\b|(?:nan|none|null|[-+]?inf(?:inity)?)\b)",
+    r"score(?:\s?\(([^()\n]{1,40})\)(?=\W{0,3}[:=]))?(?:\W{0,8}?("
+    r"(?:[-+\u2212\u2013\u2014]|[<\u2264\u2265]=?[ \t]*)?\.?\d[\w.%]*"
+    r"(?:[,\u2212\u2013\u2014-]\d[\w.%]*)*"
+    r"(?:(?:[ \t]+(?:stars?|points?|marks?))?\s*\(?(?:/|(?:out[ \t]+)?of\b)\s*\d[\w.]*"
+    r"|[ \t]*\(?out[ \t]+of[ \t]+\w+"
+    r"|[ \t]*[^\w\s.,;:!?(){}\[\"'<%][^\w\n.!?(){}\[\"'<]{0,7}\d[\w.%]*"
+    r"|[ \t]*,[ \t]*\d[\d.]*(?=[ \t]*(?:[\]\n]|$))"
+    r"|[ \t]+(?:(?:to|and|x|vs\.?|versus|through|until|(?:or[ \t]+)?maybe|or)[ \t]+)?"
+    r"\d[\w.%]*"
+    r"|[ \t]+(?:[\u00bc-\u00be\u2150-\u215e]|%))?"
+    r"|n/a\b|(?:nan|none|null|[-+]?inf(?:inity)?)\b)"
+    r"|\W{0,3}[:=]\W{0,4}((?:un(?:known|clear|able|defined|determined|decided)|cannot|tbd)\b)"
+    r"|[ \t]*[:=][ \t]*(\?))",
     re.IGNORECASE,
 )
+MARKUP = re.compile(r"[*`$]")  # as in "**7**/10"
+# The end of a scale before a score: "1 to 10", "/10", "out of 10".
+SCALE_END = re.compile(r"(?:to|of|[/\u2212\u2013\u2014-])\s*([0-9.]+)\s*$", re.IGNORECASE)
 # A number as a judge is asked for: whole or with a decimal point, and perhaps the highest score.
 PLAIN_SCORE = re.compile(
-    r"([-+\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))(?:\s*\(?(?:/|out of)\s*([0-9.]+)|[ \t]*(%))?",
+    r"([-+\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))"
+    r"(?:(?:[ \t]+(?:stars?|points?|marks?))?\s*\(?(?:/|(?:out[ \t]+)?of)\s*([0-9.]+)"
+    r"|[ \t]*(%))?",
     re.IGNORECASE,
 )
-# What makes a letter no choice: "A and B", "A/B", "A tie".
-NO_CHOICE = r"(\s*(?i:(?:[/&]|and\b|or\b|vs\b\.?)\s*[AB]\b|(?:tie|draw)\b))?"
+# What makes a letter no choice: "A and B", "A/B", "A = B", "A tie", "A (tie)".
+NO_CHOICE = (
+    r"((?i:\s*(?:[/&|+=]|and\b|n?or\b|vs\b\.?|versus\b)\s*(?:[AB]|tie|draw)\b"
+    r"|[\s,;(]{0,3}(?:tie|draw)\b))?"
+)
 LABEL = r"(?i:better|winner|verdict)[^\w\[.!?,]{0,8}"
+NEITHER = r"(?i:neither|both|none|equal|unclear|undecided|unknown|cannot)\b"
 # A small "a" before a word is an article: "Better: a tie".
 VERDICT_PATTERN = re.compile(
     rf"{LABEL}(?i:an?\s+)?((?i:tie|draw))\b"
     rf"|{LABEL}([AB]|[ab](?!\s+\w))\b{NO_CHOICE}"
-    r"|\[\[((?i:A|B|C|tie))\]\]"
+    r"|\[\[((?i:A|B|C|tie))\]\](\s*(?i:/|&|and|or|vs\.?|versus)\s*\[\[)?"
+    rf"|(?i:better|winner|verdict)\W{{0,3}}[:=]\W{{0,4}}({NEITHER})"
 )
 # A "no" before another word may be part of a remark: "there is no error".
 YES_NO_PATTERN = re.compile(r"\b(?:YES|NO|(?i:yes)|(?i:no)(?![ \t]+\w))\b")
-# A mention of YES or NO that is not a verdict: "YES or NO", "neither YES nor NO", "not a yes".
+# A mention of YES or NO that is not a verdict: "YES or NO", "neither YES nor NO", "not a yes", "I
+# can't say YES".
 NO_VERDICT = re.compile(
-    r"\b(?:(?:yes|no)\W{0,4}(?:/|n?or\b)\W{0,4}(?:yes|no)|not (?:an? )?\W{0,4}(?:yes|no))\b",
+    r"(?:\b(?:yes|no)\W{0,4}(?:/|n?or\b|and\b)\W{0,4}(?:yes|no)"
+    r"|(?:\b(?:not|never|cannot)|n['\u2019]t) (?:(?:say|be|answer|give) )?(?:an? )?\W{0,4}"
+    r"(?:yes|no)"
+    r")\b",
     re.IGNORECASE,
 )
 TIES = ("tie", "draw", "c")
@@ -55,15 +79,19 @@ def parse_score(reply: str, low: float, high: float) -> float:
     """Return the last "Score: N" of a reply, or the "score" of its JSON.
 
     N may be followed by the highest score, as in "7/10". Raise DataError if there is no score, if
-    it isn't one plain number ("7,5", "5-10"), or if it lies outside the scale.
+    it isn't one plain number ("7,5", "5 - 10"), or if it is of another scale or outside of it.
     """
-    scores = SCORE_PATTERN.findall(drop_thinking(reply))
+    scores = SCORE_PATTERN.findall(MARKUP.sub("", drop_thinking(reply)))
     if not scores:
         raise DataError(f"the judge's reply holds no score: {reply[-300:]!r}")
-    text = scores[-1].rstrip("._")
+    scale, *values = scores[-1]
+    text = "".join(values).rstrip("._")
     match = PLAIN_SCORE.fullmatch(text)
-    highest = match and ("100" if match[3] else match[2])
-    if match is None or (highest and not _is_number(highest, high)):
+    scale_end = SCALE_END.search(scale)
+    highest = [scale_end[1]] if scale_end else []
+    if match and (match[2] or match[3]):
+        highest.append(match[2] or "100")
+    if match is None or not all(_is_number(number, high) for number in highest):
         raise DataError(
             f"the judge's score {text!r} is not a number of the scale {low:g} to {high:g}: "
             f"{reply[-300:]!r}"
@@ -109,8 +137,8 @@ def parse_verdict(reply: str) -> float:
     Raise DataError if there is none, or if it names both ("A and B").
     """
     verdicts = VERDICT_PATTERN.findall(drop_thinking(reply))
-    tie, letter, contradiction, bracketed = verdicts[-1] if verdicts else ("", "", "", "")
-    if not verdicts or contradiction:
+    tie, letter, contradiction, bracketed, another, neither = (verdicts or [("",) * 6])[-1]
+    if not verdicts or contradiction or another or neither:
         raise DataError(f"the judge's reply holds no verdict: {reply[-300:]!r}")
     last_verdict = (tie or letter or bracketed).lower()
     return 0.5 if last_verdict in TIES else float(last_verdict == "a")

@@ -185,6 +185,30 @@ def run_in_this_process(source, function):
         "def test_a(): assert f(TestRow().n) == TestKind.A.value",
         "from pytest import approx as near\nassert f(2) == near(4)",
         "import pytest\ndef test_a(): assert f(2) == 4\nif __name__ == '__main__': pytest.main()",
+        # Tests without a definition of their own.
+        "def make(n):\n    def run(): assert f(n) == n * n\n    return run\n"
+        "def test_1(): f(1)\ntest_2 = make(2)",
+        "import functools\ndef run(n): assert f(n) == n * n\nassert f(1) == 1\n"
+        "test_2 = functools.partial(run, 2)",
+        "def run(): assert f(2) == 4\ntest_a, tests = run, [1]",
+        "def test_1(): f(1)\nfor n in [2]: exec(f'def test_{n}(): assert f({n}) == 4')",
+        "from unittest import TestCase as Base\nclass Squares(Base):\n"
+        "    def test_a(self): self.assertEqual(f(2), 4)\ndef test_b(): f(1)",
+        "import unittest\nclass Squares(unittest.TestCase):\n"
+        "    def runTest(self): self.assertEqual(f(2), 4)\ndef test_b(): f(1)",
+        # What unittest runs after a test, a class and a module.
+        "import unittest\nclass Squares(unittest.TestCase):\n"
+        "    def setUp(self): self.addCleanup(self.assertEqual, f(2), 4)\n"
+        "    def test_a(self): f(1)",
+        "import unittest\nclass Squares(unittest.TestCase):\n    def test_a(self):\n"
+        "        self.addCleanup(self.assertEqual, f(2), 4)\n        self.doCleanups()",
+        "import unittest\nL = []\nclass Squares(unittest.TestCase):\n    @classmethod\n"
+        "    def setUpClass(cls): cls.addClassCleanup(L.append, f(2))\n"
+        "    def tearDown(self): L.append(self.n)\n    def test_a(self):\n"
+        "        self.n = f(1)\n        self.addCleanup(lambda: L.append(f(3)))\n"
+        "def test_b(): assert L == [1, 9, 4]",
+        "import unittest\nL = []\ndef setUpModule(): unittest.addModuleCleanup(check_all)\n"
+        "def check_all(): assert L == [4]\ndef test_a(): L.append(f(2))",
     ],
 )
 def test_right_programs_pass_what_pytest_passes(source):
@@ -209,10 +233,15 @@ def test_right_programs_pass_what_pytest_passes(source):
         "import pytest\nclass TestA:\n    @pytest.fixture\n    def n(self): return 2\n"
         "def test_a(n): assert f(n) == 4",
         "import pytest\n@pytest.mark.parametrize('x', [2])\ndef test_a(): assert f(2) == 4",
+        "import unittest\nclass A(unittest.IsolatedAsyncioTestCase):\n"
+        "    async def asyncSetUp(self): self.n = 2\n    def test_a(self): f(self.n)",
+        "def make(n): lambda: f(n)\ntest_1 = make(1)",
     ],
 )
 def test_what_the_sandbox_lacks_of_pytest_shows_before_the_first_answer(source):
-    with pytest.raises(NameError, match=r"capsys|corout|params|init|class around|fixture n|lacks"):
+    with pytest.raises(
+        NameError, match=r"capsys|corout|params|init|class aro|fixture n|lacks|without"
+    ):
         run_in_this_process(source, lambda x: pytest.fail("it is called"))
 
 
@@ -328,6 +357,11 @@ def test_text_tests_may_not_run_the_answer():
         ),
         ("pytest", ["import pytest as p\ndef test_a(): p.skip(f(1))"], "use pytest's skip"),
         ("pytest", ["def test_a(): f(1)", "def test_a(): f(2)"], "two .* define test_a"),
+        (
+            "pytest",
+            ["def make(n): return lambda: f(n)\ntest_a = make(1)", "test_a = make(2)"],
+            "two .* define test_a",
+        ),
         ("pytest", ["N = 1\ndef test_a(): f(N)", "N = 2\ndef test_b(): f(N)"], "two .* define N"),
     ],
 )

@@ -111,12 +111,22 @@ def test_an_attempt_without_any_reward_is_neither_scored_nor_failed():
             r"too_few \(.*trl_rewards\.py, line \d+\) returned 1 rewards for 2 completions",
         ),
         ("broken", r"KeyError: 'no such column' \(.*trl_rewards\.py, line \d+, in broken\)"),
+        ("a_dict", r"a_dict .* returned \{0: 1.0, 1: 1.0\} for 2 completions"),
+        ("some_bytes", "returned b'.*' for 2 completions"),
+        ("pairs", "it must be a finite number"),
+        ("generator_that_breaks", "KeyError: 'no such row'"),
+        ("shrinking", "returned 1 rewards for 2 completions"),
     ],
 )
 def test_a_fault_of_a_trl_function_fails_its_group(function, words):
     outcomes = score("trl", function, CHAT, "5", "6")
     assert [outcome.kind for outcome in outcomes] == ["reward", "reward"]
     assert re.search(words, describe_user_error(outcomes[0].detail))
+
+
+def test_odd_metrics_of_a_trl_function_are_left_out():
+    outcomes = score("trl", "odd_metrics", CHAT, "5", "6")
+    assert outcomes == [Scored(1.0, {"mixed": 2.0})] * 2
 
 
 def test_a_value_that_is_no_number_fails_its_attempt():

@@ -57,3 +57,34 @@ def make_length(limit):
 
 def sevens(completions, **kwargs):
     return [messages[0]["content"].count("7") / 8 for messages in completions]
+
+
+def a_dict(completions, **kwargs):
+    return dict.fromkeys(range(len(completions)), 1.0)
+
+
+def some_bytes(completions, **kwargs):
+    return bytes(len(completions))
+
+
+def pairs(completions, **kwargs):
+    import torch
+
+    return torch.ones(len(completions), 2)
+
+
+def generator_that_breaks(completions, **kwargs):
+    yield 1.0
+    raise KeyError("no such row")
+
+
+def shrinking(completions, **kwargs):
+    completions.pop()
+    return [1.0] * len(completions)
+
+
+def odd_metrics(completions, log_metric, **kwargs):
+    log_metric("text", "high")
+    log_metric("mixed", None)
+    log_metric("mixed", 2.0)
+    return [1.0] * len(completions)
