@@ -6,23 +6,28 @@ import re
 
 from ratchet.errors import DataError
 
-# The value after the word "score" and perhaps its scale, as in "Score (1 to 10): 7". It is a number
-# with whatever belongs to it ("7/10", "7,5", "5 - 10", "7 or 8", "3 + 4 = 7", "1 0"), or a word for
-# no value. A sign or a word between two numbers of one line joins them, whatever it means.
+# A number with what is written to it, such as "7.5%", and with what may follow: "7/10",
+# "4 stars out of 5", "five out of ten".
+NUMBER = r"\d[\w.%]*"
+NUMBERS = rf"\.?{NUMBER}(?:[,\u2212\u2013\u2014-]{NUMBER})*"
+SIGN = r"(?:[-+\u2212\u2013\u2014]|[<\u2264\u2265]=?[ \t]*)?"
+OF_HIGHEST = r"(?:[ \t]+(?:stars?|points?|marks?))?\s*\(?(?:/|(?:out[ \t]+)?of\b)\s*\d[\w.]*"
+OF_WORD = r"[ \t]*\(?out[ \t]+of[ \t]+\w+"
+# A sign, a comma or a word between two numbers of one line joins them, whatever it means: "5 - 10",
+# "3 + 4 = 7", "[5, 7]", "7 or 8", "1 0".
+BY_SIGN = rf"[ \t]*[^\w\s.,;:!?(){{}}\[\"'<%][^\w\n.!?(){{}}\[\"'<]{{0,7}}{NUMBER}"
+BY_COMMA = r"[ \t]*,[ \t]*\d[\d.]*(?=[ \t]*(?:[\]\n]|$))"
+BY_WORD = r"[ \t]+(?:(?:to|and|x|vs\.?|versus|through|until|(?:or[ \t]+)?maybe|or)[ \t]+)?" + NUMBER
+FRACTION = r"[ \t]+(?:[\u00bc-\u00be\u2150-\u215e]|%)"
+NO_NUMBER = r"n/a\b|(?:nan|none|null|[-+]?inf(?:inity)?)\b"
+UNDECIDED = r"(?:un(?:known|clear|able|defined|determined|decided)|cannot|tbd)\b"
+# The scale in brackets after the word "score", if it has one, and the value: a number with whatever
+# belongs to it, or a word or question mark for no value.
 SCORE_PATTERN = re.compile(
-    r"score(?:\s?\(([^()\n]{1,40})\)(?=\W{0,3}[:=]))?(?:\W{0,8}?("
-    r"(?:[-+\u2212\u2013\u2014]|[<\u2264\u2265]=?[ \t]*)?\.?\d[\w.%]*"
-    r"(?:[,\u2212\u2013\u2014-]\d[\w.%]*)*"
-    r"(?:(?:[ \t]+(?:stars?|points?|marks?))?\s*\(?(?:/|(?:out[ \t]+)?of\b)\s*\d[\w.]*"
-    r"|[ \t]*\(?out[ \t]+of[ \t]+\w+"
-    r"|[ \t]*[^\w\s.,;:!?(){}\[\"'<%][^\w\n.!?(){}\[\"'<]{0,7}\d[\w.%]*"
-    r"|[ \t]*,[ \t]*\d[\d.]*(?=[ \t]*(?:[\]\n]|$))"
-    r"|[ \t]+(?:(?:to|and|x|vs\.?|versus|through|until|(?:or[ \t]+)?maybe|or)[ \t]+)?"
-    r"\d[\w.%]*"
-    r"|[ \t]+(?:[\u00bc-\u00be\u2150-\u215e]|%))?"
-    r"|n/a\b|(?:nan|none|null|[-+]?inf(?:inity)?)\b)"
-    r"|\W{0,3}[:=]\W{0,4}((?:un(?:known|clear|able|defined|determined|decided)|cannot|tbd)\b)"
-    r"|[ \t]*[:=][ \t]*(\?))",
+    r"score(?:\s?\(([^()\n]{1,40})\)(?=\W{0,3}[:=]))?"
+    rf"(?:\W{{0,8}}?({SIGN}{NUMBERS}"
+    rf"(?:{OF_HIGHEST}|{OF_WORD}|{BY_SIGN}|{BY_COMMA}|{BY_WORD}|{FRACTION})?|{NO_NUMBER})"
+    rf"|\W{{0,3}}[:=]\W{{0,4}}({UNDECIDED})|[ \t]*[:=][ \t]*(\?))",
     re.IGNORECASE,
 )
 MARKUP = re.compile(r"[*`$]")  # as in "**7**/10"
