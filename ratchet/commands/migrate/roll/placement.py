@@ -23,7 +23,7 @@ RANGE = re.compile(r"(?:list\()?range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?(?:,\s*(\d+)\
 LIST = re.compile(r"(?:list\()?\[([\d,\s]*)\]\)?")
 MAX_DEVICES = 1_000_000  # maximum devices counted in one range
 # Repetitions in Megatron's pipeline layouts, such as (tt|)*29 and t*3.
-REPETITIONS = (re.compile(r"\(([EtmL|]+)\)\*(\d{1,3})"), re.compile(r"([EtmL|])\*(\d{1,3})"))
+REPETITIONS = (re.compile(r"\(([EtmL|]+)\)\*([0-9]{1,3})"), re.compile(r"([EtmL|])\*([0-9]{1,3})"))
 MAX_LAYOUT = 10_000  # maximum characters of a layout, before and after its repetitions
 
 
@@ -155,11 +155,12 @@ def _count_stage_layers(layout: str) -> list[int] | None:
     layout = re.sub(r"[,\s]", "", layout[:MAX_LAYOUT])
     for repetition in REPETITIONS:
         length = sum(
-            len(match[1]) * int(match[2]) - len(match[0]) for match in repetition.finditer(layout)
+            len(match[1]) * numbers.whole(match[2]) - len(match[0])
+            for match in repetition.finditer(layout)
         )
         if len(layout) + length > MAX_LAYOUT:
             return None
-        layout = repetition.sub(lambda match: match[1] * int(match[2]), layout)
+        layout = repetition.sub(lambda match: match[1] * numbers.whole(match[2]), layout)
     if re.fullmatch(r"E[t|]*L", layout) is None:
         return None
     return [stage.count("t") for stage in layout.split("|")]
