@@ -28,8 +28,11 @@ MAX_COMMON_MULTIPLE = 100_000
 # Largest sum of `minItems` and `maxItems`: each item is a symbol. 1,000,000 took 4 s, and 1 GiB.
 MAX_ITEMS = 2**16
 MAX_CLASSES = 1024  # classes such as \p{L} in regular expressions: 10,000 took 11 s, and 1.5 GiB
+# Largest number of repetitions such as {1,9} in a Lark grammar: 1,500 of {0,1000000000} took 5 s.
+MAX_REPETITIONS = 256
 MAX_COMPILED = 32  # grammars that are kept compiled
 CHARACTER_CLASS = re.compile(r"\\[pPwWdDsS]")
+REPETITION = re.compile(r"[{~]\s*\d")  # also a~1..9
 EMBEDDED_SCHEMA = re.compile(r"%json\s*")  # in a Lark grammar
 # Keywords whose schemas llguidance merges where several are in one place.
 MERGED = frozenset({"anyOf", "oneOf", "$ref", "items", "prefixItems", "minItems", "maxItems"})
@@ -151,6 +154,11 @@ def _check_cost(kind: GrammarKind, text: str) -> None:
     if n_classes > MAX_CLASSES:
         raise ValueError(
             f"has {n_classes:,} classes of characters such as \\w, more than {MAX_CLASSES:,}"
+        )
+    n_repetitions = len(REPETITION.findall(text)) if kind == "grammar" else 0
+    if n_repetitions > MAX_REPETITIONS:
+        raise ValueError(
+            f"has {n_repetitions:,} repetitions such as {{1,9}}, more than {MAX_REPETITIONS:,}"
         )
     for schema in _read_schemas(kind, text):
         parts = [part for part in _walk(schema) if isinstance(part, Mapping)]

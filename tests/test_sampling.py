@@ -78,6 +78,7 @@ WRONG = {
         {"json": {"items": {}, "maxItems": 10**4, "anyOf": [{"minItems": i} for i in range(9)]}},
         {"grammar": 'start: %json {"multipleOf": 999983}'},
         {"grammar": 'start: %json {"items": {}, "maxItems": 10000000}'},
+        {"grammar": "start: " + " ".join(["b{0,1000000000}"] * 300) + '\nb: "y"'},
         {"regex": r"(?i)" + r"[\p{L}\p{N}]*" * 600},
         "[ab]",
         {},
