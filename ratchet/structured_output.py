@@ -6,9 +6,12 @@ llguidance compiles them. It is imported only when a grammar is compiled.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
+from math import lcm
 from typing import Any, Literal
 
 from ratchet.errors import ConfigError, MissingDependency
@@ -19,7 +22,20 @@ KINDS: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar")
 MAX_TEXT_CHARS, MAX_CHOICES = 2**16, 1024
 # Largest `multipleOf` of a schema. llguidance makes a state of each remainder: 1,000,000 take 7 s.
 MAX_MULTIPLE = 10_000
+# Largest common multiple of all `multipleOf`, in units of their last decimal place. Where schemas
+# are merged, their multiples become one: 9,999 and 9,973 took more than 25 s.
+MAX_COMMON_MULTIPLE = 100_000
+# Largest sum of `minItems` and `maxItems`: each item is a symbol. 1,000,000 took 4 s, and 1 GiB.
+MAX_ITEMS = 2**16
+MAX_CLASSES = 1024  # classes such as \p{L} in regular expressions: 10,000 took 11 s, and 1.5 GiB
+# Largest number of repetitions such as {1,9} in a Lark grammar: 1,500 of {0,1000000000} took 5 s.
+MAX_REPETITIONS = 256
 MAX_COMPILED = 32  # grammars that are kept compiled
+CHARACTER_CLASS = re.compile(r"\\[pPwWdDsS]")
+REPETITION = re.compile(r"[{~]\s*\d")  # also a~1..9
+EMBEDDED_SCHEMA = re.compile(r"%json\s*")  # in a Lark grammar
+# Keywords whose schemas llguidance merges where several are in one place.
+MERGED = frozenset({"anyOf", "oneOf", "$ref", "items", "prefixItems", "minItems", "maxItems"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +77,7 @@ class StructuredOutput:
             raise ValueError(
                 f"has a {NAMES[kind]} of {len(text):,} characters, more than {MAX_TEXT_CHARS:,}"
             )
+        _check_cost(kind, text)
         return cls(kind, text)
 
     @property
@@ -123,26 +140,94 @@ def _write_schema(value: Any) -> str:
     if not isinstance(value, Mapping | bool):
         raise ValueError("has a schema that is not an object")
     try:
-        multiple = _find_large_multiple(value)
-        text = json.dumps(value)  # the order of keys is the order of properties in completions
+        # The order of keys is the order of properties in completions.
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"has a schema that is not JSON ({error})") from None
-    if multiple is not None:
-        raise ValueError(f"has multipleOf={multiple!r:.20}, more than {MAX_MULTIPLE:,}")
-    return text
 
 
-def _find_large_multiple(schema: Any) -> float | None:
-    """Return a `multipleOf` above `MAX_MULTIPLE` from anywhere in a schema; None without one."""
-    if isinstance(schema, Mapping):
-        multiple = schema.get("multipleOf")
-        if isinstance(multiple, int | float) and multiple > MAX_MULTIPLE:
-            return multiple
-        schema = schema.values()
-    elif not isinstance(schema, list | tuple):
-        return None
-    multiples = map(_find_large_multiple, schema)
-    return next((multiple for multiple in multiples if multiple is not None), None)
+def _check_cost(kind: GrammarKind, text: str) -> None:
+    """Raise ValueError for a grammar whose compilation would take seconds or fill the memory."""
+    if kind == "choice":
+        return
+    n_classes = len(CHARACTER_CLASS.findall(text))
+    if n_classes > MAX_CLASSES:
+        raise ValueError(
+            f"has {n_classes:,} classes of characters such as \\w, more than {MAX_CLASSES:,}"
+        )
+    n_repetitions = len(REPETITION.findall(text)) if kind == "grammar" else 0
+    if n_repetitions > MAX_REPETITIONS:
+        raise ValueError(
+            f"has {n_repetitions:,} repetitions such as {{1,9}}, more than {MAX_REPETITIONS:,}"
+        )
+    for schema in _read_schemas(kind, text):
+        parts = [part for part in _walk(schema) if isinstance(part, Mapping)]
+        _check_multiples(parts)
+        _check_items(parts)
+
+
+def _read_schemas(kind: GrammarKind, text: str) -> list[Any]:
+    """Return the JSON schemas of a grammar: its own, or those in a Lark grammar."""
+    if kind == "json":
+        return [json.loads(text)]
+    if kind == "regex":
+        return []
+    decoder = json.JSONDecoder()
+    schemas = []
+    for match in EMBEDDED_SCHEMA.finditer(text):
+        try:
+            schemas.append(decoder.raw_decode(text, match.end())[0])
+        except RecursionError:
+            raise ValueError("has a schema that is nested too deeply") from None
+        except ValueError:
+            continue  # llguidance refuses it
+    return schemas
+
+
+def _walk(schema: Any) -> Iterator[Any]:
+    """Yield a schema and all values in it."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        yield part
+        if isinstance(part, Mapping):
+            pending.extend(part.values())
+        elif isinstance(part, list):
+            pending.extend(part)
+
+
+def _list_numbers(parts: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
+    """Return the positive numbers that the parts of a schema have under these names."""
+    values = (part.get(name) for part in parts for name in names)
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return [number for number in numbers if number > 0 and number is not True]
+
+
+def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a `multipleOf`, or the least common multiple of all, is too large."""
+    values = _list_numbers(parts, "multipleOf")
+    if values and max(values) > MAX_MULTIPLE:
+        raise ValueError(f"has multipleOf={max(values)!r:.20}, more than {MAX_MULTIPLE:,}")
+    multiples = [Decimal(repr(value)).normalize() for value in set(values)]
+    places = max((-int(multiple.as_tuple().exponent) for multiple in multiples), default=0)
+    common = 1
+    for multiple in multiples:
+        common = lcm(common, int(multiple.scaleb(max(places, 0))))
+        if common > MAX_COMMON_MULTIPLE:
+            raise ValueError(
+                "has values of multipleOf whose least common multiple, without its decimal point, "
+                f"is more than {MAX_COMMON_MULTIPLE:,}"
+            )
+
+
+def _check_items(parts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if arrays have too many items, counted again for each merged branch."""
+    n_items = sum(_list_numbers(parts, "minItems", "maxItems"))
+    if any("allOf" in part or len(MERGED.intersection(part)) > 1 for part in parts):
+        branches = (part.get(name) for part in parts for name in ("anyOf", "oneOf"))
+        n_items *= 1 + sum(len(branch) for branch in branches if isinstance(branch, list))
+    if n_items > MAX_ITEMS:
+        raise ValueError(f"has arrays of {n_items:,} items in all, more than {MAX_ITEMS:,}")
 
 
 def _write_choices(value: Any) -> str:

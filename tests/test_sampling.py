@@ -71,6 +71,15 @@ WRONG = {
     "adapter": [1, b"one", ["one"]],
     "structured": [
         {"json": {"items": [{"multipleOf": 999_983}]}},
+        {"json": {"allOf": [{"multipleOf": 9_999}, {"multipleOf": 9_973}]}},
+        {"json": {"allOf": [{"multipleOf": multiple} for multiple in (97, 89, 83, 79)]}},
+        {"json": {"multipleOf": 9_999.99}},
+        {"json": {"items": {}, "maxItems": 10**6}},
+        {"json": {"items": {}, "maxItems": 10**4, "anyOf": [{"minItems": i} for i in range(9)]}},
+        {"grammar": 'start: %json {"multipleOf": 999983}'},
+        {"grammar": 'start: %json {"items": {}, "maxItems": 10000000}'},
+        {"grammar": "start: " + " ".join(["b{0,1000000000}"] * 300) + '\nb: "y"'},
+        {"regex": r"(?i)" + r"[\p{L}\p{N}]*" * 600},
         "[ab]",
         {},
         {"json": {}, "regex": "a"},
@@ -106,7 +115,7 @@ RIGHT = {
     "stop_ids": [(), [0], [LARGEST_COUNT], (np.int64(3), 4)],
     "routes": [True, False],
     "adapter": [None, "one"],
-    "structured": [None],  # mappings: tests/generators/test_grammar_masks.py
+    "structured": [None],  # mappings: below, and tests/generators/test_grammar_masks.py
 }
 REFUSED = [
     pytest.param(name, value, id=f"{name} {i}")
@@ -193,3 +202,19 @@ def test_one_value_is_checked_as_the_whole_is():
     assert check_setting("temperature", 1) == 1.0
     with pytest.raises(SamplingError, match=r"Set temperature=0 \(greedy\) or 1e-05\."):
         check_setting("temperature", 1e-40)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"multipleOf": 100}, {"multipleOf": 99}, {"multipleOf": 0.5}]},
+        {"multipleOf": 10_000},
+        {"multipleOf": 1000.0},
+        {"multipleOf": 0.00001},
+        {"items": {}, "maxItems": 10_000},
+        {"multipleOf": True, "maxItems": None},
+        {"properties": {"maxItems": {"enum": ["multipleOf"]}}},
+    ],
+)
+def test_schemas_that_compile_in_little_time_are_accepted(schema):
+    assert Sampling(structured={"json": schema}).structured is not None
