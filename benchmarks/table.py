@@ -28,6 +28,7 @@ RUNS = (
     ("generate.py",),
     ("sft.py",),
     ("dpo.py",),
+    ("evaluation.py",),
     ("startup.py",),
     ("memory.py",),
     ("scaling.py",),

@@ -199,8 +199,11 @@ def _walk(schema: Any) -> Iterator[Any]:
 def _list_numbers(parts: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
     """Return the positive numbers that the parts of a schema have under these names."""
     values = (part.get(name) for part in parts for name in names)
-    numbers = [value for value in values if isinstance(value, int | float)]
-    return [number for number in numbers if number > 0 and number is not True]
+    return [
+        value
+        for value in values
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    ]
 
 
 def _check_multiples(parts: Sequence[Mapping[str, Any]]) -> None:

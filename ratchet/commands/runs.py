@@ -242,7 +242,7 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class _ComparedRun:
-    """What is compared of a run, read once.
+    """The parts of a run that a comparison shows, which are read once.
 
     Attributes:
         label: The path or address by which the user named the run.

@@ -134,17 +134,14 @@ class DecoderCost:
         Args:
             size: Bytes per number.
         """
-        shape = self.shape
-        head_activations = 2 * shape.hidden_size
-        if checkpointing:
-            layer_inputs = shape.n_layers * shape.hidden_size
-            return size * (layer_inputs + head_activations) + self.largest_layer_bytes(size)
-        return size * (sum(self._activations_per_layer) + head_activations)
+        layers = range(self.shape.n_layers)
+        layers_bytes = self.layers_activation_bytes(layers, size, checkpointing=checkpointing)
+        return layers_bytes + size * 2 * self.shape.hidden_size
 
     def layers_activation_bytes(
         self, layers: Collection[int], size: int, *, checkpointing: bool
     ) -> int:
-        """Like `activation_bytes`, for some layers alone, without the head."""
+        """Return the part of `activation_bytes` that these layers need, without the head's."""
         if checkpointing:
             return size * len(layers) * self.shape.hidden_size + self.largest_layer_bytes(size)
         return size * sum(self._activations_per_layer[layer] for layer in layers)

@@ -225,21 +225,6 @@ RUN = (
         ),
         default=True,
     ),
-    *(
-        KeyRow(
-            f"{ACTOR}.megatron.override_transformer_config.num_layers_in_{end}_pipeline_stage",
-            f"learner.{end}_stage_layers",
-            convert=only_if(
-                lambda config: (
-                    to.engine(config) == "megatron"
-                    and config.whole(f"{ACTOR}.megatron.pipeline_model_parallel_size", 1) > 1
-                ),
-                whole,
-                "no Megatron pipeline of several ranks trains there",
-            ),
-        )
-        for end in ("first", "last")
-    ),
     KeyRow(f"{MODEL}.lora_rank", "lora.rank", convert=positive("it is 0 there: no adapter")),
     KeyRow(
         f"{MODEL}.lora_alpha",
@@ -323,6 +308,21 @@ RUN = (
             whole,
             "use_dynamic_bsz is false there",
         ),
+    ),
+    *(
+        KeyRow(
+            f"{ACTOR}.megatron.override_transformer_config.num_layers_in_{end}_pipeline_stage",
+            f"learner.{end}_stage_layers",
+            convert=only_if(
+                lambda config: (
+                    to.engine(config) == "megatron"
+                    and config.whole(f"{ACTOR}.megatron.pipeline_model_parallel_size", 1) > 1
+                ),
+                whole,
+                "no Megatron pipeline of several ranks trains there",
+            ),
+        )
+        for end in ("first", "last")
     ),
     KeyRow(f"{ROLLOUT}.name", "generator", convert=to.generator, default="vllm"),
     KeyRow(f"{ROLLOUT}.tensor_model_parallel_size", covered_by=f"{ROLLOUT}.name", default=2),

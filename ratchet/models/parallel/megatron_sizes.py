@@ -163,30 +163,30 @@ class MegatronSizes:
 
     def _check_stage_layers(self, layers: int) -> None:
         """Raise ModelError if the first and the last rank leave no layers for other stages."""
-        given = {
+        layers_by_key = {
             f"learner.{name}_stage_layers": size
             for name, size in (("first", self.first_layers), ("last", self.last_layers))
             if size is not None
         }
-        if not given:
+        if not layers_by_key:
             return
-        keys = " and ".join(f"{key}={size}" for key, size in given.items())
+        keys = " and ".join(f"{key}={size}" for key, size in layers_by_key.items())
         if self.pipeline == 1:
             raise ModelError(
                 f"{keys}: a pipeline of one rank has all layers. Set learner.pipeline_parallel too."
             )
-        if too_small := [key for key, size in given.items() if size < self.chunks]:
+        if too_small := [key for key, size in layers_by_key.items() if size < self.chunks]:
             raise ModelError(
                 f"{too_small[0]} is less than learner.pipeline_chunks={self.chunks}, the stages of "
                 f"that rank. Set it to at least {self.chunks}."
             )
-        others = self.pipeline - len(given)
+        others = self.pipeline - len(layers_by_key)
         needed = others * self.chunks
-        rest = layers - sum(given.values())
+        rest = layers - sum(layers_by_key.values())
         if rest < needed or (rest and not others):
-            key, size = list(given.items())[-1]
-            most = size + rest - needed
-            fix = f"Set {key}={most}." if most >= self.chunks else f"Remove {key}."
+            key, size = list(layers_by_key.items())[-1]
+            largest = size + rest - needed
+            fix = f"Set {key}={largest}." if largest >= self.chunks else f"Remove {key}."
             raise ModelError(
                 f"{keys} can't divide the model's {layers} layers over {self.pipeline} pipeline "
                 f"ranks. {fix}"

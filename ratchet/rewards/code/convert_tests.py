@@ -118,6 +118,8 @@ def convert_source(source: str, label: str) -> FunctionTask:
         )
     # Loose assertions stay where they are, because the variables that they read may change later.
     statements = ast.unparse(tree)
+    # Without this word there are neither tests nor pytest nor unittest. Even a text for `exec` may
+    # define a test.
     if "test" in statements.lower():
         shim = files("ratchet.rewards.code").joinpath("pytest_shim.py").read_text(encoding="utf-8")
         arguments = ", ".join([*tests, f"must_run={not tests and not has_asserts}"])

@@ -396,6 +396,7 @@ def _collect_class(test, outer_marks):
         marks += _list_marks(vars(ancestor))
     attributes = _get_attributes(test)
     is_unittest = _is_unittest(test)
+    # Those of unittest's own classes, which are in another module, do nothing.
     for name in ("asyncSetUp", "asyncTearDown"):
         if getattr(attributes.get(name), "__module__", None) == __name__:
             raise UnsupportedPytest(f"{name}, a coroutine")

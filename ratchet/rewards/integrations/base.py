@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,29 +75,37 @@ def read_number(value: Any, function: Callable[..., Any]) -> float:
 
     Scalars of torch and numpy, and tensors with one element, are numbers too.
     """
-    try:
-        number = value.item() if hasattr(value, "item") else value
-    except Exception:  # an array with several elements, a tensor without storage
-        number = math.nan
-    if isinstance(number, str) or not is_finite_number(number):
+    number = _find_finite(value)
+    if number is None:
         raise DataError(
             f"{describe_location(function)} returned {value!r:.200} as a reward, it must be a "
             "finite number"
         )
-    return float(number)
+    return number
 
 
 def read_metrics(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that can be logged: finite numbers, and tensors with one element."""
-    metrics: dict[str, float] = {}
-    for name, value in values.items():
-        try:
-            number = value.item() if hasattr(value, "item") else value
-        except Exception:  # a tensor or array with several elements, or without storage
-            continue
-        if is_finite_number(number):
-            metrics[str(name)] = float(number)
-    return metrics
+    numbers = {str(name): _find_finite(value) for name, value in values.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def average_metrics(logged: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Return the mean of the values under each name that can be logged, as in `read_metrics`."""
+    numbers = {
+        str(name): [number for value in values if (number := _find_finite(value)) is not None]
+        for name, values in logged.items()
+    }
+    return {name: sum(values) / len(values) for name, values in numbers.items() if values}
+
+
+def _find_finite(value: Any) -> float | None:
+    """Return a finite number, or that of a tensor with one element, as a float; None otherwise."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except Exception:  # a tensor or array with several elements, or without storage
+        return None
+    return float(number) if is_finite_number(number) else None
 
 
 def read_columns(task: Task) -> dict[str, Any]:

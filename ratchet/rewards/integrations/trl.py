@@ -15,10 +15,10 @@ from ratchet.errors import DataError
 from ratchet.protocols import Reward
 from ratchet.rewards.integrations.base import (
     LibraryRewardConfig,
+    average_metrics,
     describe_location,
     encode_messages,
     read_columns,
-    read_metrics,
     read_number,
     split_messages,
 )
@@ -117,7 +117,7 @@ class TRLReward(Reward):
             for index in judged_indices:
                 outcomes[index] = failure
             return outcomes
-        parts = _average_metrics(metrics)
+        parts = average_metrics(metrics)
         for index, value in zip(judged_indices, values, strict=True):
             outcomes[index] = self._make_outcome(value, trajectories[index], task, parts)
         return outcomes
@@ -133,15 +133,6 @@ class TRLReward(Reward):
             return Failed("reward", f"reward {self.label}, task '{task.id}':\n{error}")
         outcome_type = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
         return outcome_type(reward, parts)
-
-
-def _average_metrics(metrics: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-    """Return the mean of what was logged under each name, without what is no finite number."""
-    numbers = {
-        name: [*read_metrics({str(i): value for i, value in enumerate(logged)}).values()]
-        for name, logged in metrics.items()
-    }
-    return {str(name): sum(values) / len(values) for name, values in numbers.items() if values}
 
 
 async def call_trl_reward(function: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:

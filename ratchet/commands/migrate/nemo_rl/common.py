@@ -95,14 +95,6 @@ COMMON = (
         "learner.sequence_parallel",
         convert=place.when_megatron(True, flag),
     ),
-    *(
-        KeyRow(
-            f"{MEGATRON}.num_layers_in_{end}_pipeline_stage",
-            f"learner.{end}_stage_layers",
-            convert=place.when_megatron(True, place.stage_layers),
-        )
-        for end in ("first", "last")
-    ),
     KeyRow(
         f"{MEGATRON}.activation_checkpointing",
         "learner.recompute",
@@ -123,6 +115,14 @@ COMMON = (
         f"{DTENSOR}.cpu_offload",
         "learner.cpu_offload",
         convert=place.when_megatron(False, place.flag_if_distributed),
+    ),
+    *(
+        KeyRow(
+            f"{MEGATRON}.num_layers_in_{end}_pipeline_stage",
+            f"learner.{end}_stage_layers",
+            convert=place.when_megatron(True, place.stage_layers),
+        )
+        for end in ("first", "last")
     ),
     *(
         KeyRow(f"{section}.{name}", recipe_key, convert=to.lora(convert, section))
