@@ -155,6 +155,14 @@ def test_deaths_lose_no_request_and_answer_none_twice(seed):
     assert all(worker.closed for worker in workers)
 
 
+def test_a_lost_worker_that_nobody_replaced_is_closed_with_the_others():
+    """The last request may be answered by another worker before the recovery has begun."""
+    router, workers = router_here(2, recovery="restart", max_restarts=1)
+    router.mark_lost(router.queues[0], workers[0], workers[0].death())
+    asyncio.run(router.close())
+    assert [worker.closed for worker in workers] == [True, True]
+
+
 def test_the_first_death_ends_it_without_recovery():
     router, workers = router_here(2, exchanges=(1,))
     with pytest.raises(WorkerDied, match="generator rank 0 died"):

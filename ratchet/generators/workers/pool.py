@@ -122,10 +122,9 @@ class GeneratorPool(Generator):
         return bool(lost_queues)
 
     async def _replace(self, queue: WorkerQueue) -> None:
-        lost_process = queue.lost_process
-        queue.lost_process = None
-        if lost_process is not None:
-            await finish_in_thread(lost_process.close)
+        if queue.lost_process is not None:
+            await finish_in_thread(queue.lost_process.close)
+            queue.lost_process = None
         while self.final_error is None:
             try:
                 process = await finish_in_thread(lambda: self._start_process(queue))
@@ -464,7 +463,9 @@ class GeneratorPool(Generator):
         if self._recovery is not None and not self._recovery.done():
             # A process that is being closed or started now must be known below.
             await asyncio.wait([self._recovery])
-        await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes))
+        lost_processes = [queue.lost_process for queue in self.queues if queue.lost_process]
+        processes = [*self._processes, *lost_processes]
+        await asyncio.gather(*(asyncio.to_thread(process.close) for process in processes))
 
 
 class PoolReceivers:
