@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -149,7 +150,7 @@ def init_policy(
 
 def is_hub_id(name: str | Path) -> bool:
     """True if a model's name is treated as a Hub id, because it is not a path on this machine."""
-    text, path = str(name), Path(name).expanduser()
+    text, path = str(name), Path(os.path.expanduser(name))
     return not (
         isinstance(name, Path)
         or path.exists()
@@ -169,7 +170,7 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
     """
     if is_address(name):
         return _fetch(str(name), revision, with_code)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     text = str(name)

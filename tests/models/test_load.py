@@ -60,7 +60,16 @@ def no_download(*_, **__):
 
 @pytest.mark.parametrize(
     "name",
-    ["./absent", "/absent/model", "../absent", "~/absent", "a/b/c", "here/absent", "bad name"],
+    [
+        "./absent",
+        "/absent/model",
+        "../absent",
+        "~/absent",
+        "~nobody-here/absent",
+        "a/b/c",
+        "here/absent",
+        "bad name",
+    ],
 )
 @pytest.mark.fault("C8")
 def test_what_looks_like_a_path_is_never_downloaded(name, tmp_path, monkeypatch):
