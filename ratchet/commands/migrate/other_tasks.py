@@ -29,6 +29,13 @@ def explain_unsupported_verl_task(values: Mapping[str, Any]) -> str | None:
             "the run distills on-policy, which is not converted. Write a recipe with "
             "algorithm.kind=on_policy_distillation."
         )
+    model = values.get("model.partial_pretrain", values.get("model.path"))
+    data = values.get("data.train_files")
+    if model is not None and data is not None:
+        return (
+            "the run is supervised fine-tuning, and of verl only the PPO trainer is converted. "
+            f"`ratchet new recipe --like sft --data {data} --model {model}` writes its recipe."
+        )
     loop = values.get(AGENT_LOOP)
     if loop not in (None, "single_turn_agent"):
         return f"the run's agent loop is {loop}, which is not converted. {TOOLS_FIX}"

@@ -480,6 +480,7 @@ def test_without_out_the_recipe_is_printed() -> None:
 SHELL = """\
 DATA_HOME=${DATA_HOME:-"${HOME}/verl"}
 LENGTH=$((1024 * 2))
+BOTH=$(((LENGTH + 1) * 2))
 python3 -m verl.trainer.main_ppo \\
     algorithm.adv_estimator=grpo \\
     data.train_files=$HOME/train.parquet \\
@@ -487,6 +488,7 @@ python3 -m verl.trainer.main_ppo \\
     data.max_response_length=${LENGTH} \\
     actor_rollout_ref.model.path=${DATA_HOME}/qwen \\
     actor_rollout_ref.model.lora_rank=64 \\
+    data.val_files="['$PWD/a.parquet', '$(pwd)/b.parquet']" \\
     actor_rollout_ref.rollout.name=vllm \\
     actor_rollout_ref.rollout.n=4
 """
@@ -504,6 +506,7 @@ def test_a_scripts_arithmetic_and_defaults_are_read_and_vllm_is_started_for_the_
     # The home directory is ~ in a recipe.
     assert recipe["model"]["path"] == "~/verl/qwen"
     assert recipe["environment"]["train"] == ["~/train.parquet"]
+    assert recipe["environment"]["test"] == ["a.parquet", "b.parquet"]
     path.write_text(f"HOME=$OTHER\n{SHELL}")
     unresolved = str(read_config(path, None).unresolved)
     assert "/verl/qwen" in unresolved
@@ -516,6 +519,10 @@ def test_arithmetic_that_is_not_plain_stays():
         "$((A * 2 + 1))": "7",
         "$((10 / 4))": "2",
         "$((2 - 5))": "-3",
+        "$(((A + 2) * 2))": "10",
+        "$((2 * (A + (2 + 1))))": "$((2 * (A + (2 + 1))))",
+        "$(((2 - A) * 2))": "$(((2 - A) * 2))",
+        "$(((A + B) * 2))": "$(((A + B) * 2))",
         "$((2 - 5 + 4))": "$((2 - 5 + 4))",
         "$((2 ** 3))": "$((2 ** 3))",
         "$((010 + 1))": "$((010 + 1))",
