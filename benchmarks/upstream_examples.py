@@ -1,5 +1,5 @@
-"""Import every example file of NeMo RL and ROLL, and write the outcome into docs/migrate.md:
-`python benchmarks/upstream_examples.py NEMO_RL ROLL`, each a checkout of its repository.
+"""Import every example file of NeMo RL, ROLL and verl, and write the outcome into docs/migrate.md:
+`python benchmarks/upstream_examples.py NEMO_RL ROLL VERL`, each a checkout of its repository.
 
 A checkout that is no git repository (an unpacked archive) needs its commit behind a colon:
 `NEMO_RL:7ea279ab`. `--check` compares the page instead of writing it, and exits 1 if it differs.
@@ -22,7 +22,7 @@ from ratchet.errors import ConfigError
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "migrate.md"
 BEGIN, END = "<!-- upstream -->\n", "<!-- /upstream -->"
 OUTCOMES = ("converted", "with losses", "needs a value", "refused", "no recipe")
-PEERS = ("NeMo RL", "ROLL")
+EXAMPLES = {"NeMo RL": "*.y*ml", "ROLL": "*.y*ml", "verl": "*.sh"}  # file names by library
 # Why a file holds no training run: a pattern of its path, and the kind of file.
 OTHER_FILES = (
     (r"/evals/", "an evaluation (`ratchet eval`)"),
@@ -31,6 +31,8 @@ OTHER_FILES = (
     (r"/prefetch_", "servers to download"),
     (r"/ft_launcher/", "settings of a launcher"),
     (r"/cluster|/docker|launch", "settings of a cluster"),
+    (r"/generation/", "answers without training"),
+    (r"/run_qwen30b_sapo", "a script whose values come from `eval`"),
 )
 MAX_NOTE_CHARS = 200
 
@@ -64,7 +66,7 @@ class Survey:
         except UnconvertedTask as error:
             self.outcomes[name] = "refused"
             sentences = str(error).removeprefix(f"{path}: ").partition(" To convert its other")[0]
-            self.tasks[sentences].append(name)
+            self.tasks[_normalise(sentences)].append(name)
             return
         except ConfigError as error:
             self.outcomes[name] = "no recipe"
@@ -101,13 +103,14 @@ def _describe_other(name: str, message: str) -> str:
 def _normalise(note: str) -> str:
     """Return a note without the values that differ between files."""
     note = re.sub(r"(\w[\w.*]*)=\S+ was converted without it", r"\1 was converted without it", note)
+    note = re.sub(r"--data \S+ --model [^\s`]+", "--data FILE --model MODEL", note)
     note = re.sub(r"was left out: .*", "was left out, as `ratchet check` refuses it", note)
     note = " ".join(note.split())
     return note if len(note) <= MAX_NOTE_CHARS else f"{note[: MAX_NOTE_CHARS - 3]}..."
 
 
 def survey(title: str, argument: str) -> Survey:
-    """Import all YAML files under examples/ of a checkout."""
+    """Import all example files of a checkout."""
     place, _, commit = argument.partition(":")
     root = Path(place)
     if not (root / "examples").is_dir():
@@ -116,7 +119,7 @@ def survey(title: str, argument: str) -> Survey:
         command = ["git", "-C", str(root), "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     result = Survey(title, commit)
-    for path in sorted((root / "examples").rglob("*.y*ml")):
+    for path in sorted((root / "examples").rglob(EXAMPLES[title])):
         result.add(path.relative_to(root).as_posix(), path)
     return result
 
@@ -183,14 +186,15 @@ def write_section(surveys: list[Survey]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "nemo_rl", help="a checkout of NeMo RL, with :COMMIT if it is no repository"
-    )
-    parser.add_argument("roll", help="a checkout of ROLL, with :COMMIT if it is no repository")
+    for title in EXAMPLES:
+        name = title.lower().replace(" ", "_")
+        parser.add_argument(
+            name, help=f"a checkout of {title}, with :COMMIT if it is no repository"
+        )
     parser.add_argument("--check", action="store_true", help="compare the page, do not write it")
     options = parser.parse_args()
-    pairs = zip(PEERS, (options.nemo_rl, options.roll), strict=True)
-    surveys = [survey(title, argument) for title, argument in pairs]
+    arguments = (options.nemo_rl, options.roll, options.verl)
+    surveys = [survey(*pair) for pair in zip(EXAMPLES, arguments, strict=True)]
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     page = f"{before}{BEGIN}{write_section(surveys)}{END}{rest.partition(END)[2]}"

@@ -44,7 +44,8 @@ SUFFIXES = (
 
 
 def _to_path(value: Any) -> Any:
-    return Path(value) if isinstance(value, str) and "://" not in value else value
+    is_path = isinstance(value, str) and "://" not in value
+    return Path(os.path.expanduser(value)) if is_path else value
 
 
 # A path or address in a recipe. A path becomes a `Path`, so that checkpoints save the file's

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -149,7 +152,7 @@ def init_policy(
 
 def is_hub_id(name: str | Path) -> bool:
     """True if a model's name is treated as a Hub id, because it is not a path on this machine."""
-    text, path = str(name), Path(name).expanduser()
+    text, path = str(name), Path(os.path.expanduser(name))
     return not (
         isinstance(name, Path)
         or path.exists()
@@ -169,7 +172,7 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
     """
     if is_address(name):
         return _fetch(str(name), revision, with_code)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     text = str(name)
@@ -178,13 +181,19 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
             f"'{text}' is a file, but a model is a directory with config.json and safetensors files"
         )
     if not is_hub_id(name):
-        existing = next(
-            (parent for parent in path.absolute().parents if parent.is_dir()), Path("/")
-        )
-        raise ModelError(
-            f"there is no model directory '{text}': the path exists only as far as '{existing}'"
-        )
+        raise ModelError(f"there is no model directory '{text}': {_explain_missing(path)}")
     return _download(text, revision, with_code)
+
+
+def _explain_missing(path: Path) -> str:
+    """Return how far a path exists, and the name there that is nearest to the one that does not."""
+    existing = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
+    missing = path.absolute().relative_to(existing).parts[0]
+    near: list[str] = []
+    with suppress(OSError):  # a directory that can't be listed
+        near = get_close_matches(missing, os.listdir(existing), n=1)
+    hint = f", which has '{near[0]}'" if near else ""
+    return f"the path exists only as far as '{existing}'{hint}"
 
 
 def copy_companions(source: Path, target: Path) -> None:

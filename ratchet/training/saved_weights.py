@@ -6,6 +6,7 @@ checkpoint of its step 48; `RUN` alone names its finished model.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def find_saved(place: str | Path) -> SavedWeights | None:
     text, step = split_step(str(place).rstrip("/"))
     if is_address(text) and step is None:
         return None
-    path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
+    path = fetch_run_model(text, step) if is_address(text) else Path(os.path.expanduser(text))
     directory = RunDirectory(path)
     if not directory.is_used:
         if step is None:
@@ -243,7 +244,7 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
         CheckpointError: There is no such checkpoint.
     """
     text, step = split_step(place.rstrip("/"))
-    path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
+    path = fetch_run_model(text, step) if is_address(text) else Path(os.path.expanduser(text))
     if with_optimizer and step is None and RunDirectory(path).is_used:
         steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
         if not steps:

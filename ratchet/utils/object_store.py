@@ -62,7 +62,7 @@ def configure_cache(environment: Mapping[str, str]) -> None:
     global _cache
     home = environment.get("XDG_CACHE_HOME")
     directory = environment.get("RATCHET_CACHE") or (f"{home}/ratchet" if home else "")
-    _cache = Path(directory).expanduser() if directory else None
+    _cache = Path(os.path.expanduser(directory)) if directory else None
 
 
 def get_cached_path(kind: str, address: str) -> Path:

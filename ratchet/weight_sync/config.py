@@ -30,8 +30,8 @@ class PushSection(WeightSyncSection):
 class AutoWeightSyncConfig(PushSection):
     """The automatic choice of a weight sync.
 
-    Shared tensors if learner and generator share them, else shared memory on one host, else
-    collectives.
+    Shared tensors if learner and generator share them, else shared memory on one host (files on
+    macOS), else collectives.
     """
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:auto"

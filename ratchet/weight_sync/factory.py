@@ -6,6 +6,7 @@ it uses, and none if learner and generator share weights.
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,17 +89,17 @@ def make_weight_sync(section: Section, endpoints: SyncEndpoints) -> WeightSync:
 def auto(config: AutoWeightSyncConfig, endpoints: SyncEndpoints) -> WeightSync:
     """Create the weight sync that fits the two ends.
 
-    It is `shared` if they use the same tensors, shared memory on one host, else collective.
+    It is `shared` if they use the same tensors, shared memory on one host (files where the system
+    has no `memfd_create`), else collective.
     """
     if endpoints.shares_weights:
         return SharedWeightSync(endpoints.generator)
-    if endpoints.one_host:
-        return shared_memory(
-            SharedMemoryWeightSyncConfig(dtype=config.dtype, timeout_s=config.timeout_s), endpoints
-        )
-    return collective(
-        CollectiveWeightSyncConfig(dtype=config.dtype, timeout_s=config.timeout_s), endpoints
-    )
+    options: dict[str, Any] = {"dtype": config.dtype, "timeout_s": config.timeout_s}
+    if not endpoints.one_host:
+        return collective(CollectiveWeightSyncConfig(**options), endpoints)
+    if not hasattr(os, "memfd_create"):
+        return files(FilesWeightSyncConfig(**options), endpoints)
+    return shared_memory(SharedMemoryWeightSyncConfig(**options), endpoints)
 
 
 def shared(config: SharedWeightSyncConfig, endpoints: SyncEndpoints) -> SharedWeightSync:

@@ -60,7 +60,16 @@ def no_download(*_, **__):
 
 @pytest.mark.parametrize(
     "name",
-    ["./absent", "/absent/model", "../absent", "~/absent", "a/b/c", "here/absent", "bad name"],
+    [
+        "./absent",
+        "/absent/model",
+        "../absent",
+        "~/absent",
+        "~nobody-here/absent",
+        "a/b/c",
+        "here/absent",
+        "bad name",
+    ],
 )
 @pytest.mark.fault("C8")
 def test_what_looks_like_a_path_is_never_downloaded(name, tmp_path, monkeypatch):
@@ -74,6 +83,8 @@ def test_what_looks_like_a_path_is_never_downloaded(name, tmp_path, monkeypatch)
 def test_how_far_a_path_exists_is_said(saved):
     with pytest.raises(ModelError, match=f"as far as '{saved}'"):
         load_policy(saved / "checkpoints" / "step-5")
+    with pytest.raises(ModelError, match=f"'{saved.parent}', which has '{saved.name}'"):
+        load_policy(saved.parent / f"{saved.name}s")
 
 
 def test_a_file_is_no_model(saved):

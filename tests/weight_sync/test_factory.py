@@ -108,6 +108,12 @@ def test_others_reach_the_driver_at_an_address_that_they_can(one_host, host):
     )
 
 
+def test_without_anonymous_files_weights_go_through_files(tmp_path, monkeypatch):
+    monkeypatch.delattr("os.memfd_create")
+    between = SyncEndpoints(ALONE, Kept(), receivers=RANKS, directory=tmp_path)
+    assert type(make_weight_sync(resolve("weight_sync", {}), between)) is FilesWeightSync
+
+
 SHARED = """
 import sys
 from types import SimpleNamespace

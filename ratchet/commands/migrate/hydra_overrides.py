@@ -20,6 +20,10 @@ REMOVAL = re.compile(r"~([A-Za-z_]\w*(?:\.\w+)+)")
 KEY = re.compile(r"(?<![\w.$/])([A-Za-z_]\w*(?:\.\w+)+)=")
 # An override after a space: the value comes from an unquoted variable with several overrides.
 SEVERAL_OVERRIDES = re.compile(r"\s[+~]*[A-Za-z_]\w*(?:\.\w+)+=")
+# The home directory and the working directory where a path begins: alone, or in a list.
+_PATH_START = r"(?:(?<=^)|(?<=[\[,'\"\s]))"
+HOME_DIRECTORY = re.compile(rf"{_PATH_START}\$(?:HOME|\{{HOME\}})/")
+WORKING_DIRECTORY = re.compile(rf"{_PATH_START}\$(?:PWD|\{{PWD\}}|\(pwd\))/")
 # The beginning of an array of the shell (`NAME=(`).
 ARRAY = re.compile(r"\s*(?:(?:local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)\+?=\(")
 # A word that is a variable alone; its value is split into words.
@@ -171,6 +175,9 @@ class Script:
     def _set_key(self, key: str, text: str, in_array: bool = False) -> None:
         """Set a key to the value of a text, or record in `unresolved` why that can't be done."""
         self.unresolved.pop(key, None)
+        if "HOME" not in self.variables.values:  # the script leaves it as it is
+            text = HOME_DIRECTORY.sub("~/", text)
+        text = WORKING_DIRECTORY.sub("", text)
         has_shell_syntax = "`" in text or "$" in text  # not LITERAL_DOLLAR
         text = text.replace(LITERAL_DOLLAR, "$")
         if has_shell_syntax or ("$" in text and not text.startswith("${")):

@@ -172,8 +172,8 @@ def read_config(path: Path, peer: str | None = None) -> ImportResult:
     method_name = chosen_peer.detect_method(source.values)
     if not method_name:
         raise ConfigError(
-            f"{path}: the kind of training can't be detected from the keys: {chosen_peer.title} "
-            f"has {', '.join(chosen_peer.methods)}"
+            f"{path}: the kind of training can't be detected from the keys. Of {chosen_peer.title} "
+            f"these are converted: {', '.join(chosen_peer.methods)}"
         )
     result = convert(chosen_peer, method_name, source)
     data_keys = {"environment", *(f"environment.{key}" for key in ("train", "hub", "preset"))}

@@ -157,12 +157,18 @@ SUM = re.compile(r"(\d{1,18})\s*([+-])\s*(\d{1,18})")
 
 
 def compute_whole(text: str) -> int | None:
-    """Return the value of an expression of whole numbers with + - * /, as the shell computes it.
+    """Return the value of whole numbers with + - * / and parentheses, as the shell computes it.
 
     Return None for any other expression, or if an intermediate result is below 0.
     """
     if re.search(r"\b0\d", text):  # octal in the shell
         return None
+    while (group := re.search(r"\(([^()]*)\)", text)) is not None:
+        value = compute_whole(group[1].strip())
+        if value is None or value < 0:
+            return None
+        text = f"{text[: group.start()]} {value} {text[group.end() :]}"
+    text = text.strip()
     for operation in (PRODUCT, SUM):
         while not text.startswith("-") and (part := operation.search(text)) is not None:
             left, right = int(part[1]), int(part[3])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ratchet.commands.migrate.verl_values import ROLLOUT
+from ratchet.commands.migrate.verl_values import ESTIMATORS, ROLLOUT
 
 AGENT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 TOOLS_FIX = "Write a recipe with environment.kind=tool_use, or with agent."
@@ -29,12 +29,41 @@ def explain_unsupported_verl_task(values: Mapping[str, Any]) -> str | None:
             "the run distills on-policy, which is not converted. Write a recipe with "
             "algorithm.kind=on_policy_distillation."
         )
+    model = values.get("model.partial_pretrain", values.get("model.path"))
+    data = values.get("data.train_files")
+    if model is not None and data is not None:
+        return (
+            "the run is supervised fine-tuning, and of verl only the PPO trainer is converted. "
+            f"`ratchet new recipe --like sft --data {data} --model {model}` writes its recipe."
+        )
+    estimator = values.get("algorithm.adv_estimator", "gae")
+    if estimator not in ESTIMATORS:
+        return (
+            f"adv_estimator={estimator} is not converted, only {', '.join(ESTIMATORS)} are. Write "
+            "a recipe with the algorithm.advantage that it needs (docs/algorithms)."
+        )
     loop = values.get(AGENT_LOOP)
     if loop not in (None, "single_turn_agent"):
         return f"the run's agent loop is {loop}, which is not converted. {TOOLS_FIX}"
-    if values.get(f"{ROLLOUT}.multi_turn.enable") is True:
-        return f"the run's attempts have several turns, which is not converted. {TOOLS_FIX}"
+    if reason := _find_several_turns(values):
+        return (
+            f"the run's attempts have several turns ({reason}), which is not converted. {TOOLS_FIX}"
+        )
     return None
+
+
+def _find_several_turns(values: Mapping[str, Any]) -> str:
+    """Return the key of verl by which attempts have several turns; "" if they have one.
+
+    Scripts often leave `multi_turn.enable` to a configuration file that the importer can't read.
+    """
+    turns = f"{ROLLOUT}.multi_turn"
+    if (is_enabled := values.get(f"{turns}.enable")) is not None:
+        return "multi_turn.enable" if is_enabled is True else ""
+    keys = (f"{turns}.{name}" for name in ("tool_config_path", "interaction_config_path"))
+    if key := next((key for key in keys if values.get(key)), ""):
+        return key.removeprefix(f"{ROLLOUT}.")
+    return "--config-name" if "multiturn" in str(values.get("--config-name")) else ""
 
 
 def explain_unsupported_trl_task(values: Mapping[str, Any]) -> str | None:

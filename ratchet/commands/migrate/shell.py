@@ -43,8 +43,8 @@ OPERATORS = ";&|<>"
 MAX_CHARS = 1 << 16  # maximum length of a value; a script can double a variable at each line
 # $NAME, ${NAME}, ${NAME-default} or ${NAME:-default}, whose default may name variables
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?:(:?)-((?:[^{}$]|\$\{\w+\}|\$\w+)*))?\}|(\w+))")
-# $((...)) without parentheses in it
-ARITHMETIC = re.compile(r"\$\(\(([^()]{1,200})\)\)")
+# $((...)) with at most one pair of parentheses around each part
+ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]{0,200}\)){1,200})\)\)")
 
 
 def split_commands(text: str) -> Iterator[str]:

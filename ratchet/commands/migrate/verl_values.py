@@ -39,8 +39,6 @@ def uses_gae(config: PeerConfig) -> bool:
 
 
 def choose_estimator(value: Any, config: PeerConfig) -> Any:
-    if value not in ESTIMATORS:
-        return Dropped(f"only {', '.join(ESTIMATORS)} are converted: the recipe uses grpo")
     note = (
         "truncated attempts are not bootstrapped, as in verl (bootstrap: false); by default "
         "Ratchet uses the critic's estimate"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokeni
     Raises:
         ModelError: If there is no tokenizer, or its files can't be used or contradict each other.
     """
-    directory = _fetch(str(source)) if is_address(source) else Path(source)
+    directory = _fetch(str(source)) if is_address(source) else Path(os.path.expanduser(source))
     if not directory.is_dir():
         directory = _download(str(source), revision)
     config = {

@@ -337,7 +337,6 @@ def test_what_cannot_be_resolved_is_named() -> None:
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
         ]
     )
-    assert "shell" in READ["verl_grpo.sh"].unresolved["data.val_files"]
     assert "../not-here.yaml" in " ".join(READ["nemo_dpo.yaml"].unresolved)
 
 
@@ -481,6 +480,7 @@ def test_without_out_the_recipe_is_printed() -> None:
 SHELL = """\
 DATA_HOME=${DATA_HOME:-"${HOME}/verl"}
 LENGTH=$((1024 * 2))
+BOTH=$(((LENGTH + 1) * 2))
 python3 -m verl.trainer.main_ppo \\
     algorithm.adv_estimator=grpo \\
     data.train_files=$HOME/train.parquet \\
@@ -488,6 +488,7 @@ python3 -m verl.trainer.main_ppo \\
     data.max_response_length=${LENGTH} \\
     actor_rollout_ref.model.path=${DATA_HOME}/qwen \\
     actor_rollout_ref.model.lora_rank=64 \\
+    data.val_files="['$PWD/a.parquet', '$(pwd)/b.parquet']" \\
     actor_rollout_ref.rollout.name=vllm \\
     actor_rollout_ref.rollout.n=4
 """
@@ -502,9 +503,14 @@ def test_a_scripts_arithmetic_and_defaults_are_read_and_vllm_is_started_for_the_
     assert recipe["lora"]["rank"] == 64
     generator = recipe["generator"]
     assert generator.get("worker", generator)["lora_rank"] == 64
-    assert [key for key in result.unresolved if key.endswith(("files", "path"))]
-    assert "${HOME}/verl/qwen" in str(result.unresolved)
-    assert "$HOME/train.parquet" in str(result.unresolved)
+    # The home directory is ~ in a recipe.
+    assert recipe["model"]["path"] == "~/verl/qwen"
+    assert recipe["environment"]["train"] == ["~/train.parquet"]
+    assert recipe["environment"]["test"] == ["a.parquet", "b.parquet"]
+    path.write_text(f"HOME=$OTHER\n{SHELL}")
+    unresolved = str(read_config(path, None).unresolved)
+    assert "/verl/qwen" in unresolved
+    assert "/train.parquet" in unresolved
 
 
 def test_arithmetic_that_is_not_plain_stays():
@@ -513,6 +519,10 @@ def test_arithmetic_that_is_not_plain_stays():
         "$((A * 2 + 1))": "7",
         "$((10 / 4))": "2",
         "$((2 - 5))": "-3",
+        "$(((A + 2) * 2))": "10",
+        "$((2 * (A + (2 + 1))))": "$((2 * (A + (2 + 1))))",
+        "$(((2 - A) * 2))": "$(((2 - A) * 2))",
+        "$(((A + B) * 2))": "$(((A + B) * 2))",
         "$((2 - 5 + 4))": "$((2 - 5 + 4))",
         "$((2 ** 3))": "$((2 ** 3))",
         "$((010 + 1))": "$((010 + 1))",

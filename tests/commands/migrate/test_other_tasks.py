@@ -20,6 +20,15 @@ TRL_GRPO = TRL + "num_generations: 4\n"
         (VERL + "distillation: {enabled: true}", "distills on-policy"),
         (ROLLOUT + "{multi_turn: {enable: true}}}", "several turns.*kind=tool_use"),
         (ROLLOUT + "{agent: {default_agent_loop: tool_agent}}}", "agent loop is tool_agent"),
+        (
+            ROLLOUT + "{multi_turn: {tool_config_path: tools.yaml}}}",
+            r"several turns \(multi_turn.tool_config_path\)",
+        ),
+        ("algorithm: {adv_estimator: gpg}", "adv_estimator=gpg is not converted"),
+        (
+            "{data: {train_files: a.parquet}, model: {partial_pretrain: m}, trainer: {nnodes: 1}}",
+            "new recipe --like sft --data a.parquet --model m",
+        ),
         (TRL + "beta: 0.1\nloss_type: sigmoid\nreward_model_path: r", "samples answers"),
         (TRL + "beta: 0.1\nloss_type: sigmoid\nmissing_eos_penalty: 1.0", "missing_eos_penalty"),
         (TRL_GRPO + "reward_model_name_or_path: r", "kind: reward_model, path: r"),

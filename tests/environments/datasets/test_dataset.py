@@ -529,6 +529,12 @@ def test_rows_in_an_object_store(tmp_path):
 
 
 @pytest.mark.needs("datasets")
+def test_a_file_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.jsonl", [{"prompt": "Q", "answer": "a"}])
+    assert len(tasks(made(train="~/a.jsonl", test_share=0))) == 1
+
+
 def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     rows = [{"question": f"{i}?", "answer": f"so\n#### {i}"} for i in range(12)]
