@@ -231,13 +231,14 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is None:
         require_judge(setup)
-        evaluator: StageEvaluator | None = make_evaluator(target.policy, setup, spec)
+    tasks = list_held_out_tasks(setup, spec)
+    if algorithm is None:
+        evaluator: StageEvaluator | None = make_evaluator(target.policy, setup, spec, tasks)
     else:
         roles = _load_roles(target, algorithm, setup)
-        evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles)
-    if evaluator is None:
+        evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles, tasks)
+    if not tasks or evaluator is None:
         raise ConfigError(NO_TASKS)
-    tasks = list_held_out_tasks(setup, spec)
     with _show_attempts(evaluator, len(tasks), spec):
         result = asyncio.run(_run_and_close(target.policy, setup, evaluator.run()))
     sampling = make_eval_sampling(spec)
