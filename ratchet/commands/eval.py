@@ -40,6 +40,7 @@ from ratchet.evals.paired_test import compare
 from ratchet.evals.report import REPORT, format_comparison, format_report, save_report
 from ratchet.evals.results import RESULTS, EvalResults
 from ratchet.evals.stage_evaluator import StageEvaluator, list_parts
+from ratchet.executors.freeze import limit_garbage_collection
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import LocalConfig
@@ -86,6 +87,7 @@ def evaluate_target(
     Raises ConfigError for wrong settings, and if `out` holds a results.json or report.md that no
     evaluation wrote. Raises RatchetError if no attempt could be judged.
     """
+    limit_garbage_collection()
     console = make_console()
     if out is not None:
         _require_replaceable(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -248,6 +249,16 @@ def test_each_held_out_row_is_parsed_once(
     evaluate_target(str(run / "model"), few, out=tmp_path / "out")
     assert len(EvalResults.read(tmp_path / "out").prompts) == 15
     assert len(parsed) == len(set(parsed)) == 15
+
+
+def test_garbage_collection_does_not_traverse_all_attempts(run: Path, tmp_path: Path):
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    try:
+        evaluate_target(str(run), EvaluationSettings(tasks=1, samples=0), out=tmp_path / "out")
+        assert gc.get_threshold()[0] == 200_000
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):
