@@ -40,6 +40,7 @@ from ratchet.evals.paired_test import compare
 from ratchet.evals.report import REPORT, format_comparison, format_report, save_report
 from ratchet.evals.results import RESULTS, EvalResults
 from ratchet.evals.stage_evaluator import StageEvaluator, list_parts
+from ratchet.executors.freeze import limit_garbage_collection
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import LocalConfig
@@ -86,6 +87,7 @@ def evaluate_target(
     Raises ConfigError for wrong settings, and if `out` holds a results.json or report.md that no
     evaluation wrote. Raises RatchetError if no attempt could be judged.
     """
+    limit_garbage_collection()
     console = make_console()
     if out is not None:
         _require_replaceable(out)
@@ -231,13 +233,14 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is None:
         require_judge(setup)
-        evaluator: StageEvaluator | None = make_evaluator(target.policy, setup, spec)
+    tasks = list_held_out_tasks(setup, spec)
+    if algorithm is None:
+        evaluator: StageEvaluator | None = make_evaluator(target.policy, setup, spec, tasks)
     else:
         roles = _load_roles(target, algorithm, setup)
-        evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles)
-    if evaluator is None:
+        evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles, tasks)
+    if not tasks or evaluator is None:
         raise ConfigError(NO_TASKS)
-    tasks = list_held_out_tasks(setup, spec)
     with _show_attempts(evaluator, len(tasks), spec):
         result = asyncio.run(_run_and_close(target.policy, setup, evaluator.run()))
     sampling = make_eval_sampling(spec)

@@ -40,7 +40,7 @@ from ratchet.observe.metrics import MetricsManager
 from ratchet.protocols import Learner, Source, WeightSync
 from ratchet.runs.stage_progress import StagePosition
 from ratchet.training.colocation import colocate
-from ratchet.training.evaluators import make_stage_evaluator
+from ratchet.training.evaluators import list_held_out_tasks, make_stage_evaluator
 from ratchet.training.roles import check_routers, get_max_row_length, make_roles
 from ratchet.training.run import StageRun
 from ratchet.training.sources import SOURCES, make_manager
@@ -104,7 +104,8 @@ def make_run(
         policy, rollout_policy, setup, algorithm, spec, manager, ledger, end_step=end_step
     )
     pair = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
-    evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles)
+    held_out_tasks = list_held_out_tasks(setup, spec)
+    evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles, held_out_tasks)
     probes = _make_probes(policy, setup, spec)
     managers = [manager]
     managers += [*(evaluator.managers if evaluator else ()), *(probes.managers if probes else ())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ratchet.algorithms.base import Algorithm
@@ -25,7 +25,11 @@ log = logging.getLogger(__name__)
 
 
 def list_held_out_tasks(setup: EnvSetup, spec: StageSpec) -> list[Task]:
-    """Return the tasks that the stage is evaluated on."""
+    """Return the tasks that the stage is evaluated on.
+
+    They are listed once, and evaluators share the list: it reads every held-out row.
+    """
+    setup = setup.evaluation or setup
     count = spec.evaluation.tasks
     if not count:
         return []
@@ -39,12 +43,11 @@ def list_held_out_tasks(setup: EnvSetup, spec: StageSpec) -> list[Task]:
     return tasks
 
 
-def make_evaluator(policy: Policy, setup: EnvSetup, spec: StageSpec) -> Evaluator | None:
-    """Return the evaluator of the policy's answers, or None without held-out tasks."""
+def make_evaluator(
+    policy: Policy, setup: EnvSetup, spec: StageSpec, tasks: Sequence[Task]
+) -> Evaluator:
+    """Return the evaluator of the policy's answers to held-out tasks."""
     settings = spec.evaluation
-    tasks = list_held_out_tasks(setup, spec)
-    if not tasks:
-        return None
     manager = make_manager(policy, setup, setup.eval_reward or setup.reward, spec.rollouts)
     return Evaluator(
         manager,
@@ -70,18 +73,20 @@ def make_eval_sampling(spec: StageSpec) -> Sampling:
 
 
 def make_pair_evaluator(
-    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, learner: Learner
+    policy: Policy,
+    setup: EnvSetup,
+    algorithm: Algorithm,
+    spec: StageSpec,
+    learner: Learner,
+    tasks: Sequence[Task],
 ) -> PairEvaluator | None:
-    """Return the evaluator that compares the two answers of each pair.
+    """Return the evaluator that compares the two answers of each held-out pair.
 
-    Stages without rewards are evaluated in this way. Returns None without held-out tasks.
+    Stages without rewards are evaluated in this way. Returns None if all pairs are too long.
 
     Raises:
         ConfigError: The environment has no pairs.
     """
-    tasks = list_held_out_tasks(setup, spec)
-    if not tasks:
-        return None
     pairs = make_pairs(policy, setup, algorithm, _without_selection(spec))
     try:
         tasks = [task for task in tasks if pairs.long_rows.keeps(task)]
@@ -99,15 +104,13 @@ def make_loss_evaluator(
     algorithm: Algorithm,
     spec: StageSpec,
     roles: Mapping[str, Learner],
+    tasks: Sequence[Task],
 ) -> LossEvaluator | None:
     """Return the evaluator of the algorithm's own loss on held-out tasks.
 
-    If the algorithm learns from rollouts, the evaluator's rollouts need no reward. Returns None
-    without held-out tasks.
+    If the algorithm learns from rollouts, the evaluator's rollouts need no reward. Returns None if
+    all rows are too long.
     """
-    tasks = list_held_out_tasks(setup, spec)
-    if not tasks:
-        return None
     manager = make_manager(
         policy,
         setup,
@@ -141,11 +144,8 @@ def _without_selection(spec: StageSpec) -> StageSpec:
     return replace(spec, examples=None, curriculum=None)
 
 
-def _explain_missing_answers(setup: EnvSetup, spec: StageSpec) -> str:
-    """Return why the held-out tasks have no demonstration; "" if the first task has one."""
-    task = next(iter(setup.environment.tasks("test", seed=spec.seed)), None)
-    if task is None:
-        return ""
+def _explain_missing_answers(setup: EnvSetup, task: Task) -> str:
+    """Return why a held-out task has no demonstration; "" if it has one."""
     try:
         setup.environment.demonstration(task)
     except DataError as error:
@@ -159,8 +159,9 @@ def make_stage_evaluator(
     algorithm: Algorithm,
     spec: StageSpec,
     roles: Mapping[str, Learner],
+    tasks: Sequence[Task],
 ) -> StageEvaluator | None:
-    """Return the stage's evaluator; None without held-out tasks.
+    """Return the stage's evaluator on held-out tasks; None without any that fits into the model.
 
     A reward model is evaluated by its loss. For any other model, the policy's answers are judged if
     there is a reward; without one, the answers of pairs are compared. If the algorithm has a
@@ -170,17 +171,18 @@ def make_stage_evaluator(
         ConfigError: The held-out tasks have nothing that the algorithm can be evaluated on.
     """
     setup = setup.evaluation or setup
-    if not list_held_out_tasks(setup, spec):
+    if not tasks:
         return None
     if SCALAR_COLUMNS & algorithm.required_outputs("policy"):
-        return make_loss_evaluator(policy, setup, algorithm, spec, roles)
+        return make_loss_evaluator(policy, setup, algorithm, spec, roles, tasks)
     evaluators: list[StageEvaluator | None] = []
     if setup.has_rewards:
-        evaluators.append(make_evaluator(policy, setup, spec))
+        evaluators.append(make_evaluator(policy, setup, spec, tasks))
     elif algorithm.source == "pairs":
-        evaluators.append(make_pair_evaluator(policy, setup, algorithm, spec, roles["policy"]))
-    if has_held_out_loss(algorithm, setup, spec):
-        evaluators.append(make_loss_evaluator(policy, setup, algorithm, spec, roles))
+        learner = roles["policy"]
+        evaluators.append(make_pair_evaluator(policy, setup, algorithm, spec, learner, tasks))
+    if has_held_out_loss(algorithm, setup, spec, tasks):
+        evaluators.append(make_loss_evaluator(policy, setup, algorithm, spec, roles, tasks))
     elif not evaluators:
         raise ConfigError(
             "nothing judges the held-out answers, and the loss of algorithm "
@@ -191,11 +193,13 @@ def make_stage_evaluator(
     return CombinedEvaluator(present) if len(present) > 1 else next(iter(present), None)
 
 
-def has_held_out_loss(algorithm: Algorithm, setup: EnvSetup, spec: StageSpec) -> bool:
+def has_held_out_loss(
+    algorithm: Algorithm, setup: EnvSetup, spec: StageSpec, tasks: Sequence[Task]
+) -> bool:
     """True if the algorithm's loss is measured on held-out tasks.
 
     This depends on the source of the algorithm's groups:
-    - rows: True if the tasks have demonstrations.
+    - rows: True if the first task has a demonstration.
     - labelled, steps: True if no reward judges answers.
     - rollouts: True for distillation without a loss on routers. The loss of a policy gradient is
       not measured, because it depends on the rewards of other attempts.
@@ -205,7 +209,7 @@ def has_held_out_loss(algorithm: Algorithm, setup: EnvSetup, spec: StageSpec) ->
         ConfigError: The tasks have no demonstrations, and no reward judges answers.
     """
     if algorithm.source == "rows":
-        reason = _explain_missing_answers(setup, spec)
+        reason = _explain_missing_answers(setup, tasks[0])
         if reason and not setup.has_rewards:
             raise ConfigError(explain_no_answers("rows", reason))
         if reason:

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import sys
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -257,7 +258,10 @@ class _StageCheck:
             return  # the rows to hold out are only known after a scan
         environment = build_environment(section)
         try:
-            task = self._open_split(environment, "test")
+            # A held-out row may be checked only when its task is read, so `ratchet check` reads all
+            # tasks of the evaluation.
+            n_tasks = settings.tasks if self.scan else 1
+            task = self._open_split(environment, "test", n_tasks)
             if task is None:
                 return
             rewards = choose_eval_rewards(self.stage, environment)
@@ -269,9 +273,11 @@ class _StageCheck:
         finally:
             asyncio.run(environment.close())
 
-    def _open_split(self, environment: Environment, split: Split) -> Task | None:
-        """Return the first task of a split, or None if the split is empty."""
-        task = next(iter(environment.tasks(split, seed=self.config.seed)), None)
+    def _open_split(self, environment: Environment, split: Split, n_tasks: int = 1) -> Task | None:
+        """Read `n_tasks` tasks of a split, and return the first; None if the split is empty."""
+        tasks = islice(environment.tasks(split, seed=self.config.seed), n_tasks)
+        task = next(tasks, None)
+        deque(tasks, maxlen=0)  # reads the rest without keeping it
         if task is not None:
             self.report.opened.append(f"{self.stage.name}, {split} split: {task.where}")
         return task

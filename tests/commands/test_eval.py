@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -18,6 +19,8 @@ from ratchet.commands.eval import evaluate_target
 from ratchet.commands.eval_setup import EndpointSettings, EvaluationSettings, build_eval_setup
 from ratchet.commands.model_target import Target, open_target
 from ratchet.config.yaml_tree import write_text
+from ratchet.data.jsonl import DataRow
+from ratchet.environments.datasets.dataset_rows import DatasetRowReader, RowContents
 from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
 from ratchet.evals.results import EvalResults
 from ratchet.runs.run_dir import RunDirectory
@@ -219,6 +222,43 @@ def test_a_benchmark_is_asked_whole_and_has_its_subjects(
     assert (
         build_eval_setup(None, chosen)[1].evaluation.tasks == sys.maxsize
     )  # not the 512 of a recipe
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_each_held_out_row_is_parsed_once(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+):
+    rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(10, 30)]
+    (tmp_path / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    recipe = RECIPE | {
+        "environment": {"kind": "dataset", "test": str(tmp_path / "test.jsonl")},
+        "rewards": [{"kind": "exact_match"}],
+        "algorithm": {"kind": algorithm},
+    }
+    recipe.pop("evaluation")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    parsed: list[str] = []
+    read = DatasetRowReader.read
+
+    def count(reader: DatasetRowReader, row: DataRow, where: str) -> RowContents:
+        parsed.append(where)
+        return read(reader, row, where)
+
+    monkeypatch.setattr(DatasetRowReader, "read", count)
+    few = EvaluationSettings(recipe=tmp_path / "recipe.yaml", tasks=15, samples=0)
+    evaluate_target(str(run / "model"), few, out=tmp_path / "out")
+    assert len(EvalResults.read(tmp_path / "out").prompts) == 15
+    assert len(parsed) == len(set(parsed)) == 15
+
+
+def test_garbage_collection_does_not_traverse_all_attempts(run: Path, tmp_path: Path):
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    try:
+        evaluate_target(str(run), EvaluationSettings(tasks=1, samples=0), out=tmp_path / "out")
+        assert gc.get_threshold()[0] == 200_000
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):

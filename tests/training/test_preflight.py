@@ -182,6 +182,15 @@ def test_usual_columns_and_plain_text_need_no_columns(folder):
         run_preflight(load(folder, stages=stages)).raise_problems()
 
 
+def test_an_unusable_row_of_the_evaluation_alone_is_a_problem(folder):
+    (folder / "test.csv").write_text("question,answer\n1+100=,101\n,102\n")
+    held_out = {"kind": "dataset", "test": "test.csv"}
+    evaluation = {"tasks": 2, "environment": held_out}
+    settings = {"algorithm": {"kind": "sft"}, "environment": DATASET, "evaluation": evaluation}
+    with pytest.raises(RatchetError, match=r"test\.csv, line 3"):
+        run_preflight(load(folder, **settings)).raise_problems()
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_held_out_rows_without_answers_are_told_as_in_a_run(folder, kind):
     (folder / "prompts.csv").write_text("question\n1+100=\n2+100=\n")

@@ -2,7 +2,8 @@
 
 Unless `scan: false` is set, every row is read once before training, so that an unusable row is an
 error at the start. The scan keeps only the row numbers of each split. A row is read again when its
-task is used.
+task is used. A test split without a training split needs no scan, because it comes only once: its
+rows are checked and filtered as its tasks are read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, NoReturn
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +82,14 @@ class SplitRows:
         return np.diff(np.searchsorted(self.row_numbers, block_ends), prepend=0).tolist()
 
 
+class UsableRow(NamedTuple):
+    """A row that has been checked and passes the filters."""
+
+    row_number: int  # in the table
+    contents: RowContents
+    prompt_hash: int
+
+
 class Dataset(SingleTurn):
     """An environment whose tasks are the rows of a dataset."""
 
@@ -93,17 +103,16 @@ class Dataset(SingleTurn):
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Return the tasks of a split.
 
-        Raises DataError, before iterating, for an unusable row (unless `scan: false`) and for an
-        empty split.
+        Raises DataError for an unusable row and for an empty split: before iterating, but for a row
+        of a test split without a training split, or with `scan: false`, when it is reached.
         """
+        if split == "test" and self.config.scan and self._tables.keys() == {"test"}:
+            return islice(self._read_test_tasks(), start, None)
         rows = self.rows(split)
         if not rows:
-            raise DataError(
-                f"environment '{self.name}' has no rows for its {split} split: "
-                f"{self._explain_empty(split)}"
-            )
+            self._raise_empty(split)
         if split == "test":
-            return (self._make_task(split, rows, index) for index in range(start, len(rows)))
+            return (self._read_task(split, rows, index) for index in range(start, len(rows)))
         order = RowOrder(
             rows.block_sizes, seed=seed, name=f"{self.name}/train", shuffle=self.config.shuffle
         )
@@ -112,8 +121,17 @@ class Dataset(SingleTurn):
     def _repeat_rows(self, rows: SplitRows, order: RowOrder, start: int) -> Iterator[Task]:
         position = start
         while True:
-            yield self._make_task("train", rows, order.row_at(position))
+            yield self._read_task("train", rows, order.row_at(position))
             position += 1
+
+    def _read_test_tasks(self) -> Iterator[Task]:
+        """Yield the tasks of a test split without a training split, reading each row once."""
+        is_empty = True
+        for row in self._read_usable_rows(self._tables["test"]):
+            is_empty = False
+            yield self._make_task("test", row.row_number, row.contents)
+        if is_empty:
+            self._raise_empty("test")
 
     def task_count(self) -> int:
         return len(self.rows("train"))
@@ -210,9 +228,12 @@ class Dataset(SingleTurn):
 
     # --- Rows and splits.
 
-    def _make_task(self, split: Split, rows: SplitRows, index: int) -> Task:
+    def _read_task(self, split: Split, rows: SplitRows, index: int) -> Task:
         row_number = rows.row_number(index)
         contents = self.reader.read(rows.table.row(row_number), rows.table.where(row_number))
+        return self._make_task(split, row_number, contents)
+
+    def _make_task(self, split: Split, row_number: int, contents: RowContents) -> Task:
         difficulty = {} if contents.difficulty is None else {"difficulty": contents.difficulty}
         return Task(
             id=f"{self.name}/{split}/{row_number + 1}",
@@ -268,15 +289,12 @@ class Dataset(SingleTurn):
         They are read on first use, because an instance that only plays attempts never needs them.
         """
         config = self.config
-        train = self._open_table(config.train, config.train_split_name)
-        test = self._open_table(config.test, config.test_split_name)
-        tables = {
-            name: table for name, table in (("train", train), ("test", test)) if table is not None
-        }
+        tables = self._tables
         if not config.scan:
             return {name: SplitRows(table, None) for name, table in tables.items()}
-        if train is None:
+        if "train" not in tables:
             return {name: self._select_rows(table) for name, table in tables.items()}
+        train, test = tables["train"], tables.get("test")
         if test is None:
             rows, prompt_hashes, is_test = self._scan(train)
             train_rows = rows[~is_test]
@@ -288,6 +306,16 @@ class Dataset(SingleTurn):
                 "test": SplitRows(train, rows[is_test]),
             }
         return self._separate_splits(train, test)
+
+    @cached_property
+    def _tables(self) -> Mapping[Split, Table]:
+        """Return the tables of the splits that the recipe names."""
+        config = self.config
+        tables: dict[Split, Table | None] = {
+            "train": self._open_table(config.train, config.train_split_name),
+            "test": self._open_table(config.test, config.test_split_name),
+        }
+        return {split: table for split, table in tables.items() if table is not None}
 
     def _open_table(self, locations: Sequence[Any], split: str) -> Table | None:
         config = self.config
@@ -358,11 +386,24 @@ class Dataset(SingleTurn):
         prompt if the row has no id.
         """
         max_test_hash = round(self.config.test_share * 2**64)
-        is_distinct = self.config.is_distinct
         # Arrays take less memory than lists for many millions of rows.
         row_numbers = array("q")
         prompt_hashes = array("Q")
         is_test = array("B")
+        for row in self._read_usable_rows(table):
+            row_numbers.append(row.row_number)
+            prompt_hashes.append(row.prompt_hash)
+            row_id = row.contents.id
+            is_test.append((_hash(row_id) if row_id else row.prompt_hash) < max_test_hash)
+        return (
+            np.asarray(row_numbers, np.int64),
+            np.asarray(prompt_hashes, np.uint64),
+            np.asarray(is_test).astype(np.bool_),
+        )
+
+    def _read_usable_rows(self, table: Table) -> Iterator[UsableRow]:
+        """Yield the rows that pass the filters, in order. Raises DataError for an unusable row."""
+        is_distinct = self.config.is_distinct
         seen_hashes: set[int] = set()
         for index in range(len(table)):
             row, where = table.row(index), table.where(index)
@@ -381,13 +422,12 @@ class Dataset(SingleTurn):
                 continue
             if is_distinct:
                 seen_hashes.add(prompt_hash)
-            row_numbers.append(index)
-            prompt_hashes.append(prompt_hash)
-            is_test.append((_hash(contents.id) if contents.id else prompt_hash) < max_test_hash)
-        return (
-            np.asarray(row_numbers, np.int64),
-            np.asarray(prompt_hashes, np.uint64),
-            np.asarray(is_test).astype(np.bool_),
+            yield UsableRow(index, contents, prompt_hash)
+
+    def _raise_empty(self, split: Split) -> NoReturn:
+        raise DataError(
+            f"environment '{self.name}' has no rows for its {split} split: "
+            f"{self._explain_empty(split)}"
         )
 
     def _explain_empty(self, split: Split) -> str:

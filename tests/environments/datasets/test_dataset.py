@@ -500,6 +500,29 @@ def test_without_a_scan_rows_are_read_when_they_are_met(tmp_path):
             made(train=str(path), scan=False, **more)
 
 
+def test_a_test_split_alone_is_checked_and_filtered_as_its_tasks_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"Q{i // 2}", "answer": "a", "level": i} for i in range(10)]
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    path.write_text(text + '{"prompt": "Q"\n')
+    keep = [{"column": "level", "at_least": 3}]
+    environment = made(test=str(path), distinct=True, keep=keep)
+    lazy = environment.tasks("test", seed=0)
+    assert [next(lazy).id for _ in range(4)] == [f"dataset/test/{n}" for n in (4, 5, 7, 9)]
+    with pytest.raises(DataError, match="line 11 col 15: malformed JSON"):
+        next(lazy)
+    path.write_text(text)
+    environment = made(test=str(path), distinct=True, keep=keep)
+    assert tasks(environment, "test") == list(environment.tasks("test", seed=0))
+    assert tasks(environment, "test")[2:] == list(environment.tasks("test", seed=0, start=2))
+    none_kept = made(test=str(path), keep=[{"column": "level", "at_least": 30}])
+    with pytest.raises(DataError, match=r"no rows for its test split: `keep` filters out all"):
+        next(none_kept.tasks("test", seed=0))
+    no_split = made(preset="gsm8k", train_split="", test_split="")
+    with pytest.raises(DataError, match="no rows for its test split: name its files in `test`"):
+        no_split.tasks("test", seed=0)
+
+
 def test_parts_of_a_mixture_come_by_their_weights(tmp_path):
     one = {
         "kind": "dataset",
