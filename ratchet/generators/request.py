@@ -259,7 +259,7 @@ class EngineCore(Protocol):
         ...
 
     def step(self) -> None:
-        """Compute at least one new token for every running request."""
+        """Let waiting requests enter, or compute a new token for every running request."""
         ...
 
     def commit(self, version: int, *, keep_kv: bool) -> None:

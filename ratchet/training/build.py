@@ -26,6 +26,7 @@ from ratchet.experience.async_rollouts.staleness_scheduler import (
 from ratchet.experience.async_rollouts.tail_batching import AbortableGenerator, TailBatching
 from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
 from ratchet.experience.checks.reward_hacking import RewardHackingProbes
+from ratchet.experience.rollout.environment_answers import guard_measure, guard_post_process
 from ratchet.experience.rollout.manager import GroupPlayer
 from ratchet.experience.rollout.remote_manager import RemoteRolloutManager
 from ratchet.experience.seeds import derive_seed
@@ -125,7 +126,7 @@ def make_run(
         state=position.state,
         managers=managers,
         evaluator=evaluator,
-        measure_environment=setup.environment.measure,
+        measure_environment=guard_measure(setup.environment),
         evaluate_every=spec.evaluation.every,
         early_stopping=EarlyStopping.from_config(spec.evaluation),
         trainable=_count_trainable(policy.model, spec.adapter),
@@ -204,7 +205,7 @@ def _make_batcher(
         stage_source,
         groups_per_step=spec.batch_size,
         max_failed_share=spec.rollouts.max_failed_share,
-        post_process=setup.environment.post_process if does_post_process else list,
+        post_process=guard_post_process(setup.environment) if does_post_process else list,
     )
 
 
@@ -256,7 +257,7 @@ def _wrap_source(
             settings.replay,
             ledger=rollouts.ledger,
             seed=derive_seed(spec.seed, spec.name, "replay"),
-            post_process=setup.environment.post_process,
+            post_process=guard_post_process(setup.environment),
         )
     return source
 

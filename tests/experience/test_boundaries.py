@@ -3,14 +3,17 @@ machinery."""
 
 import asyncio
 import copy
+import re
 
+import numpy as np
 import pytest
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.data.packing import pack
-from ratchet.errors import ConfigError, DataError
+from ratchet.errors import ConfigError, DataError, TrainingError
+from ratchet.experience.rollout.environment_answers import guard_measure, guard_post_process
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.rollout.metrics import measure_groups
@@ -46,6 +49,11 @@ def play(environment, *, reward=None, answer=lambda tokens, sampling: [1, EOS], 
     return asyncio.run(manager.group(task, SAMPLING, group_id="g", attempts=attempts)).trajectories
 
 
+class Unshown:
+    def __repr__(self):
+        raise ValueError("repr")
+
+
 @pytest.mark.parametrize(
     ("where", "returned", "said"),
     [
@@ -55,7 +63,18 @@ def play(environment, *, reward=None, answer=lambda tokens, sampling: [1, EOS], 
             "FakeEnvironment.reset returned 'text'. It must be a sequence of Messages",
         ),
         ("reset", None, "FakeEnvironment.reset returned None"),
+        ("reset", [Message("user", None)], "Its content must be text or a sequence of Parts"),
+        ("reset", [Message("user", 5)], "Its content must be text or a sequence of Parts"),
         ("step", 3, "FakeEnvironment.step returned 3. It must be a Step"),
+        ("step", Unshown(), "returned a Unshown, whose __repr__ fails. It must be a Step"),
+        ("step", Step(reward=Unshown(), done=True), "reward a Unshown, whose __repr__ fails"),
+        ("step", Step(done=np.array([True, False])), "returned done=array([ True, False])"),
+        ("step", Step(done="false"), "returned done='false'. It must be True or False"),
+        ("step", Step(done=True, state_key=5), "the state_key 5. It must be text or None"),
+        ("step", Step(done=True, state_key=["a"]), "the state_key ['a']. It must be text or None"),
+        ("step", Step(done=True, metrics={1: 2.0}), "the metrics {1: 2.0}. They must be finite"),
+        ("step", Step([Message("user", None)]), "Its content must be text or a sequence of Parts"),
+        ("step", Step([Message("tool", "x", (), 5)]), "and its tool_call_id text or None"),
     ],
 )
 @pytest.mark.fault("R3")
@@ -68,6 +87,47 @@ def test_an_environment_that_returns_something_else_is_told_what_it_must_be(wher
     (trajectory,) = play(environment, attempts=1)
     assert isinstance(trajectory.outcome, Failed)
     assert said in trajectory.outcome.detail
+
+
+def test_numbers_of_a_step_are_pythons_and_the_counts_of_an_attempt_its_own():
+    class Numpy(FakeEnvironment):
+        async def step(self, message):
+            metrics = {"turns": np.float32(7), "moves": np.int64(2)}
+            return Step(reward=np.float32(0.5), done=np.bool_(True), metrics=metrics)
+
+        async def reward_cut_attempt(self, messages):
+            return np.float32(0.25)
+
+    (row,) = play(Numpy(), attempts=1)
+    (turn,) = row.turns
+    assert [type(value) for value in (turn.reward, turn.terminated)] == [float, bool]
+    assert {name: row.metrics[name] for name in ("turns", "environment_turns", "moves")} == {
+        "turns": 1.0,
+        "environment_turns": 7.0,
+        "moves": 2.0,
+    }
+    (cut,) = play(Numpy(), answer=lambda tokens, sampling: [1] * 4, attempts=1)
+    assert type(cut.turns[-1].reward) is float
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "said"),
+    [
+        ("measure", None, "Broken.measure must return a dict of numbers by name, but raised"),
+        ("measure", {1: 2.0}, "Broken.measure returned {1: 2.0}"),
+        ("measure", {"a": "x"}, "Broken.measure returned {'a': 'x'}"),
+        ("post_process", None, "Broken.post_process must return a sequence of Groups, but raised"),
+        ("post_process", [1], "Broken.post_process returned [1]"),
+    ],
+)
+def test_what_an_environment_makes_of_a_step_is_checked(method, returned, said):
+    class Broken(FakeEnvironment):
+        pass
+
+    setattr(Broken, method, lambda self, groups: returned)
+    guard = {"measure": guard_measure, "post_process": guard_post_process}[method]
+    with pytest.raises(TrainingError, match=re.escape(said)):
+        guard(Broken())([])
 
 
 def test_an_environment_that_can_not_even_close_costs_its_attempt_alone():

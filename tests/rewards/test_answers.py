@@ -61,6 +61,12 @@ def made(kind, **keys):
         (r"\fbox{7}", None),
         (r"\fboxed{7}", "7"),
         (r"$\boxed 9$", "9"),
+        (r"$x = -\boxed{5}$", "-5"),
+        (r"so it is −\boxed{\frac{1}{2}}", r"-\frac{1}{2}"),
+        (r"\(-\boxed{a + b}\)", "-(a + b)"),
+        (r"- \boxed{5}", "5"),
+        (r"9 -\boxed{5}", "5"),
+        (r"-\boxed{", ""),
         (r"\boxed{open", ""),
         (r"\boxed{}", ""),
         ("none", None),
@@ -191,6 +197,12 @@ CHOICES = [
     ("", None),
     ("The answer is Cairo", None),
     ("Answer: C++", "C"),
+    (r"Final answer: \(C\)", "C"),
+    (r"The answer is $\textbf{(C)}$.", "C"),
+    (r"Answer: \(A\) or \(B\)", None),
+    ("Answer: A; B; C", None),
+    ("Answer: A|B", None),
+    ("The answer is A or option B", None),
 ]
 
 

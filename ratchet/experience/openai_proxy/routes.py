@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +39,9 @@ from ratchet.experience.openai_proxy.schema import ChatMessage, ChatRequest
 from ratchet.experience.openai_proxy.wire import MODEL, ApiError, IgnoredFields, SamplingFields
 from ratchet.web.guard import get_api_key
 
+# Tokens of the different prompts of one request that wait for the generator at once. With more, the
+# next request of another client would wait for all of them.
+MAX_TOKENS_AT_ONCE = 2**14
 T = TypeVar("T")
 
 
@@ -261,24 +265,40 @@ async def complete_prompts(
     request: token_api.CompletionRequest,
     prompts: Sequence[Sequence[int]],
 ) -> list[token_api.TokenCompletion]:
-    """Return the completions of all prompts of a request, sampled together.
+    """Return the completions of all prompts of a request.
+
+    Equal prompts are sampled together, and different ones up to MAX_TOKENS_AT_ONCE.
 
     Raises:
         ApiError: A prompt is refused. The completions of the other prompts are then aborted.
     """
-    try:
-        async with asyncio.TaskGroup() as group:
+    free_places = asyncio.Semaphore(max(1, MAX_TOKENS_AT_ONCE // max(map(len, prompts))))
+
+    async def complete(prompt: Sequence[int], count: int) -> Iterator[token_api.TokenCompletion]:
+        async with free_places, asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
                     complete_prompt(
                         handler, prompt, request, n_top=request.logprobs, echo=bool(request.echo)
                     )
                 )
-                for prompt in prompts
+                for _ in range(count)
             ]
+        return iter([task.result() for task in tasks])
+
+    counts = Counter(map(tuple, prompts))
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {
+                prompt: group.create_task(complete(prompt, count))
+                for prompt, count in counts.items()
+            }
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+        error: Exception = errors
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+    return [next(tasks[tuple(prompt)].result()) for prompt in prompts]
 
 
 def _format_metrics(ignored: IgnoredFields) -> str:

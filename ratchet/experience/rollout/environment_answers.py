@@ -2,55 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ratchet.data.chat.renderer import Tools
+from ratchet.errors import TrainingError
 from ratchet.protocols import Environment, Step
-from ratchet.types import Message, Task, is_finite_number
+from ratchet.types import Group, Message, Part, Task, is_finite_number
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
+
+T = TypeVar("T")
+# Metrics that an attempt counts itself.
+ATTEMPT_METRICS = ("turns", "turn_limit", "retries", "forks")
 
 
 def check_messages(messages: Any, method: str, environment: Environment) -> Sequence[Message]:
     """Return messages from user code, or raise UserCodeFailed if they are not Messages."""
+    name = f"{type(environment).__name__}.{method}"
     if not isinstance(messages, tuple | list | Sequence) or not all(
         isinstance(message, Message) for message in messages
     ):
-        raise UserCodeFailed(
-            f"{type(environment).__name__}.{method} returned {messages!r:.80}. It must be a "
-            "sequence of Messages"
-        )
+        raise UserCodeFailed(f"{name} returned {show(messages)}. It must be a sequence of Messages")
+    for message in messages:
+        if not _is_content(message.content) or not isinstance(message.tool_call_id, str | None):
+            raise UserCodeFailed(
+                f"{name} returned {show(message)}. Its content must be text or a sequence of "
+                "Parts, and its tool_call_id text or None"
+            )
     return messages
 
 
+def _is_content(content: Any) -> bool:
+    return isinstance(content, str) or (
+        isinstance(content, Sequence) and all(isinstance(part, Part) for part in content)
+    )
+
+
+def show(value: Any) -> str:
+    """Return the start of a value's repr, which user code may have broken."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return f"a {type(value).__name__}, whose __repr__ fails"
+
+
 def check_step(step: Any, environment: Environment) -> Step:
-    """Return a step from user code, or raise UserCodeFailed if it is malformed."""
-    name = type(environment).__name__
+    """Return a step from user code, its numbers as Python's own.
+
+    Raises:
+        UserCodeFailed: The step is malformed.
+    """
+    name = f"{type(environment).__name__}.step"
     if not isinstance(step, Step):
-        raise UserCodeFailed(f"{name}.step returned {step!r:.80}. It must be a Step")
+        raise UserCodeFailed(f"{name} returned {show(step)}. It must be a Step")
     if step.reward is not None and not is_finite_number(step.reward):
         raise UserCodeFailed(
-            f"{name}.step returned the reward {step.reward!r:.80}. It must be a finite number or "
-            "None"
+            f"{name} returned the reward {show(step.reward)}. It must be a finite number or None"
         )
     metrics = {} if step.metrics is None else step.metrics
-    if not isinstance(metrics, dict | Mapping) or not all(map(is_finite_number, metrics.values())):
+    if not isinstance(metrics, dict | Mapping) or not all(
+        isinstance(key, str) and is_finite_number(value) for key, value in metrics.items()
+    ):
         raise UserCodeFailed(
-            f"{name}.step returned the metrics {metrics!r:.80}. They must be finite numbers by name"
+            f"{name} returned the metrics {show(metrics)}. They must be finite numbers by name"
         )
+    if not isinstance(step.state_key, str | None):
+        raise UserCodeFailed(
+            f"{name} returned the state_key {show(step.state_key)}. It must be text or None"
+        )
+    if not isinstance(step.done, bool | np.bool_ | int | None):
+        raise UserCodeFailed(f"{name} returned done={show(step.done)}. It must be True or False")
     check_messages(step.messages, "step", environment)
     is_inline = {message.role == "inline" for message in step.messages}
     if is_inline == {True, False} or (True in is_inline and any(m.media for m in step.messages)):
         raise UserCodeFailed(
-            f"{name}.step mixed inline text with other messages or media: inline messages stand "
-            "alone, and are text"
+            f"{name} mixed inline text with other messages or media: inline messages stand alone, "
+            "and are text"
         )
     if not step.done and not step.messages:
         raise UserCodeFailed(
-            f"{name}.step returned neither done=True nor messages, so the policy has nothing to "
-            "answer"
+            f"{name} returned neither done=True nor messages, so the policy has nothing to answer"
         )
-    return step
+    return replace(
+        step,
+        reward=None if step.reward is None else float(step.reward),
+        done=bool(step.done),
+        metrics={
+            f"environment_{key}" if key in ATTEMPT_METRICS else key: float(value)
+            for key, value in metrics.items()
+        },
+    )
+
+
+def guard_post_process(environment: Environment) -> Callable[[Sequence[Group]], list[Group]]:
+    """Return `post_process` of an environment, which raises TrainingError where that fails."""
+    return _guard(environment, "post_process", list, "a sequence of Groups", _is_group_list)
+
+
+def guard_measure(environment: Environment) -> Callable[[Sequence[Group]], dict[str, float]]:
+    """Return `measure` of an environment, which raises TrainingError where that fails."""
+    return _guard(environment, "measure", dict, "a dict of numbers by name", _is_metric_dict)
+
+
+def _guard(
+    environment: Environment,
+    method: str,
+    convert: Callable[[Any], T],
+    expected: str,
+    is_expected: Callable[[T], bool],
+) -> Callable[[Sequence[Group]], T]:
+    name = f"{type(environment).__name__}.{method}"
+
+    def call(groups: Sequence[Group]) -> T:
+        try:
+            result = convert(getattr(environment, method)(groups))
+        except Exception as error:
+            raise TrainingError(
+                f"{name} must return {expected}, but raised:\n{traceback.format_exc()}"
+            ) from error
+        if not is_expected(result):
+            raise TrainingError(f"{name} returned {show(result)}. It must return {expected}")
+        return result
+
+    return call
+
+
+def _is_group_list(groups: list[Group]) -> bool:
+    return all(isinstance(group, Group) for group in groups)
+
+
+def _is_metric_dict(metrics: dict[str, Any]) -> bool:
+    """True for values by name that are no text; `MetricStore` takes all numbers, and lists."""
+    return all(
+        isinstance(name, str) and not isinstance(value, str) for name, value in metrics.items()
+    )
 
 
 async def get_offered_tools(environment: Environment, task: Task) -> Tools:
@@ -63,7 +152,7 @@ async def get_offered_tools(environment: Environment, task: Task) -> Tools:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         name = type(environment).__name__
         raise UserCodeFailed(
-            f"{name}.tools returned {tools!r:.80}. It must be a sequence of JSON-schema function "
+            f"{name}.tools returned {show(tools)}. It must be a sequence of JSON-schema function "
             "descriptions"
         )
     return tuple(tools)

@@ -24,6 +24,7 @@ from ratchet.experience.rollout.environment_answers import (
     check_messages,
     check_step,
     get_offered_tools,
+    show,
 )
 from ratchet.experience.rollout.episode_state import EpisodeState, EpisodeStrand, PromptCache
 from ratchet.experience.rollout.history import observe
@@ -216,11 +217,11 @@ class EpisodePlayer:
             return
         if not is_finite_number(reward):
             raise UserCodeFailed(
-                f"{type(environment).__name__}.reward_cut_attempt returned {reward!r:.80}. It must "
+                f"{type(environment).__name__}.reward_cut_attempt returned {show(reward)}. It must "
                 "be a finite number or None"
             )
         turns = next(strand.turns for strand in reversed(state.strands) if strand.turns)
-        turns[-1] = replace(turns[-1], reward=(turns[-1].reward or 0.0) + reward)
+        turns[-1] = replace(turns[-1], reward=(turns[-1].reward or 0.0) + float(reward))
 
     def _waiting(self, name: str, environment: Environment) -> Wait:
         return waiting(

@@ -1,7 +1,8 @@
 """Continuous batching: decide between steps which requests enter and leave the running batch.
 
-A step admits waiting requests, asks the model runner for the hidden states of their prompts and of
-all running requests, and the sampler for one token of each. Requests that have ended retire.
+A step admits waiting requests, or continues all running ones: the model runner computes the hidden
+states of their last tokens, and the sampler draws one token of each. Requests that have ended
+retire.
 No request is preempted: a request enters only if the KV cache can hold all running requests at
 their maximum length.
 
@@ -39,6 +40,9 @@ from ratchet.types import StopReason
 from ratchet.utils.transfer import Fetch
 
 EndReasons = dict[int, StopReason | RequestFailed]  # by slot
+# Steps that admit requests before running ones continue. Without a limit, many long prompts would
+# hold up the requests that run.
+MAX_ADMITTING_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Scheduler:
         self.running: list[GenerationRequest] = []  # by slot
         self.version = 0
         self._is_cache_stale = False  # keys and values belong to older weights
+        self._admitting_steps = 0  # since running requests continued
         self.graphs = (
             StepGraphs(self._compute_step, self.runner.device) if self.runner.can_capture else None
         )
@@ -133,9 +138,11 @@ class Scheduler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit waiting requests and compute one token for every running request.
+        """Admit waiting requests, or else compute one token for every running request.
 
-        A request that can't be computed fails alone. Raises ModelError if the weights are broken.
+        A step admits no more than one forward takes, so that the caller's event loop answers others
+        between the forwards of many prompts. A request that can't be computed fails alone. Raises
+        ModelError if the weights are broken.
         """
         # Weights may have changed without a commit, for example to their moving averages.
         if not self.running:
@@ -143,9 +150,12 @@ class Scheduler:
         if self._is_cache_stale:
             self._is_cache_stale = False
             self.runner.recompute_cache(self.running)
-        while batch := self._get_admissible():
+        may_admit = not self.running or self._admitting_steps < MAX_ADMITTING_STEPS
+        if may_admit and (batch := self._get_admissible()):
+            self._admitting_steps += 1
             self._admit(batch)
-        if self.running:
+        elif self.running:
+            self._admitting_steps = 0
             self._decode()
 
     def _decode(self) -> None:

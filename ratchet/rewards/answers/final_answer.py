@@ -8,7 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from ratchet.rewards.answers.numeric import find_last_match, parse_bare_number
+from ratchet.rewards.answers.numeric import (
+    MINUS_SIGNS,
+    find_last_match,
+    has_minus_before_box,
+    parse_bare_number,
+)
 
 # A longer \boxed{} counts as not closed. Longer answers with other marks are cut off.
 MAX_ANSWER_CHARS = 2000
@@ -40,7 +45,7 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\\frac([0-9])(?=\{)"), r"\\frac{\1}"),
     (re.compile(r"\\frac(\{[^{}]*\})([0-9])"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt([0-9a-zA-Z])"), r"\\sqrt{\1}"),
-    (re.compile(r"−"), "-"),
+    (MINUS_SIGNS, "-"),
     # Spaces between digits stay: "1 1/2" is no "11/2". A space that separates thousands is removed.
     (re.compile(r"(?<!\d) +| +(?!\d)"), ""),
     (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join_thousands),
@@ -52,10 +57,20 @@ UNIT = re.compile(
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{}; "" if it is not closed, None if there is none."""
+    r"""Return the content of the last \boxed{}; "" if it is not closed, None if there is none.
+
+    The content of -\boxed{} is negated.
+    """
     opening = find_last_match(BOXED, text)
     if opening is None:
         return None
+    content = _read_box(text, opening)
+    if not content or not has_minus_before_box(text, opening.start()):
+        return content
+    return f"-({content})" if re.search("[-+]", content) else f"-{content}"
+
+
+def _read_box(text: str, opening: re.Match[str]) -> str:
     content = text[opening.end() : opening.end() + MAX_ANSWER_CHARS]
     if not opening.group().endswith("{"):  # no braces, as in "\boxed 5"
         return content.split(maxsplit=1)[0].rstrip("$.,;")

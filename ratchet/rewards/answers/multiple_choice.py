@@ -32,8 +32,8 @@ class MultipleChoiceConfig(Section):
     )
 
 
-OPENING_MARKS = r"[*_(\[{\"'`$]{0,4}"
-CLOSING_MARKS = r"[*_)\]}\"'`$]{0,4}"
+OPENING_MARKS = r"[*_(\[{\"'`$\\]{0,4}"
+CLOSING_MARKS = r"[*_)\]}\"'`$\\]{0,4}"
 TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 
@@ -56,7 +56,8 @@ class MultipleChoice(FinalAnswer):
             rf"\s*{OPENING_MARKS}{letter}{CLOSING_MARKS}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL
         )
         self._next_letter_pattern = re.compile(
-            rf"{CLOSING_MARKS}\s{{0,3}}(?:,|/|&|\b(?:or|and)\b)\s{{0,3}}"
+            rf"{CLOSING_MARKS}\s{{0,3}}(?:[,/&;|+]|\b(?:or|and|plus)\b)\s{{0,3}}"
+            rf"(?:(?i:option|choice)\s)?"
             rf"{OPENING_MARKS}[{config.letters}](?![\w'’-])"
         )
 
@@ -68,6 +69,7 @@ class MultipleChoice(FinalAnswer):
 
     def extract_choice(self, text: str) -> str | None:
         """Return the letter that a text chooses; None if it has none or offers alternatives."""
+        text = TEXT_COMMAND.sub(r"\1", text)
         marked = extract_marked_answer(text)
         if marked is not None:
             return self._read_single_letter(marked)

@@ -55,6 +55,14 @@ EXPRESSION_BEFORE = re.compile(
 )
 EXPRESSION_AFTER = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))")
 
+# A minus that stands apart from its number: "- 5", "-€5", "-\text{5}", "minus 5". A minus after a
+# word is a dash.
+MINUS_BEFORE = re.compile(
+    r"(?:(?:^|[=:$({\[])\s*-(?:\\[a-zA-Z]+|[^\w+/=<>^-])*|(?i:\b(?:minus|negative))\ *)$"
+)
+MINUS_BEFORE_BOX = re.compile(r"(?:[=$({\[]\s*-\s*|(?:^|(?<![\d)}\]])\s)-)$")
+MINUS_SIGNS = re.compile("[−–﹣－]|\\\\textminus(?![a-zA-Z])")
+
 FRACTION = r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"
 LATEX_REPLACEMENTS = (
     (re.compile(rf"(?<=[0-9]){FRACTION}"), r" \1/\2"),  # a mixed number
@@ -63,10 +71,12 @@ LATEX_REPLACEMENTS = (
     # into $ and %.
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\(?:[!,]|(?=[$%]))"), ""),
-    (re.compile("−"), "-"),
+    (MINUS_SIGNS, "-"),
 )
 # a heading (#### Step 2) is not a marker
-HASHES = re.compile(rf"####[ \t]*(?=[$+-]*{DECIMAL})([^\n]*)")
+HASHES = re.compile(
+    rf"####[ \t]*(?=(?:[$€£¥₹+-]|(?<=-)[ ]|(?i:(?:minus|negative)[ ]))*{DECIMAL})([^\n]*)"
+)
 BOXED = "\\boxed{"
 
 
@@ -106,7 +116,8 @@ def extract_final_number(text: str, *, require_marker: bool = False) -> Fraction
     if hashes is not None and hashes.start() > boxed:
         return _read_single(hashes.group(1))
     if boxed >= 0:
-        return _read_single(_read_braces(text[boxed + len(BOXED) :]))
+        number = _read_single(_read_braces(text[boxed + len(BOXED) :]))
+        return -number if number and has_minus_before_box(text, boxed) else number
     if require_marker:
         return None
     number = find_last_match(NUMBER, text)
@@ -145,7 +156,22 @@ def find_last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None
 def _read_single(text: str) -> Fraction | None:
     numbers = NUMBER.finditer(text)
     first = next(numbers, None)
-    return _evaluate(first) if first and next(numbers, None) is None else None
+    if first is None or next(numbers, None) is not None:
+        return None
+    value = _evaluate(first)
+    is_negated = not first["sign"] and MINUS_BEFORE.search(
+        text, max(0, first.start() - 64), first.start()
+    )
+    return -value if value and is_negated else value
+
+
+def has_minus_before_box(text: str, start: int) -> bool:
+    """True if the box that starts at `start` is negated, as in "x = -\\boxed{5}".
+
+    The minus of an item of a list and that of a subtraction don't count.
+    """
+    before = MINUS_SIGNS.sub("-", text[max(0, start - 16) : start])
+    return MINUS_BEFORE_BOX.search(before) is not None
 
 
 def _read_braces(text: str) -> str:

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI, BadRequestError
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import DataError
+from ratchet.experience.openai_proxy import routes
 from ratchet.experience.openai_proxy.config import AgentServerSettings
 from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.experience.openai_proxy.session import AgentSession
@@ -382,5 +383,34 @@ def test_ignored_fields_are_ignored_in_sampling_params_too() -> None:
             body = {"token_ids": [5], "sampling_params": {"temperature": 0.3}}
             assert (await post(client, "/inference/v1/generate", body))[0] == 200
             assert [sampling.temperature for _, sampling in session.generator.requests] == [1.0]
+
+    asyncio.run(scene())
+
+
+def test_many_prompts_of_a_request_leave_the_generator_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long prompts wait outside of the generator; equal ones stay together, to be computed once."""
+    monkeypatch.setattr(routes, "MAX_TOKENS_AT_ONCE", 4)
+    waiting: list[list[int]] = []
+    most = 0
+
+    class Slow(Scripted):
+        async def generate(self, tokens, sampling, media=()):
+            nonlocal most
+            waiting.append(list(tokens))
+            most = max(most, len(waiting))
+            await asyncio.sleep(0)
+            waiting.remove(list(tokens))
+            return await super().generate(tokens, sampling, media)
+
+    async def scene() -> None:
+        nonlocal most
+        async with serving(Slow(["a"] * 20)) as (_session, client):
+            for prompts, expected in ([[[i, 1] for i in range(9)], 2], [[[7, 7]] * 9, 9]):
+                most = 0
+                status, answer = await post(client, "/v1/completions", {"prompt": prompts})
+                assert (status, most) == (200, expected)
+                assert [choice["index"] for choice in answer["choices"]] == list(range(9))
 
     asyncio.run(scene())

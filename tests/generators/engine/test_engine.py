@@ -509,6 +509,39 @@ def test_a_cancelled_caller_frees_its_slot(decoder):
         assert_same(completion, engine(decoder).generate_all([prompt], [SAMPLED])[0])
 
 
+def test_prompts_of_others_hold_up_neither_the_event_loop_nor_a_running_request(
+    decoder, monkeypatch
+):
+    generator = engine(decoder, prefill_tokens=1)  # each prompt has a forward of its own
+    runner = generator.core.runner
+    events = []
+
+    def record(name, event):
+        call = getattr(runner, name)
+        monkeypatch.setattr(runner, name, lambda *args: (events.append(event), call(*args))[1])
+
+    async def run():
+        running = asyncio.create_task(generator.generate([1, 2], SAMPLED))
+        await ticks(8)
+        record("prefill", "P")
+        record("begin_decode", "d")
+        one_token = replace(SAMPLED, max_new_tokens=1)
+        others = [
+            asyncio.create_task(generator.generate(prompt, one_token)) for prompt in prompts_of(40)
+        ]
+        while not all(task.done() for task in others):
+            events.append(" ")
+            await asyncio.sleep(0)
+        return await running
+
+    completion = asyncio.run(run())
+    forwards = "".join(events)
+    assert forwards.count("P") == 40
+    assert "PP" not in forwards
+    assert max(map(len, forwards.replace(" ", "").split("d"))) == 8
+    assert_same(completion, engine(decoder).generate_all([[1, 2]], [SAMPLED])[0])
+
+
 def test_an_error_in_a_step_reaches_every_caller_and_the_generator_recovers(decoder):
     generator = engine(decoder, max_running=2)
     good = generator.generate_all([[1, 2]], [SAMPLED])[0]

@@ -58,6 +58,17 @@ def task(answer) -> Task:
         ("3/0", None),
         ("", None),
         ("none", None),
+        ("- 5", -5),
+        ("–5", -5),  # U+2013
+        ("x = - 5", -5),
+        ("-€5", -5),
+        (r"-\;5", -5),
+        (r"-\text{5}", -5),
+        (r"- \frac{5}{2}", Fraction(-5, 2)),
+        (r"-\left(5\right)", -5),
+        ("minus 5", -5),
+        ("Answer - 5", 5),
+        ("about 5 - and no more", 5),
         ("1 2", None),
         ("4 or 5", None),
         ("2^10", None),
@@ -108,6 +119,14 @@ def test_one_number_is_read(text, value):
         (r"#### 3 wait \boxed{4}", 4),
         ("\\boxed{3} wait\n#### 4", 4),
         ("2 to the 10 is 2^10", None),
+        ("#### - 5", -5),
+        ("#### -€5", -5),
+        ("#### minus 5", -5),
+        (r"$x = -\boxed{5}$", -5),
+        (r"that is -\boxed{5}", -5),
+        (r"- \boxed{5}", 5),  # an item of a list
+        (r"8 - 3 = 8 -\boxed{5}", 5),
+        ("The options are:\n- 5", 5),
     ],
 )
 def test_the_number_that_a_text_ends_on(text, value):
