@@ -96,10 +96,8 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             WRONG_INPUT,
         )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return (
-            f"a path is too long ({_locate(error)}): shorten {shorten_text(str(error.filename), 200)}",
-            WRONG_INPUT,
-        )
+        path = shorten_text(str(error.filename), 200)
+        return f"a path is too long ({_locate(error)}): shorten {path}", WRONG_INPUT
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which isn't imported here
         return (
             f"the accelerator has not enough memory ({_locate(error)}): "
