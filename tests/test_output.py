@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,6 +69,15 @@ def test_a_name_that_is_no_utf8_is_no_bug():
         "run\udcff".encode()
     message, status = explain_error(error.value) or ("", 0)
     assert "a name is not valid UTF-8" in message
+    assert status == 2
+
+
+def test_a_path_that_is_too_long_is_no_bug():
+    with pytest.raises(OSError, match="too long") as error:
+        Path("x" * 256).stat()
+    message, status = explain_error(error.value) or ("", 0)
+    assert message.startswith("a path is too long (")
+    assert "): shorten xxx" in message
     assert status == 2
 
 

@@ -95,6 +95,9 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             f"{shorten_text(str(error.object), 200)}",
             WRONG_INPUT,
         )
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        path = shorten_text(str(error.filename), 200)
+        return f"a path is too long ({_locate(error)}): shorten {path}", WRONG_INPUT
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which isn't imported here
         return (
             f"the accelerator has not enough memory ({_locate(error)}): "

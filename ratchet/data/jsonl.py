@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -207,6 +208,15 @@ def list_names(values: Iterable[Any]) -> str:
     return shorten_text(", ".join(str(name) for name in islice(values, 100)), 400) or "no columns"
 
 
+def is_text_or_number(value: Any) -> bool:
+    """Return True for a JSON string or number: NaN, infinity, true and false are none."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | int) and not isinstance(value, bool)
+
+
 def describe_type(value: Any) -> str:
     """Return the JSON type of a value for an error message, such as "an array"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value}, which is no JSON number"
     return "null" if value is None else TYPE_NAMES.get(type(value), f"a {type(value).__name__}")

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from ratchet.config.base import Section
-from ratchet.data.jsonl import describe_type, list_names
+from ratchet.data.jsonl import describe_type, is_text_or_number, list_names
 from ratchet.errors import DataError
 
 Scalar = str | int | float | bool
@@ -118,7 +118,7 @@ def fill_template(template: str, values: Mapping[str, Any], where: str) -> str:
 
     def column_text(match: re.Match[str]) -> str:
         value = find_value(values, match[1], where)
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if not is_text_or_number(value):
             raise DataError(
                 f"{where}: column '{match[1]}' is {describe_type(value)}, must be text or a number "
                 "to be part of a prompt"

@@ -178,11 +178,15 @@ class CsvFile(_IndexedFile):
     """A CSV file (RFC 4180) with a header. Every value is text; an empty one is null.
 
     Attributes:
-        separator: ",", or ";" or a tab if the header holds no comma outside quotes.
+        separator: ",", or ";" or a tab if the header holds no comma outside quotes. In a .tsv
+            file a tab comes first.
     """
 
     def _find_row_starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
-        self.separator = _find_separator(next(iter(_TextLines(file, self.path)), ""))
+        # A .tsv file with one column has no tab.
+        is_tsv = str(self.path).lower().removesuffix(".gz").endswith(".tsv")
+        marks = "\t,;" if is_tsv else ",;\t"
+        self.separator = _find_separator(next(iter(_TextLines(file, self.path)), ""), marks)
         file.seek(0)
         lines = _TextLines(file, self.path)
         records = _read_records(lines, self.separator)
@@ -243,10 +247,10 @@ class _TextLines:
             yield decode_line(raw, self.path, self.line, self._start + offset) + "\n"
 
 
-def _find_separator(header: str) -> str:
-    """Return the separator of a CSV file's columns: programs of many countries write ";"."""
+def _find_separator(header: str, marks: str) -> str:
+    """Return the first of `marks` that separates columns: programs of many countries write ";"."""
     unquoted = re.sub('"[^"]*"', "", header)
-    return next((mark for mark in ",;\t" if mark in unquoted), ",")
+    return next((mark for mark in marks if mark in unquoted), ",")
 
 
 def _read_records(lines: _TextLines, separator: str) -> Iterator[list[str]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -267,8 +269,15 @@ def get_last_logged_step(checkpoint: Checkpoint | None) -> int:
     return checkpoint.step - (checkpoint.meta["progress"].get("unevaluated") is not None)
 
 
+FILE_LIST = "names of files: "  # begins the keys of fingerprints of lists of files
+
+
 def fingerprint_inputs(config: RunConfig, stage: StageConfig) -> dict[str, str]:
     """Return the fingerprints of a stage's data, judges, teachers and templates, by path.
+
+    The names of the data files, and of the small files of each model, have a fingerprint too, under
+    a key that begins with `FILE_LIST`: a new file in a directory would move the rows of the others,
+    or replace a template.
 
     Models at the Hub are left out: `revision` pins these. So are the weights of `model.path`,
     which only the first step reads (`fingerprint_start`).
@@ -281,17 +290,20 @@ def fingerprint_inputs(config: RunConfig, stage: StageConfig) -> dict[str, str]:
     }
     directories = [path for path in sorted(models) if Path(path).is_dir()]
     templates = _list_values((config.tokenizer, config.judges, *rewards), "template")
-    files = [
-        *stage.environment.list_data_files(),
-        *(path for path in (*models, *templates) if os.path.isfile(path)),
-    ]
+    files_by_list = {f"{FILE_LIST}data": stage.environment.list_data_files()}
     for path in [*directories, config.model.path, *_list_values(config.tokenizer, "path")]:
         if path is not None and Path(path).is_dir():
-            files += list_small_files(Path(path))
+            files_by_list[f"{FILE_LIST}{path}"] = list_small_files(Path(path))
+    files = [path for path in (*models, *templates) if os.path.isfile(path)]
     return {
-        **{str(path): fingerprint(path) for path in files},
+        **{str(path): fingerprint(path) for path in (*chain(*files_by_list.values()), *files)},
         **{path: fingerprint_weight_files(Path(path)) for path in directories},
+        **{name: _fingerprint_names(paths) for name, paths in files_by_list.items() if paths},
     }
+
+
+def _fingerprint_names(paths: Sequence[Path]) -> str:
+    return hashlib.sha256("\n".join(map(str, paths)).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _list_values(value: object, key: str) -> Iterator[str]:
@@ -327,7 +339,7 @@ def check_changed_inputs(
     """
     if checkpoint is None:
         saved = read_first_data(provenance)
-        if not saved.keys() & inputs.keys():
+        if not {path for path in saved if not path.startswith(FILE_LIST)} & inputs.keys():
             # The run never began, or these are inputs of a later stage that began at step 0 too.
             return
         start, reason = "the run began", "and it has no checkpoint yet"
@@ -342,11 +354,10 @@ def check_changed_inputs(
             "run's weights (--from)"
         )
         consequence = "rows may be repeated or skipped, or judged in another way"
-    # A path that is not in `inputs` but exists is no longer read, because the recipe was changed.
-    changed = [path for path, value in saved.items() if inputs.get(path, value) != value]
-    missing = [path for path in saved if path not in inputs and not os.path.exists(path)]
+    changed, missing, added = _list_input_changes(saved, inputs)
     faults = [f"{', '.join(changed)} changed since {start}"] * bool(changed)
     faults += [f"{', '.join(missing)} not found"] * bool(missing)
+    faults += [f"{', '.join(added)} added since {start}"] * bool(added)
     if any(not os.path.isabs(path) for path in missing):
         reason += ". Relative paths need the working directory in which the run was started"
     if faults and not changed_data:
@@ -355,6 +366,27 @@ def check_changed_inputs(
         )
     if faults:
         log.warning("%s: %s", ", and ".join(faults), consequence)
+
+
+def _list_input_changes(
+    saved: Mapping[str, str], inputs: Mapping[str, str]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return the paths of inputs that changed, that are missing, and that were added."""
+    different = [path for path, value in saved.items() if inputs.get(path, value) != value]
+    changed = [path for path in different if not path.startswith(FILE_LIST)]
+    # A path that is not in `inputs` but exists is no longer read, because the recipe was changed.
+    missing = [
+        path
+        for path in saved
+        if path not in inputs and not path.startswith(FILE_LIST) and not os.path.exists(path)
+    ]
+    # Without a changed list, a new path is of a reward or a judge that the recipe names only now.
+    added = [
+        path
+        for path in inputs
+        if changed != different and path not in saved and not path.startswith(FILE_LIST)
+    ]
+    return changed, missing, added
 
 
 def refuse_lost_checkpoints(

@@ -147,6 +147,23 @@ def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(
     assert "was edited" not in (run / "run.log").read_text()
 
 
+@pytest.mark.parametrize("place", ["", "*.jsonl"])
+@pytest.mark.fault("D9")
+def test_a_file_added_to_the_data_is_not_gone_on_with(place, rows_recipe, tiny, tmp_path):
+    recipe, data, rows = rows_recipe
+    folder, run = tmp_path / "folder", tmp_path / "run"
+    folder.mkdir()
+    data.rename(folder / "b.jsonl")
+    recipe.write_text(recipe.read_text().replace(str(data), str(folder / place)))
+    changed = ChaosTest(recipe, tmp_path, tiny.forks)
+    assert changed.start(run, "step.update:2:kill") == -9
+    (folder / "a.jsonl").write_text("\n".join(rows).replace('question": "', 'question": "9'))
+    assert changed.start(run, "") == 1
+    assert f"DataError: {folder}/a.jsonl added since step 1, so" in tiny.forks.log.read_text()
+    (folder / "a.jsonl").unlink()
+    assert changed.start(run, "") == 0
+
+
 @pytest.mark.fault("D17")
 def test_data_overwritten_in_place_end_the_run(rows_recipe, monkeypatch, tmp_path):
     (recipe, data, rows), run = rows_recipe, tmp_path / "run"

@@ -47,6 +47,21 @@ def as_arrow(rows, stream=False):
     return sink.getvalue().to_pybytes()
 
 
+def as_parquet_of(table):
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    return sink.getvalue().to_pybytes()
+
+
+def as_arrow_of(table):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+TWO_COLUMNS = pa.table({"x": ["1"], "y": ["2"]}).rename_columns(["x", "x"])
+TWO_FIELDS = pa.table({"x": pa.StructArray.from_arrays([pa.array([1])] * 2, names=["a", "a"])})
 FORMS = {
     "rows.jsonl": as_jsonl(ROWS),
     "lines.json": as_jsonl(ROWS),
@@ -108,6 +123,7 @@ def test_lines_are_counted_as_editors_do_and_other_rows_from_1(tmp_path):
     [
         ("a.csv", b'"x";"y, z"\n1;"2;3"\n'),
         ("a.tsv", b'x\t"y, z"\n1\t2;3\n'),
+        ("a.tsv", b"x\ty, z\n1\t2;3\n"),
         ("a.csv", b'x,"y, z"\n1,2;3\n'),
     ],
 )
@@ -212,6 +228,9 @@ BROKEN = [
     ("a.json", b'\xef\xbb\xbf[\n{"x": "\xe9"}]', ", line 2: not UTF-8: byte 0xe9 at offset 7 of "
                                                  "the line, 12 of the file"),
     ("a.csv", b"x,x\n1,2\n", ", line 1: two columns are called 'x'"),
+    ("a.parquet", as_parquet_of(TWO_COLUMNS), ": two columns are called 'x': rename one"),
+    ("a.arrow", as_arrow_of(TWO_COLUMNS), ": two columns are called 'x': rename one"),
+    ("a.parquet", as_parquet_of(TWO_FIELDS), ", row 1: can't be read: Converting to Python dictionary"),
     ("a.csv", b"x,y\n1,2\n1\n", ", line 3: 1 values, and the header names 2 columns"),
     ("a.csv", b"x;y\n1;2;3\n", ", line 2: 3 values, and the header names 2 columns: put values that "
                                "hold semicolons"),

@@ -19,7 +19,7 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
-from ratchet.errors import TrainingError
+from ratchet.errors import CheckpointError, TrainingError
 from ratchet.learners.compute.microbatching import select_weighted_rows
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
@@ -42,7 +42,7 @@ EXPERTS = {
 
 
 def model(seed=0, dtype=torch.float64, **fields):
-    config = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 24, init_std=0.3, **fields)
+    config = replace(DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 24, init_std=0.3), **fields)
     return DecoderPolicy(Decoder(config).init_weights(seed).to(dtype))
 
 
@@ -337,6 +337,23 @@ def test_conformance(name, tmp_path):
     batch, terms = prepared(algorithm)
     make = lambda: learner(net=model(dtype=torch.float32), optimizer=OptimizerConfig(lr=1e-2))  # noqa: E731
     asyncio.run(check_learner(make, batch, terms, tmp_path / "state"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 8}, r"is \d+x16 there, and \d+x8 in this model"),
+        ({"n_layers": 3}, "is absent there, and"),
+        ({"n_layers": 1}, "there, and absent in this model"),
+    ],
+)
+def test_a_checkpoint_of_another_shape_is_named_and_changes_nothing(fields, message, tmp_path):
+    saved, loading = learner(), learner(net=model(**fields))
+    saved.save(tmp_path)
+    before = loading.fingerprint()
+    with pytest.raises(CheckpointError, match=message):
+        loading.load(tmp_path)
+    assert loading.fingerprint() == before
 
 
 def test_autocast_computes_in_bfloat16_and_keeps_float32_masters():

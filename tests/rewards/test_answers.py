@@ -214,7 +214,8 @@ def test_the_letter_chosen(text, letter):
 def test_multiple_choice_rewards_the_tasks_letter_or_index():
     reward = made("multiple_choice")
     check_reward(reward, task("C"), good="The answer is C", bad="The answer is D")
-    assert [earned(reward, "C", answer) for answer in ("C", "(C)", 2, "B", 0)] == [
+    assert [earned(reward, "C", answer) for answer in ("C", "(C)", 2, "2", "B", 0)] == [
+        1.0,
         1.0,
         1.0,
         1.0,
@@ -224,7 +225,7 @@ def test_multiple_choice_rewards_the_tasks_letter_or_index():
     assert earned(made("multiple_choice", require_marker=True), "C", "C") == 0.0
     assert earned(made("multiple_choice", require_marker=True), "Answer: C", "C") == 1.0
     assert earned(made("multiple_choice", letters="ABC"), "D", "C") == 0.0
-    for broken in (None, "Paris", 99, -1, True, 1.5, "A or B"):
+    for broken in (None, "Paris", 99, "99", "-1", "²", -1, True, 1.5, "A or B"):
         assert "is none of ABCDEFGHIJ" in outcome(reward, "C", broken).detail
 
 
@@ -369,6 +370,11 @@ def test_options_of_similarity():
         0.0,
     ]
     assert "has no answer" in outcome(made("similarity"), "x").detail
+    for measure in ("words", "bag"):
+        reward = made("similarity", measure=measure)
+        assert "its answer '+' has no words" in outcome(reward, "!", "+").detail
+        assert earned(reward, "!", "") == 0.0
+        assert earned(reward, " ", "") == 1.0
     assert earned(made("similarity"), "a" * 1_000_000, "a" * 100) == pytest.approx(200 / 1_000_100)
 
 

@@ -108,6 +108,10 @@ def test_each_file_that_rewards_read_is_held_at_a_resumption(here):
         with pytest.raises(DataError, match=f"^{changed} changed since step 1"):
             resume_run("runs/run", ["steps=2"], command="test")
         (here / name).write_bytes(content)
+    (here / "scorer" / "added_tokens.json").write_text("{}")
+    with pytest.raises(DataError, match=r"^scorer/added_tokens\.json added since step 1"):
+        resume_run("runs/run", ["steps=2"], command="test")
+    (here / "scorer" / "added_tokens.json").unlink()
     (here / "turns.jinja").rename(here / "moved.jinja")
     with pytest.raises(DataError, match=r"^turns\.jinja not found, .* Relative paths need"):
         resume_run("runs/run", ["steps=2"], command="test")

@@ -6,6 +6,7 @@ Row groups (in Arrow: record batches) are read when needed, and a few of them ar
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -50,6 +51,7 @@ class ArrowTable:
     """
 
     format_name = ""
+    _schema: Any  # set by `_open`
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
@@ -58,6 +60,7 @@ class ArrowTable:
                 source = _open_source(path)
                 self._version = FileVersion(path, source)
                 self.block_sizes: Sequence[int] = self._open(source)
+                self._check_names(self._schema.names)
         except pa.ArrowException as error:
             raise DataError(
                 f"{path}: not a valid {self.format_name} file: {error}: write it again"
@@ -68,6 +71,12 @@ class ArrowTable:
         # For each block, the index of the row after its last row.
         self.block_ends = list(accumulate(self.block_sizes))
         self._cached_block = lru_cache(WINDOW)(self._read_block)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        """Raise DataError if two columns have one name, because a row would keep only one value."""
+        repeated = next((name for name, count in Counter(names).items() if count > 1), None)
+        if repeated is not None:
+            raise DataError(f"{self.path}: two columns are called '{repeated:.80}': rename one")
 
     def _check_row_count(self) -> None:
         """Raise DataError if a small file declares so many rows that they must be repetitions."""
@@ -92,7 +101,9 @@ class ArrowTable:
                 self._version.check()
                 (values,) = self._cached_block(block).slice(index - block_start, 1).to_pylist()
                 self._version.check()
-        except (pa.ArrowException, UnicodeDecodeError) as error:
+        # KeyError and ValueError: values that Python can't hold, such as a struct with one name
+        # twice, or a date in an unknown time zone.
+        except (pa.ArrowException, KeyError, ValueError) as error:
             raise DataError(
                 f"{self.where(index)}: can't be read: {error}: write the file again"
             ) from error
@@ -118,6 +129,7 @@ class ParquetFile(ArrowTable):
         self._source = source
         self._max_group_bytes = max(MAX_GROUP_BYTES, MAX_COMPRESSION_RATIO * source.size())
         self._file = pyarrow.parquet.ParquetFile(source)
+        self._schema = self._file.schema_arrow
         return [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
 
     def _read_block(self, block: int) -> Any:
@@ -184,9 +196,12 @@ class ArrowFile(ArrowTable):
             file = pyarrow.ipc.open_file(source)
         except pa.ArrowInvalid:
             source.seek(0)
-            batches: Any = list(pyarrow.ipc.open_stream(source))
+            stream = pyarrow.ipc.open_stream(source)
+            self._schema = stream.schema
+            batches: Any = list(stream)
             self._get_batch = batches.__getitem__
             return [batch.num_rows for batch in batches]
+        self._schema = file.schema
         self._get_batch = file.get_batch
         return [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
 

@@ -438,11 +438,13 @@ class Dataset(SingleTurn):
                 f"`{split}_split`{alternative}"
             )
         share = self.config.test_share
-        holds_out = share and not self.config.test and not self.config.test_split_name
-        if split == "test" and holds_out:
+        has_test_split = bool(self.config.test or self.config.test_split_name)
+        holds_out = share and not has_test_split
+        if split == "test" and not has_test_split:
+            rows = "so few rows" if share else "its rows"
             return (
-                f"test_share={share:g} holds out none of so few rows. Raise test_share, name "
-                "`test`, or set evaluation.tasks: 0"
+                f"test_share={share:g} holds out none of {rows}. Raise test_share, name `test`, or "
+                "set evaluation.tasks: 0"
             )
         if split == "train" and holds_out and len(self.rows("test")):
             return f"test_share={share:g} holds out all of so few rows: set test_share: 0"

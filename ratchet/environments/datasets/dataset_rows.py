@@ -14,7 +14,7 @@ from typing import Any
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.chat.messages import read_messages, read_tools
 from ratchet.data.formats.media_columns import MEDIA_COLUMNS, MediaPlacer, list_media, read_column
-from ratchet.data.jsonl import DataRow, describe_type
+from ratchet.data.jsonl import DataRow, describe_type, is_text_or_number
 from ratchet.data.row_filters import KeepConfig, fill_template, find_value, read_number
 from ratchet.environments.datasets.config import (
     PREFERENCE_COLUMNS,
@@ -321,7 +321,7 @@ class _RowParser:
             if messages[-1].role != "assistant":
                 raise DataError(f"{column} ends without an answer of the assistant: add it")
             return {"solution": messages, "answer": messages[-1].text.strip() or None}
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if not is_text_or_number(value):
             raise DataError(
                 f"{column} is {describe_type(value)}, must be text, a number or messages: name "
                 "another in `columns`: {answer: ...}"
@@ -375,7 +375,7 @@ class _RowParser:
             and all(type(item) in (int, float) for item in value)
         ):
             value = json.dumps(value)  # four numbers are a bounding box
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if not is_text_or_number(value):
             raise DataError(
                 f"{self.where}: column '{self.reader.column_names['answer']}' is "
                 f"{describe_type(value)}, must be text or a number: name a nested value with dots "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
 from ratchet.data.formats.media_columns import read_content as read_parts
-from ratchet.data.jsonl import TYPE_NAMES, DataRow
+from ratchet.data.jsonl import DataRow, describe_type
 from ratchet.environments.datasets.usual_columns import (
     INPUT_COLUMN,
     explain_ambiguous,
@@ -359,6 +359,8 @@ class _PreferenceParser:
             number = math.inf
         if math.isinf(number):
             self.refuse(f"{where} is too large: write a number below 1e308")
+        if math.isnan(number):  # a table's way to write a missing number
+            self.refuse(f"{where} is NaN: write a number, or drop the row")
         return number
 
     def check_text(self, text: str, column: str) -> str:
@@ -399,4 +401,4 @@ def _read_transcript(text: str) -> Messages:
 def _describe_value(value: Any) -> str:
     if value == "":
         return "empty"
-    return "null" if value is None else TYPE_NAMES[type(value)]
+    return describe_type(value)

@@ -172,13 +172,24 @@ class WeightFiles:
         raise ModelError(f"{directory} has neither {WEIGHTS} nor {INDEX}{hint}")
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the named weights on the CPU, one at a time, file by file."""
-        remaining = set(names)
-        for file in sorted({self.files[name] for name in remaining}):
+        """Yield (name, tensor) of the named weights on the CPU, one at a time, file by file.
+
+        Raises ModelError for a weight that two files hold, as the last one would replace the other.
+        """
+        wanted = set(names)
+        read_from: dict[str, str] = {}
+        for file in sorted({self.files[name] for name in wanted}):
             with _open(self.directory / file) as weight_file:
                 for name in weight_file.keys():  # noqa: SIM118 (it is not a mapping)
-                    if name in remaining:
-                        yield name, weight_file.get_tensor(name)
+                    if name not in wanted:
+                        continue
+                    if name in read_from:
+                        raise ModelError(
+                            f"{self.directory}: {read_from[name]} and {file} both hold '{name}': "
+                            "copy the files from the original model again"
+                        )
+                    read_from[name] = file
+                    yield name, weight_file.get_tensor(name)
 
     def headers(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         """Yield (name, shape, dtype) of every weight, file by file, without reading the weights."""

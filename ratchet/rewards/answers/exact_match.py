@@ -45,4 +45,8 @@ class ExactMatch(FinalAnswer):
         return float(self.answer(text) == self._normalize(str(task.answer)))
 
     def _normalize(self, answer: str) -> str:
-        return answer.strip().rstrip(".").casefold() if self.config.ignore_case else answer.strip()
+        answer = answer.strip()
+        if not self.config.ignore_case:
+            return answer
+        # An answer of full stops alone stays as it is, so that it does not equal an empty text.
+        return answer.rstrip(".").casefold() or answer

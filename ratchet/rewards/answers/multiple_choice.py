@@ -105,6 +105,9 @@ class MultipleChoice(FinalAnswer):
     def _read_task_letter(self, task: Task) -> str:
         """Return the task's letter. Raises DataError if the answer is no letter and no index."""
         answer, letters = task.answer, self.config.letters
+        # Rows of data give their numbers as text.
+        if isinstance(answer, str) and answer.isascii() and answer.isdigit() and len(answer) < 4:
+            answer = int(answer)
         if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
             return letters[answer]
         gold = self._read_single_letter(answer) if isinstance(answer, str) else None

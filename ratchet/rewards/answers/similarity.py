@@ -48,17 +48,28 @@ class Similarity(AnswerReward):
         self.config = config
 
     def grade(self, text: str, task: Task) -> float:
+        """Return the similarity.
+
+        Raises DataError if the task has no answer, or one without a word where words are compared:
+        every text without words would equal it.
+        """
         if task.answer is None:
             raise DataError(f"task '{task.id}' has no answer to compare with")
         units = self._split_units(text)
-        reference = self._split_units(str(task.answer))
+        answer = str(task.answer).strip()
+        reference = self._split_units(answer)
+        if answer and not reference:
+            raise DataError(
+                f"task '{task.id}': its answer {answer[:100]!r} has no words to compare: set "
+                "measure to characters"
+            )
         if self.config.measure == "bag":
             n_common = (Counter(units) & Counter(reference)).total()
         else:
             n_common = compute_common_subsequence_length(units[:MAX_UNITS], reference[:MAX_UNITS])
         # F1: the harmonic mean of precision and recall.
         length = len(units) + len(reference)
-        similarity = 2 * n_common / length if length else 1.0
+        similarity = 2 * n_common / length if length else float(not text.strip())
         return (
             similarity
             if self.config.threshold is None

@@ -659,6 +659,20 @@ def test_a_row_that_can_t_be_used_is_named_with_its_column_and_the_way_out(
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("column", "settings"),
+    [("answer", {}), ("response", {}), ("level", {"prompt": "{prompt} {level}"})],
+)
+def test_a_table_s_missing_number_is_no_text(column, settings, value, tmp_path):
+    path = write(tmp_path / "a.parquet", [{"prompt": "Q", column: value}])
+    with pytest.raises(DataError) as caught:
+        made(train=path, test_share=0.0, **settings).tasks("train", seed=0)
+    assert str(caught.value).startswith(
+        f"{path}, row 1: column '{column}' is {value}, which is no JSON number, must be text"
+    )
+
+
 def test_settings_that_can_t_work_are_refused():
     for settings, message in (
         ({}, "there is nothing to read: set train"),

@@ -5,6 +5,8 @@ import asyncio
 import json
 from collections import Counter
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from pydantic import ValidationError
@@ -403,6 +405,21 @@ def test_a_row_that_can_not_be_used_is_named_with_what_to_change(tmp_path, row, 
     with pytest.raises(DataError) as caught:
         Preferences(PreferencesConfig(train=path)).tasks("train", seed=0)
     assert str(caught.value) == f"{path}, line 2: {message}"
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (float("nan"), "is NaN: write a number, or drop the row"),
+        (b"1", "is a bytes, must be true, false or a number"),
+    ],
+)
+def test_a_table_s_value_that_is_no_label_is_named(tmp_path, label, message):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([{**LABELLED, "label": label}]), path)
+    with pytest.raises(DataError) as caught:
+        Preferences(PreferencesConfig(train=path)).tasks("train", seed=0)
+    assert str(caught.value) == f"{path}, row 1: 'label' {message}"
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,14 @@ def test_so_few_rows_that_none_is_held_out(tmp_path: Path):
         environment.tasks("test", seed=0)
 
 
+def test_no_row_is_held_out_where_the_share_is_0(tmp_path: Path):
+    environment = made(tmp_path / "a.jsonl", [{"prompt": "Q", "answer": "A"}], test_share=0.0)
+    with pytest.raises(
+        DataError, match=r"test_share=0 holds out none of its rows\. Raise test_share, name `test`"
+    ):
+        environment.tasks("test", seed=0)
+
+
 def test_an_error_names_few_of_many_columns():
     text = explain_no_prompt([f"column_{i}" for i in range(1000)])
     assert "column_11 and 988 more" in text

@@ -261,6 +261,14 @@ def test_a_missing_shard_or_weight_names_the_directory(tmp_path):
     first.unlink()
     with pytest.raises(ModelError, match=first.name):
         load_decoder(tmp_path / "shards")
+    save_decoder(small(), tmp_path / "twice", max_shard_bytes=20_000)
+    last = max((tmp_path / "twice").glob("*.safetensors"))
+    copy = {"model.embed_tokens.weight": torch.zeros(50, small().config.hidden_size)}
+    save_file({**load_file(last), **copy}, last)
+    with pytest.raises(
+        ModelError, match=rf"and {last.name} both hold 'model\.embed_tokens\.weight'"
+    ):
+        load_decoder(tmp_path / "twice")
     save_decoder(small(), tmp_path / "whole")
     rewrite(tmp_path / "whole", {"model.norm.weight": None})
     with pytest.raises(ModelError, match=r"whole: weights are missing: model\.norm\.weight"):

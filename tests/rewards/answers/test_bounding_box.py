@@ -136,6 +136,9 @@ def test_an_exact_answer_may_be_marked_and_its_case_ignored():
     assert exact("<answer>dog</answer> Cat", "Cat", marked=True) == 0.0
     assert exact("cat.", "Cat") == 0.0
     assert exact("cat.", "Cat", ignore_case=True) == 1.0
+    assert exact(".", ".", ignore_case=True) == 1.0
+    assert exact("", ".", ignore_case=True) == 0.0
+    assert exact("<answer>.</answer>", "...", marked=True, ignore_case=True) == 0.0
 
 
 def test_a_number_may_be_near():
