@@ -238,6 +238,28 @@ def test_an_environment_that_exits_is_a_problem(folder, where):
         report.raise_problems()
 
 
+def test_a_reset_without_messages_is_a_problem(folder):
+    (folder / "empty_reset.py").write_text(
+        textwrap.dedent(
+            """
+            from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
+
+            class Config(ArithmeticConfig):
+                builds = "empty_reset:Empty"
+
+            class Empty(Arithmetic):
+                async def reset(self, task):
+                    return None
+            """
+        )
+    )
+    report = run_preflight(
+        load(folder, algorithm={"kind": "grpo"}, environment={"kind": "empty_reset:Config"})
+    )
+    with pytest.raises(ConfigError, match=r"Empty\.reset returned None\. It must be a sequence"):
+        report.raise_problems()
+
+
 def test_raw_observations_need_the_turns_that_a_window_drops(folder):
     (folder / "raw.py").write_text(
         textwrap.dedent(

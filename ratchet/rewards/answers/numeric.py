@@ -75,7 +75,7 @@ LATEX_REPLACEMENTS = (
 )
 # a heading (#### Step 2) is not a marker
 HASHES = re.compile(
-    rf"####[ \t]*(?=(?:[$€£¥₹+-]|(?<=-)[ ]|(?i:(?:minus|negative)[ ]))*{DECIMAL})([^\n]*)"
+    rf"####[ \t]*(?=(?:[$€£¥₹+*_-]|(?<=[-$€£¥₹])[ ]|(?i:(?:minus|negative)[ ]))*{DECIMAL})([^\n]*)"
 )
 BOXED = "\\boxed{"
 

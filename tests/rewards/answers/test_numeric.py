@@ -122,6 +122,10 @@ def test_one_number_is_read(text, value):
         ("#### - 5", -5),
         ("#### -€5", -5),
         ("#### minus 5", -5),
+        ("#### -**5**", -5),
+        ("#### **-5**", -5),
+        ("#### -€ 5", -5),
+        ("#### **Step 2**\nThe total is 15.", 15),
         (r"$x = -\boxed{5}$", -5),
         (r"that is -\boxed{5}", -5),
         (r"- \boxed{5}", 5),  # an item of a list
