@@ -194,6 +194,7 @@ class LocalLearner(Learner):
         self.optimizer.zero_grad()
         return gradients, float(sums.get("loss", 0.0))
 
+    @torch.enable_grad()  # a reward's module may have turned gradients off in this thread
     def _accumulate(self, mini: Batch, terms: Sequence[LossTerm]) -> dict[str, Tensor]:
         """Accumulate gradients in `.grad`, and return the sums of losses and metrics.
 
