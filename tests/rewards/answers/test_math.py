@@ -47,6 +47,8 @@ ALGEBRA_RIGHT = [
     (r"hence $\frac{6}{8}\pi$ holds", r"\frac{3\pi}{4}"),
     (r"hence \(\frac{6}{8}\pi\) holds", r"\frac{3\pi}{4}"),
     ("2x + 1", "1 + 2x"),
+    (r"\boxed{cab}", "abc"),  # a product
+    (r"\boxed{101}", "101_2"),
 ]
 WRONG = [
     (r"\boxed{\frac{1}{3}}", r"\frac12"),
@@ -67,6 +69,9 @@ WRONG = [
     (r"\boxed{5 \text{ or } 6}", "5"),
     (r"\boxed{5, 6}", "5"),
     (r"\boxed{\pm 5}", "5"),
+    (r"\boxed{seat}", "east"),
+    (r"\boxed{CAB}", r"\text{BAC}"),
+    (r"\boxed{101_3}", "101_{2}"),
 ]
 
 
