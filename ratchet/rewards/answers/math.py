@@ -20,7 +20,13 @@ from ratchet.rewards.answers.final_answer import (
     is_same_answer,
     normalize_spelling,
 )
-from ratchet.rewards.answers.numeric import NUMBER, find_last_match, parse_bare_number
+from ratchet.rewards.answers.numeric import (
+    MINUS_SIGNS,
+    NUMBER,
+    find_last_match,
+    follows_minus_word,
+    parse_bare_number,
+)
 from ratchet.rewards.base import FinalAnswer
 from ratchet.rewards.process_pool.pool import ProcessorTimeExceeded, RewardWorkers
 from ratchet.types import Task
@@ -131,6 +137,7 @@ def extract_formula(text: str) -> str | None:
 
     A text without a formula or number is itself the formula if it is one short line.
     """
+    text = MINUS_SIGNS.sub("-", text)
     formula = find_last_match(FORMULA, text)
     number = find_last_match(NUMBER, text)
     if number is not None and (formula is None or number.end() > formula.end()):
@@ -138,7 +145,7 @@ def extract_formula(text: str) -> str | None:
         return (
             text.strip()[:MAX_ANSWER_CHARS]
             if formula is None and is_only_number and len(text) < 200
-            else number.group()
+            else f"{'-' * follows_minus_word(text, number)}{number.group()}"
         )
     if formula is not None:
         return (formula["a"] or formula["b"])[:MAX_ANSWER_CHARS]

@@ -35,6 +35,9 @@ PLAIN_RIGHT = [
     ("<answer>7</answer>", "7"),
     ("#### 7", r"\boxed{7}"),
     ("first $3$, then 4", "4"),
+    ("#### negative 5", "-5"),
+    ("answer: −5", "-5"),
+    (r"\boxed{\text{minus }5}", "-5"),
 ]
 ALGEBRA_RIGHT = [
     (r"\boxed{\frac{\sqrt{8}}{2}}", r"\sqrt{2}"),
@@ -69,6 +72,9 @@ WRONG = [
     (r"\boxed{5 \text{ or } 6}", "5"),
     (r"\boxed{5, 6}", "5"),
     (r"\boxed{\pm 5}", "5"),
+    ("#### minus 5", "5"),
+    ("The answer is minus 5", "5"),
+    ("answer: −5", "5"),
     (r"\boxed{seat}", "east"),
     (r"\boxed{CAB}", r"\text{BAC}"),
     (r"\boxed{101_3}", "101_{2}"),
