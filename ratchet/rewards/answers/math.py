@@ -143,7 +143,7 @@ def extract_formula(text: str) -> str | None:
     if number is not None and (formula is None or number.end() > formula.end()):
         is_only_number = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
         return (
-            text.strip()[:MAX_ANSWER_CHARS]
+            text.strip(" \t\n*")[:MAX_ANSWER_CHARS]
             if formula is None and is_only_number and len(text) < 200
             else f"{'-' * follows_minus_word(text, number)}{number.group()}"
         )

@@ -36,6 +36,7 @@ PLAIN_RIGHT = [
     ("#### 7", r"\boxed{7}"),
     ("first $3$, then 4", "4"),
     ("#### negative 5", "-5"),
+    ("**5**", "5"),
     ("answer: −5", "-5"),
     (r"\boxed{\text{minus }5}", "-5"),
 ]
