@@ -40,7 +40,7 @@ from ratchet.evals.paired_test import compare
 from ratchet.evals.report import REPORT, format_comparison, format_report, save_report
 from ratchet.evals.results import RESULTS, EvalResults
 from ratchet.evals.stage_evaluator import StageEvaluator, list_parts
-from ratchet.executors.freeze import limit_garbage_collection
+from ratchet.executors.freeze import limit_garbage_collection, prepare_process
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import LocalConfig
@@ -228,6 +228,8 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
     """
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
+    if config is not None:
+        prepare_process(config.threads)  # sums of other threads are rounded otherwise
     setup, spec = build_eval_setup(config, evaluation)
     spec = replace(spec, sampling=target.policy.with_stop_ids(spec.sampling))
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)

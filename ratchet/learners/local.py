@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ratchet.batch import Batch, Level
 from ratchet.checkpoint.serialization import load_state, save_state
+from ratchet.checkpoint.shapes import check_shapes
 from ratchet.config.resolve import build
 from ratchet.config.schema import OptimizerConfig
-from ratchet.errors import CheckpointError
 from ratchet.kernels import bfloat16
 from ratchet.learners.compute.forward import Forward, resolve_chunk_mib
 from ratchet.learners.compute.microbatch_dispatch import gather_columns
@@ -194,6 +194,7 @@ class LocalLearner(Learner):
         self.optimizer.zero_grad()
         return gradients, float(sums.get("loss", 0.0))
 
+    @torch.enable_grad()  # a reward's module may have turned gradients off in this thread
     def _accumulate(self, mini: Batch, terms: Sequence[LossTerm]) -> dict[str, Tensor]:
         """Accumulate gradients in `.grad`, and return the sums of losses and metrics.
 
@@ -350,7 +351,9 @@ class LocalLearner(Learner):
         weights. The learner is then unchanged.
         """
         state = load_state(directory)
-        check_parameters(directory, state["parameters"], dict(self.forwards[0].parameters()))
+        stored_shapes = {name: value.shape for name, value in state["parameters"].items()}
+        shapes = {name: value.shape for name, value in self.forwards[0].parameters()}
+        check_shapes(directory, stored_shapes, shapes)
         if self.model.frozen_names():
             check_base(directory, state.get("base"), self._base_fingerprint)
         if self.step_rules is not None:
@@ -361,23 +364,6 @@ class LocalLearner(Learner):
                 parameter.copy_(state["parameters"][name])
         if self.optimizer is not None:
             self.optimizer.load(state["optimizer"])
-
-
-def check_parameters(
-    directory: Path, stored: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-) -> None:
-    """Raise CheckpointError unless a checkpoint has the names and shapes of these parameters."""
-    for name in [*parameters, *stored]:
-        shapes = [
-            "x".join(map(str, tensors[name].shape)) if name in tensors else "absent"
-            for tensors in (stored, parameters)
-        ]
-        if shapes[0] != shapes[1]:
-            raise CheckpointError(
-                f"{directory} was saved with a model of another shape: '{name}' is {shapes[0]} "
-                f"there, and {shapes[1]} in this model. Resume with the model that the run began "
-                "with."
-            )
 
 
 def _fetch(values: Mapping[str, Tensor]) -> dict[str, float]:

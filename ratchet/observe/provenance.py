@@ -136,8 +136,19 @@ def _find_commit() -> str | None:
 
 def read_provenance(path: Path) -> list[dict[str, Any]]:
     """Return all entries, oldest first; [] if the file is absent or damaged."""
-    try:
-        return read_json(path)
     # A file of an earlier Ratchet, or one edited by hand, must not prevent the new entry.
+    try:
+        entries = read_json(path)
     except (OSError, ValueError):
         return []
+    return entries if isinstance(entries, list) and all(map(_is_entry, entries)) else []
+
+
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("after_step"), int)
+        and isinstance(entry.get("data", {}), dict)
+        and isinstance(entry.get("changes", []), list)
+        and all(isinstance(change, dict) for change in entry.get("changes", []))
+    )

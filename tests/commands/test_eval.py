@@ -251,14 +251,18 @@ def test_each_held_out_row_is_parsed_once(
     assert len(parsed) == len(set(parsed)) == 15
 
 
-def test_garbage_collection_does_not_traverse_all_attempts(run: Path, tmp_path: Path):
-    before = gc.get_threshold()
+def test_the_process_is_prepared_as_for_training(run: Path, tmp_path: Path):
+    """It has the run's number of threads, and garbage collection does not traverse all attempts."""
+    before = gc.get_threshold(), torch.get_num_threads()
     gc.set_threshold(700, 10, 10)
+    torch.set_num_threads(3)
     try:
         evaluate_target(str(run), EvaluationSettings(tasks=1, samples=0), out=tmp_path / "out")
         assert gc.get_threshold()[0] == 200_000
+        assert torch.get_num_threads() == 1
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*before[0])
+        torch.set_num_threads(before[1])
 
 
 def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):

@@ -1,19 +1,24 @@
 """What ranks with optimizer states of another kind than AdamW's do in tests."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from learners.spread_cases import SHAPE, made, micros_of, weighed
 
+from ratchet.errors import CheckpointError
 from ratchet.learners.config import DTensorConfig
 from ratchet.learners.distributed.mesh import Mesh
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.optim import adamw_8bit
 
+SMALLER = replace(SHAPE, intermediate_size=SHAPE.intermediate_size // 2)
+
 
 def goes_on(rank, directory, optimizer):
     """Three steps, and the same with a checkpoint after the second, from which another learner goes
-    on."""
+    on, and a smaller model does not."""
     adamw_8bit.MIN_QUANTISED_SIZE = 64
     mesh = Mesh(Topology(shards=2), "cpu")
     whole, resumed = (
@@ -39,4 +44,7 @@ def goes_on(rank, directory, optimizer):
         for key, kept in state.items()
     ]
     keys = {name: sorted(state) for name, state in states[0].items()}
-    return {"keys": keys, "same": same}
+    smaller = made(mesh, SMALLER, torch.float32, DTensorConfig(dp_shard=2), optimizer=optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        smaller.load(Path(directory))
+    return {"keys": keys, "same": same, "refusal": str(caught.value)}

@@ -117,6 +117,13 @@ def test_gradient_and_metrics_do_not_depend_on_the_micro_batches(name, tokens):
         torch.testing.assert_close(split_sums[key], sums[key], rtol=1e-10, atol=1e-12)
 
 
+def test_user_code_that_turns_gradients_off_turns_off_none_of_the_learner_s():
+    batch, terms = prepared(ALGORITHMS["sft"])
+    expected, _ = gradient(learner(), batch, terms)
+    with torch.no_grad():
+        assert torch.equal(gradient(learner(), batch, terms)[0], expected)
+
+
 def test_gradient_of_experts_does_not_depend_on_the_micro_batches():
     """Of which some have no token for some expert."""
     batch, terms = prepared(ALGORITHMS["grpo"])

@@ -118,3 +118,4 @@ def test_ranks_with_muon_go_on_from_what_they_saved_bit_by_bit(tmp_path):
     for rank in run_ranks(2, "learners.state_cases:goes_on", str(tmp_path), MUON):
         assert rank["keys"]["layers.0.self_attn.qkv_proj.weight"] == ["momentum"]
         assert all(rank["same"])
+        assert "was saved with a model of another shape" in rank["refusal"]

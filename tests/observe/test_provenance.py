@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from ratchet.observe import provenance
 from ratchet.observe.provenance import get_code_version, read_start_model, record_provenance
 
@@ -51,9 +53,12 @@ def test_a_run_that_begins_anew_forgets_what_was_there(tmp_path):
     assert [start["data"] for start in json.loads(path.read_text())] == [{"a": "2"}]
 
 
-def test_a_damaged_file_is_no_hindrance(tmp_path):
+@pytest.mark.parametrize(
+    "text", ["[{", "{}", "[1]", '[{"changes": 5, "after_step": 1}]', '[{"data": {}}]']
+)
+def test_a_damaged_file_is_no_hindrance(tmp_path, text):
     path = tmp_path / "provenance.json"
-    path.write_text("[{")
+    path.write_text(text)
     record_provenance(path, after_step=8, data={})
     assert len(json.loads(path.read_text())) == 1
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from ratchet.batch import Batch
+from ratchet.checkpoint.shapes import check_shapes
 from ratchet.checkpoint.sharded import BlockFiles, save_blocks
 from ratchet.config.resolve import build
 from ratchet.config.schema import OptimizerConfig
@@ -335,11 +336,17 @@ class DTensorLearner(RankLearner):
     def load(self, directory: Path) -> None:
         """Load a checkpoint that any number of ranks saved.
 
-        Raises CheckpointError if the checkpoint lacks a block, or belongs to other frozen weights.
+        Raises CheckpointError if the checkpoint lacks a block, or belongs to a model of another
+        shape or with other frozen weights.
         """
         block_files = BlockFiles(directory)
         if self.frozen:
             check_base(directory, block_files.metadata.get("base"), self.base_fingerprint)
+        shapes = {block.name: block.shape for s in self.trained for block in s.blocks(s.local)}
+        stored_shapes = block_files.shapes
+        check_shapes(
+            directory, {name: stored_shapes.get(name, shapes[name]) for name in shapes}, shapes
+        )
         fill_param_shards(self.trained, block_files.read)
         if self.optimizer is not None and self.step_rules is not None:
             self.step_rules.steps_taken = block_files.metadata["taken"]

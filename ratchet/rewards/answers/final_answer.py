@@ -46,6 +46,7 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\\frac(\{[^{}]*\})([0-9])"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt([0-9a-zA-Z])"), r"\\sqrt{\1}"),
     (MINUS_SIGNS, "-"),
+    (re.compile(r"^(?i:minus|negative) ?(?=[0-9.$\\])"), "-"),
     # Spaces between digits stay: "1 1/2" is no "11/2". A space that separates thousands is removed.
     (re.compile(r"(?<!\d) +| +(?!\d)"), ""),
     (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join_thousands),

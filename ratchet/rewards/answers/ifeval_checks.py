@@ -11,6 +11,7 @@ instruction (in the published code it passes), and a line that is a lone asteris
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -296,8 +297,50 @@ def follows_instruction(text: str, instruction: str, arguments: Mapping[str, Any
     # Published rows name the arguments of all instructions, most of them null.
     given_arguments = {name: value for name, value in arguments.items() if value is not None}
     try:
-        return bool(text.strip()) and check(text, **given_arguments)
-    except (TypeError, AttributeError) as error:
+        inspect.signature(check).bind(text, **given_arguments)
+        checked_arguments = check_arguments(check, given_arguments)
+    except (TypeError, ValueError) as error:
         raise DataError(
             f"the instruction '{instruction}' can't take the arguments {given_arguments}: {error}"
         ) from error
+    return bool(text.strip()) and check(text, **checked_arguments)
+
+
+def check_arguments(check: Check, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a check with the types of its parameters.
+
+    Whole numbers may be floats, as tables with missing values hold them. Raises ValueError for
+    other types, and for empty texts and lists, which every answer would satisfy.
+    """
+    parameters = inspect.signature(check).parameters
+    return {
+        name: CONVERSIONS[parameters[name].annotation](name, value)
+        for name, value in arguments.items()
+    }
+
+
+def _to_whole(name: str, value: Any) -> int:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or value != value // 1:
+        raise ValueError(f"{name}={value!r:.80} is no whole number")
+    return int(value)
+
+
+def _to_text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name}={value!r:.80} is no text")
+    return value
+
+
+def _to_texts(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{name}={value!r:.80} is no list of texts")
+    return [_to_text(name, item) for item in value]
+
+
+# By the annotation of a check's parameter.
+CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
+    "int": _to_whole,
+    "str": _to_text,
+    "Sequence[str]": _to_texts,
+}

@@ -20,7 +20,13 @@ from ratchet.rewards.answers.final_answer import (
     is_same_answer,
     normalize_spelling,
 )
-from ratchet.rewards.answers.numeric import NUMBER, find_last_match, parse_bare_number
+from ratchet.rewards.answers.numeric import (
+    MINUS_SIGNS,
+    NUMBER,
+    find_last_match,
+    follows_minus_word,
+    parse_bare_number,
+)
 from ratchet.rewards.base import FinalAnswer
 from ratchet.rewards.process_pool.pool import ProcessorTimeExceeded, RewardWorkers
 from ratchet.types import Task
@@ -54,6 +60,8 @@ log = logging.getLogger(__name__)
 FORMULA = re.compile(r"\$\$?(?P<a>[^$]+)\$\$?|\\\((?P<b>(?>(?:[^\\]+|\\(?![()]))*))\\\)")
 PACKAGE = "math_verify"
 MAX_ALGEBRA_CHARS = 500  # a longer text is not a final answer, and takes seconds to parse
+WORD = re.compile(r"[A-Za-z]{3,}")
+WITH_BASE = re.compile(r"[0-9A-Z]+_\{?([0-9]+)\}?")
 # Matches "5 6", which math-verify adds up to 11.
 SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")
 
@@ -114,6 +122,8 @@ class Math(FinalAnswer):
             or len(answer) > MAX_ALGEBRA_CHARS
             or SIDE_BY_SIDE.search(answer)
             or _are_plain_numbers(answer, gold)
+            or _is_word(gold)
+            or _have_other_bases(answer, gold)
         ):
             return 0.0
         try:
@@ -127,18 +137,38 @@ def extract_formula(text: str) -> str | None:
 
     A text without a formula or number is itself the formula if it is one short line.
     """
+    text = MINUS_SIGNS.sub("-", text)
     formula = find_last_match(FORMULA, text)
     number = find_last_match(NUMBER, text)
     if number is not None and (formula is None or number.end() > formula.end()):
         is_only_number = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
         return (
-            text.strip()[:MAX_ANSWER_CHARS]
+            text.strip(" \t\n*")[:MAX_ANSWER_CHARS]
             if formula is None and is_only_number and len(text) < 200
-            else number.group()
+            else f"{'-' * follows_minus_word(text, number)}{number.group()}"
         )
     if formula is not None:
         return (formula["a"] or formula["b"])[:MAX_ANSWER_CHARS]
     return text.strip() if len(text) < 200 and "\n" not in text.strip() else None
+
+
+def _is_word(gold: str) -> bool:
+    """True if an answer is a word, of which algebra makes a product: "seat" would equal "east".
+
+    Letters in alphabetical order, such as abc and xyz, are taken for a product.
+    """
+    letters = normalize_spelling(gold)
+    is_product = list(letters) == sorted(letters)
+    return WORD.fullmatch(letters) is not None and not is_product
+
+
+def _have_other_bases(a: str, b: str) -> bool:
+    """True if both answers are numerals with a base, such as 101_2, and the bases differ.
+
+    Algebra ignores the base.
+    """
+    bases = [WITH_BASE.fullmatch(normalize_spelling(text)) for text in (a, b)]
+    return bases[0] is not None and bases[1] is not None and bases[0][1] != bases[1][1]
 
 
 def _are_plain_numbers(a: str, b: str) -> bool:

@@ -43,7 +43,7 @@ WHOLE = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?>{WHOLE}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
 NUMBER = re.compile(
     # A sign after a word, digit or bracket is an operator. Digits inside a word (H2O) don't count.
-    rf"""(?: (?<![\w)\]}}]) (?P<sign> \$?[-+]\$? ) | (?<!\w) )
+    rf"""(?: (?<![\w)\]}}]) (?P<sign> [$€£¥₹]?[-+][$€£¥₹]? ) | (?<!\w) )
     (?: (?: (?P<mixed>{WHOLE})[ ] )? (?P<above>{DECIMAL}) / (?P<below>{DECIMAL})
       | (?P<plain>{DECIMAL}) (?: [eE] (?P<exponent>[-+]?[0-9]+) )? )""",
     re.VERBOSE,
@@ -60,6 +60,8 @@ EXPRESSION_AFTER = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))"
 MINUS_BEFORE = re.compile(
     r"(?:(?:^|[=:$({\[])\s*-(?:\\[a-zA-Z]+|[^\w+/=<>^-])*|(?i:\b(?:minus|negative))\ *)$"
 )
+# "It is minus 5", but not the operator of "8 minus 5".
+MINUS_WORD = re.compile(r"(?:^|(?<![\d)\]}])\s)(?i:minus|negative)\s+[$€£¥₹]?$")
 MINUS_BEFORE_BOX = re.compile(r"(?:[=$({\[]\s*-\s*|(?:^|(?<![\d)}\]])\s)-)$")
 MINUS_SIGNS = re.compile("[−–﹣－]|\\\\textminus(?![a-zA-Z])")
 
@@ -121,7 +123,8 @@ def extract_final_number(text: str, *, require_marker: bool = False) -> Fraction
     if require_marker:
         return None
     number = find_last_match(NUMBER, text)
-    return number and _evaluate(number)
+    value = number and _evaluate(number)
+    return -value if number and value and follows_minus_word(text, number) else value
 
 
 def read_number(text: str) -> Fraction | None:
@@ -163,6 +166,12 @@ def _read_single(text: str) -> Fraction | None:
         text, max(0, first.start() - 64), first.start()
     )
     return -value if value and is_negated else value
+
+
+def follows_minus_word(text: str, number: re.Match[str]) -> bool:
+    """True if "minus" or "negative" stands before a number without a sign."""
+    start = number.start()
+    return not number["sign"] and MINUS_WORD.search(text, max(0, start - 24), start) is not None
 
 
 def has_minus_before_box(text: str, start: int) -> bool:

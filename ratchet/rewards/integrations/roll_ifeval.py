@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ratchet.errors import DataError
-from ratchet.rewards.answers.ifeval_checks import detect_language
+from ratchet.rewards.answers.ifeval_checks import check_arguments, detect_language
 from ratchet.utils.safe_read import parse_json
 
 END_OF_THINKING = "</think>"
@@ -53,11 +53,10 @@ def follows_function(text: str, constraint: Mapping[str, Any], task_id: str) -> 
     missing = [key for key in names if constraint.get(key) is None]
     if missing:
         raise DataError(f"task '{task_id}': {name} lacks its argument {', '.join(missing)}")
-    if not text.strip():
-        return False
     try:
-        return function(text, **{key: constraint[key] for key in names})
-    except (TypeError, AttributeError, ValueError) as error:
+        arguments = check_arguments(function, {key: constraint[key] for key in names})
+        return bool(text.strip()) and function(text, **arguments)
+    except ValueError as error:
         raise DataError(f"task '{task_id}': {name} has an unusable argument: {error}") from error
 
 
@@ -66,7 +65,9 @@ def _compare_count(count: int, n: int, quantifier: str, tolerance: int) -> bool:
         return count >= n
     if quantifier == "at most":
         return count <= n
-    return quantifier == "around" and abs(count - n) <= tolerance
+    if quantifier == "around":
+        return abs(count - n) <= tolerance
+    raise ValueError(f"quantifier={quantifier!r:.80} is none of at least, at most, around")
 
 
 def has_keywords(text: str, keyword_list: Sequence[str]) -> bool:

@@ -352,11 +352,21 @@ def test_words_of_capital_letters_are_counted(text, count):
             {"num_words": "x", "relation": "at least"},
             "can't take the arguments",
         ),
+        ("keywords:existence", {"keywords": "a text"}, "no list of texts"),
+        ("keywords:forbidden_words", {"forbidden_words": []}, "no list of texts"),
+        ("startend:end_checker", {"end_phrase": " "}, "no text"),
+        ("detectable_content:number_placeholders", {"num_placeholders": True}, "no whole number"),
+        ("detectable_content:number_placeholders", {"num_placeholders": 0.5}, "no whole number"),
     ],
 )
 def test_a_broken_row_is_named(instruction, arguments, message):
     with pytest.raises(DataError, match=message):
         follows_instruction("a text", instruction, arguments)
+
+
+def test_a_whole_number_may_be_a_float_of_a_table():
+    arguments = {"num_words": 2.0, "relation": "at least"}
+    assert follows_instruction("a text", "length_constraints:number_words", arguments)
 
 
 # --- the reward

@@ -35,6 +35,10 @@ PLAIN_RIGHT = [
     ("<answer>7</answer>", "7"),
     ("#### 7", r"\boxed{7}"),
     ("first $3$, then 4", "4"),
+    ("#### negative 5", "-5"),
+    ("**5**", "5"),
+    ("answer: −5", "-5"),
+    (r"\boxed{\text{minus }5}", "-5"),
 ]
 ALGEBRA_RIGHT = [
     (r"\boxed{\frac{\sqrt{8}}{2}}", r"\sqrt{2}"),
@@ -47,6 +51,8 @@ ALGEBRA_RIGHT = [
     (r"hence $\frac{6}{8}\pi$ holds", r"\frac{3\pi}{4}"),
     (r"hence \(\frac{6}{8}\pi\) holds", r"\frac{3\pi}{4}"),
     ("2x + 1", "1 + 2x"),
+    (r"\boxed{cab}", "abc"),  # a product
+    (r"\boxed{101}", "101_2"),
 ]
 WRONG = [
     (r"\boxed{\frac{1}{3}}", r"\frac12"),
@@ -67,6 +73,12 @@ WRONG = [
     (r"\boxed{5 \text{ or } 6}", "5"),
     (r"\boxed{5, 6}", "5"),
     (r"\boxed{\pm 5}", "5"),
+    ("#### minus 5", "5"),
+    ("The answer is minus 5", "5"),
+    ("answer: −5", "5"),
+    (r"\boxed{seat}", "east"),
+    (r"\boxed{CAB}", r"\text{BAC}"),
+    (r"\boxed{101_3}", "101_{2}"),
 ]
 
 

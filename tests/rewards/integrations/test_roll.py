@@ -82,6 +82,13 @@ def test_every_function_has_a_case():
         ({"func_name": "validate_end"}, "lacks its argument end_phrase"),
         ({"func_name": "verify_letter_frequency", "letter": "ab", "N": 1}, "unusable argument"),
         ({"func_name": "validate_placeholders", "N": "two"}, "unusable argument"),
+        ({"func_name": "verify_keywords", "keyword_list": "a"}, "no list of texts"),
+        ({"func_name": "validate_forbidden_words", "forbidden_words": []}, "no list of texts"),
+        ({"func_name": "validate_end", "end_phrase": ""}, "is no text"),
+        (
+            {"func_name": "validate_word_constraint", "N": 1, "quantifier": "about"},
+            "quantifier='about' is none of",
+        ),
         ({}, "no func_name in its answer"),
     ],
 )
