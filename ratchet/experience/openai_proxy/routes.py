@@ -39,9 +39,9 @@ from ratchet.experience.openai_proxy.schema import ChatMessage, ChatRequest
 from ratchet.experience.openai_proxy.wire import MODEL, ApiError, IgnoredFields, SamplingFields
 from ratchet.web.guard import get_api_key
 
-# Tokens of the different prompts of one request that wait for the generator at once. With more, the
-# next request of another client would wait for all of them.
-MAX_TOKENS_AT_ONCE = 2**14
+# Tokens of the different prompts of one request that are with the generator at once. With more, the
+# next request of another client waits longer; with fewer, the generator's batches are small.
+MAX_TOKENS_AT_ONCE = 2**16
 T = TypeVar("T")
 
 
