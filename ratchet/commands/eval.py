@@ -229,19 +229,22 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
     if config is not None:
-        prepare_process(config.threads)  # sums of other threads are rounded otherwise
+        # As in the run: another number of threads rounds sums differently.
+        prepare_process(config.threads)
     setup, spec = build_eval_setup(config, evaluation)
     spec = replace(spec, sampling=target.policy.with_stop_ids(spec.sampling))
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is None:
         require_judge(setup)
     tasks = list_held_out_tasks(setup, spec)
+    if not tasks:
+        raise ConfigError(NO_TASKS)
     if algorithm is None:
         evaluator: StageEvaluator | None = make_evaluator(target.policy, setup, spec, tasks)
     else:
         roles = _load_roles(target, algorithm, setup)
         evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles, tasks)
-    if not tasks or evaluator is None:
+    if evaluator is None:  # no task fits into the model
         raise ConfigError(NO_TASKS)
     with _show_attempts(evaluator, len(tasks), spec):
         result = asyncio.run(_run_and_close(target.policy, setup, evaluator.run()))

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator
 
 from ratchet.errors import DataError
 from ratchet.utils import safe_read
-from ratchet.utils.object_store import is_address, open_filesystem
+from ratchet.utils.object_store import expand_home, is_address, open_filesystem
 
 CHUNK_BYTES = 1 << 20
 # Unpacked size up to which every compression ratio is allowed: even 4 MiB of line ends are read in
@@ -45,7 +45,7 @@ SUFFIXES = (
 
 def _to_path(value: Any) -> Any:
     is_path = isinstance(value, str) and "://" not in value
-    return Path(os.path.expanduser(value)) if is_path else value
+    return expand_home(value) if is_path else value
 
 
 # A path or address in a recipe. A path becomes a `Path`, so that checkpoints save the file's

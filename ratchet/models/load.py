@@ -20,12 +20,18 @@ from ratchet.models.config_overrides import override_config
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.scalar_head import HEAD_FILE
 from ratchet.models.weights.hf_weights import INDEX, empty_decoder, load_decoder, read_json
-from ratchet.utils.object_store import explain_bad_address, fetch_directory, is_address
+from ratchet.utils.object_store import (
+    expand_home,
+    explain_bad_address,
+    fetch_directory,
+    is_address,
+)
 
 if TYPE_CHECKING:
     from ratchet.models.transformers.policy import TransformersPolicy
 
 Backend = Literal["auto", "ratchet", "transformers"]
+MAX_NAMES = 1000  # names of a directory among which a similar one is sought
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
 # .bin files are left out, because unpickling one runs code.
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -152,7 +158,7 @@ def init_policy(
 
 def is_hub_id(name: str | Path) -> bool:
     """True if a model's name is treated as a Hub id, because it is not a path on this machine."""
-    text, path = str(name), Path(os.path.expanduser(name))
+    text, path = str(name), expand_home(name)
     return not (
         isinstance(name, Path)
         or path.exists()
@@ -172,7 +178,7 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
     """
     if is_address(name):
         return _fetch(str(name), revision, with_code)
-    path = Path(os.path.expanduser(name))
+    path = expand_home(name)
     if path.is_dir():
         return path
     text = str(name)
@@ -191,7 +197,7 @@ def _explain_missing(path: Path) -> str:
     missing = path.absolute().relative_to(existing).parts[0]
     near: list[str] = []
     with suppress(OSError):  # a directory that can't be listed
-        near = get_close_matches(missing, os.listdir(existing), n=1)
+        near = get_close_matches(missing, sorted(os.listdir(existing))[:MAX_NAMES], n=1)
     hint = f", which has '{near[0]}'" if near else ""
     return f"the path exists only as far as '{existing}'{hint}"
 

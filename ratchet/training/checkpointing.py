@@ -380,13 +380,10 @@ def _list_input_changes(
         for path in saved
         if path not in inputs and not path.startswith(FILE_LIST) and not os.path.exists(path)
     ]
-    # Without a changed list, a new path is of a reward or a judge that the recipe names only now.
-    added = [
-        path
-        for path in inputs
-        if changed != different and path not in saved and not path.startswith(FILE_LIST)
-    ]
-    return changed, missing, added
+    # If no list of files changed, a new path is of a reward or a judge that the recipe names now.
+    has_changed_list = len(changed) < len(different)
+    new_paths = [path for path in inputs if path not in saved and not path.startswith(FILE_LIST)]
+    return changed, missing, new_paths if has_changed_list else []
 
 
 def refuse_lost_checkpoints(

@@ -6,7 +6,6 @@ checkpoint of its step 48; `RUN` alone names its finished model.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -42,7 +41,7 @@ from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 from ratchet.training.stage_from_config import build_adapter
 from ratchet.utils import failpoints
-from ratchet.utils.object_store import is_address
+from ratchet.utils.object_store import expand_home, is_address
 
 CHECKPOINT = re.compile(r"(.+)/checkpoints/step-(\d+)")
 # The optimizer's state in the directory of the model that a run starts from.
@@ -92,7 +91,7 @@ def find_saved(place: str | Path) -> SavedWeights | None:
     text, step = split_step(str(place).rstrip("/"))
     if is_address(text) and step is None:
         return None
-    path = fetch_run_model(text, step) if is_address(text) else Path(os.path.expanduser(text))
+    path = fetch_run_model(text, step) if is_address(text) else expand_home(text)
     directory = RunDirectory(path)
     if not directory.is_used:
         if step is None:
@@ -244,7 +243,7 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
         CheckpointError: There is no such checkpoint.
     """
     text, step = split_step(place.rstrip("/"))
-    path = fetch_run_model(text, step) if is_address(text) else Path(os.path.expanduser(text))
+    path = fetch_run_model(text, step) if is_address(text) else expand_home(text)
     if with_optimizer and step is None and RunDirectory(path).is_used:
         steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
         if not steps:

@@ -57,12 +57,20 @@ def is_address(location: str | Path) -> bool:
     return isinstance(location, str) and "://" in location
 
 
+def expand_home(path: str | Path) -> Path:
+    """Return a path whose leading ~ is replaced by the home directory.
+
+    Unlike `Path.expanduser`, this keeps the path if there is no such user.
+    """
+    return Path(os.path.expanduser(path))
+
+
 def configure_cache(environment: Mapping[str, str]) -> None:
     """Set the cache directory from RATCHET_CACHE, else from XDG_CACHE_HOME."""
     global _cache
     home = environment.get("XDG_CACHE_HOME")
     directory = environment.get("RATCHET_CACHE") or (f"{home}/ratchet" if home else "")
-    _cache = Path(os.path.expanduser(directory)) if directory else None
+    _cache = expand_home(directory) if directory else None
 
 
 def get_cached_path(kind: str, address: str) -> Path:

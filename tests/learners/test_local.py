@@ -117,7 +117,7 @@ def test_gradient_and_metrics_do_not_depend_on_the_micro_batches(name, tokens):
         torch.testing.assert_close(split_sums[key], sums[key], rtol=1e-10, atol=1e-12)
 
 
-def test_user_code_that_turns_gradients_off_turns_off_none_of_the_learner_s():
+def test_gradients_are_computed_though_user_code_turned_them_off():
     batch, terms = prepared(ALGORITHMS["sft"])
     expected, _ = gradient(learner(), batch, terms)
     with torch.no_grad():

@@ -21,7 +21,7 @@ KEY = re.compile(r"(?<![\w.$/])([A-Za-z_]\w*(?:\.\w+)+)=")
 # An override after a space: the value comes from an unquoted variable with several overrides.
 SEVERAL_OVERRIDES = re.compile(r"\s[+~]*[A-Za-z_]\w*(?:\.\w+)+=")
 # The home directory and the working directory where a path begins: alone, or in a list.
-_PATH_START = r"(?:(?<=^)|(?<=[\[,'\"\s]))"
+_PATH_START = r"(?:^|(?<=[\[,'\"\s]))"
 HOME_DIRECTORY = re.compile(rf"{_PATH_START}\$(?:HOME|\{{HOME\}})/")
 WORKING_DIRECTORY = re.compile(rf"{_PATH_START}\$(?:PWD|\{{PWD\}}|\(pwd\))/")
 # The beginning of an array of the shell (`NAME=(`).

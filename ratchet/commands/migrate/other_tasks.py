@@ -32,11 +32,12 @@ def explain_unsupported_verl_task(values: Mapping[str, Any]) -> str | None:
     model = values.get("model.partial_pretrain", values.get("model.path"))
     data = values.get("data.train_files")
     if model is not None and data is not None:
+        file = data if isinstance(data, str) else "FILE"
         return (
             "the run is supervised fine-tuning, and of verl only the PPO trainer is converted. "
-            f"`ratchet new recipe --like sft --data {data} --model {model}` writes its recipe."
+            f"`ratchet new recipe --like sft --data {file} --model {model}` writes its recipe."
         )
-    estimator = values.get("algorithm.adv_estimator", "gae")
+    estimator = str(values.get("algorithm.adv_estimator", "gae"))
     if estimator not in ESTIMATORS:
         return (
             f"adv_estimator={estimator} is not converted, only {', '.join(ESTIMATORS)} are. Write "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,12 @@ from ratchet.data.chat.tokenizer import (
 )
 from ratchet.errors import ModelError
 from ratchet.utils import safe_read
-from ratchet.utils.object_store import explain_bad_address, fetch_directory, is_address
+from ratchet.utils.object_store import (
+    expand_home,
+    explain_bad_address,
+    fetch_directory,
+    is_address,
+)
 from ratchet.utils.terminal_text import get_first_line, shorten_text
 
 
@@ -37,7 +41,7 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokeni
     Raises:
         ModelError: If there is no tokenizer, or its files can't be used or contradict each other.
     """
-    directory = _fetch(str(source)) if is_address(source) else Path(os.path.expanduser(source))
+    directory = _fetch(str(source)) if is_address(source) else expand_home(source)
     if not directory.is_dir():
         directory = _download(str(source), revision)
     config = {

@@ -103,8 +103,8 @@ class Dataset(SingleTurn):
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Return the tasks of a split.
 
-        Raises DataError for an unusable row and for an empty split: before iterating, but for a row
-        of a test split without a training split, or with `scan: false`, when it is reached.
+        Raises DataError for an unusable row and for an empty split. Rows that were not scanned
+        (with `scan: false`, and a test split without a training split) raise it once they are read.
         """
         if split == "test" and self.config.scan and self._tables.keys() == {"test"}:
             return islice(self._read_test_tasks(), start, None)

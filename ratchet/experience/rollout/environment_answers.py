@@ -16,7 +16,7 @@ from ratchet.types import Group, Message, Part, Task, is_finite_number
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 T = TypeVar("T")
-# Metrics that an attempt counts itself.
+# Metrics that `EpisodeState` counts for an attempt.
 ATTEMPT_METRICS = ("turns", "turn_limit", "retries", "forks")
 
 
@@ -74,7 +74,7 @@ def check_step(step: Any, environment: Environment) -> Step:
         raise UserCodeFailed(
             f"{name} returned the state_key {show(step.state_key)}. It must be text or None"
         )
-    if not isinstance(step.done, bool | np.bool_ | int | None):
+    if not isinstance(step.done, int | np.bool_ | None):
         raise UserCodeFailed(f"{name} returned done={show(step.done)}. It must be True or False")
     check_messages(step.messages, "step", environment)
     is_inline = {message.role == "inline" for message in step.messages}
@@ -100,26 +100,26 @@ def check_step(step: Any, environment: Environment) -> Step:
 
 def guard_post_process(environment: Environment) -> Callable[[Sequence[Group]], list[Group]]:
     """Return `post_process` of an environment, which raises TrainingError where that fails."""
-    return _guard(environment, "post_process", list, "a sequence of Groups", _is_group_list)
+    name = f"{type(environment).__name__}.post_process"
+    return _guard(environment.post_process, name, list, "a sequence of Groups", _is_group_list)
 
 
 def guard_measure(environment: Environment) -> Callable[[Sequence[Group]], dict[str, float]]:
     """Return `measure` of an environment, which raises TrainingError where that fails."""
-    return _guard(environment, "measure", dict, "a dict of numbers by name", _is_metric_dict)
+    name = f"{type(environment).__name__}.measure"
+    return _guard(environment.measure, name, dict, "a dict of numbers by name", _is_metric_dict)
 
 
 def _guard(
-    environment: Environment,
-    method: str,
+    method: Callable[[Sequence[Group]], Any],
+    name: str,
     convert: Callable[[Any], T],
     expected: str,
     is_expected: Callable[[T], bool],
 ) -> Callable[[Sequence[Group]], T]:
-    name = f"{type(environment).__name__}.{method}"
-
     def call(groups: Sequence[Group]) -> T:
         try:
-            result = convert(getattr(environment, method)(groups))
+            result = convert(method(groups))
         except Exception as error:
             raise TrainingError(
                 f"{name} must return {expected}, but raised:\n{traceback.format_exc()}"

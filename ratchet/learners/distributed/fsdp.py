@@ -342,11 +342,14 @@ class DTensorLearner(RankLearner):
         block_files = BlockFiles(directory)
         if self.frozen:
             check_base(directory, block_files.metadata.get("base"), self.base_fingerprint)
-        shapes = {block.name: block.shape for s in self.trained for block in s.blocks(s.local)}
-        stored_shapes = block_files.shapes
-        check_shapes(
-            directory, {name: stored_shapes.get(name, shapes[name]) for name in shapes}, shapes
-        )
+        shapes = {
+            block.name: block.shape for shard in self.trained for block in shard.blocks(shard.local)
+        }
+        # Of the stored tensors, those of this rank. `read` reports the ones that are missing.
+        stored_shapes = {
+            name: block_files.shapes.get(name, shape) for name, shape in shapes.items()
+        }
+        check_shapes(directory, stored_shapes, shapes)
         fill_param_shards(self.trained, block_files.read)
         if self.optimizer is not None and self.step_rules is not None:
             self.step_rules.steps_taken = block_files.metadata["taken"]

@@ -297,7 +297,6 @@ def follows_instruction(text: str, instruction: str, arguments: Mapping[str, Any
     # Published rows name the arguments of all instructions, most of them null.
     given_arguments = {name: value for name, value in arguments.items() if value is not None}
     try:
-        inspect.signature(check).bind(text, **given_arguments)
         checked_arguments = check_arguments(check, given_arguments)
     except (TypeError, ValueError) as error:
         raise DataError(
@@ -309,12 +308,14 @@ def follows_instruction(text: str, instruction: str, arguments: Mapping[str, Any
 def check_arguments(check: Check, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a check with the types of its parameters.
 
-    Whole numbers may be floats, as tables with missing values hold them. Raises ValueError for
-    other types, and for empty texts and lists, which every answer would satisfy.
+    Whole numbers may be floats, as tables with missing values hold them. Raises TypeError for an
+    argument that is missing or unknown. Raises ValueError for other types, and for empty texts and
+    lists, which every answer would satisfy.
     """
-    parameters = inspect.signature(check).parameters
+    signature = inspect.signature(check)
+    signature.bind("", **arguments)
     return {
-        name: CONVERSIONS[parameters[name].annotation](name, value)
+        name: CONVERSIONS[signature.parameters[name].annotation](name, value)
         for name, value in arguments.items()
     }
 

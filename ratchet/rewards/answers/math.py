@@ -123,7 +123,7 @@ class Math(FinalAnswer):
             or SIDE_BY_SIDE.search(answer)
             or _are_plain_numbers(answer, gold)
             or _is_word(gold)
-            or _have_other_bases(answer, gold)
+            or _have_different_bases(answer, gold)
         ):
             return 0.0
         try:
@@ -142,11 +142,10 @@ def extract_formula(text: str) -> str | None:
     number = find_last_match(NUMBER, text)
     if number is not None and (formula is None or number.end() > formula.end()):
         is_only_number = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
-        return (
-            text.strip(" \t\n*")[:MAX_ANSWER_CHARS]
-            if formula is None and is_only_number and len(text) < 200
-            else f"{'-' * follows_minus_word(text, number)}{number.group()}"
-        )
+        if formula is None and is_only_number and len(text) < 200:
+            return text.strip(" \t\n*")[:MAX_ANSWER_CHARS]
+        sign = "-" if follows_minus_word(text, number) else ""
+        return f"{sign}{number.group()}"
     if formula is not None:
         return (formula["a"] or formula["b"])[:MAX_ANSWER_CHARS]
     return text.strip() if len(text) < 200 and "\n" not in text.strip() else None
@@ -162,7 +161,7 @@ def _is_word(gold: str) -> bool:
     return WORD.fullmatch(letters) is not None and not is_product
 
 
-def _have_other_bases(a: str, b: str) -> bool:
+def _have_different_bases(a: str, b: str) -> bool:
     """True if both answers are numerals with a base, such as 101_2, and the bases differ.
 
     Algebra ignores the base.

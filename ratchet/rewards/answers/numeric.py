@@ -55,13 +55,11 @@ EXPRESSION_BEFORE = re.compile(
 )
 EXPRESSION_AFTER = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))")
 
-# A minus that stands apart from its number: "- 5", "-€5", "-\text{5}", "minus 5". A minus after a
-# word is a dash.
-MINUS_BEFORE = re.compile(
-    r"(?:(?:^|[=:$({\[])\s*-(?:\\[a-zA-Z]+|[^\w+/=<>^-])*|(?i:\b(?:minus|negative))\ *)$"
-)
+# A minus that stands apart from its number: "- 5", "-€5", "-\text{5}". A minus after a word is a
+# dash.
+MINUS_BEFORE = re.compile(r"(?:^|[=:$({\[])\s*-(?:\\[a-zA-Z]+|[^\w+/=<>^-])*$")
 # "It is minus 5", but not the operator of "8 minus 5".
-MINUS_WORD = re.compile(r"(?:^|(?<![\d)\]}])\s)(?i:minus|negative)\s+[$€£¥₹]?$")
+MINUS_WORD = re.compile(r"(?:^|[=:$({\[*]|(?<![\d)\]}])\s)(?i:minus|negative)\s*[$€£¥₹]?$")
 MINUS_BEFORE_BOX = re.compile(r"(?:[=$({\[]\s*-\s*|(?:^|(?<![\d)}\]])\s)-)$")
 MINUS_SIGNS = re.compile("[−–﹣－]|\\\\textminus(?![a-zA-Z])")
 
@@ -162,10 +160,9 @@ def _read_single(text: str) -> Fraction | None:
     if first is None or next(numbers, None) is not None:
         return None
     value = _evaluate(first)
-    is_negated = not first["sign"] and MINUS_BEFORE.search(
-        text, max(0, first.start() - 64), first.start()
-    )
-    return -value if value and is_negated else value
+    start = first.start()
+    has_minus = not first["sign"] and MINUS_BEFORE.search(text, max(0, start - 64), start)
+    return -value if value and (has_minus or follows_minus_word(text, first)) else value
 
 
 def follows_minus_word(text: str, number: re.Match[str]) -> bool:

@@ -25,6 +25,7 @@ TRL_GRPO = TRL + "num_generations: 4\n"
             r"several turns \(multi_turn.tool_config_path\)",
         ),
         ("algorithm: {adv_estimator: gpg}", "adv_estimator=gpg is not converted"),
+        (VERL.replace("grpo", "[grpo]"), r"adv_estimator=\['grpo'\] is not converted"),
         (
             "{data: {train_files: a.parquet}, model: {partial_pretrain: m}, trainer: {nnodes: 1}}",
             "new recipe --like sft --data a.parquet --model m",
