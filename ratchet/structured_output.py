@@ -18,7 +18,7 @@ from ratchet.errors import ConfigError, MissingDependency
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 KINDS: tuple[GrammarKind, ...] = ("json", "regex", "choice", "grammar")
-# Limits on what a request may send. Compiling takes time in proportion, and blocks other requests.
+# Limits on what a request may send. Compiling takes time and memory in proportion.
 MAX_TEXT_CHARS, MAX_CHOICES = 2**16, 1024
 # Largest `multipleOf` of a schema. llguidance makes a state of each remainder: 1,000,000 take 7 s.
 MAX_MULTIPLE = 10_000

@@ -121,6 +121,7 @@ class AsyncEngine(Generator):
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         deliver = _make_callback(future, future.set_result)
         fail = _make_callback(future, future.set_exception)
+        await self.validator.compile_grammar(sampling)
         request = self.validator.admit(tokens, sampling, deliver, fail, media)
         if request.limit == len(request.prompt):
             return request.without_tokens(request.reason_at_limit)

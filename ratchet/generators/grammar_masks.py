@@ -8,6 +8,7 @@ N = requests of a batch, R = those with a grammar, B = bytes of a mask, V = voca
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,35 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self._ll_tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._compiling: dict[StructuredOutput, asyncio.Task[None]] = {}
+
+    async def compile(self, structured: StructuredOutput) -> None:
+        """Compile a grammar for `start`, in a thread: the event loop goes on meanwhile.
+
+        A compiled grammar returns at once. Requests with one grammar wait for one compilation.
+
+        Raises:
+            MissingDependency: llguidance is not installed.
+            ConfigError: llguidance refuses the grammar or the tokenizer.
+        """
+        if structured in self._compiled:
+            return
+        compiling = self._compiling.get(structured)
+        if compiling is None:
+            compiling = asyncio.create_task(self._compile_in_thread(structured))
+            self._compiling[structured] = compiling
+        await asyncio.shield(compiling)
+
+    async def _compile_in_thread(self, structured: StructuredOutput) -> None:
+        try:
+            self._keep(structured, await asyncio.to_thread(self._compile, structured))
+        finally:
+            del self._compiling[structured]
+
+    def _keep(self, structured: StructuredOutput, prototype: LLMatcher) -> None:
+        self._compiled[structured] = prototype
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
 
     def start(
         self, structured: StructuredOutput, stop_ids: Sequence[int], drawn: Sequence[int]
@@ -64,9 +94,7 @@ class GrammarCompiler:
         prototype = self._compiled.get(structured)
         if prototype is None:
             prototype = self._compile(structured)
-            self._compiled[structured] = prototype
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._keep(structured, prototype)
         self._compiled.move_to_end(structured)
         matcher = GrammarMatcher(
             prototype.deep_copy(), stop_ids, self.tokenizer.eos_ids, self.vocab_size
@@ -76,6 +104,7 @@ class GrammarCompiler:
         return matcher
 
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
+        # llguidance lets other threads run while it compiles.
         grammar = structured.compile()
         from llguidance import LLMatcher, LLParserLimits
 

@@ -174,6 +174,14 @@ class RequestValidator:
             prompt, sampling, limit, deliver, fail, stop_strings, tuple(media), grammar
         )
 
+    async def compile_grammar(self, sampling: Sampling) -> None:
+        """Compile the grammar of a request, if it has one, while the event loop goes on.
+
+        Raises ConfigError for a grammar that can't be followed, and MissingDependency.
+        """
+        if sampling.structured is not None and self.grammars is not None:
+            await self.grammars.compile(sampling.structured)
+
     def _start_stop_strings(self, sampling: Sampling, drawn: Sequence[int]) -> StopStrings | None:
         if not sampling.stop:
             return None

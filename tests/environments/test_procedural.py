@@ -56,7 +56,7 @@ def test_exactly_judged_environments_keep_the_contract(config):
     ],
 )
 def test_countdown_keeps_the_contract(config):
-    check_environment(Countdown(config), reward=countdown, n=50)
+    check_environment(Countdown(config), reward=countdown, n=20)
 
 
 @pytest.mark.parametrize(

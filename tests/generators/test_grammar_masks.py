@@ -1,9 +1,11 @@
 """Structured output: what is sampled follows the grammar, with the exact logprobs under the mask,
 which the learner computes again."""
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -210,6 +212,37 @@ def test_a_truncated_completion_ends_by_length(engine):
 def test_equal_grammars_are_compiled_once():
     first, second = (StructuredOutput.from_mapping({"json": SCHEMA}) for _ in range(2))
     assert first.compile() is second.compile()
+
+
+def test_other_requests_are_answered_while_a_grammar_is_compiled(policy, monkeypatch):
+    engine = EmbeddedEngine(EngineConfig(), policy, TOKENIZER)
+    is_answered, compiled = threading.Event(), []
+    compile_grammar = engine.validator.grammars._compile
+
+    def compile_last(structured):
+        assert is_answered.wait(60), "the event loop stood still"
+        compiled.append(structured)
+        return compile_grammar(structured)
+
+    monkeypatch.setattr(engine.validator.grammars, "_compile", compile_last)
+
+    async def run():
+        sampling = sampling_under(regex="true|false")
+        waiting = [asyncio.create_task(engine.generate(PROMPT, sampling)) for _ in range(3)]
+        while not engine.validator.grammars._compiling:
+            await asyncio.sleep(0)
+        waiting[0].cancel()
+        assert len((await engine.generate(PROMPT, sampling_under(4))).tokens) == 4
+        is_answered.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
+        for completion in await asyncio.gather(*waiting[1:]):
+            assert TOKENIZER.decode(completion.tokens.tolist()) in ("true", "false")
+        with pytest.raises(ConfigError, match="regular expression"):
+            await engine.generate(PROMPT, sampling_under(regex="("))
+
+    asyncio.run(run())
+    assert len(compiled) == 2
 
 
 @pytest.mark.parametrize(

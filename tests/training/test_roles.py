@@ -96,10 +96,15 @@ def log_p(net, made, count):
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs"), [(V + 8, V + 16), (V + 16, V + 8), (V, V + 8), (V + 8, V), (V + 8, V + 8)]
+    ("mine", "theirs", "top_k", "kind"),
+    [
+        (*sizes, top_k, ("distill_off_policy", "distill_on_policy")[(i + j) % 2])
+        for i, sizes in enumerate(
+            [(V + 8, V + 16), (V + 16, V + 8), (V, V + 8), (V + 8, V), (V + 8, V + 8)]
+        )
+        for j, top_k in enumerate([None, 3, 64])
+    ],
 )
-@pytest.mark.parametrize("top_k", [None, 3, 64])
-@pytest.mark.parametrize("kind", ["distill_off_policy", "distill_on_policy"])
 def test_embeddings_of_different_sizes_are_compared_over_the_tokens_of_both(
     mine, theirs, top_k, kind, saved
 ):

@@ -140,7 +140,9 @@ class AgentSession:
             renderer = self._get_renderer(request)
             keys = compute_keys(messages, tools, request.chat_template_kwargs)
             prompt = await self._make_prompt(renderer, messages, tools, keys)
-            sampling, is_run_limit = self._make_sampling(request, len(prompt.tokens), keys[-1])
+            sampling, is_run_limit = await self._make_sampling(
+                request, len(prompt.tokens), keys[-1]
+            )
         completion = await self._sample(prompt, sampling)
         stop = tuple(request.stop or ())
         message, n_malformed = self._parse(renderer, completion, messages, tools, stop)
@@ -194,7 +196,7 @@ class AgentSession:
         parent = find_token_parent(chain.from_iterable(self._answers.values()), prompt)
         media = () if parent is None else parent.media
         key = digest(b"tokens", prompt.tolist())
-        sampling, is_run_limit = self._make_sampling(request, len(prompt), key)
+        sampling, is_run_limit = await self._make_sampling(request, len(prompt), key)
         known_messages, n_known = (
             ((), 0) if parent is None else (parent.messages, len(parent.tokens))
         )
@@ -320,7 +322,7 @@ class AgentSession:
             self.exhausted_budget = f"the attempt has had its {self.max_turns} turns"
             raise ApiError(429, self.exhausted_budget, code="turn_limit")
 
-    def _make_sampling(
+    async def _make_sampling(
         self, request: SamplingFields, n_prompt_tokens: int, key: bytes
     ) -> tuple[Sampling, bool]:
         """Return the sampling of a request, and True if the run sets the limit of new tokens.
@@ -340,7 +342,9 @@ class AgentSession:
             self.sampling,
             seed=self._derive_seed(key, request.seed),
             max_new_tokens=limit,
-            structured=choose_structured(request, self.sampling, self.renderer, self._can_mask),
+            structured=await choose_structured(
+                request, self.sampling, self.renderer, self._can_mask
+            ),
             stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
             stop_ids=tuple(
                 dict.fromkeys((*self.sampling.stop_ids, *(request.stop_token_ids or ())))
@@ -353,12 +357,10 @@ class AgentSession:
 
         Rendering it would take much time and memory.
         """
-        counted_messages = (
-            messages
-            if self.renderer.extends_history
-            else [message for message in messages if message.role != "assistant"]
+        counts_all = self.renderer.extends_history
+        characters = sum(
+            len(message.text) for message in messages if counts_all or message.role != "assistant"
         )
-        characters = sum(len(message.text) for message in counted_messages)
         limit = count_max_chars(self.renderer, self.max_context)
         if characters > limit:
             raise self._make_too_long_error(

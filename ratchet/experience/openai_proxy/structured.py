@@ -6,6 +6,7 @@ Anthropic (`output_config.format`), and vLLM 0.32 (`structured_outputs`, `guided
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -74,10 +75,12 @@ def read_format(response_format: ResponseFormat | None) -> Mapping[str, Any] | N
     return None
 
 
-def choose_structured(
+async def choose_structured(
     request: SamplingFields, sampling: Sampling, renderer: Renderer, can_mask: bool
 ) -> StructuredOutput | None:
     """Return the grammar of a request's answer: its own, or that of the sampling.
+
+    Its own is compiled in a thread, so that other requests are answered meanwhile.
 
     Args:
         sampling: The sampling of the attempt, or of the served model.
@@ -103,7 +106,7 @@ def choose_structured(
         else:
             grammar = make_call_grammar(rules, renderer.tool_format, renderer.tokenizer)
             structured = StructuredOutput.from_mapping({"grammar": grammar})
-        structured.compile()
+        await asyncio.to_thread(structured.compile)
     except (ValueError, RatchetError) as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
     if sampling.structured not in (None, structured):

@@ -7,6 +7,7 @@ expressions calls `eval`.
 from __future__ import annotations
 
 import logging
+import re
 
 from math_verify import LatexExtractionConfig, parse, verify
 
@@ -14,6 +15,8 @@ from math_verify import LatexExtractionConfig, parse, verify
 for name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
+# A repeating decimal such as 0.1\overline{6}, which math-verify can't parse.
+REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}(?!\s*_)")
 
 
 def equal(answer: str, gold: str) -> bool:
@@ -35,8 +38,15 @@ def equal(answer: str, gold: str) -> bool:
 
 
 def parse_latex(latex: str) -> list:
-    boxed = f"\\boxed{{{latex}}}"
+    boxed = f"\\boxed{{{REPEATING.sub(_make_fraction, latex)}}}"
     return parse(boxed, extraction_config=LATEX, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore
+
+
+def _make_fraction(decimal: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction."""
+    whole, fixed, period = decimal.groups()
+    numerator = int(whole + fixed + period) - int(whole + fixed or "0")
+    return f"\\frac{{{numerator}}}{{{10 ** len(fixed) * (10 ** len(period) - 1)}}}"
 
 
 if not equal(r"\frac{2}{4}", "0.5") or equal("x+1", "x+2"):

@@ -53,6 +53,8 @@ ALGEBRA_RIGHT = [
     ("2x + 1", "1 + 2x"),
     (r"\boxed{cab}", "abc"),  # a product
     (r"\boxed{101}", "101_2"),
+    (r"\boxed{\frac{1}{3}}", r"0.\overline{3}"),
+    (r"\boxed{-2.1\overline{36}}", r"-\frac{47}{22}"),
 ]
 WRONG = [
     (r"\boxed{\frac{1}{3}}", r"\frac12"),
@@ -79,6 +81,9 @@ WRONG = [
     (r"\boxed{seat}", "east"),
     (r"\boxed{CAB}", r"\text{BAC}"),
     (r"\boxed{101_3}", "101_{2}"),
+    (r"\boxed{0.3}", r"0.\overline{3}"),
+    (r"\boxed{0.\overline{12}}", r"0.1\overline{2}"),
+    (r"\boxed{0.\overline{3}_8}", r"0.\overline{3}"),
 ]
 
 

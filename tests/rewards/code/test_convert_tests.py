@@ -70,14 +70,23 @@ def row(case_type, cases=None):
     return Task("t", (Message("user", "Write add."),), meta=values)
 
 
-def grade(text, task, **keys):
-    async def run():
-        reward = build(resolve("rewards", {"kind": "code", **keys}))
-        outcome = await reward.grade(text, task)
-        reward.sandbox.close()
-        return outcome
+CODE_REWARDS: dict[tuple[tuple[str, object], ...], Any] = {}
 
-    return asyncio.run(run())
+
+@pytest.fixture(scope="module", autouse=True)
+def close_sandboxes():
+    """A sandbox serves all tests of its reward: its start takes longer than most of them."""
+    yield
+    for reward in CODE_REWARDS.values():
+        reward.sandbox.close()
+    CODE_REWARDS.clear()
+
+
+def grade(text, task, **keys):
+    key = tuple(keys.items())
+    if key not in CODE_REWARDS:
+        CODE_REWARDS[key] = build(resolve("rewards", {"kind": "code", **keys}))
+    return asyncio.run(CODE_REWARDS[key].grade(text, task))
 
 
 @pytest.mark.parametrize("case_type", CASES)
