@@ -22,8 +22,8 @@ from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import PRELOADED_MODULES
 
 TESTS = Path(__file__).resolve().parent
-# A training imports these in its first steps: pyarrow looks for pandas, TensorBoard for fsspec.
-LATE_IMPORTS = ("pandas", "pyarrow.pandas_compat", "tensorboard.summary.writer.record_writer")
+# A training imports these in its first steps: pyarrow looks for pandas.
+LATE_IMPORTS = ("pandas", "pyarrow.pandas_compat", "pyarrow.compute")
 TRAINING_MODULES = (
     *PRELOADED_MODULES,
     "ratchet.cli.main",
@@ -80,6 +80,7 @@ def run_in_fork(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    tempfile.tempdir = None  # the environment may name another one than the server's
     for descriptor, path in enumerate(outputs, start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(file, descriptor)

@@ -53,10 +53,9 @@ Require = Callable[[str, str], None]
 # would come last, and a worker would end alone with one.
 LONGEST_FILES = (
     "recipes/test_rotating.py",
-    "recipes/test_shapes.py",
+    "recipes/test_in_part.py",
     "commands/test_ahead_deaths.py",
     "benchmarks/test_mutants.py",
-    "recipes/test_asynchronous.py",
     "recipes/test_quickstart.py",
     "test_wheel.py",
 )

@@ -24,7 +24,17 @@ from ratchet.processes.fork_server_client import ForkedProcess, ForkServer
 
 HOST = "127.0.0.1"
 WORKER_MODULE = "ratchet.executors.worker_main"
-PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratchet.models.decoder")
+# What ranks of learners and generators import: once, and not in each of their processes.
+PRELOAD = (
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "ratchet.models.decoder",
+    "ratchet.learners.distributed.worker",
+    "ratchet.algorithms.policy_gradient",
+    "ratchet.generators.engine.engine",
+    "ratchet.training.workers.generators",
+)
 
 
 class LocalExecutor:

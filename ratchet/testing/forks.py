@@ -64,11 +64,10 @@ class ForkCaller:
             kill_after_s: Time after which the process gets SIGKILL; it replaces `limit_s`.
             limit_s: Time after which the process is killed and TimeoutError raised.
         """
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps([function, arguments, str(self.log)]) + "\n")
-        pid = self._read()
-        if self._ends_within(limit_s if kill_after_s is None else kill_after_s):
-            return self._read()
+        pid = self.start(function, *arguments)
+        status = self.wait(limit_s if kill_after_s is None else kill_after_s)
+        if status is not None:
+            return status
         # Only the server waits for the process, so its PID is not reused before the server reports.
         os.kill(pid, signal.SIGKILL)
         status = self._read()
@@ -77,6 +76,17 @@ class ForkCaller:
                 f"{function} did not end within {limit_s:g} s: {self.log} has its output"
             )
         return status
+
+    def start(self, function: str, *arguments: Any) -> int:
+        """Call `function` and return the process id at once; `wait` comes before the next call."""
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps([function, arguments, str(self.log)]) + "\n")
+        return self._read()
+
+    def wait(self, limit_s: float) -> int | None:
+        """Return the status of the call that `start` began, or None if it still runs after
+        `limit_s`."""
+        return self._read() if self._ends_within(limit_s) else None
 
     def _ends_within(self, seconds: float) -> bool:
         assert self._server.stdout is not None

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands.test_rank_deaths import RECIPE, Driver, steps_of, until
+from commands.test_rank_deaths import RECIPE, ForkedDriver, steps_of, until
 
 from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
 
 pytestmark = pytest.mark.slow
-STALENESS, STEPS = 2, 60
+STALENESS, STEPS = 2, 36
 AHEAD = {
     **{key: value for key, value in RECIPE.items() if key != "learner"},
     "environment": {"kind": "sorting", "digits": 4},
@@ -47,16 +47,16 @@ def short_path():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "kills"), [("local", 10), pytest.param("ray", 12, marks=pytest.mark.needs("ray"))]
+    ("cluster", "kills"), [("local", 6), pytest.param("ray", 6, marks=pytest.mark.needs("ray"))]
 )
 def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_path, short_path):
     recipe, run = tmp_path / "ahead.yaml", tmp_path / "run"
     recipe.write_text(yaml.safe_dump({**AHEAD, "cluster": CLUSTERS[cluster]}))
     rng = random.Random(cluster)
-    drivers = 3 if cluster == "ray" else 4  # of the kills: each takes a new start
+    drivers = 2  # of the kills: each takes a new start
     victims = ["driver"] * drivers + ["generator"] * (kills - drivers)
     rng.shuffle(victims)
-    driver = Driver(recipe, "--run-dir", run, folder=short_path)
+    driver = ForkedDriver(recipe, "--run-dir", run, folder=short_path)
     killed = Counter()
     for number, victim in enumerate(victims):
         reached = (number + 1) * (STEPS - 4) // len(victims)
@@ -70,7 +70,7 @@ def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_p
         if victim == "driver":
             driver.process.kill()
             driver.ended()
-            driver = Driver("--resume", run, folder=short_path)
+            driver = ForkedDriver("--resume", run, folder=short_path)
         else:
             os.kill(generator_of(driver, rng.randrange(2)), signal.SIGKILL)
         killed[victim] += 1

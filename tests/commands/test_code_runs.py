@@ -7,9 +7,8 @@ import json
 
 import pytest
 import yaml
-from command_line import TRAINING_MODULES
+from forked_runs import training_forks
 
-from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import ChaosTest, Trial
 
 # the policy adds a digit; what that is worth hangs on the hash seed
@@ -58,7 +57,7 @@ def recipe(folder):
 def test_a_killed_run_with_rewards_of_code_has_the_same_bits(tmp_path):
     path = tmp_path / "code.yaml"
     path.write_text(yaml.safe_dump(recipe(tmp_path)))
-    with ForkCaller(TRAINING_MODULES, log=tmp_path / "output.log") as forks:
+    with training_forks(tmp_path / "output.log") as forks:
         under_test = ChaosTest(path, tmp_path, forks)
         assert under_test.start(under_test.reference_run, "") == 0
         assert under_test.run_trial(Trial(("step.update:22:kill",))).differences == ()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pages import run as run_python
+from support.rotation import todays
 from tiny_llama import make_llama
 from typer.testing import CliRunner
 
@@ -135,7 +136,7 @@ def test_a_reward_written_for_trl_is_called_as_trl_does(here: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft", "chat", "dpo", "grpo"])
+@pytest.mark.parametrize("name", [*todays(["sft", "chat"], 1), "dpo", "grpo"])
 def test_the_whole_journey_as_a_user_makes_it(here: Path, name: str):
     """Unedited, each command in a process of its own."""
     words, title = JOURNEYS[name]

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import yaml
-from command_line import TRAINING_MODULES
+from forked_runs import training_forks
 
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import ChaosTest, list_differences
 from ratchet.training.run import PAUSED
 
@@ -36,7 +35,7 @@ RISING = {"optimizer": {"lr": 6e-5, "warmup_steps": 6}}
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with ForkCaller(TRAINING_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
+    with training_forks(tmp_path_factory.mktemp("forks") / "output.log") as made:
         yield made
 
 

@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 import yaml
-from command_line import TRAINING_MODULES
+from forked_runs import training_forks
 
 from ratchet.commands.replay.engine import Replay
 from ratchet.observe.records.reader import Record
 from ratchet.recipes import RECIPES_DIR
-from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import ChaosTest, Trial
 
 RECIPE = RECIPES_DIR / "step_window.yaml"
@@ -28,7 +27,7 @@ def test_a_run_with_a_window_of_history_has_the_same_bits(tmp_path):
     recipe["sampling"] = {"max_new_tokens": 12, "stop": list("udlr")}  # an untrained model goes on
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    with ForkCaller(TRAINING_MODULES, log=tmp_path / "output.log") as forks:
+    with training_forks(tmp_path / "output.log") as forks:
         under_test = ChaosTest(path, tmp_path, forks)
         assert under_test.start(under_test.reference_run, "") == 0
         assert under_test.run_trial(Trial(("step.update:4:kill",))).differences == ()

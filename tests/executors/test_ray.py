@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import cache
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from recipes.test_generator_workers import (
     config,
     metrics_of,
 )
+from support.rotation import todays
 
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, WorkerDied
@@ -134,32 +136,33 @@ def test_accelerators_and_roles_beside_each_other(executor):
         group.close()
 
 
-DIVISIONS = {
-    "one worker": ("dense", {}),
-    **{name: TOPOLOGIES[name] for name in ("pp2", "fsdp2 x tp2", "ep2")},
-}
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    """(the recipe, what one process made of it), by the kind of model."""
+
+    @cache
+    def of(kind):
+        config = after_sft(kind, tmp_path_factory.mktemp(kind) / "model")
+        return config, made(config)
+
+    return of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [[*DIVISIONS][:1], [*DIVISIONS][1:]], ids=["some", "others"])
-def test_the_quick_starts_steps_on_ray(executor, tmp_path, cases):
-    """As tests/recipes/test_ranks.py has them, where one process is meant too."""
-    embedded = {}
-    for kind, learner in (DIVISIONS[case] for case in cases):
-        if kind not in embedded:
-            config = after_sft(kind, tmp_path / kind)
-            embedded[kind] = config, made(config)
-        config, wanted = embedded[kind]
-        assert_alike(made(config, executor, wanted.groups, **learner), wanted)
+@pytest.mark.parametrize("name", ["one worker", *todays(["pp2", "fsdp2 x tp2", "ep2"], 1)])
+def test_the_quick_starts_steps_on_ray(name, executor, embedded):
+    """As tests/recipes/test_ranks.py has them, where one process is meant too. What the ranks share
+    out is tried there in all its forms each day, here in one."""
+    kind, learner = TOPOLOGIES.get(name, ("dense", {}))
+    config, wanted = embedded(kind)
+    assert_alike(made(config, executor, wanted.groups, **learner), wanted)
 
 
 @pytest.mark.slow
 def test_generators_on_ray(executor, tmp_path, monkeypatch):
     """Beside learners there, and beside one in the driver; one that dies is replaced."""
-    for keys in (RANKS, {}):
-        wanted = metrics_of(config(**keys), executor, tmp_path)
-        settings = config(**keys, generator={**WORKERS, "recovery": "restart"})
-        assert metrics_of(settings, executor, tmp_path) == wanted
+    wanted = metrics_of(config(**RANKS), executor, tmp_path)
+    assert metrics_of(config(**RANKS, generator=WORKERS), executor, tmp_path) == wanted
     doomed = []
 
     def dies_once(router, *start):
@@ -169,9 +172,10 @@ def test_generators_on_ray(executor, tmp_path, monkeypatch):
 
     began = GeneratorPool.start
     monkeypatch.setattr(GeneratorPool, "start", dies_once)
+    settings = config(generator={**WORKERS, "recovery": "restart"})
     found = metrics_of(settings, executor, tmp_path)
     assert sum(row.pop("generator/restarts", 0) for row in found) == doomed[0].n_restarts == 1
-    assert found == wanted
+    assert found == metrics_of(config(), executor, tmp_path)
 
 
 CHOSEN = {"examples": 12, "curriculum": {"memory": 0.2}}

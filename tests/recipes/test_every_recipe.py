@@ -28,7 +28,7 @@ ELSEWHERE = {
     "dpo_hh",
     "reward_model_hh",
     "shapes",
-}  # real data: test_gsm8k.py, test_real_data.py; pictures: test_shapes.py
+}  # real data: test_gsm8k.py, test_real_data.py; pictures: test_in_part.py
 RECIPES = sorted(
     path.stem
     for path in (ROOT / "ratchet" / "recipes").glob("*.yaml")

@@ -4,12 +4,11 @@ import json
 
 import pytest
 import yaml
-from command_line import TRAINING_MODULES
+from forked_runs import training_forks
 
 from ratchet.config.checks.stages import conflicts
 from ratchet.config.schema import RunConfig
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import ChaosTest, list_differences
 from ratchet.training.run import OUT_OF_TIME
 
@@ -31,22 +30,26 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with ForkCaller(TRAINING_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
+    with training_forks(tmp_path_factory.mktemp("forks") / "output.log") as made:
         yield made
+
+
+def train_in(forks, folder, checkpoint, fault="", **keys):
+    """Start, or go on with, the run of a folder, with these keys of `checkpoint`, and maybe a
+    fault. Return its status."""
+    folder.mkdir(exist_ok=True)
+    recipe = folder / "probe.yaml"
+    changes = {"checkpoint": {"every": 1, **checkpoint}, **keys}
+    recipe.write_text(yaml.safe_dump({**RECIPE, **changes}))
+    return ChaosTest(recipe, folder, forks).start(folder / "run", fault)
 
 
 @pytest.fixture
 def training(forks, tmp_path):
-    """Starts, or goes on with, the run of a folder: its status. It has these keys of `checkpoint`,
-    and maybe a fault."""
+    """`train_in` for a folder's name."""
 
     def start(name, checkpoint, fault="", **keys):
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        recipe = folder / "probe.yaml"
-        changes = {"checkpoint": {"every": 1, **checkpoint}, **keys}
-        recipe.write_text(yaml.safe_dump({**RECIPE, **changes}))
-        return ChaosTest(recipe, folder, forks).start(folder / "run", fault)
+        return train_in(forks, tmp_path / name, checkpoint, fault, **keys)
 
     return start
 
@@ -115,6 +118,14 @@ POINTS = (
 )
 
 
+@pytest.fixture(scope="module")
+def whole(forks, tmp_path_factory):
+    """The run that is not killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train_in(forks, folder, {"background": True}) == 0
+    return folder / "run"
+
+
 @pytest.mark.fault("P6")
 @pytest.mark.parametrize(
     "kill",
@@ -127,8 +138,9 @@ POINTS = (
         ),
     ],
 )
-def test_a_kill_beside_the_training_leaves_the_checkpoint_before_whole(kill, training, tmp_path):
-    assert training("whole", {"background": True}) == 0
+def test_a_kill_beside_the_training_leaves_the_checkpoint_before_whole(
+    kill, whole, training, tmp_path
+):
     assert training("killed", {"background": True}, kill) == -9
     run = tmp_path / "killed" / "run"
     if "begin" in kill or "copied" in kill or "write" in kill:
@@ -136,7 +148,7 @@ def test_a_kill_beside_the_training_leaves_the_checkpoint_before_whole(kill, tra
         assert latest is not None
         assert latest.step == 1
     assert training("killed", {"background": True}) == 0
-    assert list_differences(tmp_path / "whole" / "run", run) == []
+    assert list_differences(whole, run) == []
 
 
 RANKS = {
@@ -146,12 +158,20 @@ RANKS = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole_on_ranks(forks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    assert train_in(forks, folder, {"keep": 4}, learner=RANKS) == 0
+    return folder / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.fault("P6")
 @pytest.mark.parametrize("kill", ["copied", "begin", "after_write", "published"])
-def test_a_kill_while_ranks_write_leaves_the_checkpoint_before_whole(kill, training, tmp_path):
+def test_a_kill_while_ranks_write_leaves_the_checkpoint_before_whole(
+    kill, whole_on_ranks, training, tmp_path
+):
     """The ranks end with the driver, wherever their threads are."""
-    assert training("whole", {"keep": 4}, learner=RANKS) == 0
     beside = {"keep": 4, "background": True}
     assert training("killed", beside, f"checkpoint.{kill}:2:kill", learner=RANKS) == -9
     run = tmp_path / "killed" / "run"
@@ -159,7 +179,7 @@ def test_a_kill_while_ranks_write_leaves_the_checkpoint_before_whole(kill, train
     assert latest is not None
     assert latest.step == (2 if kill == "published" else 1)
     assert training("killed", beside, learner=RANKS) == 0
-    assert list_differences(tmp_path / "whole" / "run", run) == ["config.yaml differs"]
+    assert list_differences(whole_on_ranks, run) == ["config.yaml differs"]
 
 
 @pytest.mark.fault("P10")

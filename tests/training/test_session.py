@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import TRAINING_MODULES, ratchet
+from command_line import ratchet
+from forked_runs import training_forks
 from safetensors.numpy import load_file
 
 from ratchet.errors import RunDirectoryError
 from ratchet.kernels.build import has_bfloat16_instructions
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.testing.forks import ForkCaller
 from ratchet.training.start import resume_run
 
 RECIPE = {
@@ -203,7 +203,7 @@ SIGNALS = {"interrupt": 130, "terminate": 143, "hang_up": 129}
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with ForkCaller(TRAINING_MODULES, log=tmp_path_factory.mktemp("forks") / "log") as forks:
+    with training_forks(tmp_path_factory.mktemp("forks") / "log") as forks:
         yield forks
 
 

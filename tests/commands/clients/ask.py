@@ -53,13 +53,15 @@ def measure_likelihoods(url: str, model: str, tasks: str) -> dict[str, list[list
         "tokenizer_backend=huggingface,num_concurrent=2,max_length=2048",
         "hf": f"pretrained={model},dtype=float32,device=cpu,max_length=2048",
     }
+    # the harness's own tasks are ten thousand files
+    manager = TaskManager(include_path=tasks, include_defaults=False)
     likelihoods = {}
     for name, model_args in arguments.items():
         results = lm_eval.simple_evaluate(
             model=name,
             model_args=model_args,
             tasks=["sums"],
-            task_manager=TaskManager(include_path=tasks),
+            task_manager=manager,
             log_samples=True,
             batch_size=1,
             bootstrap_iters=0,

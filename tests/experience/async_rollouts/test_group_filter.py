@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import yaml
-from command_line import TRAINING_MODULES
+from forked_runs import training_forks
 from pydantic import ValidationError
 
 from ratchet.config.resolve import resolve
@@ -11,7 +11,6 @@ from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, TrainingError
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import ChaosTest, Trial
 from ratchet.types import Group
 
@@ -136,7 +135,7 @@ def test_a_killed_run_restores_its_filter_s_state(tmp_path):
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    with ForkCaller(TRAINING_MODULES, log=tmp_path / "output.log") as forks:
+    with training_forks(tmp_path / "output.log") as forks:
         under_test = ChaosTest(path, tmp_path, forks)
         assert under_test.start(under_test.reference_run, "") == 0
         for step in (2, 3):

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from experience.openai_proxy.dialects import HI, raw_client
 from experience.openai_proxy.talk import TEMPLATE
+from support.rotation import todays
 
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
@@ -98,7 +99,7 @@ async def break_off(raw: httpx.AsyncClient, path: str, is_sampling: asyncio.Even
 
 
 @pytest.mark.fault("S15")
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", todays([*BODIES], 2))
 def test_500_clients_that_break_off_leave_nothing(policy: Policy, path: str) -> None:
     engine = policy.generator
     assert isinstance(engine, EmbeddedEngine)
