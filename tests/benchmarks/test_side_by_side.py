@@ -8,13 +8,12 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.warm_python import MODULES, warm_python
 
 from ratchet.commands.plan.command import read_shape
 from ratchet.config.loader import load_config
@@ -23,8 +22,6 @@ from ratchet.models.flops import DecoderCost
 
 SMALL = ("--size", "T", "--rounds", "1", "--steps", "1", "--threads", "1", "--ours")
 GIVEN = ("--rows", "4", "--longest", "32")
-# What peers/make_model.py imports.
-WRITES_MODELS = ("transformers.models.qwen3.modeling_qwen3", "transformers.tokenization_utils_fast")
 
 
 @pytest.fixture
@@ -35,16 +32,9 @@ def benchmark(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture(scope="module")
-def warm() -> Iterator[dict[str, str]]:
-    """The environment of scripts that start at once, and so do the drivers that they start."""
-    with warm_python([*MODULES, *WRITES_MODELS]) as environment:
-        yield environment
-
-
-@pytest.fixture(scope="module")
-def model(repository: Path, warm: dict[str, str], tmp_path_factory: Any) -> Path:
+def model(repository: Path, warm_environment: dict[str, str], tmp_path_factory: Any) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    run(repository, "peers/make_model.py", str(directory), "--size", "T", env=warm)
+    run(repository, "peers/make_model.py", str(directory), "--size", "T", env=warm_environment)
     return directory
 
 
@@ -207,9 +197,9 @@ def test_growth_is_held_against_the_works(benchmark):
         ("ours/ratchet_given.py", ("--algorithm", "dpo", *GIVEN)),
     ],
 )
-def test_driver(repository, warm, model, script, arguments):
+def test_driver(repository, warm_environment, model, script, arguments):
     shared = ("--model", str(model), "--steps", "1", "--warmup", "1", "--threads", "1")
-    line = json.loads(run(repository, script, *shared, *arguments, env=warm)[-1])
+    line = json.loads(run(repository, script, *shared, *arguments, env=warm_environment)[-1])
     assert line["peer"] == "ratchet"
     assert len(line["seconds"]) == 1
     assert min(line["median_s"], line["peak_rss_mib"], line["gflop"]) > 0
@@ -235,8 +225,8 @@ GRPO_STEPS = [ALONE, ["Ratchet, bfloat16"]] if build.has_bfloat16_instructions()
         ("quickstart_vs_trl.py", ("--target", "0", "--start-steps", "1"), [ALONE]),
     ],
 )
-def test_our_side_of_a_comparison(repository, warm, script, arguments, records):
-    check_our_side(run(repository, script, *SMALL, *arguments, env=warm), records)
+def test_our_side_of_a_comparison(repository, warm_environment, script, arguments, records):
+    check_our_side(run(repository, script, *SMALL, *arguments, env=warm_environment), records)
 
 
 @pytest.mark.slow
@@ -255,9 +245,9 @@ def check_our_side(lines, records):
 
 
 @pytest.mark.slow
-def test_scaling(repository, warm):
+def test_scaling(repository, warm_environment):
     knobs = ["--knobs", "length", "model"]
-    lines = run(repository, "scaling.py", *SMALL, "--doublings", "1", *knobs, env=warm)
+    lines = run(repository, "scaling.py", *SMALL, "--doublings", "1", *knobs, env=warm_environment)
     points = {
         record["scaling"]: record["points"]
         for record in map(json.loads, (x for x in lines if x.startswith("{")))

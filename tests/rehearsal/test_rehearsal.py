@@ -23,13 +23,15 @@ SESSIONS = {
     "offload": [f"{TESTS}/training/test_colocation.py"],
 }
 
+# Whole runs, in interpreters of their own.
+FRESH = ("cuda_runs", "every recipe", "offload")
+
 
 @pytest.fixture(scope="module")
 def accelerated():
     """The environment of programs that find the accelerator, and start at once."""
     build_backend()
-    modules = [*MODULES, "pytest", "transformers.models.qwen3.modeling_qwen3"]
-    with warm_python(modules, environment=make_environment()) as environment:
+    with warm_python([*MODULES, "pytest"], environment=make_environment()) as environment:
         yield environment
 
 
@@ -37,5 +39,6 @@ def accelerated():
 @pytest.mark.needs("c++")
 @pytest.mark.parametrize("name", SESSIONS)
 def test_rehearse(name, repository, accelerated):
+    environment = make_environment() if name in FRESH else accelerated
     words = ["-m", "pytest", "-q", "--no-header", "--durations=5", *SESSIONS[name]]
-    run_program(sys.executable, *words, cwd=repository, env=accelerated, timeout=None)
+    run_program(sys.executable, *words, cwd=repository, env=environment, timeout=None)

@@ -20,10 +20,17 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1]
-# What every training and the drivers of the benchmarks import.
-MODULES = ("ratchet.testing.kill_and_resume", "ratchet.training.stage_from_config")
+# What a training imports, and what writes the models of benchmarks.
+MODULES = (
+    "ratchet.testing.kill_and_resume",
+    "ratchet.training.stage_from_config",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.tokenization_utils_fast",
+)
 
 
 @contextlib.contextmanager
@@ -57,3 +64,10 @@ def warm_python(
             path = os.pathsep.join([str(HERE / "startup"), given]).rstrip(os.pathsep)
             yield {**base, "PYTHONPATH": path, "WARM_PYTHON": address}
             server.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def warm_environment() -> Iterator[dict[str, str]]:
+    """The environment of Python programs that have imported MODULES from the start."""
+    with warm_python() as environment:
+        yield environment
