@@ -2,7 +2,7 @@
 notices.
 
     python benchmarks/mutants.py [FILES...] [--only KIND] [--match TEXT] [--sample N --seed K]
-    [--jobs N] [--list]
+    [--part K/N] [--jobs N] [--list]
 
 A mutant is the source with one edit. Prints a line for each surviving mutant and each stale entry of
 EQUIVALENT, and a JSON summary. The exit status is 1 if there are such lines, and 2 if the tests fail
@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.sample is not None and options.sample < len(mutants):
         indices = random.Random(options.seed).sample(range(len(mutants)), options.sample)
         mutants = [mutants[i] for i in sorted(indices)]
+    part, parts = options.part
+    mutants = mutants[len(mutants) * part // parts : len(mutants) * (part + 1) // parts]
     if options.list:
         print(*mutants, sep="\n")
         return 0
@@ -104,6 +106,9 @@ def _options() -> argparse.ArgumentParser:
         "--sample", type=int, help="number of mutants to try, drawn at random; default: all"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--part", type=_part, default=(0, 1), help="K/N: the Kth of N parts of them, from 0"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument(
         "--timeout",
@@ -115,6 +120,13 @@ def _options() -> argparse.ArgumentParser:
         "--verbose", action="store_true", help="also print which test killed each mutant"
     )
     return parser
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 0 <= part < parts:
+        raise ValueError(text)
+    return part, parts
 
 
 def _tests(options: argparse.Namespace, root: Path) -> dict[str, tuple[Path, ...]]:

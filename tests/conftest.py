@@ -32,6 +32,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import settings
 from support.browser import browser  # noqa: F401  # a fixture
+from support.warm_python import warm_environment  # noqa: F401  # a fixture
 
 # A shell that starts the suite in the background, or by nohup, has these ignored, and children
 # would inherit that.
@@ -41,8 +42,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 settings.register_profile(
     "ratchet", derandomize=True, deadline=None, database=None, max_examples=40
 )
-# in `make test-slow`
-settings.register_profile("thorough", parent=settings.get_profile("ratchet"), max_examples=60)
+# In `make test-slow`, which doesn't hold them to FAST_EXAMPLES.
+settings.register_profile("thorough", parent=settings.get_profile("ratchet"))
 settings.load_profile("ratchet")
 FAST_EXAMPLES = 10
 SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis's own plugin finds them

@@ -2,11 +2,13 @@
 back as numbers."""
 
 import asyncio
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from learners.ranks import run_ranks
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.named_policy_gradients import PPOConfig
@@ -225,6 +227,50 @@ def spread(
     if directory is not None:
         learner.save(directory)
     return metrics, blocks, [micro.rows for micro in micros] if columns else [], columns
+
+
+def spread_each(rank, cases):
+    """`spread` with the arguments of each case, or the traceback of the first that fails."""
+    found = []
+    for arguments in cases:
+        try:
+            found.append(spread(rank, *arguments))
+        except Exception:
+            found.append(traceback.format_exc())
+            break
+    return found
+
+
+class Together:
+    """Cases of `spread` that the same ranks compute, one after the other: the first steps of a process
+    take two seconds longer than later ones.
+
+    topologies: by the name of the case. quick: cases of the fast tests, which are computed apart.
+    make: returns a case's arguments, by its name.
+    """
+
+    def __init__(self, topologies, quick, make):
+        self.topologies, self.quick, self.make, self.found = topologies, quick, make, {}
+
+    def results(self, name):
+        """The results of a case, by rank. Its group is computed when the first of it is asked for."""
+        if name not in self.found:
+            group = [other for other in self.topologies if self._group(other) == self._group(name)]
+            cases = [self.make(other) for other in group]
+            world = self._group(name)[0]
+            try:
+                each = run_ranks(world, "learners.spread_cases:spread_each", cases, timeout_s=600)
+                by_case = [list(found) for found in zip(*each, strict=True)]
+            except (AssertionError, ValueError) as error:  # a rank died, or failed alone
+                by_case = [[str(error)]]
+            left = [["a case before this one failed"]] * (len(group) - len(by_case))
+            self.found |= zip(group, by_case + left, strict=True)
+        broken = [found for found in self.found[name] if isinstance(found, str)]
+        assert not broken, "\n".join(broken)
+        return self.found[name]
+
+    def _group(self, name):
+        return Topology(**self.topologies[name]).world_size, name in self.quick
 
 
 def assembled(results):

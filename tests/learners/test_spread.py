@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from learners.ranks import run_ranks
-from learners.spread_cases import MUON, SHAPE, SPARSE, UNTIED, alone, check_alike
+from learners.spread_cases import MUON, SHAPE, SPARSE, UNTIED, Together, alone, check_alike
 
 from ratchet.learners.distributed.topology import Topology
 
@@ -55,15 +55,20 @@ def expected(name):
     return alone(SHAPES[name], STEPS)
 
 
+def plain(case):
+    """The arguments of a case."""
+    kind, name = case
+    topology, options = (OF_EXPERTS if kind == "sparse" else TOPOLOGIES)[name]
+    return topology, SHAPES[kind], STEPS, options, torch.float64
+
+
+PLAIN = Together({case: plain(case)[0] for case in ALL}, QUICK, plain)
+
+
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_ranks_compute_what_one_process_does(kind, name):
-    shape = SHAPES[kind]
-    topology, options = (OF_EXPERTS if kind == "sparse" else TOPOLOGIES)[name]
-    world = Topology(**topology).world_size
-    results = run_ranks(
-        world, "learners.spread_cases:spread", topology, shape, STEPS, options, torch.float64
-    )
-    check_alike(results, topology, expected(kind))
+    results = PLAIN.results((kind, name))
+    check_alike(results, plain((kind, name))[0], expected(kind))
 
 
 @pytest.mark.parametrize("kind", ["tied", pytest.param("sparse", marks=pytest.mark.slow)])
@@ -99,19 +104,28 @@ MUON_CASES = [
 ]
 
 
+WITH_MUON = Together(
+    {case: plain(case)[0] for case in MUON_CASES},
+    MUON_CASES[:1],
+    lambda case: (*plain(case), None, False, None, MUON),
+)
+
+
+@cache
+def expected_of_muon(kind):
+    return alone(SHAPES[kind], STEPS, optimizer=MUON)
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        pytest.param(*case, marks=[] if case == ("tied", "fsdp2") else [pytest.mark.slow])
+        pytest.param(*case, marks=[] if case == MUON_CASES[0] else [pytest.mark.slow])
         for case in MUON_CASES
     ],
 )
 def test_muon_on_ranks_takes_the_steps_of_one_process(kind, name):
-    topology, options = (OF_EXPERTS if kind == "sparse" else TOPOLOGIES)[name]
-    world = Topology(**topology).world_size
-    arguments = (topology, SHAPES[kind], STEPS, options, torch.float64, None, False, None, MUON)
-    results = run_ranks(world, "learners.spread_cases:spread", *arguments)
-    check_alike(results, topology, alone(SHAPES[kind], STEPS, optimizer=MUON))
+    results = WITH_MUON.results((kind, name))
+    check_alike(results, plain((kind, name))[0], expected_of_muon(kind))
 
 
 def test_ranks_with_muon_go_on_from_what_they_saved_bit_by_bit(tmp_path):

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from learners.ranks import run_ranks
-from learners.spread_cases import SHAPE, SPARSE, UNTIED, alone, check_alike, first
+from learners.spread_cases import SHAPE, SPARSE, UNTIED, Together, alone, check_alike, first
 
 from ratchet.checkpoint.sharded import BlockFiles
 from ratchet.config.lora import LoRAConfig
-from ratchet.learners.distributed.topology import Topology
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 
@@ -32,20 +30,38 @@ CASES = {
 }
 
 
+DROPS = Adapter(LoRAConfig(rank=2, alpha=4.0, dropout=0.4), seed=5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a case is saved, by its name."""
+    return lambda name: tmp_path_factory.getbasetemp() / f"spread-lora-{name}"
+
+
+@pytest.fixture(scope="module")
+def together(folder):
+    def make(name):
+        if name == "drops":
+            return {"shards": 2}, SHAPE, STEPS, {}, torch.float64, None, False, DROPS
+        if name == "float32":
+            return {"tensor": 2}, SHAPE, STEPS, {}, torch.float32, None, False, ADAPTER
+        shape, topology, options, adapter = CASES[name]
+        return topology, shape, STEPS, options, torch.float64, folder(name), False, adapter
+
+    return Together({name: make(name)[0] for name in (*CASES, "drops", "float32")}, ["tp2"], make)
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "tp2" else [pytest.mark.slow]) for name in CASES],
 )
-def test_ranks_train_the_adapter_that_one_process_does(name, tmp_path):
-    shape, topology, options, adapter = CASES[name]
-    world = Topology(**topology).world_size
-    more = (torch.float64, tmp_path, False, adapter)
-    results = run_ranks(
-        world, "learners.spread_cases:spread", topology, shape, STEPS, options, *more
-    )
+def test_ranks_train_the_adapter_that_one_process_does(name, together, folder):
+    shape, topology, _, adapter = CASES[name]
+    results = together.results(name)
     expected = alone(shape, STEPS, adapter=adapter)
     check_alike(results, topology, expected)
-    stored = BlockFiles(tmp_path)
+    stored = BlockFiles(folder(name))
     assert all(
         "lora_" in weight or weight.endswith("head.weight") for weight in stored.blocks_by_name
     )
@@ -60,39 +76,14 @@ def test_ranks_train_the_adapter_that_one_process_does(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_drop_what_as_many_workers_do():
+def test_ranks_drop_what_as_many_workers_do(together):
     """Both name what is dropped by the step and the micro-batch, and two ranks have the
     micro-batches of two workers."""
-    adapter = Adapter(LoRAConfig(rank=2, alpha=4.0, dropout=0.4), seed=5)
-    results = run_ranks(
-        2,
-        "learners.spread_cases:spread",
-        {"shards": 2},
-        SHAPE,
-        STEPS,
-        {},
-        torch.float64,
-        None,
-        False,
-        adapter,
-    )
-    check_alike(results, {"shards": 2}, alone(SHAPE, STEPS, adapter=adapter, workers=2), rtol=1e-11)
+    expected = alone(SHAPE, STEPS, adapter=DROPS, workers=2)
+    check_alike(together.results("drops"), {"shards": 2}, expected, rtol=1e-11)
 
 
 @pytest.mark.slow
-def test_float32_agrees_to_rounding():
-    results = run_ranks(
-        2,
-        "learners.spread_cases:spread",
-        {"tensor": 2},
-        SHAPE,
-        STEPS,
-        {},
-        torch.float32,
-        None,
-        False,
-        ADAPTER,
-    )
-    check_alike(
-        results, {"tensor": 2}, alone(SHAPE, STEPS, torch.float32, adapter=ADAPTER), rtol=1e-5
-    )
+def test_float32_agrees_to_rounding(together):
+    expected = alone(SHAPE, STEPS, torch.float32, adapter=ADAPTER)
+    check_alike(together.results("float32"), {"tensor": 2}, expected, rtol=1e-5)

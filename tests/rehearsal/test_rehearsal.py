@@ -14,6 +14,7 @@ import pytest
 from support.pretend_cuda import make_environment
 from support.pretend_cuda.build import build_backend
 from support.programs import run_program
+from support.warm_python import MODULES, warm_python
 
 TESTS = Path(__file__).parents[1]
 SESSIONS = {
@@ -22,11 +23,22 @@ SESSIONS = {
     "offload": [f"{TESTS}/training/test_colocation.py"],
 }
 
+# Whole runs, in interpreters of their own.
+FRESH = ("cuda_runs", "every recipe", "offload")
+
+
+@pytest.fixture(scope="module")
+def accelerated():
+    """The environment of programs that find the accelerator, and start at once."""
+    build_backend()
+    with warm_python([*MODULES, "pytest"], environment=make_environment()) as environment:
+        yield environment
+
 
 @pytest.mark.slow
 @pytest.mark.needs("c++")
 @pytest.mark.parametrize("name", SESSIONS)
-def test_rehearse(name, repository):
-    build_backend()
+def test_rehearse(name, repository, accelerated):
+    environment = make_environment() if name in FRESH else accelerated
     words = ["-m", "pytest", "-q", "--no-header", "--durations=5", *SESSIONS[name]]
-    run_program(sys.executable, *words, cwd=repository, env=make_environment(), timeout=None)
+    run_program(sys.executable, *words, cwd=repository, env=environment, timeout=None)

@@ -113,7 +113,8 @@ async def judged(reward, pairs):
     return await asyncio.gather(*(one(row, text) for row, text in pairs))
 
 
-def check_all(reward, rows):
+def check_all(reward, rows, every=1):
+    """every: each row has one of so many of its mutants, in turn."""
     right = [(row, row["canonical_solution"]) for row in rows]
     whole = [
         (row, f"Here it is.\n```python\n{row['prompt']}{row['canonical_solution']}```\n")
@@ -127,7 +128,12 @@ def check_all(reward, rows):
     ]
     assert failed == []
 
-    named = [(row, name, text) for row in rows for name, text in mutants(row).items()]
+    named = [
+        (row, name, text)
+        for index, row in enumerate(rows)
+        for number, (name, text) in enumerate(mutants(row).items())
+        if (index + number) % every == 0
+    ]
     named += [
         (row, f"returns {value}", f"    return {value}\n")
         for row in rows
@@ -166,7 +172,8 @@ def test_helpers_of_the_prompt_that_the_tests_use_are_not_the_programs_to_redefi
 
 @pytest.mark.slow
 def test_all_solutions_pass_and_their_mutants_fail(reward, rows):
-    assert check_all(reward, rows) > 20 * len(rows)
+    """Each mutant of a third of them; of the sample above, each of all."""
+    assert check_all(reward, rows, every=3) > 8 * len(rows)
 
 
 FLIPS = {

@@ -16,7 +16,7 @@ from ratchet.sandbox import Isolation, Limits, LocalSandbox
 from ratchet.testing import answered
 from ratchet.types import Scored, Task
 
-PROGRAMS, FUNCTIONS = 850, 150
+PROGRAMS, FUNCTIONS = 340, 60  # each template some ten times
 SLOTS = (1, 2, 8, 2)
 WORDS = [
     "ash",

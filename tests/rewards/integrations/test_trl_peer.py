@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.warm_python import warm_python
 
 from ratchet.config.resolve import build, resolve
 from ratchet.data.chat.renderer import Renderer
@@ -40,7 +43,16 @@ class Script:
         )
 
 
-def run_trl(tmp_path, **job):
+@pytest.fixture(scope="module")
+def run_trl():
+    """`run_trl(tmp_path, **job)`, in processes that have imported TRL from the start."""
+    modules = ("datasets", "transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer")
+    quiet = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    with warm_python(modules, environment=quiet) as warm:
+        yield partial(run_trl_peer, warm)
+
+
+def run_trl_peer(warm, tmp_path, **job):
     """What TRL passed to its reward functions, and the rewards, by row."""
     job["directory"] = str(tmp_path / "model")
     (tmp_path / "job.json").write_text(json.dumps(job))
@@ -50,6 +62,7 @@ def run_trl(tmp_path, **job):
         text=True,
         timeout=300,
         check=False,
+        env=warm,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -97,7 +110,7 @@ def rows_of(*answers, prompt="What is 2+3?", **columns):
     return [{"row": {"prompt": prompt, **columns}, "turns": [answer]} for answer in answers]
 
 
-def test_functions_of_messages_earn_the_same_and_so_do_those_of_trl(tmp_path):
+def test_functions_of_messages_earn_the_same_and_so_do_those_of_trl(tmp_path, run_trl):
     ours = [f"{TRL}:{name}" for name in ("polite", "only_sums", "by_step", "longer")]
     theirs = [
         f"trl.rewards:{name}"
@@ -131,7 +144,7 @@ def test_functions_of_messages_earn_the_same_and_so_do_those_of_trl(tmp_path):
     assert column(seen, 4) == [1.0, 1.0, 0.0, 0.0], "the answers differ in what they earn"
 
 
-def test_functions_of_text_earn_the_same(tmp_path):
+def test_functions_of_text_earn_the_same(tmp_path, run_trl):
     rows = rows_of("5", "6", " 5 ", "five", answer="5")
     seen = run_trl(tmp_path, rewards=[f"{TRL}:exact"], rows=rows)
     played = play(tmp_path, rows)
@@ -143,7 +156,7 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_an_environment_class_plays_and_earns_the_same(tmp_path):
+def test_an_environment_class_plays_and_earns_the_same(tmp_path, run_trl):
     says = [
         [call("add", amount=2), "done"],
         [call("fail"), call("show"), "no idea"],
