@@ -15,11 +15,10 @@ from typing import Any
 
 import command_line
 
-from ratchet.generators.config import VLLMConfig
+# As Ratchet sets it for a start: vLLM reads it when it is imported.
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
-os.environ["VLLM_LOGGING_LEVEL"] = VLLMConfig().environment["VLLM_LOGGING_LEVEL"]  # read once
-
-POLL_S = 0.0003
+POLL_S = 0.0003  # between two looks of a process at what another gives it
 MODULES = (
     "vllm.engine.arg_utils",
     "vllm.v1.engine.llm_engine",
