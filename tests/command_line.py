@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,7 +33,10 @@ TRAINING_MODULES = (
 
 
 def ratchet(
-    *arguments: object, faults: str = "", timeout: float = 300
+    *arguments: object,
+    faults: str = "",
+    timeout: float = 300,
+    preload: tuple[str, ...] = TRAINING_MODULES,
 ) -> subprocess.CompletedProcess[str]:
     """Run `ratchet` with these arguments and return its exit status and output, as
     `subprocess.run` does.
@@ -40,13 +44,42 @@ def ratchet(
     Args:
         faults: Failpoints to arm, in `RATCHET_FAULTS`.
         timeout: Seconds after which the process is killed and TimeoutError raised.
+        preload: Modules that the process has imported from the start.
     """
     words = [str(argument) for argument in arguments]
-    environment = {**os.environ, "RATCHET_FAULTS": faults, "OMP_NUM_THREADS": "1"}
+    return call_in_fork(
+        "command_line:run_command",
+        words,
+        environment={"RATCHET_FAULTS": faults},
+        timeout=timeout,
+        preload=preload,
+    )
+
+
+def call_in_fork(
+    function: str,
+    words: list[str],
+    *,
+    environment: dict[str, str],
+    timeout: float,
+    preload: tuple[str, ...],
+    paths: tuple[Path, ...] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Call `function` ("module:name") with words in a fork of a server and return its status and
+    output.
+
+    Args:
+        environment: What the environment has beside what this process's has.
+        timeout: Seconds after which the process is killed and TimeoutError raised.
+        preload: Modules that the process has imported from the start.
+        paths: Directories in which it looks for modules first.
+    """
+    environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / "stdout", Path(folder) / "stderr"]
-        status = _server().call(
+        status = _server(preload, paths).call(
             "command_line:run_in_fork",
+            function,
             words,
             environment,
             os.getcwd(),
@@ -54,15 +87,17 @@ def ratchet(
             limit_s=timeout,
         )
         texts = [path.read_text(encoding="utf-8") for path in outputs]
-    return subprocess.CompletedProcess(["ratchet", *words], status, *texts)
+    return subprocess.CompletedProcess([function, *words], status, *texts)
 
 
 @functools.cache
-def _server() -> ForkCaller:
+def _server(modules: tuple[str, ...], paths: tuple[Path, ...]) -> ForkCaller:
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        map(str, [*paths, TESTS, *([before] if before else [])])
+    )
     try:
-        server = ForkCaller(TRAINING_MODULES, log=Path(os.devnull))
+        server = ForkCaller(modules, log=Path(os.devnull))
     finally:
         del os.environ["PYTHONPATH"]
         if before is not None:
@@ -73,10 +108,13 @@ def _server() -> ForkCaller:
 
 
 def run_in_fork(
-    arguments: list[str], environment: dict[str, str], directory: str, outputs: list[str]
+    function: str,
+    words: list[str],
+    environment: dict[str, str],
+    directory: str,
+    outputs: list[str],
 ) -> int:
-    """Run the command line in a forked process, end it as an interpreter ends, and return its
-    status."""
+    """Call a function in a forked process, end it as an interpreter ends, and return its status."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
@@ -85,14 +123,20 @@ def run_in_fork(
         file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
-    sys.argv = ["ratchet", *arguments]
-    from ratchet.cli.main import main
-
+    module, _, name = function.partition(":")
     status = 0
     try:
-        main()
+        getattr(import_module(module), name)(words)
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     return status
+
+
+def run_command(words: list[str]) -> None:
+    """Run the command line in this process."""
+    from ratchet.cli.main import main
+
+    sys.argv = ["ratchet", *words]
+    main()

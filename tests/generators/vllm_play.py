@@ -1,7 +1,7 @@
-"""What the tests of the real vLLM do with it, each in a process of its own: `python vllm_play.py
-NAME [ARGUMENT...]`.
+"""What the tests of the real vLLM do with it, each in a process of its own.
 
 vLLM changes the process that it starts in, and two engines one after the other disturb each other.
+By hand: `call_in_fork` of `command_line.py` with `run` and the words of a play.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from direct_link import DirectWeightSync
+from generators.direct_link import DirectWeightSync
+from support.vllm_preload import fork_engines
 
 from ratchet.config.experience import ParityConfig
 from ratchet.config.loader import load_config
@@ -731,16 +733,40 @@ async def routes():
             engine_args.create_engine_config()
 
 
-async def is_killed():
-    """Prints the processes; the test kills this one, and sees whether they end."""
+def is_killed():
+    """A driver in a process of its own is killed, and vLLM's processes end."""
+    reading, writing = os.pipe()
+    driver = os.fork()
+    if not driver:
+        signal.alarm(300)
+        asyncio.run(says_its_processes(writing))
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        pids = json.loads(said.readline())
+    assert len(pids) >= 2
+    os.kill(driver, signal.SIGKILL)
+    os.waitpid(driver, 0)
+    deadline = time.monotonic() + 60
+    while any(map(runs, pids)):
+        assert time.monotonic() < deadline, "vLLM's processes outlive the one that started them"
+        time.sleep(0.1)
+
+
+async def says_its_processes(writing):
     async with started(policy(), "async") as generator:
         await generator.generate([1], Sampling(max_new_tokens=2))
         pids = [
             int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _descends(path)
         ]
-        sys.stdout.write(json.dumps(pids) + "\n")
-        sys.stdout.flush()
+        os.write(writing, json.dumps(pids).encode() + b"\n")
         await asyncio.sleep(600)
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _descends(path):
@@ -755,17 +781,25 @@ def _descends(path):
     return False
 
 
-def main(plays):
-    """Run what the command line names, of a module's globals."""
+def play(plays, words):
+    """Run what the words name, of a module's globals. "spawned", the last of them, makes vLLM's
+    processes fresh interpreters, as they are for users."""
+    *words, last = words
+    if last != "spawned":
+        fork_engines()
+        words.append(last)
     warnings.simplefilter("ignore")
-    signal.alarm(300)  # a hang ends here, with a report of where
+    signal.alarm(390)  # a hang ends here, with a report of where
     import faulthandler
 
-    faulthandler.dump_traceback_later(290)
-    asyncio.run(plays[sys.argv[1]](*sys.argv[2:]))
+    faulthandler.dump_traceback_later(380)
+    playing = plays[words[0]](*words[1:])
+    if playing is not None:
+        asyncio.run(playing)
     faulthandler.cancel_dump_traceback_later()
+    signal.alarm(0)
     sys.stdout.write("fine\n")
 
 
-if __name__ == "__main__":
-    main(globals())
+def run(words):
+    play(globals(), words)

@@ -1,5 +1,5 @@
 """What `test_vllm_real.py` does with vLLM's sampler and its further arguments, each in a process of
-its own: `python vllm_sampling_play.py NAME [ARGUMENT...]`."""
+its own."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from direct_link import DirectWeightSync
-from vllm_play import RECIPE, Weights, all_of, furthest, main, policy, shake, started
+from generators.direct_link import DirectWeightSync
+from generators.vllm_play import RECIPE, Weights, all_of, furthest, play, policy, shake, started
 
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.decoder_config import DecoderConfig
@@ -354,5 +354,5 @@ async def trains_with_filters():
     assert all(0.85 < weight < 1 for weight in kept), "the weight is the kept mass"
 
 
-if __name__ == "__main__":
-    main(globals())
+def run(words):
+    play(globals(), words)

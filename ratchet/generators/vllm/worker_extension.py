@@ -100,6 +100,16 @@ def expand_to_tokens(
     return values_N.repeat_interleave(counts_N, output_size=num_tokens)
 
 
+def count_at_least(values_NV: torch.Tensor, least_N1: torch.Tensor) -> torch.Tensor:
+    """Return how many values of each row are not less than the row's `least_N1`, int64 [N].
+
+    On a CPU this function replaces vLLM's `batched_count_greater_than`, which vLLM compiles even if
+    `enforce_eager` is set: the first token would wait many seconds, and need a C++ compiler, for
+    the ranks of tokens.
+    """
+    return (values_NV >= least_N1).sum(-1)
+
+
 class VLLMWorkerExtension(_VLLMWorker):
     """The methods that Ratchet adds to vLLM's worker.
 
@@ -179,11 +189,13 @@ class VLLMWorkerExtension(_VLLMWorker):
         Call it before any request. Return False for the sampler of vLLM's V2 model runner,
         which can't report them.
         """
+        sampling: Any = import_module("vllm.v1.sample.sampler")
         if self.model_runner.device.type == "cpu":
-            module: Any = import_module("vllm.v1.sample.rejection_sampler")
-            module.expand_batch_to_tokens = expand_to_tokens
+            rejection: Any = import_module("vllm.v1.sample.rejection_sampler")
+            rejection.expand_batch_to_tokens = expand_to_tokens
+            sampling.batched_count_greater_than = count_at_least
         sampler = self.model_runner.sampler
-        if not isinstance(sampler, import_module("vllm.v1.sample.sampler").Sampler):
+        if not isinstance(sampler, sampling.Sampler):
             return False
         report_unfiltered(sampler)
         return True

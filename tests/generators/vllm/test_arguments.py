@@ -2,6 +2,8 @@
 
 import json
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,11 @@ from ratchet.errors import ConfigError
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.vllm import arguments
 from ratchet.generators.vllm.arguments import check_arguments, is_speculative
-from ratchet.generators.vllm.worker_extension import expand_to_tokens
+from ratchet.generators.vllm.worker_extension import (
+    VLLMWorkerExtension,
+    count_at_least,
+    expand_to_tokens,
+)
 from ratchet.training.preflight import run_preflight
 
 RECIPE = """
@@ -96,3 +102,19 @@ def test_drafted_tokens_get_the_value_of_their_request():
     ]
     top_k = torch.tensor([4, 5, 6], dtype=torch.int32)
     assert expand_to_tokens(top_k, ends, 5).dtype is torch.int32
+
+
+def test_nothing_of_a_sampler_on_a_cpu_is_compiled(monkeypatch):
+    rejection, sampler = SimpleNamespace(), SimpleNamespace(Sampler=dict)
+    monkeypatch.setitem(sys.modules, "vllm.v1.sample.rejection_sampler", rejection)
+    monkeypatch.setitem(sys.modules, "vllm.v1.sample.sampler", sampler)
+    worker = VLLMWorkerExtension()
+    worker.model_runner = SimpleNamespace(device=torch.device("cpu"), sampler=None)
+    assert not worker.prepare_sampler()
+    assert rejection.expand_batch_to_tokens is expand_to_tokens
+    count = sampler.batched_count_greater_than
+    assert count is count_at_least
+    assert count(torch.tensor([[1.0, 3, 2], [0, 0, 0]]), torch.tensor([[2.0], [1]])).tolist() == [
+        2,
+        0,
+    ]
