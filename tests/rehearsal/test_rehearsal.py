@@ -23,9 +23,6 @@ SESSIONS = {
     "offload": [f"{TESTS}/training/test_colocation.py"],
 }
 
-# Whole runs, in interpreters of their own.
-FRESH = ("cuda_runs", "every recipe", "offload")
-
 
 @pytest.fixture(scope="module")
 def accelerated():
@@ -39,6 +36,5 @@ def accelerated():
 @pytest.mark.needs("c++")
 @pytest.mark.parametrize("name", SESSIONS)
 def test_rehearse(name, repository, accelerated):
-    environment = make_environment() if name in FRESH else accelerated
     words = ["-m", "pytest", "-q", "--no-header", "--durations=5", *SESSIONS[name]]
-    run_program(sys.executable, *words, cwd=repository, env=environment, timeout=None)
+    run_program(sys.executable, *words, cwd=repository, env=accelerated, timeout=None)
