@@ -253,15 +253,15 @@ def test_random_steps_of_the_quickstart_are_bit_equal(name, repository, tmp_path
     """10 of the supervised stage and of the one after it, both shorter than in the recipes."""
     recipe = repository / "ratchet" / "recipes" / f"{name}.yaml"
     last = "grpo" if name == "quickstart" else name
-    shorter = ["stages.sft.steps=12", f"stages.{last}.steps=12", f"stages.{last}.batch_size=32"]
+    shorter = ["stages.sft.steps=20", f"stages.{last}.steps=20", f"stages.{last}.batch_size=32"]
     shorter += [
         "evaluation.tasks=0",
         "evaluation.every=0",
-        "checkpoint.every=6",
+        "checkpoint.every=10",
         "logging.progress=off",
     ]
     assert start_run(recipe, shorter, tmp_path / "run", command="test") == 0
-    steps = random.Random(name).sample(range(1, 25), 10)
+    steps = random.Random(name).sample(range(1, 41), 10)
     found = played(tmp_path / "run", *steps)
     assert [str(difference) for verdict in found for difference in verdict.differences] == []
     assert len(found) == 10
