@@ -38,7 +38,12 @@ class ForkedRatchet:
         self._stderr = Path(paths[1])
         self.returncode: int | None = None
         self.pid = _server().start(
-            "command_line:run_in_fork", list(words), dict(environment), os.getcwd(), paths
+            "command_line:run_in_fork",
+            "command_line:run_command",
+            list(words),
+            dict(environment),
+            os.getcwd(),
+            paths,
         )
 
     def poll(self) -> int | None:

@@ -64,7 +64,7 @@ def test_every_prompt_is_trained_on_once_whoever_is_killed(cluster, kills, tmp_p
         def came(goal=reached, own=driver):
             return (steps_of(run) or [0])[-1] >= goal or own.process.poll() is not None
 
-        until(came, limit_s=200)
+        until(came, limit_s=300)
         if driver.process.poll() is not None:
             break
         if victim == "driver":

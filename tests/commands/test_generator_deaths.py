@@ -25,7 +25,7 @@ def started(tmp_path):
         driver = ForkedDriver(recipe, "--run-dir", tmp_path / "run", folder=tmp_path / "temporary")
         until(
             lambda: len(steps_of(tmp_path / "run")) > 3 or driver.process.poll() is not None,
-            limit_s=100,
+            limit_s=300,
         )
         time.sleep(random.Random(seed).random() * 0.2)
         driver.look()
@@ -58,7 +58,7 @@ def test_a_generator_is_killed_or_stopped(started, tmp_path, how, rank, worker_r
     assert "Traceback" not in said
     driver.assert_nothing_left()
     resumed = ForkedDriver("--resume", tmp_path / "run", folder=tmp_path / "temporary")
-    assert resumed.process.wait(120) == 0
+    assert resumed.process.wait(300) == 0
     assert steps_of(tmp_path / "run")[-1] == RECIPE["steps"]
 
 
@@ -69,7 +69,7 @@ def undisturbed(tmp_path_factory):
     recipe = folder / "probe.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "generator": {**WORKERS, "recovery": "restart"}}))
     driver = ForkedDriver(recipe, "--run-dir", folder / "run", folder=folder / "temporary")
-    assert driver.process.wait(120) == 0, driver.process.communicate()
+    assert driver.process.wait(300) == 0, driver.process.communicate()
     return [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -80,7 +80,7 @@ def test_another_takes_its_place(undisturbed, started, tmp_path, how, seed):
     """And the run ends as one in which nobody died."""
     driver = started(seed, recovery="restart")
     os.kill(driver.rank(seed % 2, role="generator"), how)
-    _, said = driver.process.communicate(timeout=100)
+    _, said = driver.process.communicate(timeout=300)
     assert driver.process.returncode == 0, said
     assert "generator restart 1 of at most 3" in (tmp_path / "run" / "run.log").read_text()
     rows = [

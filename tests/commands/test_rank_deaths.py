@@ -144,7 +144,7 @@ def started(recipe, run, seed: int, launcher: tuple[str, ...] = ()) -> Driver:
     start = Driver if launcher else ForkedDriver
     folder = recipe.parent / "temporary"
     driver = start(recipe, "--run-dir", run, folder=folder, launcher=launcher)
-    until(lambda: len(steps_of(run)) > 3 or driver.process.poll() is not None, limit_s=100)
+    until(lambda: len(steps_of(run)) > 3 or driver.process.poll() is not None, limit_s=300)
     time.sleep(random.Random(seed).random() * 0.2)  # anywhere in a step
     driver.look()
     assert driver.process.poll() is None, driver.process.communicate()
@@ -154,7 +154,7 @@ def started(recipe, run, seed: int, launcher: tuple[str, ...] = ()) -> Driver:
 def assert_goes_on(run: Path) -> None:
     """From its checkpoint to the end."""
     resumed = ForkedDriver("--resume", run, folder=run.parent / "temporary")
-    _, said = resumed.process.communicate(timeout=120)
+    _, said = resumed.process.communicate(timeout=300)
     assert resumed.process.returncode == 0, said
     assert "from step" in (run / "run.log").read_text()
     assert steps_of(run)[-1] == RECIPE["steps"]

@@ -138,7 +138,7 @@ class Training:
             self.process.send_signal(number)
         else:
             os.killpg(self.process.pid, number)
-        return self.process.communicate(timeout=60)[0]
+        return self.process.communicate(timeout=200)[0]
 
     def assert_saved(self, number: signal.Signals) -> None:
         log = (self.run / "run.log").read_text()
@@ -191,7 +191,7 @@ def test_a_terminal_that_closes_does_not_cost_a_step(start):
     os.set_blocking(ours, False)
     training.wait_for_steps(read_from=ours)
     os.close(ours)
-    assert training.process.wait(60) == 128 + signal.SIGHUP
+    assert training.process.wait(200) == 128 + signal.SIGHUP
     training.assert_saved(signal.SIGHUP)
 
 

@@ -27,7 +27,7 @@ def launched(what: str) -> tuple[int, dict, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("torchrun_driver.py")), what],
-        capture_output=True, text=True, env=environment, timeout=100, check=False,
+        capture_output=True, text=True, env=environment, timeout=300, check=False,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stderr

@@ -330,7 +330,7 @@ def test_a_run_never_imports_what_takes_longer_than_torch_itself(recipe, tmp_pat
         str(tmp_path / "run"),
         "stages.rl.steps=1",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -377,7 +377,7 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_run(recipe, tmp_path):
     while process.poll() is None and (not metrics.exists() or metrics.stat().st_size < 5000):
         time.sleep(0.05)
     process.terminate()
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     assert "starting it again" not in stderr
     assert list((run / "checkpoints").glob("step-*"))
