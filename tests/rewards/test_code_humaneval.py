@@ -9,6 +9,7 @@ import json
 import sys
 
 import pytest
+from recipes.daily import seed_of_today
 
 from ratchet.rewards.code.reward import Code, CodeConfig
 from ratchet.testing import answered
@@ -114,7 +115,8 @@ async def judged(reward, pairs):
 
 
 def check_all(reward, rows, every=1):
-    """every: each row has one of so many of its mutants, in turn."""
+    """every: each row has one of so many of its mutants, in turn, and another one tomorrow."""
+    today = seed_of_today(every)
     right = [(row, row["canonical_solution"]) for row in rows]
     whole = [
         (row, f"Here it is.\n```python\n{row['prompt']}{row['canonical_solution']}```\n")
@@ -132,7 +134,7 @@ def check_all(reward, rows, every=1):
         (row, name, text)
         for index, row in enumerate(rows)
         for number, (name, text) in enumerate(mutants(row).items())
-        if (index + number) % every == 0
+        if (index + number) % every == today
     ]
     named += [
         (row, f"returns {value}", f"    return {value}\n")
@@ -172,7 +174,7 @@ def test_helpers_of_the_prompt_that_the_tests_use_are_not_the_programs_to_redefi
 
 @pytest.mark.slow
 def test_all_solutions_pass_and_their_mutants_fail(reward, rows):
-    """Each mutant of a third of them; of the sample above, each of all."""
+    """Each solution with a third of its mutants, so that three days show all."""
     assert check_all(reward, rows, every=3) > 8 * len(rows)
 
 
