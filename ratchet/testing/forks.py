@@ -7,6 +7,7 @@ at a time. Each call has its own process, which may end with a status or by a si
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -111,6 +112,9 @@ def serve() -> None:
     """Run the server: for each line of input fork a process, and write its PID, then its status."""
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    # A collection in a fork would traverse, and so copy, what is imported.
+    gc.collect()
+    gc.freeze()
     _write_number(0)
     for line in sys.stdin:
         function, arguments, log = json.loads(line)

@@ -27,10 +27,10 @@ RANK_MODULES = (
 )
 CONTEXT = multiprocessing.get_context("forkserver")
 MEGATRON = ["ratchet.learners.megatron.learner"] if find_spec("megatron") else []
-CONTEXT.set_forkserver_preload([*RANK_MODULES, *MEGATRON])
+CONTEXT.set_forkserver_preload([*RANK_MODULES, *MEGATRON, "support.frozen_imports"])
 
 
-def run_ranks(world, target, *arguments, timeout_s=120):
+def run_ranks(world, target, *arguments, timeout_s=600):
     """The results by rank of `target` ("module:function"), called with (rank, *arguments)."""
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")

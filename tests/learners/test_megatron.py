@@ -83,7 +83,7 @@ def computed(size):
     return dict(
         zip(
             names,
-            by_case(run_ranks(size, "learners.megatron_cases:run", cases, timeout_s=240)),
+            by_case(run_ranks(size, "learners.megatron_cases:run", cases, timeout_s=900)),
             strict=False,
         )
     )
@@ -142,7 +142,7 @@ def test_a_critic_is_a_head_on_the_last_stage(options):
             2,
             "learners.megatron_cases:run",
             [{"shape": "untied", "kind": "ppo", "options": options}],
-            timeout_s=120,
+            timeout_s=600,
         )
     )
     check_alike(found, [1], expected("untied", "ppo"), "ppo")
@@ -152,9 +152,9 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path):
     """What it allocates at once is at most its buffer of gradients, about a fourth of the model;
     and its peak is a fourth of that of one process: with the model gathered it would be a third."""
     held, options = "learners.megatron_cases:held", {**SEQUENCE, "pipeline_parallel": 2}
-    ((_, alone, _, _),) = run_ranks(1, held, str(tmp_path / "alone"), {}, timeout_s=120)
+    ((_, alone, _, _),) = run_ranks(1, held, str(tmp_path / "alone"), {}, timeout_s=600)
     for largest, peak, own, whole in run_ranks(
-        4, held, str(tmp_path / "ranks"), options, timeout_s=120
+        4, held, str(tmp_path / "ranks"), options, timeout_s=600
     ):
         assert largest <= 1.05 * own
         assert peak < 0.28 * alone
@@ -171,7 +171,7 @@ def test_routes_are_replayed_and_losses_of_routers_reach_them():
     }
     cases = [{"shape": "sparse", "kind": "routed", "options": o} for o in options.values()]
     cases.append({"shape": "sparse", "kind": "balanced", "options": options["ep2"]})
-    results = by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=240))
+    results = by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=900))
     for found, case in zip(results, cases, strict=False):
         check_alike(found, [1], expected("sparse", case["kind"]), case["kind"])
     assert len(results) == len(cases)
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_tp2_goes_on_with_any_division(shape, distributed, tmp_p
     others = [
         case(division, first=2, steps=1, loaded_from=written) for division in READERS.values()
     ]
-    results = by_case(run_ranks(2, "learners.megatron_cases:run", [first, *others], timeout_s=240))
+    results = by_case(run_ranks(2, "learners.megatron_cases:run", [first, *others], timeout_s=900))
     for found in results[1:]:
         check_alike(found, [1], expected(shape, "grpo"), "grpo", first=2)
     assert len(results) == 1 + len(READERS)
@@ -220,7 +220,7 @@ def test_weights_of_unequal_stages_are_saved_bit_for_bit(tmp_path):
             loaded_from=str(tmp_path),
         ),
     ]
-    results = by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=120))
+    results = by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=600))
     check_alike(results[-1], [1], expected("five", "grpo"), "grpo", first=2)
     layers = [
         [

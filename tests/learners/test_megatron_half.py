@@ -35,7 +35,7 @@ def found():
         {"shape": shape, "kind": kind, "options": {**HALF, **DIVISIONS[name]}}
         for name, shape, kind in CASES
     ]
-    results = run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=240)
+    results = run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=900)
     return dict(zip(CASES, ([list(parts) for parts in zip(*results, strict=True)]), strict=False))
 
 

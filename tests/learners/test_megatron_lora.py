@@ -63,7 +63,7 @@ def computed(size):
     return dict(
         zip(
             names,
-            by_case(run_ranks(size, "learners.megatron_cases:run", cases, timeout_s=240)),
+            by_case(run_ranks(size, "learners.megatron_cases:run", cases, timeout_s=900)),
             strict=False,
         )
     )
@@ -112,7 +112,7 @@ def test_a_layer_that_is_computed_again_drops_the_same():
     ]
     kept, again = (
         found[0][0]
-        for found in by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=120))
+        for found in by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=600))
     )
     assert kept == again
     assert kept[0]["grad_norm"] != pytest.approx(
@@ -123,7 +123,7 @@ def test_a_layer_that_is_computed_again_drops_the_same():
 def test_a_critic_has_an_adapter_and_a_head():
     options = {"tensor_parallel": 2, "pipeline_parallel": 2}
     case = {"shape": "untied", "kind": "ppo", "options": options, "adapter": EVERY}
-    (found,) = by_case(run_ranks(4, "learners.megatron_cases:run", [case], timeout_s=120))
+    (found,) = by_case(run_ranks(4, "learners.megatron_cases:run", [case], timeout_s=600))
     check_adapted(found, options, "untied", "ppo", EVERY)
 
 
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_tp2_goes_on_with_any_division(distributed, tmp_path):
     cases = [case({**SEQUENCE}, steps=2, saved_to=written)]
     cases += [case(options, first=2, steps=1, loaded_from=written) for options in readers]
     cases.append({**case(readers[0], loaded_from=written), "shape": "untied"})
-    results = by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=240))
+    results = by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=900))
     for found, options in zip(results[1:], readers, strict=False):
         check_adapted(found, options, "tied", "grpo", EVERY, first=2)
     assert len(results) == len(cases)
@@ -155,7 +155,7 @@ def test_the_reference_is_the_base_and_the_export_is_pefts(tmp_path):
     base, the adapter, or both."""
     options = {**SEQUENCE, "pipeline_parallel": 2}
     found = run_ranks(
-        4, "learners.megatron_cases:apart", "untied", options, SOME, str(tmp_path), timeout_s=120
+        4, "learners.megatron_cases:apart", "untied", options, SOME, str(tmp_path), timeout_s=600
     )
     for base, off, on, again in (columns for columns in found if columns is not None):
         assert torch.equal(base, off)

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import gc
 import importlib
 import json
 import os
@@ -29,6 +30,9 @@ def main() -> None:
     address, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
+    # A collection in a fork would traverse, and so copy, what is imported.
+    gc.collect()
+    gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
