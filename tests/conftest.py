@@ -32,6 +32,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from hypothesis import settings
 from support.browser import browser  # noqa: F401  # a fixture
+from support.rotation import is_todays
 from support.warm_python import warm_environment  # noqa: F401  # a fixture
 
 # A shell that starts the suite in the background, or by nohup, has these ignored, and children
@@ -63,6 +64,14 @@ LONGEST_FILES = (
 LAST_PYTHON = {"gem": (3, 11)}  # of components without a release for later versions of Python
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--in-turn",
+        action="store_true",
+        help="leave out the slow tests of long files whose turn is another day (support/rotation.py)",
+    )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collect without garbage collection, and leave what was collected out of later ones.
@@ -80,7 +89,17 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files that xdist hands out one at a time: the longest first, then by tests."""
+    """Leave out what has its turn another day, and order the files that xdist hands out one at a
+    time: the longest first, then by tests."""
+    if config.getoption("--in-turn"):
+        tests_dir = REPOSITORY / "tests"
+        files = {item.path for item in items}
+        others = {path for path in files if not is_todays(str(path.relative_to(tests_dir)))}
+        items[:] = [
+            item
+            for item in items
+            if item.path not in others or item.get_closest_marker("slow") is None
+        ]
     if not hasattr(config, "workerinput"):
         return
     tests = Counter(item.path for item in items)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.rotation import todays
 
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.presets import get_preset
@@ -88,7 +89,7 @@ def cut_down(stage: StageConfig) -> Iterator[str]:
         yield f"{at}.rewards={json.dumps([{'kind': f'{__name__}:{name}'} for name in names])}"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", todays(RECIPES, 10))
 def test_a_recipe_runs_from_its_file_to_a_saved_model(name, benchmark, teacher, tmp_path):
     path = ROOT / "ratchet" / "recipes" / f"{name}.yaml"
     needed = benchmark.read_header(path).needs

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support import rotation
 
 ROOT = Path(__file__).resolve().parents[2]
 # Wider than the program's own: another processor rounds sums differently, and a run takes another
@@ -73,6 +74,22 @@ def test_each_recipe_has_its_turn(benchmark):
     assert all(len(set(three)) == 3 for three in drawn)
     assert {name for three in drawn[:3] for name in three} == set(names)
     assert sorted(benchmark.rotate(names, 9, 3)) == names
+
+
+def test_each_long_file_has_its_turn_in_three_days(monkeypatch):
+    files = [file for turn in rotation.TURNS for file in turn]
+    assert len(files) == len(set(files))
+    assert all((ROOT / "tests" / file).is_file() for file in files)
+    monkeypatch.delenv("RATCHET_TEST_ALL", raising=False)
+    ran = []
+    for day in range(3):
+        monkeypatch.setattr(rotation, "_count_days", lambda day=day: day)
+        ran += filter(rotation.is_todays, files)
+        assert rotation.is_todays("recipes/test_quickstart.py")
+        assert rotation.todays("abcd", 2) == [*("abcd" * 2)[2 * day : 2 * day + 2]]
+    assert sorted(ran) == sorted(files)
+    monkeypatch.setenv("RATCHET_TEST_ALL", "1")
+    assert all(map(rotation.is_todays, files))
 
 
 def test_only_a_result_below_its_header_misses(benchmark):
