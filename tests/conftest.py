@@ -95,11 +95,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tests_dir = REPOSITORY / "tests"
         files = {item.path for item in items}
         others = {path for path in files if not is_todays(str(path.relative_to(tests_dir)))}
-        items[:] = [
+        left_out = {
             item
             for item in items
-            if item.path not in others or item.get_closest_marker("slow") is None
-        ]
+            if item.path in others and item.get_closest_marker("slow") is not None
+        }
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     if not hasattr(config, "workerinput"):
         return
     tests = Counter(item.path for item in items)
