@@ -34,8 +34,8 @@ AHEAD = {
     "batch_size": 4,
 }
 CLUSTERS = {
-    "local": {"kind": "local", "silence_s": 10},
-    "ray": {"kind": "ray", "silence_s": 10, "object_store_mib": 128},
+    "local": {"kind": "local", "silence_s": 30},
+    "ray": {"kind": "ray", "silence_s": 30, "object_store_mib": 128},
 }
 
 

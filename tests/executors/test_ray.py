@@ -46,7 +46,7 @@ def executor(ray_token):
 
         machine = ClusterNode("here", 4, tuple(map(Accelerator, range(4))))
         patch.setattr(module, "find_node", lambda threads, device: machine)
-        config = RayClusterConfig(object_store_mib=128, silence_s=10, timeout_s=60)
+        config = RayClusterConfig(object_store_mib=128, silence_s=30, timeout_s=200)
         made = module.RayExecutor(config, threads=4, device="cpu")
         yield made
         made.close()
@@ -115,7 +115,7 @@ def test_silence(start):
     pids = group.call_now("pid")
     call = group.submit("hang")
     os.kill(pids[0], signal.SIGSTOP)
-    with pytest.raises(WorkerDied, match=r"rank 0 of 2 .* was silent for 10 s, and was killed"):
+    with pytest.raises(WorkerDied, match=r"rank 0 of 2 .* was silent for 30 s, and was killed"):
         call.result()
 
 
