@@ -92,12 +92,18 @@ def call_in_fork(
 
 @functools.cache
 def _server(modules: tuple[str, ...], paths: tuple[Path, ...]) -> ForkCaller:
+    return start_server(modules, paths)
+
+
+def start_server(modules: tuple[str, ...], paths: tuple[Path, ...] = ()) -> ForkCaller:
+    """Start a server of forks, which ends with this process. It runs one call at a time."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         map(str, [*paths, TESTS, *([before] if before else [])])
     )
     try:
-        server = ForkCaller(modules, log=Path(os.devnull))
+        with contextlib.chdir(TESTS.parent):  # a test may be in a directory that it removes
+            server = ForkCaller(modules, log=Path(os.devnull))
     finally:
         del os.environ["PYTHONPATH"]
         if before is not None:

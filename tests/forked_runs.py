@@ -5,7 +5,6 @@ They are forked from one server, which has imported what a training imports.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import functools
@@ -16,8 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import pytest
-from command_line import TESTS, TRAINING_MODULES
+from command_line import TRAINING_MODULES, start_server
 
 from ratchet.testing.forks import ForkCaller
 
@@ -88,9 +86,4 @@ def _end_last() -> None:
 
 @functools.cache
 def _server() -> ForkCaller:
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(TESTS.parent):
-        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
-        server = ForkCaller(TRAINING_MODULES, log=Path(os.devnull))
-    stack = contextlib.ExitStack()
-    atexit.register(stack.close)
-    return stack.enter_context(server)
+    return start_server(TRAINING_MODULES)

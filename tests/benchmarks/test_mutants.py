@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from recipes.daily import seed_of_today
+from support.rotation import count_days, runs_all
 
 MATHS = '''
 """Half of it has tests."""
@@ -147,7 +146,6 @@ def test_a_part_is_one_of_equal_ones(repository, tree):
 @pytest.mark.slow
 def test_a_sample_of_the_mutants_of_the_maths_leaves_no_survivor(repository):
     """A third of it today, and all of it in three days."""
-    today = f"{seed_of_today(3)}/3"
-    part = [] if os.environ.get("RATCHET_TEST_ALL") == "1" else ["--part", today]
+    part = [] if runs_all() else ["--part", f"{count_days() % 3}/3"]
     status, lines = mutants(repository, "--sample", "60", "--seed", "0", "--jobs", "2", *part)
     assert status == 0, "\n".join([*part, *lines])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
+from support.rotation import count_days
 
 
 def seed_of_today(seeds: int) -> int:
     """Return one of 0 to seeds - 1, the next one each day (UTC)."""
-    return datetime.datetime.now(datetime.UTC).date().toordinal() % seeds
+    return count_days() % seeds

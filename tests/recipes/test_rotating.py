@@ -83,7 +83,7 @@ def test_each_long_file_has_its_turn(monkeypatch):
     monkeypatch.delenv("RATCHET_TEST_ALL", raising=False)
     ran = []
     for day in range(len(rotation.TURNS)):
-        monkeypatch.setattr(rotation, "_count_days", lambda day=day: day)
+        monkeypatch.setattr(rotation, "count_days", lambda day=day: day)
         ran += filter(rotation.is_todays, files)
         assert rotation.is_todays("recipes/test_quickstart.py")
         assert rotation.todays("abcd", 2) == [*("abcd" * 2)[2 * day : 2 * day + 2]]

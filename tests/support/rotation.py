@@ -85,21 +85,23 @@ TURNS = (
 def todays(cases: Sequence[T], count: int) -> list[T]:
     """Return `count` of the cases, each day (UTC) the next ones, or all of them where the
     environment has RATCHET_TEST_ALL=1."""
-    if _runs_all():
+    if runs_all():
         return list(cases)
-    first = _count_days() * count
+    first = count_days() * count
     return [cases[(first + i) % len(cases)] for i in range(min(count, len(cases)))]
 
 
 def is_todays(file: str) -> bool:
     """Return True if the slow tests of a file (its path below tests/) run today."""
     turns = [i for i, files in enumerate(TURNS) if file in files]
-    return not turns or _runs_all() or turns[0] == _count_days() % len(TURNS)
+    return not turns or runs_all() or turns[0] == count_days() % len(TURNS)
 
 
-def _runs_all() -> bool:
+def runs_all() -> bool:
+    """Return True if the environment has RATCHET_TEST_ALL=1: nothing is left for another day."""
     return os.environ.get("RATCHET_TEST_ALL") == "1"
 
 
-def _count_days() -> int:
+def count_days() -> int:
+    """Return the number of the day (UTC)."""
     return datetime.datetime.now(datetime.UTC).date().toordinal()
