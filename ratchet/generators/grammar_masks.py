@@ -62,6 +62,7 @@ class GrammarCompiler:
         await asyncio.shield(compiling)
 
     async def _compile_in_thread(self, structured: StructuredOutput) -> None:
+        # llguidance releases the GIL while it compiles.
         try:
             self._keep(structured, await asyncio.to_thread(self._compile, structured))
         finally:
@@ -104,7 +105,6 @@ class GrammarCompiler:
         return matcher
 
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
-        # llguidance lets other threads run while it compiles.
         grammar = structured.compile()
         from llguidance import LLMatcher, LLParserLimits
 

@@ -11,19 +11,19 @@ T = TypeVar("T")
 # Files with the longest tests of `make test-slow`. One group has its turn each day.
 TURNS = (
     (
-        "recipes/test_in_part.py",
         "commands/report/test_browser.py",
         "commands/report/test_browser_answers.py",
         "commands/report/test_browser_runs.py",
+        "commands/test_ahead_deaths.py",
         "commands/test_mirrored_runs.py",
         "environments/test_textworld.py",
         "executors/test_torchrun.py",
         "generators/test_vllm_real.py",
         "learners/test_megatron_half.py",
         "observe/test_trackers.py",
+        "recipes/test_in_part.py",
         "recipes/test_ranks.py",
         "sandbox/test_engines.py",
-        "commands/test_ahead_deaths.py",
         "test_platforms.py",
     ),
     (

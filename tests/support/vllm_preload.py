@@ -74,9 +74,8 @@ def _prepare() -> None:
     # A process that waits for another spins for a second first, on cores that others need.
     queues: Any = import_module("vllm.distributed.device_communicators.shm_broadcast")
     queues.sched_yield = partial(time.sleep, POLL_S)
-    # vLLM collects garbage six times as it starts and ends, and would look through all of the above.
-    gc.collect()
-    gc.freeze()
+    # vLLM collects garbage six times as it starts and ends. The server freezes what it has imported,
+    # so that a collection doesn't look through all of it, and vLLM would undo that.
     gc.unfreeze = lambda: None
 
 

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import fcntl
 import functools
-import gc
 import importlib
 import json
 import os
@@ -28,11 +27,8 @@ def main() -> None:
     """Import the modules of the command line and serve at its first word, until the end of the
     input."""
     address, *modules = sys.argv[1:]
-    for module in modules:
+    for module in (*modules, "support.frozen_imports"):
         importlib.import_module(module)
-    # A collection in a fork would traverse, and so copy, what is imported.
-    gc.collect()
-    gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
