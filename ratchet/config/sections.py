@@ -130,7 +130,6 @@ class LearnerSection(Section):
     Attributes:
         is_distributed: True if the learner trains in processes of its own.
         has_own_adamw: True if the learner has its own AdamW and supports no other optimizer.
-        can_offload: True if the learner can be offloaded from its accelerator (colocation).
         supports_cpu_kernels: True if the learner can use Ratchet's CPU kernels.
         supports_pipeline_lora: True if the learner supports `lora` with several pipeline ranks.
         supports_freeze: True if the learner supports `model.freeze`.
@@ -141,7 +140,6 @@ class LearnerSection(Section):
 
     is_distributed: ClassVar[bool] = False
     has_own_adamw: ClassVar[bool] = False
-    can_offload: ClassVar[bool] = True
     supports_cpu_kernels: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = False
     supports_freeze: ClassVar[bool] = True

@@ -52,7 +52,8 @@ class ResourceRequest:
     ranks: int
     gpus: int = 0  # accelerators of each rank
     cpus: float = 0.0  # cores of each rank; 0: an equal share of the cores that are left
-    # Role that shares its accelerators and cores with this one, in turns; None: no sharing.
+    # Role whose accelerators and cores this one uses too, in turns, before it takes further ones;
+    # None: no sharing.
     colocated_with: str | None = None
     strategy: Strategy | None = None  # None: the cluster's
     accelerator: int | None = None  # index of the one that the role's only rank needs; None: any
@@ -105,19 +106,39 @@ class ResourceManager:
         """Raise ConfigError with a table of missing resources if the requests do not fit."""
         self.assign(requests)
 
-    def assign(self, requests: Sequence[ResourceRequest]) -> dict[str, tuple[ResourceBundle, ...]]:
-        """Return the bundles of each role, by rank. Raises ConfigError as `check` does."""
+    def assign(self, requests: Sequence[ResourceRequest]) -> dict[str, list[ResourceBundle]]:
+        """Return each role's bundles that are on no other role's accelerators (`combine`).
+
+        Raises ConfigError as `check` does.
+        """
         layout = _Layout(self.nodes)
         # The number of ranks that fit, for each role that does not fit as a whole.
         ranks_that_fit: dict[str, int] = {}
-        # Colocated roles come last: they need the bundles of the role that they share with.
-        for request in sorted(requests, key=lambda request: request.colocated_with is not None):
+        for request in _partners_first(requests):
             n_assigned = layout.assign_role(request, request.strategy or self.strategy)
             if n_assigned < request.ranks:
                 ranks_that_fit[request.role] = n_assigned
         if ranks_that_fit:
             raise ConfigError(self._describe_shortage(requests, ranks_that_fit))
         return layout.share_cores()
+
+    def combine(
+        self,
+        requests: Sequence[ResourceRequest],
+        own_bundles: Mapping[str, Sequence[ResourceBundle]],
+    ) -> dict[str, tuple[ResourceBundle, ...]]:
+        """Return all bundles of each role by rank, those on a partner's accelerators included.
+
+        own_bundles: what `assign` returns, or what another scheduler chose in its place.
+        """
+        position_by_node = {node.name: position for position, node in enumerate(self.nodes)}
+        bundles: dict[str, tuple[ResourceBundle, ...]] = {}
+        for request in _partners_first(requests):
+            partner = request.colocated_with
+            shared = [] if partner is None else assign_colocated(request, bundles[partner])
+            own = own_bundles[request.role]
+            bundles[request.role] = sort_bundles([*shared, *own], position_by_node)
+        return bundles
 
     def _describe_shortage(
         self, requests: Sequence[ResourceRequest], ranks_that_fit: Mapping[str, int]
@@ -146,26 +167,32 @@ class VirtualCluster:
 
     def __init__(self, manager: ResourceManager) -> None:
         self.manager = manager
-        self._bundles: dict[str, tuple[ResourceBundle, ...]] = {}
         self._requests: tuple[ResourceRequest, ...] = ()
+        self._own_bundles: dict[str, list[ResourceBundle]] = {}
+        self._bundles: dict[str, tuple[ResourceBundle, ...]] = {}
 
     def plan(self, requests: Sequence[ResourceRequest]) -> None:
         """Assign bundles to all roles. Raises ConfigError as `ResourceManager.check` does."""
-        self._bundles = self.manager.assign(requests)
         self._requests = tuple(requests)
+        self._own_bundles = self.manager.assign(requests)
+        self._bundles = self.manager.combine(requests, self._own_bundles)
+
+    @property
+    def own_requests(self) -> list[ResourceRequest]:
+        """Return what the roles request beside the resources that they share with a partner."""
+        return [
+            replace(request, ranks=len(own), colocated_with=None)
+            for request in self._requests
+            if (own := self._own_bundles[request.role])
+        ]
 
     def set_bundles(self, role: str, bundles: Sequence[ResourceBundle]) -> None:
-        """Replace a planned role's bundles by those that an external scheduler, such as Ray, chose.
+        """Replace a role's own bundles by those that an external scheduler, such as Ray, chose.
 
         The bundles may be in any order. Roles colocated with this one get new bundles too.
         """
-        position_by_node = {node.name: position for position, node in enumerate(self.manager.nodes)}
-        self._bundles[role] = sort_bundles(bundles, position_by_node)
-        for request in self._requests:
-            if request.colocated_with == role:
-                self._bundles[request.role] = sort_bundles(
-                    assign_colocated(request, self._bundles[role]), position_by_node
-                )
+        self._own_bundles[role] = list(bundles)
+        self._bundles = self.manager.combine(self._requests, self._own_bundles)
 
     def bundles(self, role: str) -> tuple[ResourceBundle, ...]:
         """Return a planned role's bundles by rank: in inventory order, neighbours together."""
@@ -175,35 +202,42 @@ class VirtualCluster:
         return self._bundles[role]
 
 
+def _partners_first(requests: Iterable[ResourceRequest]) -> list[ResourceRequest]:
+    """Return the requests with colocated roles last: they need their partners' bundles."""
+    return sorted(requests, key=lambda request: request.colocated_with is not None)
+
+
 class _Layout:
     """A partial assignment of roles: the nodes' free resources, and the bundles so far."""
 
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
-        self._position_by_node = {node.name: position for position, node in enumerate(nodes)}
         self._free_resources = [_FreeResources(node) for node in nodes]
         self._requests: dict[str, ResourceRequest] = {}
-        self._bundles: dict[str, tuple[ResourceBundle, ...]] = {}
+        self._own_bundles: dict[str, list[ResourceBundle]] = {}
 
     def assign_role(self, request: ResourceRequest, strategy: Strategy) -> int:
-        """Assign as many ranks of a role as fit, and return their number."""
+        """Assign as many ranks of a role as fit, and return their number.
+
+        A colocated role's ranks that find no room on its partner's accelerators get free ones.
+        """
         if request.role in self._requests:
             raise ConfigError(f"two roles are called '{request.role}'")
+        n_shared = 0
+        if request.colocated_with is not None:
+            partner = self._requests.get(request.colocated_with)
+            if partner is None or partner.colocated_with is not None:
+                raise ConfigError(
+                    f"role '{request.role}' can't be colocated with '{request.colocated_with}', "
+                    "which has no accelerators of its own"
+                )
+            n_shared = len(assign_colocated(request, self._own_bundles[request.colocated_with]))
         self._requests[request.role] = request
-        if request.colocated_with is None:
-            bundles = [
-                bundle
-                for _ in range(request.ranks)
-                if (bundle := self._assign_rank(request, strategy)) is not None
-            ]
-        elif request.colocated_with in self._bundles:
-            bundles = assign_colocated(request, self._bundles[request.colocated_with])
-        else:
-            raise ConfigError(
-                f"role '{request.role}' can't be colocated with '{request.colocated_with}', which "
-                "has no accelerators of its own"
-            )
-        self._bundles[request.role] = sort_bundles(bundles, self._position_by_node)
-        return len(bundles)
+        self._own_bundles[request.role] = [
+            bundle
+            for _ in range(request.ranks - n_shared)
+            if (bundle := self._assign_rank(request, strategy)) is not None
+        ]
+        return n_shared + len(self._own_bundles[request.role])
 
     def _assign_rank(self, request: ResourceRequest, strategy: Strategy) -> ResourceBundle | None:
         """Assign one rank to a node and return its bundle; None if it fits on no node."""
@@ -230,8 +264,8 @@ class _Layout:
             ),
         ).assign_rank(request)
 
-    def share_cores(self) -> dict[str, tuple[ResourceBundle, ...]]:
-        """Divide each node's free cores among its ranks, and return the bundles of all roles.
+    def share_cores(self) -> dict[str, list[ResourceBundle]]:
+        """Divide each node's free cores among its ranks, and return the own bundles of all roles.
 
         Ranks that requested no number of cores get equal shares.
         """
@@ -239,24 +273,19 @@ class _Layout:
             free.node.name: free.cpus / max(1, free.n_ranks_without_cores)
             for free in self._free_resources
         }
-        for request in self._requests.values():
-            if request.colocated_with is not None:
-                bundles = assign_colocated(request, self._bundles[request.colocated_with])
-            elif request.cpus:
-                bundles = self._bundles[request.role]
-            else:
-                bundles = [
-                    replace(bundle, cpus=cores_per_rank_by_node[bundle.node])
-                    for bundle in self._bundles[request.role]
-                ]
-            self._bundles[request.role] = sort_bundles(bundles, self._position_by_node)
-        return self._bundles
+        return {
+            role: [
+                replace(bundle, cpus=bundle.cpus or cores_per_rank_by_node[bundle.node])
+                for bundle in bundles
+            ]
+            for role, bundles in self._own_bundles.items()
+        }
 
 
 def assign_colocated(
     request: ResourceRequest, partner_bundles: Sequence[ResourceBundle]
 ) -> list[ResourceBundle]:
-    """Return a role's bundles on the accelerators of another role (colocation).
+    """Return a role's bundles on the accelerators of another role (colocation), as many as fit.
 
     A node's accelerators are regrouped: two ranks with one each make room for one rank with two.
     """

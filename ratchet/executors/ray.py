@@ -111,9 +111,16 @@ class RayExecutor:
         # Take the inventory again: nodes have Ray's names only after connecting.
         self._cluster = VirtualCluster(self._take_inventory())
         self._cluster.plan(requests)
+        for request in self._cluster.own_requests:
+            self._cluster.set_bundles(request.role, self._allocate(request))
         for request in requests:
-            if request.colocated_with is None:
-                self._cluster.set_bundles(request.role, self._allocate(request))
+            n_placed = len(self._cluster.bundles(request.role))
+            if n_placed < request.ranks:  # the partner's ranks lie on other nodes than planned
+                raise ConfigError(
+                    f"Ray's nodes for '{request.colocated_with}' have room for {n_placed} of "
+                    f"{request.role}'s {request}. Set cluster.strategy=pack, or "
+                    "cluster.colocated=false"
+                )
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
         """Start the actors of a planned role, or of one rank of it.

@@ -177,7 +177,6 @@ class MegatronConfig(DistributedConfig):
     division_check: ClassVar[str] = "ratchet.learners.distributed.checks:check_megatron"
     data_parallel_keys: ClassVar[tuple[str, ...]] = ("data_parallel",)
     has_own_adamw: ClassVar[bool] = True
-    can_offload: ClassVar[bool] = False
     supports_pipeline_lora: ClassVar[bool] = True
     supports_freeze: ClassVar[bool] = False
     supports_transformers: ClassVar[bool] = False

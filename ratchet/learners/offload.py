@@ -58,7 +58,7 @@ class Offloader:
             return tensor
         copy = previous
         if copy is None or not _has_layout(copy, tensor):
-            copy = _make_page_locked(tensor)
+            copy = make_page_locked(tensor)
         with torch.no_grad():
             copy.copy_(tensor, non_blocking=True)
         self._host_copies.append(copy)
@@ -79,7 +79,7 @@ def _has_layout(copy: Tensor, tensor: Tensor) -> bool:
     return (copy.dtype, copy.shape, copy.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
 
 
-def _make_page_locked(tensor: Tensor) -> Tensor:
+def make_page_locked(tensor: Tensor) -> Tensor:
     """Return an empty tensor like `tensor` in page-locked memory.
 
     It is in ordinary host memory, to which copies are slower, if no more can be locked.

@@ -132,10 +132,6 @@ REFUSED += [
         "learner.kind=megatron keeps none: remove optimizer.ema_decay",
     ),
     (f"{MEGATRON} learner.dp_shard=2", "learner.dp_shard: unknown key"),
-    (
-        f"{MEGATRON} cluster.colocated=true",
-        "learner.kind=megatron never frees its accelerator: set learner.kind=dtensor",
-    ),
 ]
 REFUSED_ON_RAY = [
     ("cluster.gpus_per_node=4", "cluster.gpus_per_node=4, but node "),

@@ -48,6 +48,9 @@ ROOM = [
     # colocated: the same devices, dealt out anew
     ([A4, B4], [ResourceRequest("generator", 2, gpus=4, colocated_with="learner"), ResourceRequest("learner", 8, gpus=1)], "pack",
      {"learner": [(n, str(i)) for n in "ab" for i in range(4)], "generator": [("a", "0,1,2,3"), ("b", "0,1,2,3")]}),
+    # colocated, and larger than the partner: the partner's devices first, then free ones
+    ([A4, B4], [ResourceRequest("generator", 3, gpus=2, colocated_with="learner"), ResourceRequest("learner", 3, gpus=1)], "pack",
+     {"learner": [("a", "0"), ("a", "1"), ("a", "2")], "generator": [("a", "0,1"), ("b", "0,1"), ("b", "2,3")]}),
     # devices that are not in a row
     ([node("a", (1, 3, 6))], [ResourceRequest("learner", 2, gpus=1)], "pack", {"learner": [("a", "1"), ("a", "3")]}),
     # the accelerator that a role needs, whichever is the nearest

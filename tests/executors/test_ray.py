@@ -122,7 +122,7 @@ def test_silence(start):
 def test_accelerators_and_roles_beside_each_other(executor):
     needs = [
         ResourceRequest("learner", 2, gpus=1, cpus=0.25),
-        ResourceRequest("generator", 1, gpus=2, colocated_with="learner"),
+        ResourceRequest("generator", 2, gpus=2, colocated_with="learner"),
     ]
     executor.plan(needs)
     groups = [executor.group(need.role) for need in needs]
@@ -130,8 +130,8 @@ def test_accelerators_and_roles_beside_each_other(executor):
         group.build_now(TINY)
     learner, generator = groups
     assert learner.call_now("environ", "CUDA_VISIBLE_DEVICES") == ["0", "1"]
-    assert generator.call_now("environ", "CUDA_VISIBLE_DEVICES") == ["0,1"]
-    assert [place.device for place in generator.call_now("where")] == ["cuda:0"]
+    assert generator.call_now("environ", "CUDA_VISIBLE_DEVICES") == ["0,1", "2,3"]
+    assert [place.device for place in generator.call_now("where")] == ["cuda:0"] * 2
     for group in groups:
         group.close()
 

@@ -46,7 +46,7 @@ from ratchet.models.transformers.policy import TransformersPolicy
 from ratchet.protocols import Shard, WeightSync
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_generator
-from ratchet.training.from_config import build_policy
+from ratchet.training.from_config import build_executor, build_policy, start_processes
 from ratchet.training.loop import train
 from ratchet.training.stage_from_config import build_run
 from ratchet.types import Sampling, StopReason
@@ -588,14 +588,17 @@ async def takes_turns():
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(RECIPE)
         apart = await rewards(load_config(recipe, more))
-        together = await rewards(load_config(recipe, [*more, "cluster.colocated=true"]))
-    # vLLM's sums depend on who else is in a batch
-    assert together == pytest.approx(apart, abs=0.05)
+        for learner in ("local", "megatron"):
+            turns = ["cluster.colocated=true", f"learner.kind={learner}"]
+            together = await rewards(load_config(recipe, [*more, *turns]))
+            # vLLM's sums depend on who else is in a batch
+            assert together == pytest.approx(apart, abs=0.05), learner
 
 
 async def rewards(config):
     found = []
-    made = build_policy(config)
+    executor = build_executor(config)
+    made = start_processes(config, executor, build_policy(config))
     sleeps, sleep = [], made.generator.offload
 
     async def counted():
@@ -615,6 +618,7 @@ async def rewards(config):
             await run.close()
     finally:
         await made.close()
+        executor.close()
     assert len(set(sleeps)) == (5 if config.cluster.colocated else 0), sleeps
     return found[5:]
 

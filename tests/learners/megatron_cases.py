@@ -134,20 +134,60 @@ def step_of(learner, kind, step):
     return dict(learner.update([micro.batch for micro in micros_of(learner, batch, terms)], terms))
 
 
-def one(shape, kind, options, first=0, steps=3, saved_to=None, loaded_from=None, adapter=None):
+def one(
+    shape,
+    kind,
+    options,
+    first=0,
+    steps=3,
+    saved_to=None,
+    loaded_from=None,
+    adapter=None,
+    takes_turns=False,
+):
+    """takes_turns: the learner is offloaded before and after each step, and saved offloaded."""
     from ratchet.models.megatron.build import destroy_process_groups
 
     learner = made(shape, kind, options, adapter)
     if loaded_from is not None:
         learner.load(Path(loaded_from))
-    metrics = [step_of(learner, kind, step) for step in range(first, first + steps)]
+    metrics = []
+    for step in range(first, first + steps):
+        if takes_turns:
+            leave_device(learner)
+            learner.onload()
+        metrics.append(step_of(learner, kind, step))
     micros = micros_of(learner, weighed(kind, 0)[0])
     columns = learner.score([micro.batch for micro in micros], wanted(kind))
+    if takes_turns:
+        leave_device(learner)
     blocks = [(b.name, b.shape, b.offsets, b.tensor.clone()) for b in learner.weights()]
     if saved_to is not None:
         learner.save(Path(saved_to))
     destroy_process_groups()
     return metrics, blocks, [micro.rows for micro in micros] if columns else [], columns
+
+
+def leave_device(learner):
+    """Offload, and hold the learner to it: no memory is left where its tensors lay, or their
+    gradients, and what it sends is what it sent."""
+    from ratchet.learners.megatron.offload import list_gradient_buffers, list_learner_tensors
+
+    sent = [block.tensor.clone() for block in learner.weights()]
+    memory = [
+        tensor.untyped_storage()
+        for tensor in (
+            *list_learner_tensors(learner.model, learner.optimizer),
+            *list_gradient_buffers(learner.chunks),
+            *(p.main_grad for chunk in learner.model.chunks for p in chunk.parameters()),
+        )
+    ]
+    assert all(storage.nbytes() for storage in memory)
+    for _ in range(2):  # twice: two roles may have one learner
+        learner.offload()
+    assert not any(storage.nbytes() for storage in memory)
+    for block, before in zip(learner.weights(), sent, strict=True):
+        assert torch.equal(block.tensor, before), block.name
 
 
 def apart(rank, shape, options, adapter, directory):

@@ -202,6 +202,30 @@ def test_a_checkpoint_of_tp2_goes_on_with_any_division(shape, distributed, tmp_p
     assert len(results) == 1 + len(READERS)
 
 
+def test_a_learner_that_leaves_its_device_between_steps_computes_the_same(tmp_path):
+    """It is saved while it is offloaded, and goes on from there."""
+
+    def case(name, **more):
+        shape, options = CASES[name]
+        return {"shape": shape, "kind": "grpo", "options": options, "takes_turns": True, **more}
+
+    saved = "dp2 distributed optimizer"
+    cases = [
+        *(case(name) for name in ("dp2", "pp2 interleaved", "ep2")),
+        case("dp2", options={**CASES["dp2"][1], "weights": "bfloat16"}),
+        case(saved, steps=2, saved_to=str(tmp_path)),
+        case(saved, first=2, steps=1, loaded_from=str(tmp_path)),
+    ]
+    wholes = [{**case, "takes_turns": False} for case in cases]
+    results = by_case(run_ranks(2, "learners.megatron_cases:run", [*cases, *wholes], timeout_s=900))
+    assert len(results) == 2 * len(cases)
+    for found, whole in zip(results[: len(cases)], results[len(cases) :], strict=True):
+        assert [rank[0] for rank in found] == [rank[0] for rank in whole]
+        mine, wanted = assembled(found), assembled(whole)
+        assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+    check_alike(results[len(cases) - 1], [1], expected("untied", "grpo"), "grpo", first=2)
+
+
 def test_weights_of_unequal_stages_are_saved_bit_for_bit(tmp_path):
     """What ranks of 3 and 2 layers save is what they send, to the converter as to ranks of 1 and 4
     or 4 and 1 layers, and two of those train on."""

@@ -290,14 +290,9 @@ def generator(value: Any, config: PeerConfig) -> Any:
             keys[recipe_key] = config.whole(f"{ROLLOUT}.{their_key}")
     if replicas > 1:
         keys = {"kind": "workers", "workers": replicas, "worker": keys}
-    colocation = {} if engine(config) == "megatron" else {"cluster.colocated": True}
-    note = (
-        "learner and vLLM are colocated, as there"
-        if colocation
-        else "vLLM can't be colocated with learner.kind=megatron: lower data_parallel or workers, "
-        "so that both fit"
+    return Values(
+        {"generator": keys, "cluster.colocated": True}, "learner and vLLM are colocated, as there"
     )
-    return Values({"generator": keys, **colocation}, note)
 
 
 def nodes(value: Any, config: PeerConfig) -> Any:

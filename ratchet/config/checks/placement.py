@@ -78,7 +78,7 @@ def _check_cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that learner and generator can leave an accelerator and sync from host memory."""
+    """Check that the generator can leave an accelerator, and syncs from host memory."""
     if not config.colocated:
         return
     if not stage.generator.can_offload:
@@ -88,14 +88,6 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
             "generator.kind=vllm, or remove cluster.colocated",
             "cluster.colocated",
             "generator.kind",
-        )
-    if not stage.learner.can_offload:
-        yield clash(
-            "cluster.colocated lets learner and generator take turns on accelerators, and "
-            f"learner.kind={stage.learner.kind_name} never frees its accelerator: set "
-            "learner.kind=dtensor, or remove cluster.colocated",
-            "cluster.colocated",
-            "learner.kind",
         )
     if stage.weight_sync.reads_accelerator:
         yield clash(

@@ -34,6 +34,11 @@ from ratchet.learners.distributed.base import RankForward, RankLearner
 from ratchet.learners.distributed.frozen_fingerprint import fingerprint_across_ranks
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.export import HEAD, export_blocks
+from ratchet.learners.megatron.offload import (
+    StorageOffloader,
+    list_gradient_buffers,
+    list_learner_tensors,
+)
 from ratchet.learners.megatron.state import load_state, save_state
 from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.convert.dimensions import Dimensions
@@ -110,6 +115,11 @@ class MegatronLearner(RankLearner):
                 settings: Any = model.chunks[0].config  # All chunks share it.
                 settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             self.optimizer = _make_optimizer(self.chunks, optimizer, config)
+        self._offloader = StorageOffloader(
+            partial(list_learner_tensors, model, self.optimizer),
+            partial(list_gradient_buffers, () if optimizer is None else self.chunks),
+            device,
+        )
 
     # --- computing
 
@@ -226,13 +236,11 @@ class MegatronLearner(RankLearner):
         groups = self.optimizer.param_groups
         return sum(2 * parameter.nbytes for group in groups for parameter in group["params"])
 
-    def onload(self) -> None: ...
+    def onload(self) -> None:
+        self._offloader.onload()
 
     def offload(self) -> None:
-        """Do nothing: Megatron's buffers stay on the device.
-
-        The configuration does not allow colocation with this learner.
-        """
+        self._offloader.offload()
 
     def weights(self) -> Iterator[Shard]:
         is_frozen = self.model.adapter is not None

@@ -271,6 +271,14 @@ def test_roll_places_are_counted_or_refused() -> None:
     ):
         flat = from_keys("roll", "RLVR", {**base, "actor_train.device_mapping": mapping}).flat
         assert flat["learner.dp_shard"] == count
+    infer = {"actor_infer.strategy_args.strategy_name": "vllm"}
+    for train, theirs, shares in (
+        ("list(range(0,8))", "list(range(8,16))", None),
+        ("list(range(0,4))", "[2, 3] + list(range(4, 8))", True),
+    ):
+        mappings = {"actor_train.device_mapping": train, "actor_infer.device_mapping": theirs}
+        flat = from_keys("roll", "RLVR", {**base, **infer, **mappings}).flat
+        assert flat.get("cluster.colocated") is shares
     strange = from_keys("roll", "RLVR", {**base, "actor_train.device_mapping": "list(sorted(a))"})
     assert "device_mapping" in item(strange, "actor_train.strategy_args.strategy_name").note
 

@@ -149,14 +149,8 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     devices = count_gpus(config) - count_learner_gpus(config) if is_apart else count_gpus(config)
     replicas = max(1, devices // (keys["tensor_parallel"] * pipeline))
     generator = {"kind": "workers", "workers": replicas, "worker": keys} if replicas > 1 else keys
-    colocation = {} if is_apart or uses_megatron(config) else {"cluster.colocated": True}
-    note = (
-        "vLLM can't be colocated with learner.kind=megatron: lower data_parallel or workers, so "
-        "that both fit"
-        if uses_megatron(config) and not is_apart
-        else ""
-    )
-    return Values({"generator": generator, **colocation}, note)
+    colocation = {} if is_apart else {"cluster.colocated": True}
+    return Values({"generator": generator, **colocation})
 
 
 def convert_nodes(value: Any, config: PeerConfig) -> Any:

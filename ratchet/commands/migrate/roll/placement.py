@@ -28,26 +28,32 @@ MAX_LAYOUT = 10_000  # maximum characters of a layout, before and after its repe
 
 
 def count_accelerators(role: str, config: PeerConfig) -> int:
-    """Return the number of accelerators of a role, at least 1.
+    """Return the number of accelerators of a role, at least 1."""
+    return max(1, len(_list_devices(role, config)))
+
+
+def _list_devices(role: str, config: PeerConfig) -> list[int]:
+    """Return the accelerators of a role by their numbers; [] if it names none.
 
     The role's device_mapping is a sum of Python ranges and lists. It is parsed, never executed.
     """
     key = f"{role}.device_mapping"
     mapping = config[key]
     if mapping is None:
-        return 1
+        return []
     if isinstance(mapping, list):
-        return max(1, len(mapping))
-    return max(1, sum(_count_devices(part.strip(), key) for part in str(mapping).split("+")))
+        return [numbers.whole(device) for device in mapping]
+    parts = str(mapping).split("+")
+    return [device for part in parts for device in _parse_devices(part.strip(), key)]
 
 
-def _count_devices(text: str, key: str) -> int:
-    """Return the number of devices in one range or list. Raises InvalidValue for any other text."""
+def _parse_devices(text: str, key: str) -> list[int]:
+    """Return the devices of one range or list. Raises InvalidValue for any other text."""
     if match := LIST.fullmatch(text):
-        return len([device for device in match[1].split(",") if device.strip()])
+        return [numbers.whole(part.strip()) for part in match[1].split(",") if part.strip()]
     if (match := RANGE.fullmatch(text)) and len(text) < 100:
         devices = numbers.parse_range(match[1], match[2], match[3])
-        return len(devices[:MAX_DEVICES])
+        return list(devices[:MAX_DEVICES])
     raise InvalidValue(
         f"{key} is {text[:40]!r}, and not of the form list(range(0,8)) or [0,1]: set learner, "
         "generator and cluster by hand"
@@ -174,13 +180,13 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
         )
     keys, replicas = make_vllm("actor_infer", config)
     generator = {"kind": "workers", "workers": replicas, "worker": keys} if replicas > 1 else keys
-    megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
-    note = (
-        "vLLM can't be colocated with learner.kind=megatron: both need accelerators of their own"
-        if megatron
-        else "if learner and vLLM share accelerators, set cluster: {colocated: true}"
+    train_devices = _list_devices("actor_train", config)
+    if set(train_devices).isdisjoint(_list_devices("actor_infer", config)):
+        return Values({"generator": generator})
+    return Values(
+        {"generator": generator, "cluster.colocated": True},
+        "learner and vLLM take turns on the accelerators that both have, as there",
     )
-    return Values({"generator": generator}, note)
 
 
 def make_vllm(role: str, config: PeerConfig) -> tuple[dict[str, Any], int]:
