@@ -150,6 +150,10 @@ class WorkerError(RatchetError):
     pass
 
 
+class NoRoomError(WorkerError):
+    """No machine of the cluster has room for a worker whose machine was lost."""
+
+
 class WorkerDied(WorkerError):
     """The error for a worker process that ended or was killed.
 

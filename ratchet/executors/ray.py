@@ -12,13 +12,14 @@ import socket
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ratchet.errors import ConfigError, MissingDependency, WorkerError
+from ratchet.errors import ConfigError, MissingDependency, NoRoomError, WorkerError
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.devices import find_node
 from ratchet.executors.placement import (
@@ -70,6 +71,7 @@ log = logging.getLogger(__name__)
 MIB = 2**20
 # Longest waits, in seconds:
 ROOM_S = 120.0  # until other jobs of the cluster free resources
+MOVE_S = 2.0  # until Ray has moved the bundles of a lost node
 REACH_S = 10.0  # until a cluster answers
 # Until a node returns the log of its dead actor. A busy node needs seconds to start the reader.
 LOG_S = 20.0
@@ -90,7 +92,9 @@ class RayExecutor:
         self.device = device
         self._manager: ResourceManager | None = None
         self._cluster: VirtualCluster | None = None
-        self._placement_groups: list[PlacementGroup] = []
+        self._placements: dict[str, PlacementGroup] = {}  # by role
+        # Bundles of ranks whose planned node was lost.
+        self._moved_bundles: dict[tuple[str, int], ResourceBundle] = {}
         self._groups: list[WorkerGroup] = []
         self._owns_connection = False
         # The folder of a Ray that this executor has started.
@@ -125,7 +129,11 @@ class RayExecutor:
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
         """Start the actors of a planned role, or of one rank of it.
 
-        It does not wait until they have started; the first call does.
+        It does not wait until they have started; the first call does. A rank whose node was lost
+        starts on the node that Ray has found for it.
+
+        Raises:
+            NoRoomError: The node of `rank` was lost, and no other has room for it.
         """
         assert self._cluster is not None, "`plan` must be called before `group`"
         bundles = self._cluster.bundles(role)
@@ -133,7 +141,7 @@ class RayExecutor:
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
         for rank_number in range(len(bundles)) if rank is None else (rank,):
-            bundle = bundles[rank_number]
+            bundle = self._find_bundle(role, rank_number)
             host = hosts[bundle.node]
             device = "cuda:0" if bundle.accelerators else "cpu"
             places.append(
@@ -156,9 +164,9 @@ class RayExecutor:
 
     def release(self) -> None:
         """Free the resources of the plan."""
-        for placement in self._placement_groups:
+        for placement in self._placements.values():
             remove_placement_group(placement)
-        self._placement_groups = []
+        self._placements, self._moved_bundles = {}, {}
 
     def close(self) -> None:
         """End all groups and disconnect from Ray. End Ray itself if this executor started it."""
@@ -259,7 +267,7 @@ class RayExecutor:
         resources = {"CPU": max(0.01, cpus)} | ({"GPU": request.gpus} if request.gpus else {})
         strategy = request.strategy or self.config.strategy
         placement = placement_group([resources] * request.ranks, strategy=STRATEGIES[strategy])
-        self._placement_groups.append(placement)
+        self._placements[request.role] = placement
         with waiting("driver", f"room for {request.role}", "Ray", ROOM_S):
             is_ready = placement.wait(ROOM_S)
         if not is_ready:
@@ -272,28 +280,59 @@ class RayExecutor:
                 f"role '{request.role}' needs {request}; the cluster has these, but other jobs "
                 f"use them (free: {free or 'none'}). Wait for those jobs, or request less"
             )
-        nodes: Mapping[int, str] = placement_group_table(placement)["bundles_to_node_id"]
-        devices = self._find_devices(placement, request) if request.gpus else [()] * request.ranks
-        return [
-            ResourceBundle(nodes[i], tuple(map(Accelerator, devices[i])), cpus)
-            for i in range(request.ranks)
-        ]
+        return _read_bundles(placement, request.gpus, cpus)
 
-    def _find_devices(
-        self, placement: PlacementGroup, request: ResourceRequest
-    ) -> list[Sequence[int]]:
-        return ray.get(
+    def _find_bundle(self, role: str, rank: int) -> ResourceBundle:
+        """Return the bundle of a rank, on another node if its own was lost.
+
+        Ray moves the bundles of a lost node to others by itself, or to a node that joins later.
+        """
+        assert self._cluster is not None
+        bundles = [
+            self._moved_bundles.get((role, number), bundle)
+            for number, bundle in enumerate(self._cluster.bundles(role))
+        ]
+        bundle = bundles[rank]
+        live_nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if bundle.node in live_nodes:
+            return bundle
+        placement = self._placements.get(role)
+        if placement is None or not placement.wait(MOVE_S):
+            raise NoRoomError(
+                f"the node of {role} rank {rank} was lost, and no other node has room for it"
+            )
+        # Ranks without accelerators share places: (a node, ()) occurs once for each of them.
+        taken = Counter((other.node, other.accelerators) for other in bundles)
+        for candidate in _read_bundles(placement, len(bundle.accelerators), bundle.cpus):
+            place = (candidate.node, candidate.accelerators)
+            taken[place] -= 1
+            if candidate.node in live_nodes and taken[place] < 0:
+                self._moved_bundles[role, rank] = candidate
+                return candidate
+        raise NoRoomError(f"the node of {role} rank {rank} was lost, and Ray gave it no other")
+
+
+def _read_bundles(placement: PlacementGroup, gpus: int, cpus: float) -> list[ResourceBundle]:
+    """Return a placement group's bundles, with the nodes and accelerators that Ray assigned."""
+    nodes: Mapping[int, str] = placement_group_table(placement)["bundles_to_node_id"]
+    devices: list[Sequence[int]] = [()] * len(nodes)
+    if gpus:
+        devices = ray.get(
             [
                 find_assigned_devices.options(
-                    num_gpus=request.gpus,
+                    num_gpus=gpus,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         placement, placement_group_bundle_index=index
                     ),
                 ).remote()
-                for index in range(request.ranks)
+                for index in range(len(nodes))
             ],
             timeout=ROOM_S,
         )
+    return [
+        ResourceBundle(nodes[i], tuple(map(Accelerator, devices[i])), cpus)
+        for i in range(len(nodes))
+    ]
 
 
 def _check_reachable(address: str) -> None:

@@ -18,7 +18,15 @@ from generators.workers_play import (
 from pydantic import ValidationError
 
 from ratchet.config.resolve import import_object, resolve
-from ratchet.errors import DataError, RatchetError, WeightSyncError, WorkerDied, WorkerRaised
+from ratchet.errors import (
+    DataError,
+    NoRoomError,
+    RatchetError,
+    WeightSyncError,
+    WorkerDied,
+    WorkerError,
+    WorkerRaised,
+)
 from ratchet.experience.rollout.remote_manager import RemoteRolloutManager
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.workers.batch_protocol import CompletionBatch
@@ -257,12 +265,12 @@ def linked(router, learner):
     """A link to all workers, and the way to bring up those that come later."""
     outlet = LocalRank(WeightSender(learner))
 
-    async def catch_up(receivers):
+    async def push_to_some(receivers, version):
         link = SharedMemoryWeightSync(outlet, receivers)
-        await link.push(router.version)
+        await link.push(version)
         await link.close()
 
-    router.catch_up = catch_up
+    router.push_to_some = push_to_some
     return RecoveringWeightSync(SharedMemoryWeightSync(outlet, router.receivers), router)
 
 
@@ -308,6 +316,42 @@ def test_a_replacement_serves_with_the_pushed_weights_alone(workers):
     assert router.n_restarts == 1
     assert columns(found) == columns(drawn(wanted, requests(20, new=100)))
     assert all(own.component.generator.version == 8 for own in started if own.left is None)
+
+
+def test_a_worker_that_finds_no_room_is_absent_until_a_weight_sync_finds_some(caplog):
+    """The others draw the same tokens; the run ends only when nobody is left."""
+    router, started = router_here(2, recovery="restart", max_restarts=3)
+    learner, wanted, start_again = Holder(5), engine(5), router._start_worker
+    asyncio.run(wanted.commit(4))
+
+    def no_room(rank):
+        raise NoRoomError(f"no other node has room for rank {rank}")
+
+    async def play():
+        link = linked(router, learner)
+        await link.push(3)
+        router._start_worker = no_room
+        started[1].left = 0
+        await asyncio.gather(*(router.generate(*request) for request in requests(12)))
+        for version in (3, 4):
+            await link.push(version)
+            assert await link.audit() is None
+        found = await asyncio.gather(*(router.generate(*request) for request in requests(12)))
+        router._start_worker = start_again
+        await link.push(5)
+        assert await link.audit() == []
+        await link.close()
+        return found
+
+    assert columns(asyncio.run(play())) == columns(drawn(wanted, requests(12)))
+    assert [queue.is_current for queue in router.queues] == [True, True]
+    assert [worker.component.generator.version for worker in (started[0], started[2])] == [5, 5]
+    assert router.n_restarts == 1
+    assert caplog.text.count("goes on with 1 of 2 workers") == 1
+    router._start_worker = no_room
+    started[0].left = started[2].left = 0
+    with pytest.raises(WorkerError, match="no other node has room for rank"):
+        drawn(router, requests(12))
 
 
 @pytest.mark.parametrize("method", ["prepare", "verify_and_stage", "commit"])

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.errors import RatchetError, WeightSyncError, WorkerError, WorkerRaised
+from ratchet.errors import NoRoomError, RatchetError, WeightSyncError, WorkerError, WorkerRaised
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.workers.config import GeneratorWorkersConfig
+from ratchet.generators.workers.receivers import PoolReceivers
 from ratchet.generators.workers.worker_queue import PendingRequest, WorkerQueue
 from ratchet.protocols import Generator, Shard
 from ratchet.types import Completion, PlacedMedium, Sampling
@@ -39,8 +40,7 @@ class GeneratorPool(Generator):
 
     Attributes that the weight sync uses:
         push_lock: is held during a push of weights.
-        catch_up: pushes the current version to the given receivers only; None: there is no weight
-            sync.
+        push_to_some: pushes a version to the given receivers only; None: there is no weight sync.
         on_restart: is called after each restart.
     """
 
@@ -65,11 +65,11 @@ class GeneratorPool(Generator):
         self.version = 0
         self.queues = [WorkerQueue(rank) for rank in range(config.workers)]
         self.push_lock = asyncio.Lock()
-        self.catch_up: Callable[[PoolReceivers], Awaitable[None]] | None = None
+        self.push_to_some: Callable[[PoolReceivers, int], Awaitable[None]] | None = None
         self.on_restart: Callable[[], object] = lambda: None
         self.final_error: Exception | None = None  # the error that ended the pool
         self.records_routes = self.records_masks = False
-        # Machines of the workers; a replacement starts on the same machine.
+        # Machines of the workers. A replacement starts on the same one, while it is there.
         self.hosts: set[str] = set()
         self._start_worker: Callable[[int], Workers] | None = None
         self._numbers = itertools.count()
@@ -106,20 +106,32 @@ class GeneratorPool(Generator):
         return PoolReceivers(self, self.queues)
 
     @property
+    def present_receivers(self) -> PoolReceivers:
+        """Return the receivers of weights at the workers that run."""
+        return PoolReceivers(self, [q for q in self.queues if q.process is not None])
+
+    @property
     def _processes(self) -> list[Workers]:
         return [queue.process for queue in self.queues if queue.process is not None]
 
-    async def rebuild(self) -> bool:
+    async def rebuild(self, *, retries_absent: bool = False) -> bool:
         """Start a new process for each lost worker. Return True if a worker was lost.
 
-        The process starts with the run's first weights, and serves requests after a push. Raise the
-        error that ended the pool, if there is one.
+        The process starts with the run's first weights, and serves requests after a push. A worker
+        for which no machine has room is absent: the others do its work, and it is no longer counted
+        as lost. Raise the error that ended the pool, if there is one.
+
+        Args:
+            retries_absent: True to look for room for absent workers again.
         """
-        lost_queues = [queue for queue in self.queues if queue.process is None]
-        await asyncio.gather(*(self._replace(queue) for queue in lost_queues))
+        queues = [
+            q for q in self.queues if q.process is None and (retries_absent or not q.is_absent)
+        ]
+        is_change = not all(queue.is_absent for queue in queues)
+        await asyncio.gather(*(self._replace(queue) for queue in queues))
         if self.final_error is not None:
             raise self.final_error
-        return bool(lost_queues)
+        return is_change
 
     async def _replace(self, queue: WorkerQueue) -> None:
         if queue.lost_process is not None:
@@ -128,13 +140,32 @@ class GeneratorPool(Generator):
         while self.final_error is None:
             try:
                 process = await finish_in_thread(lambda: self._start_process(queue))
+                queue.is_absent = False
                 if self._paused:
                     await process.call("pause")
+            except NoRoomError as error:
+                self._mark_absent(queue, error)
             except WorkerError as error:
                 queue.process = None
                 self._count_loss(error)
                 continue
             return
+
+    def _mark_absent(self, queue: WorkerQueue, error: NoRoomError) -> None:
+        """Go on without a worker, or end the pool if it was the last."""
+        if queue.is_absent:
+            return
+        queue.is_absent = True
+        n_present = sum(not queue.is_absent for queue in self.queues)
+        if n_present == 0:
+            self._end_pool(error)
+            return
+        log.warning(
+            "%s. Generation goes on with %d of %d workers, and looks for room at each weight sync",
+            error,
+            n_present,
+            len(self.queues),
+        )
 
     def _start_process(self, queue: WorkerQueue) -> Workers:
         """Start a worker's process, where `close` finds it even if the recovery is cancelled."""
@@ -218,13 +249,13 @@ class GeneratorPool(Generator):
         if not self._was_pushed:  # all workers still have the weights that they started with
             self.mark_current(queues)
             return
-        if self.catch_up is None:
+        if self.push_to_some is None:
             raise WeightSyncError(
                 f"version {self.version} can't be pushed to a restarted worker: there is no weight "
                 "sync"
             )
         try:
-            await self.catch_up(PoolReceivers(self, queues))
+            await self.push_to_some(PoolReceivers(self, queues), self.version)
         except WeightSyncError:
             # If no worker was lost during the push, the weight sync itself failed.
             if all(queue.process is not None for queue in queues):
@@ -277,7 +308,7 @@ class GeneratorPool(Generator):
             request.deliver(self.final_error)
             return
         serving_queues = [queue for queue in self.queues if queue.is_current]
-        if len(serving_queues) < len(self.queues):
+        if len(serving_queues) < sum(not queue.is_absent for queue in self.queues):
             self._start_recovery()
         if not serving_queues:
             self._unassigned[request.number] = request
@@ -360,13 +391,9 @@ class GeneratorPool(Generator):
         The loss of a worker raises an error only if it ended the pool. Otherwise the worker is
         replaced when a request needs it.
         """
+        present = self.present_receivers.queues
         results = await asyncio.gather(
-            *(
-                self.call_worker(queue, method)
-                for queue in self.queues
-                if queue.process is not None
-            ),
-            return_exceptions=True,
+            *(self.call_worker(queue, method) for queue in present), return_exceptions=True
         )
         for result in results:
             if isinstance(result, BaseException) and (
@@ -444,7 +471,7 @@ class GeneratorPool(Generator):
 
     async def _call_all(self, method: str, *arguments: Any) -> None:
         await asyncio.gather(
-            *(self.call_worker(queue, method, *arguments) for queue in self.queues)
+            *(self.call_worker(q, method, *arguments) for q in self.queues if not q.is_absent)
         )
 
     def weights(self) -> Iterator[Shard]:
@@ -466,30 +493,6 @@ class GeneratorPool(Generator):
         lost_processes = [queue.lost_process for queue in self.queues if queue.lost_process]
         processes = [*self._processes, *lost_processes]
         await asyncio.gather(*(asyncio.to_thread(process.close) for process in processes))
-
-
-class PoolReceivers:
-    """The weight receivers at some of the workers, with the interface of `Ranks`."""
-
-    def __init__(self, pool: GeneratorPool, queues: Sequence[WorkerQueue]) -> None:
-        self.pool = pool
-        self.queues = list(queues)
-
-    @property
-    def size(self) -> int:
-        """Return the number of receivers."""
-        return len(self.queues)
-
-    async def call(self, method: str, /, *arguments: Any) -> list[Any]:
-        """Call a method of every receiver and return the results."""
-        calls = (
-            self.pool.call_worker(queue, "call_receiver", index, method, *arguments)
-            for index, queue in enumerate(self.queues)
-        )
-        results = await asyncio.gather(*calls)
-        if method == "commit":
-            self.pool.mark_current(self.queues, arguments[0])
-        return results
 
 
 def _is_request_error(error: Exception) -> bool:

@@ -58,6 +58,7 @@ class WorkerQueue:
 
     rank: int  # index among the workers
     process: Workers | None = None  # the worker's process; None once it is lost
+    is_absent: bool = False  # lost, and no machine has room for a replacement
     is_current: bool = False  # has the pool's version of the weights, so it may serve
     lost_process: Workers | None = None  # the lost process, until it is closed
     waiting: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet sent

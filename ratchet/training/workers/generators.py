@@ -14,7 +14,8 @@ from ratchet.executors import env_vars
 from ratchet.executors.freeze import prepare_process, use_kernels
 from ratchet.executors.placement import ResourceRequest
 from ratchet.generators.workers.config import GeneratorWorkersConfig
-from ratchet.generators.workers.pool import GeneratorPool, PoolReceivers
+from ratchet.generators.workers.pool import GeneratorPool
+from ratchet.generators.workers.receivers import PoolReceivers
 from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.kernels import bfloat16, cpu
 from ratchet.models.accelerator import use_accelerator
@@ -154,17 +155,16 @@ def make_recovering_weight_sync(
     receivers = pool.receivers
     endpoints = replace(endpoints, receivers=receivers, receivers_count=receivers.size)
 
-    # Workers that are restarted get the weights that the others already have.
-    async def catch_up(receivers: PoolReceivers) -> None:
+    async def push_to_some(receivers: PoolReceivers, version: int) -> None:
         weight_sync = make_weight_sync(
             section, replace(endpoints, receivers=receivers, receivers_count=receivers.size)
         )
         try:
-            await weight_sync.push(pool.version)
+            await weight_sync.push(version)
         finally:
             await weight_sync.close()
 
-    pool.catch_up = catch_up
+    pool.push_to_some = push_to_some
     pool.on_restart = lambda: metrics.add("generator", {"restarts": 1.0}, merge="sum")
     return RecoveringWeightSync(make_weight_sync(section, endpoints), pool)
 
@@ -172,7 +172,8 @@ def make_recovering_weight_sync(
 class RecoveringWeightSync(WeightSync):
     """A weight sync that survives lost workers.
 
-    A push that loses a worker starts again with its replacement, or raises the worker's error.
+    A push that loses a worker starts again with its replacement, or without it if no machine has
+    room, or raises the worker's error.
     """
 
     def __init__(self, weight_sync: WeightSync, pool: GeneratorPool) -> None:
@@ -187,17 +188,26 @@ class RecoveringWeightSync(WeightSync):
             WorkerDied: A worker was lost and is not replaced.
         """
         async with self.pool.push_lock:
-            await self.pool.rebuild()
+            await self.pool.rebuild(retries_absent=True)
             while True:
                 try:
-                    await self.weight_sync.push(version)
+                    await self._push_to_present(version)
                     return
                 except WeightSyncError:
                     if not await self.pool.rebuild():
                         raise
 
+    async def _push_to_present(self, version: int) -> None:
+        present = self.pool.present_receivers
+        if present.size == self.pool.size or self.pool.push_to_some is None:
+            await self.weight_sync.push(version)
+        else:
+            await self.pool.push_to_some(present, version)
+
     async def audit(self) -> Sequence[str] | None:
-        return await self.weight_sync.audit()
+        """Return the names of weights that differ; None if that can't be told of all workers."""
+        is_complete = self.pool.present_receivers.size == self.pool.size
+        return await self.weight_sync.audit() if is_complete else None
 
     async def close(self) -> None:
         await self.weight_sync.close()
