@@ -16,6 +16,7 @@ import psutil
 from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.devices import find_node
 from ratchet.executors.env_vars import inherit_environment
+from ratchet.executors.interpreter import check_interpreter, list_own_paths
 from ratchet.executors.placement import ResourceManager, ResourceRequest, VirtualCluster
 from ratchet.executors.worker import WorkerPlace
 from ratchet.executors.worker_group import WorkerGroup
@@ -55,8 +56,9 @@ class LocalExecutor:
         self.config = config
         self.cluster = VirtualCluster(ResourceManager([find_node(threads, device, config.devices)]))
         self.preload = tuple(preload)
-        # The last server is in use. Earlier ones were killed with all their processes.
-        self._servers: list[ForkServer] = []
+        self._servers: list[ForkServer] = []  # a server that was killed is replaced
+        # The server in use of each interpreter; None: the driver's.
+        self._current_servers: dict[str | None, ForkServer] = {}
         self._servers_lock = threading.Lock()
         self._groups: list[WorkerGroup] = []
 
@@ -70,13 +72,15 @@ class LocalExecutor:
         Raises ConfigError with the missing resources.
         """
         self.cluster.plan(requests)
+        for interpreter in {request.interpreter for request in requests} - {None}:
+            check_interpreter(str(interpreter))
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
         """Start the processes of a planned role, or of one rank of it.
 
         It does not wait until they have started; the first call does.
         """
-        server = self._get_server()
+        server = self._get_server(self.cluster.find_interpreter(role))
         bundles = self.cluster.bundles(role)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
@@ -111,19 +115,23 @@ class LocalExecutor:
             group.close()
         for server in self._servers:
             server.close()
-        self._groups = []
-        self._servers = []
+        self._groups, self._servers, self._current_servers = [], [], {}
 
-    def _get_server(self) -> ForkServer:
-        """Return a running fork server."""
+    def _get_server(self, interpreter: str | None) -> ForkServer:
+        """Return a running fork server of an interpreter."""
         # Generators are restarted from several threads at once.
         with self._servers_lock:
-            if not self._servers or self._servers[-1].has_ended:
+            server = self._current_servers.get(interpreter)
+            if server is None or server.has_ended:
                 # Numerical libraries must start no threads in the server: a fork copies no threads.
                 environment = inherit_environment(OMP_NUM_THREADS="1")
                 preload = (WORKER_MODULE, *self.preload)
-                self._servers.append(ForkServer(preload, environment))
-            return self._servers[-1]
+                program = None if interpreter is None else (interpreter, list_own_paths())
+                server = self._current_servers[interpreter] = ForkServer(
+                    preload, environment, program
+                )
+                self._servers.append(server)
+            return server
 
 
 class LocalWorkerHandle(SocketWorkerHandle):

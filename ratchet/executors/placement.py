@@ -57,6 +57,7 @@ class ResourceRequest:
     colocated_with: str | None = None
     strategy: Strategy | None = None  # None: the cluster's
     accelerator: int | None = None  # index of the one that the role's only rank needs; None: any
+    interpreter: str | None = None  # Python that runs the ranks; None: the driver's
 
     def __str__(self) -> str:
         resources = [f"{self.gpus} accelerator{'s' * (self.gpus != 1)}"] if self.gpus else []
@@ -176,6 +177,10 @@ class VirtualCluster:
         self._requests = tuple(requests)
         self._own_bundles = self.manager.assign(requests)
         self._bundles = self.manager.combine(requests, self._own_bundles)
+
+    def find_interpreter(self, role: str) -> str | None:
+        """Return the Python that runs a planned role's ranks; None: the driver's."""
+        return next(request.interpreter for request in self._requests if request.role == role)
 
     @property
     def own_requests(self) -> list[ResourceRequest]:

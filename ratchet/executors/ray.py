@@ -1,25 +1,21 @@
 """Run worker groups as Ray actors, on this machine or on several.
 
-Only this module and `ray_actor.py` import Ray.
+Only this module, `ray_handle.py` and `ray_actor.py` import Ray.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import socket
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from ratchet.errors import ConfigError, MissingDependency, NoRoomError, WorkerError
+from ratchet.errors import ConfigError, MissingDependency, NoRoomError
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.devices import find_node
 from ratchet.executors.placement import (
@@ -33,38 +29,27 @@ from ratchet.executors.placement import (
 from ratchet.executors.signals import shield_programs
 from ratchet.executors.worker import WorkerPlace
 from ratchet.executors.worker_group import WorkerGroup
-from ratchet.executors.worker_handle import WorkerHandle, WorkerName
-from ratchet.executors.worker_main import BEAT_S
+from ratchet.executors.worker_handle import WorkerName
 from ratchet.observe.stall_report import waiting
-from ratchet.processes.frames import FrameKind, Parcel
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 # Set before Ray is imported, so that it sends no usage reports.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 try:
     import ray
-    from ray.exceptions import RayActorError, RayError
+    from ray.exceptions import RayError
     from ray.util.placement_group import (
         PlacementGroup,
         placement_group,
         placement_group_table,
         remove_placement_group,
     )
-    from ray.util.scheduling_strategies import (
-        NodeAffinitySchedulingStrategy,
-        PlacementGroupSchedulingStrategy,
-    )
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ModuleNotFoundError as missing:
     raise MissingDependency("ray", extra="ray", needed_for="cluster.kind: ray") from missing
 
-from ratchet.executors.ray_actor import (
-    ACTOR,
-    box_parcel,
-    find_assigned_devices,
-    kill_process,
-    read_log_tail,
-    unbox_parcel,
-)
+from ratchet.executors.ray_actor import find_assigned_devices
+from ratchet.executors.ray_handle import RayWorkerHandle
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +58,6 @@ MIB = 2**20
 ROOM_S = 120.0  # until other jobs of the cluster free resources
 MOVE_S = 2.0  # until Ray has moved the bundles of a lost node
 REACH_S = 10.0  # until a cluster answers
-# Until a node returns the log of its dead actor. A busy node needs seconds to start the reader.
-LOG_S = 20.0
 # Maximum length of the parent folder's path. A socket's path may have 103 bytes, and Ray needs 85.
 MAX_PARENT_BYTES = 18
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
@@ -139,6 +122,7 @@ class RayExecutor:
         bundles = self._cluster.bundles(role)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
+        interpreter = self._cluster.find_interpreter(role)
         places, members = [], []
         for rank_number in range(len(bundles)) if rank is None else (rank,):
             bundle = self._find_bundle(role, rank_number)
@@ -157,7 +141,7 @@ class RayExecutor:
                 )
             )
             name = WorkerName(role, rank_number, len(bundles), host)
-            members.append(RayWorkerHandle(name, bundle, self.config.silence_s, bundle.environment))
+            members.append(RayWorkerHandle(name, bundle, self.config.silence_s, interpreter))
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
         return group
@@ -365,130 +349,3 @@ def _make_node(entry: Mapping[str, Any]) -> ClusterNode:
     resources = entry["Resources"]
     accelerators = tuple(map(Accelerator, range(int(resources.get("GPU", 0)))))
     return ClusterNode(entry["NodeID"], resources.get("CPU", 0.0), accelerators)
-
-
-class RayWorkerHandle(WorkerHandle):
-    """The handle of a worker in a Ray actor.
-
-    The placement group reserves its resources, so the actor itself requests only its node. Results
-    are handled in a separate thread, because most calls of Ray would deadlock in Ray's own callback
-    thread.
-    """
-
-    def __init__(
-        self,
-        name: WorkerName,
-        bundle: ResourceBundle,
-        silence_s: float,
-        environment: Mapping[str, str],
-    ) -> None:
-        super().__init__(name, silence_s)
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        threading.Thread(
-            target=self._run_jobs, name=f"{name.role}-{name.rank}", daemon=True
-        ).start()
-        self._node_strategy = NodeAffinitySchedulingStrategy(bundle.node, soft=False)
-        self._actor = ACTOR.options(
-            scheduling_strategy=self._node_strategy, runtime_env={"env_vars": dict(environment)}
-        ).remote()
-        self._logs = ""
-        self._is_beat_pending = True  # a heartbeat, or the greeting, has been requested
-        self._since_beat_s = 0.0  # time since the last heartbeat was requested
-        self._when_done(self._actor.greet.remote(), self._handle_greeting)
-
-    def check(self, passed_s: float) -> None:
-        super().check(passed_s)
-        self._since_beat_s += passed_s
-        if not self._is_beat_pending and self._since_beat_s >= BEAT_S:
-            self._is_beat_pending = True
-            self._since_beat_s = 0.0
-            self._when_done(self._actor.beat.remote(), self._handle_beat)
-
-    def prepare_shared(self, request: Parcel) -> Any:
-        return ray.put(box_parcel(request))
-
-    def close(self) -> None:
-        self.is_closing = True
-        self._when_done(self._actor.close.remote(), lambda _: self._finish_close())
-
-    def kill(self) -> None:
-        self._jobs.put(self._kill)
-        self._jobs.put(None)
-
-    def read_log_tail(self) -> str:
-        if not self._logs:
-            return ""
-        try:
-            return ray.get(
-                read_log_tail.options(scheduling_strategy=self._node_strategy).remote(self._logs),
-                timeout=LOG_S,
-            )
-        except RayError:  # the node is gone too
-            return ""
-
-    def _send(self, number: int, request: Any) -> None:
-        box = box_parcel(request) if isinstance(request, Parcel) else request
-        self._when_done(
-            self._actor.answer.remote(box),
-            lambda answer: self._complete(number, (FrameKind(answer[0]), unbox_parcel(answer[1]))),
-        )
-
-    def _when_done(self, reference: Any, then: Callable[[Any], object]) -> None:
-        """Call `then` with the actor's result, in the handle's thread."""
-
-        def handle_result(future: Future[Any]) -> None:
-            error = future.exception()
-            if error is None:
-                self._reset_silence()
-                then(future.result())
-            elif not isinstance(error, RayActorError):
-                self.give_up(WorkerError(f"{self.name} can't be called: {error}"))
-            elif not self.gone.done():
-                self._end(
-                    None
-                    if self.is_closing
-                    else self.make_death_error(f"died ({_describe_cause(error)})")
-                )
-                self.kill()
-
-        reference.future().add_done_callback(
-            lambda future: self._jobs.put(partial(handle_result, future))
-        )
-
-    def _run_jobs(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-    def _kill(self) -> None:
-        """Kill the actor, and its process by a task on its node: a stopped process ignores Ray."""
-        if not ray.is_initialized():
-            return
-        ray.kill(self._actor)
-        if self.pid is not None:
-            kill_process.options(scheduling_strategy=self._node_strategy).remote(self.pid)
-
-    def _handle_greeting(self, greeting: Mapping[str, Any]) -> None:
-        self._logs = greeting["log"]
-        self._is_beat_pending = False
-        try:
-            self._check_greeting(greeting)
-        except WorkerError as error:
-            self.give_up(error)
-
-    def _handle_beat(self, _: Any) -> None:
-        self._is_beat_pending = False
-
-    def _finish_close(self) -> None:
-        self._end(None)
-        self.kill()
-
-
-def _describe_cause(error: BaseException) -> str:
-    """Return the part of Ray's message that says why an actor ended, without Ray's advice."""
-    detail = str(error).partition("Worker exit detail: ")[2] or str(error).splitlines()[0]
-    return (
-        detail.partition(" Some common causes")[0]
-        .partition(" There are some potential")[0]
-        .strip()
-        .rstrip(".")
-    )

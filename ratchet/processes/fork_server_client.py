@@ -65,12 +65,18 @@ class ForkServer:
     Args:
         preload: Modules to import before processes are forked.
         environment: Environment variables of the processes.
+        interpreter: As in `SpawnedProcess`.
 
     Attributes:
         folder: The folder of the logs.
     """
 
-    def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        preload: Sequence[str],
+        environment: Mapping[str, str],
+        interpreter: tuple[str, Sequence[str]] | None = None,
+    ) -> None:
         # The fork server removes the folder if this process is killed.
         self._temporary_folder = TemporaryFolder("fork-server")
         self.folder = self._temporary_folder.path
@@ -79,7 +85,10 @@ class ForkServer:
         self._running: dict[int, ForkedProcess] = {}  # by process id
         self._numbers = itertools.count()
         self._thread = threading.Thread(
-            target=self._run_server, args=(preload, environment), name="fork-server", daemon=True
+            target=self._run_server,
+            args=(preload, environment, interpreter),
+            name="fork-server",
+            daemon=True,
         )
         self._thread.start()
 
@@ -130,7 +139,12 @@ class ForkServer:
         with contextlib.suppress(OSError):
             self._server.result().connection.send(FrameKind.CANCEL, pid)
 
-    def _run_server(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
+    def _run_server(
+        self,
+        preload: Sequence[str],
+        environment: Mapping[str, str],
+        interpreter: tuple[str, Sequence[str]] | None,
+    ) -> None:
         """Start the fork server and handle its reports until it ends.
 
         This thread lives as long as the server, because on Linux the server gets its death signal
@@ -142,6 +156,7 @@ class ForkServer:
                 (str(self.folder), list(preload)),
                 environment=environment,
                 socket_kind=socket.SOCK_SEQPACKET,
+                interpreter=interpreter,
             )
         except OSError as error:
             self._server.set_exception(error)

@@ -15,7 +15,7 @@ from typing import Any
 from ratchet.processes.frames import Connection
 
 BOOTSTRAP = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "import sys, json; sys.path[{replaced}] = json.loads(sys.argv[1]); "
     "from ratchet.processes.child import main; main(*sys.argv[2:])"
 )
 
@@ -38,6 +38,8 @@ class SpawnedProcess:
         environment: Environment variables; None: those of this process.
         stderr: As in `subprocess`; None: that of this process.
         socket_kind: SOCK_STREAM, or SOCK_SEQPACKET for `send_descriptor`.
+        interpreter: The Python of another environment, and the folders to append to its path; None:
+            this process's own Python and path.
     """
 
     def __init__(
@@ -48,13 +50,16 @@ class SpawnedProcess:
         environment: Mapping[str, str] | None = None,
         stderr: int | None = None,
         socket_kind: socket.SocketKind = socket.SOCK_STREAM,
+        interpreter: tuple[str, Sequence[str]] | None = None,
     ) -> None:
         parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket_kind)
         self.connection = Connection(parent_end)
         with child_end:
-            command = [json.dumps(sys.path), str(child_end.fileno()), str(os.getpid()), entry]
+            program, paths = interpreter or (sys.executable, sys.path)
+            bootstrap = BOOTSTRAP.format(replaced="len(sys.path):" if interpreter else ":")
+            command = [json.dumps(list(paths)), str(child_end.fileno()), str(os.getpid()), entry]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, *command, json.dumps(arguments)],
+                [program, "-c", bootstrap, *command, json.dumps(arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=2 if stderr is None else stderr,
                 stderr=stderr,

@@ -131,6 +131,11 @@ def _check_torchrun(config: RunConfig) -> None:
             "generator.recovery=restart can't restart processes under torchrun. Set "
             "generator.recovery=none, or cluster.kind=local or ray"
         )
+    if stage.generator.interpreter is not None:
+        raise ConfigError(
+            "generator.interpreter names the Python of processes that torchrun has started with "
+            "another. Remove it, or set cluster.kind=local or ray"
+        )
 
 
 def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[ResourceRequest]:

@@ -37,6 +37,9 @@ class Tiny:
         array *= 2
         return array
 
+    def prefix(self):
+        return sys.prefix
+
     def environ(self, name):
         return os.environ.get(name)
 

@@ -2,6 +2,10 @@
 
 import asyncio
 import os
+import sys
+import sysconfig
+import venv
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from executors.components import arrays
 
 from ratchet.config.schema import RunConfig
 from ratchet.errors import CallTimeout, ConfigError, PortBusy, VersionMismatch, WorkerRaised
+from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
 from ratchet.executors.placement import ResourceRequest
 from ratchet.executors.protocol import pack
@@ -43,6 +48,49 @@ def test_a_synchronous_caller_inside_a_running_loop(start):
         return group.call_now("add", 7)
 
     assert asyncio.run(caller()) == [7]
+
+
+@pytest.fixture
+def other_python(tmp_path):
+    """The Python of another environment, which finds this one's packages after its own."""
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
+    return str(environment / "bin" / "python")
+
+
+def test_a_role_may_have_the_python_of_another_environment(other_python):
+    executor = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu", preload=())
+    roles = {"learner": None, "generator": other_python}
+    try:
+        executor.plan([ResourceRequest(role, 1, interpreter=p) for role, p in roles.items()])
+        groups = [executor.group(role) for role in roles]
+        for group in groups:
+            group.build_now("executors.components:Tiny")
+        prefixes = [group.call_now("prefix") for group in groups]
+        assert prefixes == [[sys.prefix], [str(Path(other_python).parents[1])]]
+        assert groups[1].call_now("double", np.arange(3))[0].tolist() == [0, 2, 4]
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, "can't be run: .* Name the Python of an environment"),
+        ("exit 3", "has no Ratchet: .* -m pip install ratchet-rl"),
+        ("echo 2.7", r"is Python 2\.7, and the run's is 3"),
+    ],
+)
+def test_a_python_that_can_t_serve_is_refused(script, reason, tmp_path):
+    program = tmp_path / "python"
+    if script is not None:
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    executor = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu")
+    with pytest.raises(ConfigError, match=reason):
+        executor.plan([ResourceRequest("generator", 1, interpreter=str(program))])
 
 
 def test_places(start):

@@ -44,6 +44,13 @@ class GeneratorWorkersConfig(GeneratorSection):
         "ends the run.",
     )
 
+    interpreter: str | None = Field(
+        None,
+        description="Python of another environment that runs the workers (.venv-vllm/bin/python), "
+        "if their packages clash with those of the learner; Ratchet is installed there too. null: "
+        "the run's own.",
+    )
+
     @model_validator(mode="after")
     def _check_restarts(self) -> GeneratorWorkersConfig:
         if self.worker_runs == "groups" and self.recovery == "restart":

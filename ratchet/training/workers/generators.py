@@ -22,6 +22,7 @@ from ratchet.models.accelerator import use_accelerator
 from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
 from ratchet.protocols import Generator, WeightSync
+from ratchet.utils.object_store import expand_home
 from ratchet.utils.user_parts import add_missing_members
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 from ratchet.worker_protocols import Executor, Workers
@@ -105,6 +106,7 @@ def get_generator_resources(
             section.workers,
             colocated_with=colocated_role,
             gpus=0 if on_cpu else section.accelerators,
+            interpreter=section.interpreter and str(expand_home(section.interpreter).absolute()),
         )
     ]
 
