@@ -160,7 +160,7 @@ class DividedAttention:
 
     def _get_own_function(self, module: nn.Module) -> Any:
         """Return the attention function that the model had before."""
-        own_eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+        own_eager: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.own_name, own_eager)
 
 

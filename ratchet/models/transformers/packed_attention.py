@@ -63,7 +63,7 @@ def _is_causal_and_packed(mask_function: Any) -> bool:
 
     transformers combines the functions of a mask in a closure.
     """
-    cells = inspect.isfunction(mask_function) and mask_function.__closure__
+    cells = mask_function.__closure__ if inspect.isfunction(mask_function) else None
     combined = [cell.cell_contents for cell in cells or ()]
     if len(combined) != 1 or not isinstance(combined[0], tuple) or len(combined[0]) != 2:
         return False
