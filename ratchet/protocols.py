@@ -6,6 +6,7 @@ async where an implementation may wait for another process.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -398,10 +399,9 @@ class Environment(ABC):
 
 
 def _has_own_method(part: object, default: Callable[..., Any]) -> bool:
-    """True if the part has a method of its own in place of the base class's `default`."""
+    """True if the part has a method, or a function, of its own in place of the `default`."""
     method = getattr(part, default.__name__)
-    # A function that a user assigned to the instance has no __func__.
-    return getattr(method, "__func__", method) is not default
+    return not inspect.ismethod(method) or method.__func__ is not default
 
 
 def _make_missing_answer(environment: Environment, method: str) -> DataError:

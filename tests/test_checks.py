@@ -54,6 +54,15 @@ def test_a_folder_of_more_than_20_modules_is_refused(tmp_path: Path) -> None:
     assert (code, "holds 21 modules (limit 20)" in output) == (1, True), output
 
 
+def test_more_literal_getattrs_than_there_were_are_refused(tmp_path: Path) -> None:
+    call = 'getattr(x, "name", None)\n'
+    (tmp_path / "a.py").write_text(call * 22 + "getattr(x, name)\n", encoding="utf-8")
+    assert names(tmp_path)[0] == 0
+    (tmp_path / "b.py").write_text(call, encoding="utf-8")
+    code, output = names(tmp_path)
+    assert (code, "23 calls of getattr with a literal name" in output) == (1, True), output
+
+
 def function(lines: int) -> str:
     return "def f():\n" + "    pass\n" * (lines - 1)
 

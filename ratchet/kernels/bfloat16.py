@@ -128,19 +128,6 @@ class SharedRoundedWeight(RoundedWeight):
         return super().get(weight_od)
 
 
-def share_rounded_weights(model: nn.Module) -> dict[int, object]:
-    """Return a memo of `deepcopy` by which a copy of the model shares its rounded weights.
-
-    The copy's parameters must be in the same memory.
-    """
-    memo: dict[int, object] = {}
-    for module in model.modules():
-        rounded, weight_od = getattr(module, "rounded", None), getattr(module, "weight", None)
-        if isinstance(rounded, RoundedWeight) and isinstance(weight_od, Tensor):
-            memo[id(rounded)] = SharedRoundedWeight(rounded, weight_od)
-    return memo
-
-
 def product(x_Td: Tensor, weight_od: Tensor, rounded_od: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x W^T, [T, o], in float32 or bfloat16.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.kernels.bfloat16 import RoundedWeight
+from ratchet.kernels.bfloat16 import RoundedWeight, SharedRoundedWeight
 from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.layers.moe import SparseMLP
 from ratchet.models.layers.quantized import QuantFormat, QuantizedMatrix
@@ -355,3 +355,15 @@ class Decoder(nn.Module):
                 yield name, values.normal_(0.0, self.config.init_std, generator=generator)
             else:
                 yield name, values.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def share_rounded_weights(model: nn.Module) -> dict[int, object]:
+    """Return a memo of `deepcopy` by which a copy of the model shares its rounded weights.
+
+    The copy's parameters must be in the same memory.
+    """
+    return {
+        id(module.rounded): SharedRoundedWeight(module.rounded, module.weight)
+        for module in model.modules()
+        if isinstance(module, Linear) and module.quantised is None
+    }

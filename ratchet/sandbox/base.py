@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import posixpath
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 from ratchet.errors import RatchetError, link_symptom
 
@@ -227,6 +229,26 @@ class Sandbox(Protocol):
         Closing again does nothing.
         """
         ...
+
+
+class OwnedSandbox:
+    """The part of a sandbox that owns processes or connections until it is closed."""
+
+    strength: Strength
+    _finalizer: weakref.finalize[..., Any]
+
+    @property
+    def isolation(self) -> Isolation:
+        return self.strength.isolation
+
+    def close(self) -> None:
+        self._finalizer()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
 
 
 def check_relative_path(path: str) -> str:

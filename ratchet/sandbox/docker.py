@@ -26,6 +26,7 @@ from ratchet.sandbox.base import (
     DEFAULT_LIMITS,
     Isolation,
     Limits,
+    OwnedSandbox,
     Reason,
     Result,
     SandboxError,
@@ -65,7 +66,7 @@ RUN_SCRIPT = '"$@" <"$0.in"; _code=$?; printf %s "$0"; printf %s "$0" >&2; exit 
 KILL_SCRIPT = "kill -KILL -1"  # all processes but the first and itself
 
 
-class DockerSandbox:
+class DockerSandbox(OwnedSandbox):
     """A sandbox that runs each program in a fresh container.
 
     Threads and event loops may share one sandbox.
@@ -104,10 +105,6 @@ class DockerSandbox:
         )
         remove_dead_containers(self._engine)
 
-    @property
-    def isolation(self) -> Isolation:
-        return self.strength.isolation
-
     async def run(
         self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
     ) -> Result:
@@ -132,15 +129,6 @@ class DockerSandbox:
     async def build(self, folder: Path, timeout_s: float) -> str:
         """Return the name of an image that is built from a folder with a Dockerfile."""
         return await self._call(lambda: build_image(self._engine, folder, timeout_s))
-
-    def close(self) -> None:
-        self._finalizer()
-
-    async def __aenter__(self) -> DockerSandbox:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     async def _call(
         self, function: Callable[[], T], cancel: Callable[[], None] = lambda: None

@@ -12,17 +12,16 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 from ratchet.observe.stall_report import waiting
 from ratchet.sandbox.base import (
     DEFAULT_LIMITS,
     Isolation,
     Limits,
+    OwnedSandbox,
     Result,
     SandboxError,
     Session,
-    Strength,
     end_threads,
 )
 from ratchet.sandbox.config import LocalSandboxConfig
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 TRIES = 2  # the second try starts a new fork server
 
 
-class LocalSandbox:
+class LocalSandbox(OwnedSandbox):
     """A sandbox with the strongest isolation that this machine offers.
 
     Threads and event loops may share one sandbox. Raises SandboxError at construction if the
@@ -74,17 +73,13 @@ class LocalSandbox:
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="sandbox")
         self._closing = threading.Event()
         self._finalizer = weakref.finalize(self, _close, self._closing, self._slots, self._threads)
-        self.strength: Strength = self._slots[0].start()
+        self.strength = self._slots[0].start()
         try:
             self.strength.require(at_least, "this machine")
         except SandboxError:
             self.close()
             raise
         log.info("programs are isolated by %s", self.strength)
-
-    @property
-    def isolation(self) -> Isolation:
-        return self.strength.isolation
 
     async def run(
         self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
@@ -123,20 +118,6 @@ class LocalSandbox:
                 f"{self.isolation.name.lower()} only{reasons}: use a remote sandbox"
             )
         return Workspace(self, limits)
-
-    def close(self) -> None:
-        self._finalizer()
-
-    async def __aenter__(self) -> LocalSandbox:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self.close)
 
 
 def build_local_sandbox(

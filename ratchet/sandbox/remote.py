@@ -24,6 +24,7 @@ from ratchet.sandbox.base import (
     DEFAULT_LIMITS,
     Isolation,
     Limits,
+    OwnedSandbox,
     Reason,
     Result,
     SandboxError,
@@ -48,7 +49,7 @@ class ServiceUnavailable(SandboxError):
     """The service failed, or could not be reached; a retry may help."""
 
 
-class RemoteSandbox:
+class RemoteSandbox(OwnedSandbox):
     """A sandbox on a service with SandboxFusion's API.
 
     The service does not report how it isolates programs: the config declares it (`offers`), and two
@@ -89,10 +90,6 @@ class RemoteSandbox:
             self.close()
             raise
 
-    @property
-    def isolation(self) -> Isolation:
-        return self.strength.isolation
-
     async def run(
         self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
     ) -> Result:
@@ -118,15 +115,6 @@ class RemoteSandbox:
                 "images. Use the docker sandbox"
             )
         return Workspace(self, limits)
-
-    def close(self) -> None:
-        self._finalizer()
-
-    async def __aenter__(self) -> RemoteSandbox:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def _check_service(self) -> None:
         """Raise SandboxError if the service can't run Python, or isolates less than declared."""

@@ -92,7 +92,7 @@ def make_pair_evaluator(
         tasks = [task for task in tasks if pairs.long_rows.keeps(task)]
         if not tasks:
             return None
-        pairs.pair(tasks[0])
+        pairs.rows(tasks[0])
     except DataError as error:
         raise ConfigError(explain_no_answers("pairs", str(error))) from error
     return PairEvaluator(learner, pairs, tasks)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.shaping import EffortLength
 from ratchet.config.base import Section
 from ratchet.config.resolve import build
@@ -220,7 +221,8 @@ class _StageCheck:
 
         Only the first tasks of an endless stream are read, so such a tag there is a warning.
         """
-        parts = getattr(self.stage.algorithm, "shaping", ())
+        algorithm = self.stage.algorithm
+        parts = algorithm.shaping if isinstance(algorithm, PolicyGradientConfig) else ()
         tags = {tag for part in parts if isinstance(part, EffortLength) for tag in part.tags}
         known_tags: set[str] = set()
         has_seen_all = True

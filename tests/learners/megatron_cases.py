@@ -2,6 +2,7 @@
 which import it once."""
 
 import asyncio
+import gc
 import traceback
 import weakref
 from collections import Counter
@@ -219,6 +220,28 @@ def apart(rank, shape, options, adapter, directory):
     for part in ("all", "base", "adapter"):
         learner.export(Path(directory) / part, part=part)
     return None if base is None else (base, off, on, first)
+
+
+def closes(rank, options):
+    """(number of process groups, threads of gloo): before a learner starts, while it lives, after
+    it closed, and after another one did."""
+    from ratchet.models.megatron.build import destroy_process_groups
+
+    def count():
+        gc.collect()
+        threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        groups = torch.distributed.distributed_c10d._world.pg_map
+        return len(groups), sum("gloo" in name for name in threads)
+
+    counts = [count()]
+    for _ in range(2):
+        learner = made("tied", "sft", options)
+        step_of(learner, "sft", 0)
+        counts.append(count())
+        del learner
+        destroy_process_groups()
+        counts.append(count())
+    return counts
 
 
 def goes_on(rank, directory, shape, kind, options):

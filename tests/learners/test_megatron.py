@@ -162,6 +162,13 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path):
         assert own < 0.3 * whole
 
 
+def test_a_closed_learner_leaves_neither_groups_nor_their_threads():
+    ranks = run_ranks(2, "learners.megatron_cases:closes", {"data_parallel": 2}, timeout_s=600)
+    for before, during, *after in ranks:
+        assert all(more > few for more, few in zip(during, before, strict=True))
+        assert after == [before, during, before]
+
+
 def test_routes_are_replayed_and_losses_of_routers_reach_them():
     options = {
         "ep2": {"data_parallel": 2, "expert_parallel": 2},

@@ -112,7 +112,7 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(
             f"{directory} holds no tokenizer (tokenizer.json): copy it from the original model"
         )
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         for name in (*SLOW_TOKENIZER_FILES, "merges.txt"):
@@ -124,14 +124,12 @@ def _load_backend(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(
             f"transformers can't read the tokenizer in {directory}: {reason}"
         ) from error
-    # Tokenizers written in Python have no backend.
-    backend = getattr(converted, "backend_tokenizer", None)
-    if backend is None:
+    if not isinstance(converted, PreTrainedTokenizerFast):
         raise ModelError(
             f"{directory}: its tokenizer is written in Python and has no fast version: save one as "
             "tokenizer.json"
         )
-    return backend
+    return converted.backend_tokenizer
 
 
 def _read_eos_ids(directory: Path) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -216,7 +216,7 @@ class DatasetConfig(EnvironmentConfig):
     )
     @classmethod
     def _make_tuple(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) or not hasattr(value, "__iter__") else value
+        return (value,) if isinstance(value, str) or not isinstance(value, Iterable) else value
 
     @field_validator("columns")
     @classmethod

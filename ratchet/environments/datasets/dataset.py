@@ -30,8 +30,7 @@ from ratchet.data.shuffle import RowOrder
 from ratchet.data.tables import Table, open_table
 from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.environments.datasets.dataset_rows import DatasetRowReader, RowContents
-from ratchet.environments.datasets.preference_rows import LabelledSteps
-from ratchet.environments.datasets.preferences import GOOD_STEP
+from ratchet.environments.datasets.preference_rows import LabelledSteps, find_good_answer
 from ratchet.environments.datasets.usual_columns import explain_ambiguous, summarize_columns
 from ratchet.environments.single_turn import SingleTurn
 from ratchet.errors import DataError
@@ -152,27 +151,22 @@ class Dataset(SingleTurn):
         reference answer.
         """
         contents = self._read_contents(task)
-        match contents.judgement:
-            case Comparison(chosen=chosen):
-                return chosen
-            case LabelledAnswer(messages=messages, reward=reward) if reward > 0:
-                return messages
-            case tuple(steps) if all(label > GOOD_STEP for _, label in steps):
-                return (Message("assistant", "".join(text for text, _ in steps)),)
-            case None if contents.solution:
-                return contents.solution
-            case None if contents.answer is not None:
-                return (Message("assistant", contents.answer),)
-            case None if contents.answer_candidates:
-                raise DataError(
-                    f"{contents.where}: {explain_ambiguous('answer', contents.answer_candidates)}"
-                )
-            case None:
-                self._raise_missing(contents, "answer", "an answer")
-        raise DataError(
-            f"{contents.where}: the answer is labelled as bad, so there is none to learn from: "
-            "drop such rows with `keep`"
-        )
+        if contents.judgement is not None:
+            if (answer := find_good_answer(contents.judgement)) is not None:
+                return answer
+            raise DataError(
+                f"{contents.where}: the answer is labelled as bad, so there is none to learn from: "
+                "drop such rows with `keep`"
+            )
+        if contents.solution:
+            return contents.solution
+        if contents.answer is not None:
+            return (Message("assistant", contents.answer),)
+        if contents.answer_candidates:
+            raise DataError(
+                f"{contents.where}: {explain_ambiguous('answer', contents.answer_candidates)}"
+            )
+        return self._raise_missing(contents, "answer", "an answer")
 
     def comparison(self, task: Task) -> Comparison:
         contents = self._read_contents(task)

@@ -26,6 +26,7 @@ from ratchet.types import ChatRole, Comparison, LabelledAnswer, Message, Role
 Messages = tuple[Message, ...]
 # The text and the label of each step.
 LabelledSteps = tuple[tuple[str, float], ...]
+GOOD_STEP = 0.5  # a step counts as correct if its label is above this
 # A comparison of two answers, a reward for one, or a label for each step of one.
 Judgement = Comparison | LabelledAnswer | LabelledSteps
 
@@ -387,6 +388,18 @@ class _PreferenceParser:
 
     def refuse(self, problem: str) -> NoReturn:
         raise DataError(f"{self.where}: {problem}")
+
+
+def find_good_answer(judgement: Judgement) -> Messages | None:
+    """Return the chosen answer, or the only one if it or all of its steps are labelled as good."""
+    match judgement:
+        case Comparison(chosen=chosen):
+            return chosen
+        case LabelledAnswer(messages=messages, reward=reward) if reward > 0:
+            return messages
+        case tuple(steps) if all(label > GOOD_STEP for _, label in steps):
+            return (Message("assistant", "".join(text for text, _ in steps)),)
+    return None
 
 
 def _read_transcript(text: str) -> Messages:

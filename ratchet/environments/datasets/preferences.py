@@ -20,13 +20,12 @@ from ratchet.environments.datasets.preference_rows import (
     Messages,
     PreferenceReader,
     PreferenceRow,
+    find_good_answer,
 )
 from ratchet.environments.datasets.usual_columns import summarize_columns
 from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import DataError
-from ratchet.types import Comparison, LabelledAnswer, Message, Split, Task
-
-GOOD_STEP = 0.5  # a step counts as correct if its label is above this
+from ratchet.types import Comparison, LabelledAnswer, Split, Task
 
 
 class Preferences(Rows):
@@ -76,17 +75,13 @@ class Preferences(Rows):
         Step labels count as good if all of them do. Raises DataError for an answer labelled as bad.
         """
         row = _read_row(task)
-        match row.judgement:
-            case Comparison(chosen=chosen):
-                return chosen
-            case LabelledAnswer(messages=messages, reward=reward) if reward > 0:
-                return messages
-            case tuple(steps) if all(label > GOOD_STEP for _, label in steps):
-                return (Message("assistant", "".join(text for text, _ in steps)),)
-        raise DataError(
-            f"{row.where}: the answer is labelled as bad, so there is none to learn from: drop "
-            "such rows"
-        )
+        answer = find_good_answer(row.judgement)
+        if answer is None:
+            raise DataError(
+                f"{row.where}: the answer is labelled as bad, so there is none to learn from: drop "
+                "such rows"
+            )
+        return answer
 
     def _raise_missing(self, row: PreferenceRow, column: str, needed: str) -> NoReturn:
         columns = summarize_columns(row.columns)

@@ -22,6 +22,7 @@ def allow_sessions(count):
 
     def init(self, *arguments, **options):
         call = inspect.signature(original).bind(self, *arguments, **options)
+        # The environment may be a function, which makes no such promise.
         if getattr(call.arguments["env"], "SUPPORTS_CONCURRENT_SESSIONS", False):
             call.arguments["max_concurrent_envs"] = count
             call.arguments.pop("concurrency_config", None)

@@ -94,6 +94,7 @@ class EchoedModel(WireModel):
         return self
 
     def _describe(self) -> str:
+        # Messages have no `type`.
         return f"a part of type '{getattr(self, 'type', 'message')!s:.40}'"
 
 

@@ -119,7 +119,25 @@ def _prefix_errors_with_task(task: Task) -> Iterator[None]:
         raise DataError(f"{task.where}: {error}") from error
 
 
-class SupervisedSource(StreamSource):
+class RowSource(StreamSource):
+    """A source of groups that follow from their tasks alone."""
+
+    def __init__(self, stream: TaskStream, name: str, text_renderer: TextRenderer) -> None:
+        super().__init__(stream, name)
+        self.text_renderer = text_renderer
+
+    @abstractmethod
+    def rows(self, task: Task) -> tuple[Trajectory, ...]:
+        """Return the rows of a task. Raises RowTooLong for a row longer than the context."""
+
+    async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
+        return [Group(group_id, task, self.rows(task)) for group_id, task in jobs]
+
+    def check_length(self, task: Task) -> None:
+        self.rows(task)
+
+
+class SupervisedSource(RowSource):
     """A source of supervised rows: each is a task with its demonstration.
 
     With a `history_window`, each turn of a demonstration is a row, with the prompt that the turn
@@ -135,18 +153,11 @@ class SupervisedSource(StreamSource):
         train: TrainedTokens,
         history_window: int | None = None,
     ) -> None:
-        super().__init__(stream, name)
-        self.text_renderer = text_renderer
+        super().__init__(stream, name, text_renderer)
         self.train: TrainedTokens = train
         self.history_window = history_window
 
-    async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return [Group(group_id, task, self._rows(task)) for group_id, task in jobs]
-
-    def check_length(self, task: Task) -> None:
-        self._rows(task)
-
-    def _rows(self, task: Task) -> tuple[Trajectory, ...]:
+    def rows(self, task: Task) -> tuple[Trajectory, ...]:
         environment = self.stream.environment
         tools = environment.tools(task) or None
         demonstration = environment.demonstration(task)
@@ -169,7 +180,7 @@ class SupervisedSource(StreamSource):
         return tuple(rows)
 
 
-class AnswerSource(StreamSource):
+class AnswerSource(RowSource):
     """A source of answers that the environment supplies.
 
     The constructor raises ConfigError if the stream's environment supplies none.
@@ -186,8 +197,7 @@ class AnswerSource(StreamSource):
         """Return True if the environment supplies answers of this kind."""
 
     def __init__(self, stream: TaskStream, name: str, text_renderer: TextRenderer) -> None:
-        super().__init__(stream, name)
-        self.text_renderer = text_renderer
+        super().__init__(stream, name, text_renderer)
         if not self.has_answers(stream.environment):
             name = type(stream.environment).__name__
             raise ConfigError(
@@ -206,13 +216,7 @@ class PairSource(AnswerSource):
     def has_answers(environment: Environment) -> bool:
         return environment.has_pairs
 
-    async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return [Group(group_id, task, self.pair(task)) for group_id, task in jobs]
-
-    def check_length(self, task: Task) -> None:
-        self.pair(task)
-
-    def pair(self, task: Task) -> tuple[Trajectory, ...]:
+    def rows(self, task: Task) -> tuple[Trajectory, ...]:
         pair = self.stream.environment.comparison(task)
         chosen, rejected = pair.rewards or (None, None)
         return self.text_renderer.row(task, pair.chosen, chosen), replace(
@@ -244,8 +248,9 @@ class LabelledSource(AnswerSource):
         super().__init__(stream, name, text_renderer)
         self.uses_mismatched_pairs = uses_mismatched_pairs
 
-    def check_length(self, task: Task) -> None:
-        self.text_renderer.row(task, self.stream.environment.labelled_answer(task).messages)
+    def rows(self, task: Task) -> tuple[Trajectory, ...]:
+        answer = self.stream.environment.labelled_answer(task)
+        return (self.text_renderer.row(task, answer.messages, answer.reward),)
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         environment = self.stream.environment
@@ -286,11 +291,5 @@ class SteppedSource(AnswerSource):
     def has_answers(environment: Environment) -> bool:
         return environment.has_step_labels
 
-    async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return [Group(group_id, task, (self._row(task),)) for group_id, task in jobs]
-
-    def check_length(self, task: Task) -> None:
-        self._row(task)
-
-    def _row(self, task: Task) -> Trajectory:
-        return self.text_renderer.row_from_steps(task, self.stream.environment.steps(task))
+    def rows(self, task: Task) -> tuple[Trajectory, ...]:
+        return (self.text_renderer.row_from_steps(task, self.stream.environment.steps(task)),)

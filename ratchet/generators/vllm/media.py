@@ -56,15 +56,15 @@ def load_media_settings(directory: Path, arguments: Mapping[str, Any]) -> MediaS
     if processor is None:
         check_torchvision()
         return MediaSettings()
+    settings = processor.settings
     # The processor of a model that reads only audio has no image processor.
-    if hasattr(processor.inner, "image_processor"):
+    if "image_processor" in settings:
         check_torchvision()
-    video_processor = getattr(processor.inner, "video_processor", None)
-    extractor = getattr(processor.inner, "feature_extractor", None)
+    extractor = settings.get("feature_extractor")
     return MediaSettings(
-        audio_rate_hz=None if extractor is None else int(extractor.sampling_rate),
+        audio_rate_hz=None if extractor is None else int(extractor["sampling_rate"]),
         takes_videos=arguments[LIMIT]["video"] != 0,
-        samples_frames=bool(getattr(video_processor, "do_sample_frames", False)),
+        samples_frames=bool(settings.get("video_processor", {}).get("do_sample_frames")),
         placeholders={kind: token for token, kind in processor.kind_by_placeholder.items()},
     )
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ratchet.batch import ROUTES, Batch
 from ratchet.errors import ModelError
-from ratchet.kernels.bfloat16 import share_rounded_weights
 from ratchet.learners.compute.token_outputs import (
     SCALAR_COLUMNS,
     Head,
@@ -25,6 +24,7 @@ from ratchet.learners.compute.token_outputs import (
     compute_token_columns,
     select_sequence_scores,
 )
+from ratchet.models.decoder import share_rounded_weights
 from ratchet.models.layers.expert_routing import RouterMonitor, Routing
 from ratchet.models.lora.layers import seed_dropout
 from ratchet.models.policy import PolicyModel

@@ -46,6 +46,7 @@ from ratchet.models.convert.megatron import MegatronShard, megatron_layout
 from ratchet.models.layers.expert_routing import RouterMonitor
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.megatron.blocks import is_model_weight
+from ratchet.models.megatron.build import MegatronStage
 from ratchet.models.megatron.policy import MegatronPolicy
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.weight_layout import cut_blocks
@@ -329,7 +330,7 @@ def _attach_head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
     return head
 
 
-def _wrap_ddp(chunk: nn.Module, config: MegatronConfig) -> DistributedDataParallel:
+def _wrap_ddp(chunk: MegatronStage, config: MegatronConfig) -> DistributedDataParallel:
     """Return the chunk with gradient buffers that are summed over data-parallel ranks."""
     settings: Any = chunk.config
     wrapped = DistributedDataParallel(
@@ -340,8 +341,7 @@ def _wrap_ddp(chunk: nn.Module, config: MegatronConfig) -> DistributedDataParall
             use_distributed_optimizer=config.distributed_optimizer,
         ),
         chunk,
-        # Only chunks of a virtual pipeline have a stage.
-        disable_bucketing=getattr(chunk, "vp_stage", 0) not in (None, 0),
+        disable_bucketing=bool(chunk.vp_stage),
     )
     settings.finalize_model_grads_func = _sum_gradients
     return wrapped

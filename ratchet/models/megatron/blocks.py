@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor, nn
 
 from ratchet.models.convert.dimensions import Dimensions
@@ -89,15 +90,13 @@ def is_model_weight(name: str) -> bool:
 
 def _is_owner(parameter: nn.Parameter) -> bool:
     """True if this rank is the first of the ranks that hold the same parameter."""
-    # A parameter without one of these attributes belongs to no expert, or is not divided.
-    is_expert = not getattr(parameter, "allreduce", True)
+    is_expert = not getattr(parameter, "allreduce", True)  # only parameters of experts have it
     data_rank = (
         parallel_state.get_expert_data_parallel_rank()
         if is_expert
         else parallel_state.get_data_parallel_rank(with_context_parallel=True)
     )
-    is_divided = getattr(parameter, "tensor_model_parallel", False)
-    return data_rank == 0 and (is_divided or parallel_state.get_tensor_model_parallel_rank() == 0)
+    return data_rank == 0 and param_is_not_tensor_parallel_duplicate(parameter)
 
 
 def _make_whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:

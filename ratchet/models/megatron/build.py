@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -50,7 +51,16 @@ def init_process_groups(sizes: MegatronSizes, seed: int = 0) -> None:
 
 def destroy_process_groups() -> None:
     """Destroy Megatron's process groups."""
+    groups = parallel_state._global_process_group_list or []
     parallel_state.destroy_model_parallel()
+    # Megatron destroys some of its groups, and forgets the others, which would keep their threads
+    # and connections. PyTorch's table has those that are left.
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+    # Megatron keeps a second reference to two of them.
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
 
 
 class MegatronStage(GPTModel):

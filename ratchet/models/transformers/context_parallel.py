@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ratchet.errors import ModelError
 from ratchet.models.parallel.collectives import Group, gather_uneven
 from ratchet.models.parallel.context_parallel import ContextSplit
+from ratchet.models.transformers_settings import read_setting
 
 REMEDY = "set learner.context_parallel=1, and learner.dp_shard to the number of ranks"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -39,12 +40,12 @@ def check_context(model: PreTrainedModel, config: Any) -> None:
     name = type(model).__name__
     if not model._can_set_attn_implementation():
         raise ModelError(f"the attention of {name} can't be divided over ranks: {REMEDY}")
-    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {FULL, SLIDING})
+    kinds = sorted({*(read_setting(config, "layer_types") or ())} - {FULL, SLIDING})
     if kinds:
         raise ModelError(
             f"{name} has layers of {', '.join(kinds)}, which can't be divided over ranks: {REMEDY}"
         )
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = read_setting(config, "rope_parameters") or {}
     for section in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if section.get("rope_type") in LENGTH_DEPENDENT_ROPES:
             raise ModelError(
@@ -142,13 +143,13 @@ class DividedAttention:
         Raises ModelError if the layer has a window that it does not tell its attention function.
         """
         window = options.get("sliding_window")
-        kinds = getattr(self.config, "layer_types", None)
-        layer = getattr(module, "layer_idx", None)
+        kinds = read_setting(self.config, "layer_types")
+        layer = getattr(module, "layer_idx", None)  # only layers of a decoder have a number
         kind = kinds[layer] if kinds and layer is not None else None
         has_window = (
             kind == SLIDING
             if kind is not None
-            else getattr(self.config, "sliding_window", None) is not None
+            else read_setting(self.config, "sliding_window") is not None
         )
         if has_window and window is None:
             raise ModelError(
@@ -159,9 +160,7 @@ class DividedAttention:
 
     def _get_own_function(self, module: nn.Module) -> Any:
         """Return the attention function that the model had before."""
-        own_eager: Any = getattr(
-            sys.modules[type(module).__module__], "eager_attention_forward", None
-        )
+        own_eager: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.own_name, own_eager)
 
 

@@ -10,6 +10,7 @@ T = tokens, H = query heads, K = key/value heads, D = head_dim.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers.masking_utils import (
 )
 
 from ratchet.models.layers.attention import PackedAttention
+from ratchet.utils.user_code import get_qualified_name
 
 # The name of this attention in transformers' configurations.
 NAME = "ratchet_packed"
@@ -61,14 +63,14 @@ def _is_causal_and_packed(mask_function: Any) -> bool:
 
     transformers combines the functions of a mask in a closure.
     """
-    cells = getattr(mask_function, "__closure__", None) or ()
-    combined = [cell.cell_contents for cell in cells]
+    cells = mask_function.__closure__ if inspect.isfunction(mask_function) else None
+    combined = [cell.cell_contents for cell in cells or ()]
     if len(combined) != 1 or not isinstance(combined[0], tuple) or len(combined[0]) != 2:
         return False
     is_intersection = mask_function.__qualname__.startswith("and_masks.")
     causal, packed = combined[0]
     packed_name = f"{packed_sequence_mask_function.__qualname__}."
-    is_packed = getattr(packed, "__qualname__", "").startswith(packed_name)
+    is_packed = get_qualified_name(packed).startswith(packed_name)
     return is_intersection and causal is causal_mask_function and is_packed
 
 
@@ -99,7 +101,8 @@ def attend(
     if attention_mask is None or attention_mask.numel():
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     is_causal = arguments.get("is_causal")
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)  # as transformers reads it
     others = arguments.get("position_bias"), arguments.get("cache")
     if packed_attention is None or not is_causal or others != (None, None):
         raise NotImplementedError(f"{type(module).__name__} has attention of its own")

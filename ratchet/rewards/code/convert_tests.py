@@ -426,7 +426,8 @@ def _check_are_functions(tree: ast.Module, names: Mapping[str, str], label: str)
     for node in nodes:
         reason, name = "", None
         if isinstance(node, ast.Attribute):
-            name = find_called(node.value) or results.get(getattr(node.value, "id", ""))
+            variable = node.value.id if isinstance(node.value, ast.Name) else ""
+            name = find_called(node.value) or results.get(variable)
             # A name with a capital is that of a class, whose `pop` is not that of a list.
             if name and (node.attr not in PLAIN_ATTRIBUTES or names[name][:1].isupper()):
                 reason = f"use .{node.attr} of what it returns"

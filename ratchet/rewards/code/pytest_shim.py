@@ -362,11 +362,10 @@ def _list_needed(function, owner):
 
 def _is_left_out(target):
     """True if a test function or class does not count for unittest, or has `__test__` false."""
-    return (
-        getattr(target, "__unittest_skip__", False)
-        or getattr(target, "__unittest_expecting_failure__", False)
-        or not getattr(target, "__test__", True)
-    )
+    marks = ("__unittest_skip__", "__unittest_expecting_failure__")
+    if any(getattr(target, mark, False) for mark in marks):
+        return True
+    return not getattr(target, "__test__", True)  # pytest sets no default
 
 
 def _collect_function(name, function, owner, outer_marks):
@@ -398,7 +397,7 @@ def _collect_class(test, outer_marks):
     is_unittest = _is_unittest(test)
     # Those of unittest's own classes, which are in another module, do nothing.
     for name in ("asyncSetUp", "asyncTearDown"):
-        if getattr(attributes.get(name), "__module__", None) == __name__:
+        if inspect.isfunction(attributes.get(name)) and attributes[name].__module__ == __name__:
             raise UnsupportedPytest(f"{name}, a coroutine")
     methods = {
         name: value

@@ -17,7 +17,7 @@ import traceback
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from . import landlock, rootfs, seccomp, syscalls
 
@@ -258,14 +258,9 @@ def print_error(error: BaseException) -> None:
 
 def shut_down(code: int) -> int:
     """Join threads, run exit handlers, flush streams, and return the exit code."""
-    # `_shutdown` and `_run_exitfuncs` are private to CPython, so they may be missing.
-    shutdown: Any = getattr(threading, "_shutdown", None)
     try:
-        if shutdown is not None:
-            shutdown()
-        run_handlers: Any = getattr(atexit, "_run_exitfuncs", None)
-        if run_handlers is not None:
-            run_handlers()
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
                 stream.flush()
