@@ -5,6 +5,7 @@ Writes results.json into the directory that it is given.
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from ratchet.config.resolve import build, resolve
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.training.sources import make_manager_with_player
 from ratchet.training.stage import EnvSetup
-from ratchet.training.start import start_run
+from ratchet.training.start import resume_run, start_run
 
 here = Path(sys.argv[1])
 policy = here / "tokenizer"
@@ -55,6 +56,11 @@ values = {
 }
 recipe = here / "recipe.yaml"
 recipe.write_text(yaml.safe_dump(values), encoding="utf-8")
+statuses = [
+    start_run(recipe, [], here / "run", command="ratchet train"),
+    resume_run(here / "run", ["steps=2"], command="ratchet train"),
+]
+records = [path.read_bytes() for path in sorted((here / "run" / "steps").glob("*.parquet"))]
 results = {
     "outcomes": [repr(row.outcome) for row in group.trajectories],
     "turns": [len(row.turns) for row in group.trajectories],
@@ -62,6 +68,8 @@ results = {
         RENDERER.tokenizer.decode(row.tokens[row.trainable].tolist(), skip_special=True)
         for row in group.trajectories
     ],
-    "status": start_run(recipe, [], here / "run", command="ratchet train"),
+    "statuses": statuses,
+    # The records of the two steps, the second after the resume.
+    "items": [re.findall(rb"Letters/train/(\d)", record)[0].decode() for record in records],
 }
 (here / "results.json").write_text(json.dumps(results), encoding="utf-8")

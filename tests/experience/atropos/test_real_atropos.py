@@ -14,7 +14,7 @@ PACKAGE = ROOT / ".venv" / "atropos"
 
 @pytest.mark.slow
 @pytest.mark.needs(str(PACKAGE / "installed"))
-def test_an_environment_of_the_package_plays_two_turns_and_trains(tmp_path):
+def test_an_environment_of_the_package_plays_two_turns_trains_and_resumes(tmp_path):
     play = Path(__file__).with_name("real_play.py")
     paths = f"{PACKAGE}:{ROOT / 'tests'}:{ROOT}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -27,4 +27,5 @@ def test_an_environment_of_the_package_plays_two_turns_and_trains(tmp_path):
     ]
     assert result["turns"] == [2, 2]
     assert result["trained"] == ["aaba", "baa"]
-    assert result["status"] == 0
+    assert result["statuses"] == [0, 0]
+    assert result["items"] == ["0", "2"]
