@@ -19,7 +19,7 @@ CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 	sys.exit(not ok)
 
 # What the slow tests need.
-SLOW_PARTS := .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/torchvision/installed .venv/textworld/installed .venv/nemo-gym/installed .venv/engines/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs
+SLOW_PARTS := .venv/developer .venv/vllm .venv/trl .venv/clients/installed .venv/torchvision/installed .venv/textworld/installed .venv/atropos/installed .venv/nemo-gym/installed .venv/engines/installed .venv/chromium .venv/pretend_cuda/backend.so .venv/docs
 
 # What the benchmarks drive peers with; point it at another environment's python to keep peers out of .venv.
 PEERS_PYTHON ?= $(BIN)/python
@@ -127,6 +127,12 @@ clean: ## remove caches and builds; keeps .venv and runs
 .venv/textworld/installed: constraints.txt | .venv/bin/python
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target .venv/textworld \
 		textworld==1.7.0 jericho==3.3.1 "tatsu==5.8.*" mementos hashids more_itertools prompt_toolkit termcolor wcwidth
+	@touch $@
+
+# Atropos, whose other needs are in the checks' environment.
+.venv/atropos/installed: constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target .venv/atropos \
+		atroposlib==0.4.0 jsonlines==4.0.0 pydantic-cli==10.0.0
 	@touch $@
 
 # Clients of the served API, apart from the packages of the checks.

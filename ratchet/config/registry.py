@@ -125,7 +125,11 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "normalise": "ratchet.algorithms.config.shaping:NormaliseRewards",
         "component_weights": "ratchet.algorithms.config.shaping:ComponentWeights",
     },
-    "environment": {**MIXTURE_PARTS, "mixture": "ratchet.environments.mixture:MixtureConfig"},
+    "environment": {
+        **MIXTURE_PARTS,
+        "mixture": "ratchet.environments.mixture:MixtureConfig",
+        "atropos": "ratchet.experience.config:AtroposConfig",  # plays whole groups, so is no part
+    },
     "part": MIXTURE_PARTS,  # the parts of an environment mixture
     "worker_environment": ENVIRONMENTS,  # the environments of environment workers
     "problems": SINGLE_TURN_ENVIRONMENTS,  # environments that another environment can wrap

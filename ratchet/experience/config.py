@@ -1,4 +1,4 @@
-"""The recipe section of NeMo RL's environments. Importing it loads neither torch nor `nemo_rl`."""
+"""The recipe sections of environments of NeMo RL and of Atropos. This module imports neither."""
 
 from __future__ import annotations
 
@@ -62,3 +62,27 @@ class MessageLogConfig(EnvironmentConfig):
         except TypeError as error:
             raise ValueError(f"arguments don't fit '{self.interface}': {error}") from error
         return self
+
+
+class AtroposConfig(EnvironmentConfig):
+    """An environment of Atropos, a subclass of its `BaseEnv` (docs/environments.md)."""
+
+    builds: ClassVar[str] = "ratchet.experience.atropos.environment:AtroposEnvironment"
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+
+    path: str = Field(
+        description="Path of the environment's class: my_pkg.my_mod:MyEnv, or my_env.py:MyEnv."
+    )
+    config: dict[str, Any] = Field(
+        {},
+        description="Keys of the environment's own config class, such as tokenizer_name, which "
+        "must be the policy's tokenizer. Others are as its config_init gives them.",
+    )
+    test_tasks: int = Field(
+        16, ge=1, description="Number of held-out items: the first that the environment gives."
+    )
+    ignore: tuple[str, ...] = Field(
+        (),
+        description="Fields of the environment's requests that have no effect, such as "
+        "temperature and top_p, which are the run's.",
+    )

@@ -185,7 +185,11 @@ def make_manager_with_player(
     # would count them as malformed.
     if setup.environment.has_tools:
         renderer.check_tool_calls()
-    return RolloutManager(
+    # An environment that plays whole groups has a manager of its own.
+    manager_class: type[RolloutManager] = getattr(
+        setup.environment, "manager_class", RolloutManager
+    )
+    return manager_class(
         player,
         setup.get_environment_factory(),
         reward,

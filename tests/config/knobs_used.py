@@ -20,6 +20,8 @@ from environments import stand_in_textworld
 from environments.harbor.task_directories import write_task
 from environments.openenv.stub_server import StubServer
 from environments.servers.open_reward_stub import Stub, events, result
+from experience.atropos import stand_in
+from experience.openai_proxy.talk import RENDERER, Scripted, sampling
 from pictures import model_directory, picture
 from rewards.fake_http import Answer, chat, serve
 from sandbox.fake_docker import PYTHON, FakeDocker
@@ -36,6 +38,7 @@ from ratchet.environments.games.game import GameConfig
 from ratchet.errors import ConfigError, DataError
 from ratchet.executors.local import LocalExecutor
 from ratchet.executors.placement import ResourceRequest
+from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.vllm import generator as vllm
 from ratchet.generators.vllm.generator import VLLMGenerator, choose_dtype, make_engine_arguments
@@ -533,6 +536,18 @@ def environments_of_others(patch: pytest.MonkeyPatch) -> None:
         raw_observations=True,
         judges_cut_answers=True,
     )
+    play_atropos(patch)
+
+
+def play_atropos(patch) -> None:
+    """A group that an environment of Atropos plays."""
+    stand_in.install(patch)
+    keys = {"path": "experience.atropos.stand_in:Letters", "config": {"n_items": 3}}
+    environment = build(resolve("environment", {"kind": "atropos", "test_tasks": 1, **keys}))
+    player = EpisodePlayer(Scripted(["a"]), RENDERER, max_context=4096)
+    manager = environment.manager_class(player, lambda: environment, None)
+    task = next(environment.tasks("train", seed=0))
+    asyncio.run(manager.group(task, sampling(), group_id="g", attempts=1))
 
 
 def in_terminals() -> None:

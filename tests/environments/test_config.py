@@ -37,7 +37,7 @@ from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.rewards.answers.countdown import CountdownRewardConfig
 from ratchet.rewards.reward_model import RewardModelConfig
 
-MADE_OF_OTHERS = {"mixture", "message_log"}  # tested where their parts are
+MADE_OF_OTHERS = {"mixture", "message_log", "atropos"}  # tested where their parts are
 ENVIRONMENTS = [
     section_class("environment", kind)
     for kind in KINDS["environment"]
