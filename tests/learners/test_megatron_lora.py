@@ -30,16 +30,12 @@ SOME = Adapter(
 ATTENTION = Adapter(
     LoRAConfig(rank=3, alpha=4.0, target_modules=("q_proj", "k_proj", "o_proj")), seed=5
 )
-ONE_STAGE = Adapter(
-    LoRAConfig(rank=2, alpha=4.0, target_modules=("gate_proj", "down_proj")), seed=5
-)
 CASES = {
     "dp2": ("tied", {"data_parallel": 2, "overlap_gradients": True}, EVERY),
     "tp2": ("tied", {"tensor_parallel": 2}, EVERY),
     "tp2 sequence": ("untied", {**SEQUENCE, "recompute": "full"}, SOME),
     "pp2": ("tied", {"pipeline_parallel": 2, "recompute": "full"}, SOME),
     "pp2 interleaved": ("untied", {"pipeline_parallel": 2, "pipeline_chunks": 2}, EVERY),
-    "pp2, adapters on one stage": ("sparse", {"pipeline_parallel": 2}, ONE_STAGE),
     "cp2": ("tied", {"context_parallel": 2}, SOME),
     "sparse tp2": ("sparse", SEQUENCE, ATTENTION),
     "tp2 x pp2": ("tied", {**SEQUENCE, "pipeline_parallel": 2}, EVERY),

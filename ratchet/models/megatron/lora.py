@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.config.model_shape.lora_targets import (
+    ATTENTION,
+    get_expert_matrices,
+    resolve_decoder_targets,
+)
+from ratchet.errors import ConfigError
 from ratchet.models.lora.decoder import Adapter, init_adapters
 from ratchet.models.megatron.blocks import make_adapter_layout, make_stage_layout
 from ratchet.models.megatron.build import MegatronStage
@@ -19,10 +24,17 @@ from ratchet.models.weights.weight_layout import WeightPiece
 def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapter) -> None:
     """Add adapters to the stages and freeze all other weights.
 
-    Raises ConfigError as `resolve_decoder_targets` does.
+    Raises ConfigError as `resolve_decoder_targets` does, and for targets in experts.
     """
     for stage in stages:
         target_names = resolve_decoder_targets(stage.shape, adapter.lora)
+        in_experts = [name for name in get_expert_matrices(stage.shape) if name in target_names]
+        if in_experts:
+            raise ConfigError(
+                "learner.kind=megatron can't adapt experts, and lora.target_modules includes their "
+                f"{', '.join(in_experts)}. Set lora.target_modules=[{', '.join(ATTENTION)}], or "
+                "learner.kind=dtensor"
+            )
         layout = make_stage_layout(stage, sizes)
         stage.requires_grad_(False)
         linears = [
