@@ -84,16 +84,18 @@ class MultiSparseMLP(nn.Module):
     def forward(
         self, x_Td: Tensor, row_multiple: int = 1, route: RoutingHook | None = None
     ) -> Tensor:
-        routed = self.mlp.choose(x_Td, route)
+        weights_TK, experts_TK = self.mlp.choose(x_Td, route)
         rows_by_name = self.adapter_rows.rows
         out_Td = torch.zeros_like(x_Td)
         for name, rows in rows_by_name.items():
             if rows is None:
-                return self.mlp.mix(x_Td, *routed, row_multiple)
+                return self.mlp.mix(x_Td, weights_TK, experts_TK, row_multiple)
             padded_n, count = rows
-            inputs = (part.index_select(0, padded_n[:count]) for part in (x_Td, *routed))
+            rows_n = padded_n[:count]
             self.adapter_rows.rows = {name: None}
-            out_Td.index_copy_(0, padded_n[:count], self.mlp.mix(*inputs, row_multiple))
+            out_Td[rows_n] = self.mlp.mix(
+                x_Td[rows_n], weights_TK[rows_n], experts_TK[rows_n], row_multiple
+            )
         self.adapter_rows.rows = rows_by_name
         return out_Td
 
