@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ratchet.config.model_shape.lora_targets import (
-    ATTENTION,
-    get_expert_matrices,
-    resolve_decoder_targets,
-)
-from ratchet.errors import ConfigError
+from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.models.lora.decoder import Adapter, init_adapters
 from ratchet.models.megatron.blocks import make_adapter_layout, make_stage_layout
 from ratchet.models.megatron.build import MegatronStage
@@ -24,17 +19,10 @@ from ratchet.models.weights.weight_layout import WeightPiece
 def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapter) -> None:
     """Add adapters to the stages and freeze all other weights.
 
-    Raises ConfigError as `resolve_decoder_targets` does, and for targets in experts.
+    Raises ConfigError as `resolve_decoder_targets` does.
     """
     for stage in stages:
         target_names = resolve_decoder_targets(stage.shape, adapter.lora)
-        in_experts = [name for name in get_expert_matrices(stage.shape) if name in target_names]
-        if in_experts:
-            raise ConfigError(
-                "learner.kind=megatron can't adapt experts, and lora.target_modules includes their "
-                f"{', '.join(in_experts)}. Set lora.target_modules=[{', '.join(ATTENTION)}], or "
-                "learner.kind=dtensor"
-            )
         layout = make_stage_layout(stage, sizes)
         stage.requires_grad_(False)
         linears = [
@@ -43,9 +31,7 @@ def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapt
             if isinstance(module, AdaptableLinear)
         ]
         for number, (path, linear) in enumerate(linears):
-            targets = (
-                {} if linear.is_expert else _group_by_target(layout[f"{path}.weight"], target_names)
-            )
+            targets = _group_by_target(layout[f"{path}.weight"], target_names)
             if targets:
                 # Seeds the dropout: unique over all stages, and the same on all ranks of a stage.
                 dropout_index = stage.stage_index.index + stage.stage_index.count * number
