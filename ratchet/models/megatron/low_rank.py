@@ -136,9 +136,10 @@ class ParallelLoRA(SwitchableAdapter):
             # the ranks.
             whole = getattr(factors, self.sharding.whole_factor)
             whole.sequence_parallel = linear.sequence_parallel
+            # False if expert parallelism gives other ranks other experts.
+            allreduce = getattr(weight, "allreduce", True)
             for parameter in factors.parameters():
-                # False if expert parallelism gives other ranks other experts.
-                parameter.allreduce = getattr(weight, "allreduce", True)
+                parameter.allreduce = allreduce  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x_t1i: Tensor, out_u1o: Tensor) -> Tensor:
         if self.is_off:
