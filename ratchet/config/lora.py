@@ -25,7 +25,7 @@ class LoRAConfig(Section):
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default="all-linear",
         description="Linear maps of each layer that get an adapter: all-linear, or their names "
-        "(q_proj, ...).",
+        "(q_proj, ...). A map of experts gets one for each expert.",
     )
     init: Literal["kaiming", "gaussian"] = Field(
         default="kaiming",

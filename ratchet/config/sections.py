@@ -157,6 +157,11 @@ class LearnerSection(Section):
         return 1
 
     @property
+    def expert_ranks(self) -> int:
+        """Return the number of ranks over which the experts of a layer are divided."""
+        return 1
+
+    @property
     def uses_sequence_parallelism(self) -> bool:
         """True if each tensor-parallel rank holds a part of the tokens between matrix products."""
         return False

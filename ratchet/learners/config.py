@@ -121,6 +121,10 @@ class DistributedConfig(LearnerSection):
         return self.pipeline_parallel
 
     @property
+    def expert_ranks(self) -> int:
+        return self.expert_parallel
+
+    @property
     def uses_sequence_parallelism(self) -> bool:
         return self.sequence_parallel
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.kernels.bfloat16 import RoundedWeight, SharedRoundedWeight
 from ratchet.models.layers.expert_routing import RoutingHook
-from ratchet.models.layers.moe import SparseMLP
+from ratchet.models.layers.moe import Experts, SparseMLP
 from ratchet.models.layers.quantized import QuantFormat, QuantizedMatrix
 from ratchet.models.layers.rope import RotaryTable
 from ratchet.models.lora.layers import FusedLoRA
@@ -252,6 +252,13 @@ class Decoder(nn.Module):
             (path, module)
             for path, module in self.named_modules()
             if isinstance(module, Linear) and module is not self.lm_head
+        )
+
+    @property
+    def layer_experts(self) -> Iterator[tuple[str, Experts]]:
+        """The (path, module) pairs of the experts of the decoder layers."""
+        return (
+            (path, module) for path, module in self.named_modules() if isinstance(module, Experts)
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter | QuantizedMatrix]]:

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.lora_targets import MLP, get_expert_matrices
 
 
 @dataclass(frozen=True)
@@ -152,23 +153,43 @@ class DecoderCost:
 
     def count_adapter_parameters(self, targets: Collection[str], rank: int) -> int:
         """Return the number of LoRA parameters if every layer adapts these linear layers."""
+        layers = range(self.shape.n_layers)
+        return self.count_stage_adapter_parameters(layers, targets, rank)
+
+    def count_stage_adapter_parameters(
+        self,
+        layers: Collection[int],
+        targets: Collection[str],
+        rank: int,
+        *,
+        expert_parallel: int = 1,
+    ) -> int:
+        """Return the number of LoRA parameters of these layers.
+
+        Args:
+            targets: The names of the adapted matrices, in the layers and in their experts.
+            expert_parallel: The number of ranks that divide the experts of each layer.
+        """
         shape = self.shape
         queries = shape.n_heads * shape.head_dim
         keys = shape.n_kv_heads * shape.head_dim
-        outputs = {
-            "q_proj": queries,
-            "k_proj": keys,
-            "v_proj": keys,
-            "gate_proj": shape.intermediate_size,
-            "up_proj": shape.intermediate_size,
-        }
+        outputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
         # Rows plus columns of each matrix.
-        sides = {name: shape.hidden_size + size for name, size in outputs.items()}
-        sides |= {
-            "o_proj": queries + shape.hidden_size,
-            "down_proj": shape.intermediate_size + shape.hidden_size,
-        }
-        return shape.n_layers * rank * sum(sides[name] for name in targets)
+        attention = sum(
+            shape.hidden_size + size for name, size in outputs.items() if name in targets
+        )
+        dense = sum(name in targets for name in MLP)
+        of_expert = sum(name in targets for name in get_expert_matrices(shape))
+        sides = len(layers) * attention
+        for layer in layers:
+            sides += (
+                of_expert
+                * (shape.n_experts // expert_parallel)
+                * (shape.hidden_size + shape.expert_intermediate_size)
+                if shape.is_sparse(layer)
+                else dense * (shape.hidden_size + shape.intermediate_size)
+            )
+        return rank * sides
 
     def _count_activations(self, sparse: bool) -> int:
         """Return the number of activations per token that one layer keeps for its backward."""

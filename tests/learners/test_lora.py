@@ -2,10 +2,12 @@
 that can be repeated."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
-from learners.test_local import ALGORITHMS, VOCAB, groups, prepared
+from learners.test_local import ALGORITHMS, EXPERTS, VOCAB, groups, prepared
+from torch import nn
 
 from ratchet.algorithms.config.named_policy_gradients import PPOConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
@@ -25,14 +27,16 @@ from ratchet.learners.local import LocalLearner
 from ratchet.learners.lora_reference import LoRAReference
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.decoder import Adapter, is_adapter_parameter
+from ratchet.models.weights.weight_layout import PEFT_PREFIX, cut_blocks, list_pieces
 from ratchet.training.roles import make_roles
 
 SHAPE = DecoderConfig(VOCAB, 16, 2, 2, 1, 8, 24, init_std=0.3)
+SPARSE = replace(SHAPE, **EXPERTS)
 LORA = LoRAConfig(rank=2, alpha=4.0)
 
 
-def policy(adapter=None, *, seed=0, dtype=torch.float32):
-    made = init_policy(SHAPE, seed=seed, dtype=dtype)
+def policy(adapter=None, *, seed=0, dtype=torch.float32, shape=SHAPE):
+    made = init_policy(shape, seed=seed, dtype=dtype)
     if adapter is not None:
         made.attach(adapter)
     return made
@@ -105,16 +109,64 @@ def test_the_gradient_is_that_of_the_merged_matrix():
         assert a.shape == grad_a.shape
 
 
+def test_steps_with_experts_are_those_of_the_low_rank_parametrisation_written_out():
+    """Every matrix, an expert's too, is W + scale B A: gradients of A and B by autograd from those
+    of the whole matrices, steps by PyTorch's AdamW."""
+    batch, terms = prepared(ALGORITHMS["grpo"])
+    net = policy(Adapter(LORA, seed=5), dtype=torch.float64, shape=SPARSE)
+    base = {name: weight.clone() for name, weight in net.canonical_weights()}
+    factors = {
+        name: nn.Parameter(weight.clone().add_(0.1)) for name, weight in net.adapter_weights()
+    }
+    for name, weight in net.adapter_weights():
+        weight.copy_(factors[name].detach())
+    optimizer = OptimizerConfig(lr=1e-2, max_grad_norm=None)
+    made, whole = learner(net, optimizer=optimizer), policy(dtype=torch.float64, shape=SPARSE)
+    full = learner(whole, optimizer=optimizer)
+    steps = torch.optim.AdamW(
+        factors.values(),
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+    )
+    layout = list_pieces(whole.decoder)
+    for _ in range(3):
+        merged = {
+            name: weight
+            + LORA.scale * factors[f"{path}.lora_B.weight"] @ factors[f"{path}.lora_A.weight"]
+            for name, weight in base.items()
+            if f"{(path := PEFT_PREFIX + name.removesuffix('.weight'))}.lora_A.weight" in factors
+        }
+        with torch.no_grad():
+            for name, weight in whole.canonical_weights():
+                weight.copy_(merged.get(name, weight))
+        whole.zero_grad()
+        full._accumulate(batch, terms)
+        slopes = {
+            block.name: block.tensor
+            for name, parameter in whole.decoder.named_parameters()
+            for block in cut_blocks(layout[name], parameter.grad)
+        }
+        steps.param_groups[0]["lr"] = asyncio.run(made.update(batch, terms))["lr"]
+        steps.zero_grad()
+        sum((weight * slopes[name]).sum() for name, weight in merged.items()).backward()
+        steps.step()
+    assert sum(".experts." in name for name in factors) == 2 * 3 * 4 * 2
+    for name, weight in net.adapter_weights():
+        torch.testing.assert_close(weight, factors[name].detach(), rtol=1e-7, atol=1e-9, msg=name)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(dropout, tmp_path):
+@pytest.mark.parametrize("shape", [SHAPE, SPARSE], ids=["dense", "experts"])
+def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(shape, dropout, tmp_path):
     lora = LORA.model_copy(update={"dropout": dropout})
     batch, terms = prepared(ALGORITHMS["grpo"])
-    made = learner(lora=lora)
+    made = learner(policy(Adapter(lora, seed=5), shape=shape))
     asyncio.run(made.update(batch, terms))
     made.save(tmp_path)
     assert all(map(is_adapter_parameter, load_state(tmp_path)["parameters"]))
     asyncio.run(made.update(batch, terms))
-    again = learner(lora=lora)
+    again = learner(policy(Adapter(lora, seed=5), shape=shape))
     again.load(tmp_path)
     asyncio.run(again.update(batch, terms))
     for (name, ours), (_, theirs) in zip(
@@ -129,11 +181,16 @@ def test_a_checkpoint_of_another_base_is_refused(tmp_path):
         learner(policy(Adapter(LORA), seed=1)).load(tmp_path)
 
 
-def test_activations_that_are_computed_again_drop_the_same():
+@pytest.mark.parametrize("shape", [SHAPE, SPARSE], ids=["dense", "experts"])
+def test_activations_that_are_computed_again_drop_the_same(shape):
     lora = LORA.model_copy(update={"dropout": 0.5})
     batch, terms = prepared(ALGORITHMS["grpo"])
     made = [
-        learner(lora=lora, config=LocalConfig(activation_checkpointing=on)) for on in (False, True)
+        learner(
+            policy(Adapter(lora, seed=5), shape=shape),
+            config=LocalConfig(activation_checkpointing=on),
+        )
+        for on in (False, True)
     ]
     for each in made:
         each._accumulate(batch, terms)

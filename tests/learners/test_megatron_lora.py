@@ -30,18 +30,19 @@ SOME = Adapter(
 ATTENTION = Adapter(
     LoRAConfig(rank=3, alpha=4.0, target_modules=("q_proj", "k_proj", "o_proj")), seed=5
 )
-ONE_STAGE = Adapter(
-    LoRAConfig(rank=2, alpha=4.0, target_modules=("gate_proj", "down_proj")), seed=5
-)
+MLPS = Adapter(LoRAConfig(rank=2, alpha=4.0, target_modules=("gate_proj", "down_proj")), seed=5)
 CASES = {
     "dp2": ("tied", {"data_parallel": 2, "overlap_gradients": True}, EVERY),
     "tp2": ("tied", {"tensor_parallel": 2}, EVERY),
     "tp2 sequence": ("untied", {**SEQUENCE, "recompute": "full"}, SOME),
     "pp2": ("tied", {"pipeline_parallel": 2, "recompute": "full"}, SOME),
     "pp2 interleaved": ("untied", {"pipeline_parallel": 2, "pipeline_chunks": 2}, EVERY),
-    "pp2, adapters on one stage": ("sparse", {"pipeline_parallel": 2}, ONE_STAGE),
+    "experts pp2": ("sparse", {"pipeline_parallel": 2}, MLPS),
     "cp2": ("tied", {"context_parallel": 2}, SOME),
     "sparse tp2": ("sparse", SEQUENCE, ATTENTION),
+    "experts ep2": ("sparse", {"data_parallel": 2, "expert_parallel": 2}, EVERY),
+    "experts tp2": ("sparse", {**SEQUENCE, "recompute": "full"}, EVERY),
+    "experts ep2 of dp4": ("sparse", {"data_parallel": 4, "expert_parallel": 2}, EVERY),
     "tp2 x pp2": ("tied", {**SEQUENCE, "pipeline_parallel": 2}, EVERY),
     "tp2 x dp2": ("untied", {"tensor_parallel": 2, "data_parallel": 2}, SOME),
 }
@@ -127,22 +128,24 @@ def test_a_critic_has_an_adapter_and_a_head():
     check_adapted(found, options, "untied", "ppo", EVERY)
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_a_checkpoint_of_tp2_goes_on_with_any_division(distributed, tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "distributed"), [("tied", True), ("tied", False), ("sparse", True)]
+)
+def test_a_checkpoint_of_tp2_goes_on_with_any_division(shape, distributed, tmp_path):
     """It holds the adapter alone, and another base is refused."""
 
     def case(options, **more):
         own = {**options, "distributed_optimizer": distributed}
-        return {"shape": "tied", "kind": "grpo", "options": own, "adapter": EVERY, **more}
+        return {"shape": shape, "kind": "grpo", "options": own, "adapter": EVERY, **more}
 
-    readers = [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}]
+    readers = [SEQUENCE, {"pipeline_parallel": 2}, {"data_parallel": 2}]
     written = str(tmp_path / "own")
-    cases = [case({**SEQUENCE}, steps=2, saved_to=written)]
+    cases = [case(SEQUENCE, steps=2, saved_to=written)]
     cases += [case(options, first=2, steps=1, loaded_from=written) for options in readers]
     cases.append({**case(readers[0], loaded_from=written), "shape": "untied"})
     results = by_case(run_ranks(2, "learners.megatron_cases:run", cases, timeout_s=900))
     for found, options in zip(results[1:], readers, strict=False):
-        check_adapted(found, options, "tied", "grpo", EVERY, first=2)
+        check_adapted(found, options, shape, "grpo", EVERY, first=2)
     assert len(results) == len(cases)
     assert all("was saved with another base model" in text for text in results[-1])
     assert all(".lora_" in name for name in DcpFiles(tmp_path / "own" / "megatron").tensors), (

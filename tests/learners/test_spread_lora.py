@@ -26,8 +26,15 @@ CASES = {
     "fsdp2 x tp2": (UNTIED, {"shards": 2, "tensor": 2}, {}, ATTENTION),
     "hsdp2x2": (SHAPE, {"replicas": 2, "shards": 2}, {}, ATTENTION),
     "cp2": (SHAPE, {"context": 2}, {}, ADAPTER),
-    "ep2 of experts": (SPARSE, {"shards": 2, "experts": 2}, {}, ATTENTION),
+    "fsdp2 of experts": (SPARSE, {"shards": 2}, {}, ADAPTER),
+    "ep2": (SPARSE, {"shards": 2, "experts": 2}, {}, ADAPTER),
+    "tp2 of experts": (SPARSE, {"tensor": 2}, {}, ADAPTER),
+    "ep2 of fsdp4": (SPARSE, {"shards": 4, "experts": 2}, {}, ADAPTER),
+    "hsdp2 x ep2": (SPARSE, {"replicas": 2, "shards": 2, "experts": 2}, {}, ADAPTER),
+    "ep2 x tp2": (SPARSE, {"shards": 2, "experts": 2, "tensor": 2}, {}, ADAPTER),
 }
+
+QUICK = ["tp2", "ep2"]
 
 
 DROPS = Adapter(LoRAConfig(rank=2, alpha=4.0, dropout=0.4), seed=5)
@@ -49,12 +56,12 @@ def together(folder):
         shape, topology, options, adapter = CASES[name]
         return topology, shape, STEPS, options, torch.float64, folder(name), False, adapter
 
-    return Together({name: make(name)[0] for name in (*CASES, "drops", "float32")}, ["tp2"], make)
+    return Together({name: make(name)[0] for name in (*CASES, "drops", "float32")}, QUICK, make)
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name == "tp2" else [pytest.mark.slow]) for name in CASES],
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES],
 )
 def test_ranks_train_the_adapter_that_one_process_does(name, together, folder):
     shape, topology, _, adapter = CASES[name]

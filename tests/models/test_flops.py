@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models.convert.cases import empty
@@ -130,9 +132,11 @@ def test_flop_are_those_of_the_products() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["grouped", "experts", "some experts"])
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj"), ("down_proj", "o_proj")])
-def test_an_adapters_parameters(targets) -> None:
-    shape, lora = SHAPES["grouped"], LoRAConfig(rank=3, target_modules=targets)
+def test_an_adapters_parameters(targets, name) -> None:
+    shapes = SHAPES | {"some experts": replace(SHAPES["experts"], dense_layers=(1,))}
+    shape, lora = shapes[name], LoRAConfig(rank=3, target_modules=targets)
     policy = DecoderPolicy(Decoder(shape).init_weights(0))
     policy.attach(Adapter(lora, seed=0))
     assert DecoderCost(shape).count_adapter_parameters(

@@ -103,11 +103,16 @@ def _estimate_state_bytes(
     if stage.lora is not None:
         cost = costs["policy"]
         targets = resolve_decoder_targets(cost.shape, stage.lora)
-        adapter = cost.count_adapter_parameters(targets, stage.lora.rank)
-        n_layers = sum(len(part.range(cost.shape.n_layers)) for part in stages)
-        trained = [adapter * n_layers // cost.shape.n_layers // learner.tensor_parallel] * len(
-            algorithm.losses
+        adapter = sum(
+            cost.count_stage_adapter_parameters(
+                part.range(cost.shape.n_layers),
+                targets,
+                stage.lora.rank,
+                expert_parallel=learner.expert_parallel,
+            )
+            for part in stages
         )
+        trained = [adapter // learner.tensor_parallel] * len(algorithm.losses)
     is_bfloat16 = learner.weights == "bfloat16"
     # Two moments, and the master weights if the weights themselves are rounded.
     optimizer_bytes = FP32_BYTES * (3 if is_bfloat16 else 2)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ratchet.config.checks.clash import Conflict, clash
-from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
+from ratchet.config.model_shape.lora_targets import (
+    ALL,
+    ATTENTION,
+    DECODER_NAMES,
+    resolve_decoder_targets,
+    resolve_target_modules,
+)
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import ConfigError, ModelError
@@ -16,16 +22,17 @@ def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Con
 
     The target modules of any other model are checked when it is loaded.
     """
-    if stage.lora is None or (config.model.preset is None and config.model.backend != "ratchet"):
+    preset = config.model.preset
+    if stage.lora is None or (preset is None and config.model.backend != "ratchet"):
         return
-    # The overrides of a model directory change no weight, and so none of the layers' names.
-    overrides = {} if config.model.preset is None else config.model.overrides
     try:
-        shape = get_preset(config.model.preset or "tiny", vocab_size=1, **overrides)
+        if preset is None:
+            resolve_target_modules(stage.lora, DECODER_NAMES)
+        else:
+            shape = get_preset(preset, vocab_size=1, **config.model.overrides)
+            resolve_decoder_targets(shape, stage.lora)
     except (ModelError, TypeError):  # `model_conflicts` reports a wrong shape
         return
-    try:
-        resolve_decoder_targets(shape, stage.lora)
     except ConfigError as error:
         yield clash(str(error), "lora.target_modules")
 
@@ -90,6 +97,22 @@ def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _check_dropout(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that what dropout drops does not depend on the division of experts over ranks."""
+    lora, learner = stage.lora, stage.learner
+    if lora is None or not lora.dropout:
+        return
+    adapts_experts = lora.target_modules == ALL or not set(lora.target_modules) <= set(ATTENTION)
+    if adapts_experts and learner.expert_ranks > 1:
+        yield clash(
+            f"lora.dropout={lora.dropout} would drop other inputs of experts with "
+            f"learner.expert_parallel={learner.expert_ranks} than in one process. Set "
+            "lora.dropout=0, or leave the experts out of lora.target_modules",
+            "lora.dropout",
+            "learner.expert_parallel",
+        )
+
+
 def _check_following_stage(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that another stage can follow a stage with LoRA.
 
@@ -129,6 +152,7 @@ LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] 
     _check_encoders,
     _check_freeze,
     _check_learner,
+    _check_dropout,
     _check_following_stage,
     _check_served_rank,
 )

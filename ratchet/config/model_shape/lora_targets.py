@@ -6,32 +6,35 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from ratchet.config.lora import LoRAConfig
-from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig
 from ratchet.errors import ConfigError
 
 ALL = "all-linear"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+# Of the matrices of an expert, by the way in which a family writes them.
+EXPERTS = {
+    moe: (*moe.gate_up, moe.down) for family in FAMILIES.values() if (moe := family.moe) is not None
+}
+# Of all families.
+DECODER_NAMES = (*ATTENTION, *MLP, *(name for names in EXPERTS.values() for name in names))
 
 
 def resolve_decoder_targets(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
     """Return the names of the built-in decoder's linear layers that get an adapter.
 
-    Raises ConfigError for an unknown name. In a model with experts it also raises for "all-linear",
-    and for the name of an MLP map if every layer has experts.
+    A name selects the matrices with that name in the layers and in all experts of a layer.
+
+    Raises ConfigError for an unknown name.
     """
-    has_dense_layers = len(config.sparse_layers) < config.n_layers
-    names = resolve_target_modules(lora, (*ATTENTION, *MLP))
-    if (
-        config.n_experts
-        and (experts := [name for name in names if name in MLP])
-        and (lora.target_modules == ALL or not has_dense_layers)
-    ):
-        raise ConfigError(
-            f"lora.target_modules={ALL if lora.target_modules == ALL else experts[0]} includes "
-            f"experts, which get no adapters: set lora.target_modules=[{', '.join(ATTENTION)}]"
-        )
-    return names
+    dense = () if len(config.sparse_layers) == config.n_layers else MLP
+    return resolve_target_modules(lora, (*ATTENTION, *dense, *get_expert_matrices(config)))
+
+
+def get_expert_matrices(config: DecoderConfig) -> tuple[str, ...]:
+    """Return the names of the matrices of an expert; () if no layer has experts."""
+    moe = FAMILIES[config.family].moe
+    return () if moe is None or not config.sparse_layers else EXPERTS[moe]
 
 
 def resolve_target_modules(lora: LoRAConfig, available: Iterable[str]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from ratchet.generators.engine.multi_lora import BASE
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.vllm.arguments import parse_arguments
 from ratchet.generators.vllm.engines import CORES, VLLMCore
-from ratchet.generators.vllm.lora import SUPPORTED_RANKS, AdapterSender
+from ratchet.generators.vllm.lora import SUPPORTED_RANKS, AdapterSender, check_expert_matrices
 from ratchet.generators.vllm.media import (
     MediaSettings,
     load_media_settings,
@@ -214,7 +214,11 @@ class VLLMGenerator(AsyncEngine):
     # --- new weights
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
-        """Begin a push. Raises ModelError for an adapter whose rank exceeds `lora_rank`."""
+        """Begin a push.
+
+        Raises ModelError for an adapter whose rank exceeds `lora_rank`, or that has only some of
+        an expert's matrices.
+        """
         self._weight_writer.clear()
         adapter: Adapter | None = manifest.get("adapter")
         if adapter is not None:
@@ -225,6 +229,7 @@ class VLLMGenerator(AsyncEngine):
             for name, weight in weights.items()
             if name.startswith(PEFT_PREFIX)
         }
+        check_expert_matrices(shapes)
         self._adapters.expect(adapter, shapes)
 
     async def receive(self, shards: Iterator[Shard]) -> None:
@@ -319,6 +324,7 @@ class VLLMGenerator(AsyncEngine):
         stored = load_adapter(directory)
         self._check_rank(stored.adapter)
         stored.check(self._shapes)
+        check_expert_matrices(stored.weights)
         path, checksum = self._adapters.write_stored(stored)
         await self._call_workers("check_adapter", str(path), checksum)
         try:

@@ -5,7 +5,7 @@ The workers check a directory's checksum, then vLLM loads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
+from ratchet.config.model_shape.lora_targets import EXPERTS
 from ratchet.errors import ModelError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import WEIGHTS, StoredAdapter, save_adapter
@@ -101,6 +102,24 @@ class AdapterSender:
         if self.loaded_path is not None:
             rmtree(self.loaded_path, ignore_errors=True)
         self.loaded_path = path
+
+
+def check_expert_matrices(names: Iterable[str]) -> None:
+    """Raise ModelError if an adapter has only some of an expert's matrices.
+
+    vLLM loads only adapters of all matrices of an expert.
+
+    Args:
+        names: peft's names of the adapter's weights.
+    """
+    adapted = {name.split(".")[-3] for name in names if ".experts." in name}
+    for matrices in EXPERTS.values():
+        missing = [name for name in matrices if name not in adapted]
+        if missing and not adapted.isdisjoint(matrices):
+            raise ModelError(
+                f"the adapter has no {' and no '.join(missing)} of its experts, and vLLM loads an "
+                "adapter of all matrices of an expert only. Add them to lora.target_modules"
+            )
 
 
 def explain_adapter_damage(path: str, checksum: str) -> str:

@@ -59,6 +59,7 @@ class Mesh:
         self.expert_row_shard = ShardIndex(row_index // topology.experts, expert_row_ranks)
         self.fsdp = self._select_fsdp_mesh(self._mesh, row_ranks)
         self.expert_fsdp = self.fsdp
+        self.expert_gradient_group = self.gradient_group
         self.experts = None
         if topology.experts > 1:
             sizes = (
@@ -72,6 +73,15 @@ class Mesh:
             expert_mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
             self.experts = expert_mesh.get_group("experts")
             self.expert_fsdp = self._select_fsdp_mesh(expert_mesh, expert_row_ranks)
+            # The ranks over which gradients of the same experts are summed.
+            self.expert_gradient_group = self._create_group(
+                lambda c: (
+                    c.pipeline,
+                    c.tensor,
+                    (c.shard * topology.context + c.context) % topology.experts,
+                ),
+                topology.gradient_ranks // topology.experts,
+            )
 
     def _create_end_stages_group(self) -> Group | None:
         """Return the group of the first and last pipeline stage; None if this rank has neither."""

@@ -234,7 +234,8 @@ def _make_shard(
     gradient_divisor = mesh.topology.experts if is_expert else 1
     # FSDP does not divide vectors and adapters.
     if (parameter.dim() < 2 or is_adapter_parameter(name)) and mesh.gradient_group is not None:
-        reduce_groups = (*reduce_groups, mesh.gradient_group)
+        group = mesh.expert_gradient_group if is_expert else mesh.gradient_group
+        reduce_groups = reduce_groups if group is None else (*reduce_groups, group)
         gradient_divisor = mesh.topology.gradient_ranks
     row_shard = mesh.expert_row_shard if is_expert else mesh.row_shard
     rows = compute_fsdp_rows(parameter, row_shard)

@@ -9,7 +9,7 @@ matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -65,13 +65,19 @@ class ExpertRouter(nn.Module):
 class Experts(nn.Module):
     """The SwiGLU layers of all experts: `gate_up_proj` [E, 2F, d] and `down_proj` [E, d, F].
 
-    Their weights are not initialised.
+    Their weights are not initialised. `adapters` has the LoRA adapters, by the parameter's name.
     """
 
     def __init__(self, n_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(n_experts, hidden_size, intermediate_size))
+        self.adapters = nn.ModuleDict()
+
+    @property
+    def matrices(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The (name, parameter) pairs of the experts' matrices, without the adapters."""
+        return self.named_parameters(recurse=False)
 
     def forward(self, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
         """Return the experts' outputs [N, d] for rows that are sorted by expert.
@@ -79,9 +85,13 @@ class Experts(nn.Module):
         Args:
             counts_E: int64, number of rows of each expert; 0 is allowed.
         """
-        return multiply_by_expert(
-            swiglu(multiply_by_expert(x_Nd, self.gate_up_proj, counts_E)), self.down_proj, counts_E
-        )
+        multiply = partial(multiply_by_expert, counts_E=counts_E)
+
+        def project(x: Tensor, name: str) -> Tensor:
+            out = multiply(x, getattr(self, name))
+            return self.adapters[name](x, out, multiply) if name in self.adapters else out
+
+        return project(swiglu(project(x_Nd, "gate_up_proj")), "down_proj")
 
 
 class SparseMLP(nn.Module):
@@ -112,9 +122,17 @@ class SparseMLP(nn.Module):
                 result does not depend on the number of tokens with the same expert (batch
                 invariance, see `generators.engine.batch_invariance`).
         """
-        weights_TK, experts_TK = self.gate(
-            x_Td, None if route is None else partial(route, self.sparse_index)
-        )
+        weights_TK, experts_TK = self.choose(x_Td, route)
+        return self.mix(x_Td, weights_TK, experts_TK, row_multiple)
+
+    def choose(self, x_Td: Tensor, route: RoutingHook | None) -> tuple[Tensor, Tensor]:
+        """Return the weights and indices of each token's experts, as `ExpertRouter` does."""
+        return self.gate(x_Td, None if route is None else partial(route, self.sparse_index))
+
+    def mix(
+        self, x_Td: Tensor, weights_TK: Tensor, experts_TK: Tensor, row_multiple: int
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of the chosen experts [T, d]."""
         tokens_N, row_index_TK, counts_E = sort_by_expert(experts_TK, self.n_experts, row_multiple)
         y_Nd = self.exchange(self.experts, x_Td.index_select(0, tokens_N), counts_E)
         # Gather and sum, because index_add on CUDA would add in an undefined order.

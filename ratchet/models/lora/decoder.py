@@ -6,10 +6,12 @@ inputs] and `.lora_B.weight` [outputs, r].
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
+from ratchet.models.layers.quantized import QuantizedMatrix
 from ratchet.models.lora.layers import FusedLoRA, SwitchableAdapter
 from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.models.weights.weight_layout import PEFT_PREFIX, WeightPiece, cut_blocks, list_pieces
@@ -94,17 +97,31 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
     lora = adapter.lora
     target_names = resolve_decoder_targets(decoder.config, lora)
     layout = list_pieces(decoder)
-    for index, (path, linear) in enumerate(decoder.layer_linears):
+    indices = itertools.count()
+
+    def make(name: str, weight: Tensor | QuantizedMatrix) -> FusedLoRA | None:
+        """Return the adapter of a parameter; None if it has no target."""
+        index = next(indices)
         spans = [
             piece.rows
-            for piece in layout[f"{path}.weight"]
-            if piece.name.split(".")[-2] in target_names
+            for piece in layout[name]
+            # All experts have the spans of the first.
+            if piece.name.split(".")[-2] in target_names and piece.rows.stop <= weight.shape[-2]
         ]
-        if spans:
-            weight = linear.weight if linear.quantised is None else linear.quantised
-            linear.adapter = FusedLoRA(
-                weight, spans, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, index=index
-            )
+        if not spans:
+            return None
+        return FusedLoRA(
+            weight, spans, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, index=index
+        )
+
+    for path, linear in decoder.layer_linears:
+        linear.adapter = make(
+            f"{path}.weight", linear.weight if linear.quantised is None else linear.quantised
+        )
+    for path, experts in decoder.layer_experts:
+        for name, weight in experts.matrices:
+            if (made := make(f"{path}.{name}", weight)) is not None:
+                experts.adapters[name] = made
     init_adapters(decoder, adapter, list_pieces(decoder))
 
 
@@ -137,6 +154,10 @@ def merge(decoder: Decoder) -> None:
         if isinstance(linear.adapter, FusedLoRA):
             linear.adapter.merge_into(linear.weight)
             linear.adapter = None
+    for _, experts in decoder.layer_experts:
+        for name, adapter in experts.adapters.items():
+            cast(FusedLoRA, adapter).merge_into(getattr(experts, name))
+        experts.adapters.clear()
     decoder.requires_grad_(True)
 
 

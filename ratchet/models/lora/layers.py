@@ -5,7 +5,7 @@ T = tokens, r = rank, i = inputs, o = outputs of the linear layer, p = parts tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -15,6 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ratchet.models.layers.quantized import QuantizedMatrix
+
+# A function that multiplies rows by a matrix: (rows [T, i], matrix [o, i]) -> [T, o]. Of experts
+# the matrices are stacked, [E, o, i], and each row is multiplied by that of its expert.
+Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class SeededDropout(nn.Module):
@@ -60,11 +64,11 @@ class SwitchableAdapter(nn.Module):
 
 
 class FusedLoRA(SwitchableAdapter):
-    """The adapter of one linear layer of the built-in decoder.
+    """The adapter of one linear layer of the built-in decoder, or of one matrix of all experts.
 
     The layer's matrix may fuse several matrices of the checkpoint. Each of these parts has its own
     A and B, stacked in `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. Both are
-    uninitialised.
+    uninitialised. Those of experts have a first dimension more, over the experts.
     """
 
     def __init__(
@@ -80,34 +84,34 @@ class FusedLoRA(SwitchableAdapter):
         """Allocate A and B for each part.
 
         Args:
-            weight: the linear layer's matrix.
+            weight: the linear layer's matrix [o, i], or those of all experts [E, o, i].
             spans: the matrix rows of each adapted part; other rows have no adapter.
             index: see `SeededDropout`.
         """
         super().__init__()
-        self.outputs, inputs = weight.shape
+        *stack, self.outputs, inputs = weight.shape
         self.spans = tuple(spans)
         self.rank = rank
         self.scale = scale
         empty: Any = {"dtype": weight.dtype, "device": weight.device}
-        self.lora_A = nn.Parameter(torch.empty(rank * len(spans), inputs, **empty))
-        self.lora_B = nn.Parameter(torch.empty(sum(map(len, spans)), rank, **empty))
+        self.lora_A = nn.Parameter(torch.empty(*stack, rank * len(spans), inputs, **empty))
+        self.lora_B = nn.Parameter(torch.empty(*stack, sum(map(len, spans)), rank, **empty))
         self.dropout = SeededDropout(dropout, index)
 
-    def forward(self, x_Ti: Tensor, out_To: Tensor) -> Tensor:
-        return out_To if self.is_off else out_To + self.delta(x_Ti)
+    def forward(self, x_Ti: Tensor, out_To: Tensor, multiply: Multiply = F.linear) -> Tensor:
+        return out_To if self.is_off else out_To + self.delta(x_Ti, multiply)
 
-    def delta(self, x_Ti: Tensor) -> Tensor:
+    def delta(self, x_Ti: Tensor, multiply: Multiply = F.linear) -> Tensor:
         """Return the adapter's term, which is added to the linear layer's output [T, o]."""
-        ax_parts = (F.linear(self.dropout(x_Ti), self.lora_A) * self.scale).split(self.rank, dim=-1)
-        parts = [F.linear(ax_Tr, b) for ax_Tr, (_, b) in zip(ax_parts, self.factors(), strict=True)]
+        ax_parts = (multiply(self.dropout(x_Ti), self.lora_A) * self.scale).split(self.rank, dim=-1)
+        parts = [multiply(ax_Tr, b) for ax_Tr, (_, b) in zip(ax_parts, self.factors(), strict=True)]
         return place_columns(list(zip(self.spans, parts, strict=True)), self.outputs)
 
     def factors(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (A, B) of each part."""
         yield from zip(
-            self.lora_A.split(self.rank),
-            self.lora_B.split([len(span) for span in self.spans]),
+            self.lora_A.split(self.rank, dim=-2),
+            self.lora_B.split([len(span) for span in self.spans], dim=-2),
             strict=True,
         )
 
@@ -115,7 +119,7 @@ class FusedLoRA(SwitchableAdapter):
     def merge_into(self, weight: Tensor) -> None:
         """Add scale B A to the linear layer's matrix, in place."""
         for span, (a, b) in zip(self.spans, self.factors(), strict=True):
-            weight[span.start : span.stop] += (self.scale * (b @ a)).to(weight.dtype)
+            weight[..., span.start : span.stop, :] += (self.scale * (b @ a)).to(weight.dtype)
 
 
 def place_columns(parts: Sequence[tuple[range, Tensor]], outputs: int) -> Tensor:

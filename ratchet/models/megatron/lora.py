@@ -31,9 +31,7 @@ def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapt
             if isinstance(module, AdaptableLinear)
         ]
         for number, (path, linear) in enumerate(linears):
-            targets = (
-                {} if linear.is_expert else _group_by_target(layout[f"{path}.weight"], target_names)
-            )
+            targets = _group_by_target(layout[f"{path}.weight"], target_names)
             if targets:
                 # Seeds the dropout: unique over all stages, and the same on all ranks of a stage.
                 dropout_index = stage.stage_index.index + stage.stage_index.count * number

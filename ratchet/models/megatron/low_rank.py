@@ -3,7 +3,9 @@
 A and B are divided like the layer. If the layer's outputs are divided over tensor-parallel ranks,
 the rows of B are divided too, and each rank has the whole A. If its inputs are divided, the
 columns of A are divided too, and each rank has the whole B. In both cases ranks exchange only A x,
-which is r numbers per token.
+which is r numbers per token. Of experts they exchange nothing here, because Megatron's dispatcher
+of tokens gathers the inputs and sums the outputs of experts; the gradients of whole factors are
+summed with those of the norms under sequence parallelism.
 
 t = input tokens, u = output tokens (differs from t under sequence parallelism), 1 = Megatron's
 batch dimension, r = rank of the adapter, i = inputs and o = outputs of the layer on this rank.
@@ -114,7 +116,8 @@ class ParallelLoRA(SwitchableAdapter):
         weight = linear.weight
         self.sharding = linear.sharding
         self.group = linear.tp_group
-        self.sequence = linear.sequence_parallel
+        self.is_expert = linear.is_expert
+        self.sequence = linear.sequence_parallel and not self.is_expert
         self.outputs = len(weight)
         self.scale = lora.scale
         self.targets = nn.ModuleDict(
@@ -128,9 +131,15 @@ class ParallelLoRA(SwitchableAdapter):
             set_tensor_model_parallel_attributes(
                 getattr(factors, self.sharding.divided_factor), True, self.sharding.dim, 1
             )
-            # Under sequence parallelism each rank sees only some of the tokens. Megatron sums the
-            # gradients of parameters with this mark over the ranks.
-            getattr(factors, self.sharding.whole_factor).sequence_parallel = self.sequence
+            # Under sequence parallelism each rank sees only some of the tokens, and of experts only
+            # a part of the matrix. Megatron sums the gradients of parameters with this mark over
+            # the ranks.
+            whole = getattr(factors, self.sharding.whole_factor)
+            whole.sequence_parallel = linear.sequence_parallel
+            # False if expert parallelism gives other ranks other experts.
+            allreduce = getattr(weight, "allreduce", True)
+            for parameter in factors.parameters():
+                parameter.allreduce = allreduce  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x_t1i: Tensor, out_u1o: Tensor) -> Tensor:
         if self.is_off:
@@ -140,7 +149,8 @@ class ParallelLoRA(SwitchableAdapter):
         ax = F.linear(self.dropout(x_t1i), a) * self.scale
         sharding = self.sharding
         communicate = sharding.communicate_sequence if self.sequence else sharding.communicate
-        ax = communicate(ax, group=self.group)
+        if not self.is_expert:
+            ax = communicate(ax, group=self.group)
         ax_parts = ax.split([len(factors.lora_A) for factors in adapters], dim=-1)
         parts = [
             part

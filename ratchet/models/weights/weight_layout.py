@@ -61,9 +61,7 @@ def list_pieces(decoder: Decoder) -> Mapping[str, tuple[WeightPiece, ...]]:
         # An adapter comes after the matrix that it adapts, whose pieces are already known.
         if path in adapters:
             layout[name] = tuple(
-                _make_adapter_pieces(
-                    adapters[path], factor, layout[f"{path.removesuffix('.adapter')}.weight"]
-                )
+                _make_adapter_pieces(adapters[path], factor, layout[_get_adapted_name(path)])
             )
         else:
             layout[name] = tuple(
@@ -103,15 +101,22 @@ def is_tensor_parallel(name: str) -> bool:
     """True if tensor parallelism divides the parameter."""
     # A is divided with the columns of the adapted matrix, B with its rows.
     if name.endswith((".lora_A", ".lora_B")):
-        return _get_module_name(name.rpartition(".adapter")[0] + ".weight") in (
-            BY_COLUMNS if name.endswith("A") else BY_ROWS
-        )
+        adapted = _get_adapted_name(name.rpartition(".")[0])
+        module = adapted.removesuffix(".weight").rpartition(".")[2]
+        return module in (BY_COLUMNS if name.endswith("A") else BY_ROWS)
     return _get_module_name(name) in (*BY_ROWS, *BY_COLUMNS, EXPERTS)
 
 
 def _get_module_name(name: str) -> str:
     """Return the name of a parameter's module: the second-to-last part of its path."""
     return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _get_adapted_name(path: str) -> str:
+    """Return the name of the matrix that the adapter at a path adapts."""
+    if path.endswith(".adapter"):
+        return f"{path.removesuffix('.adapter')}.weight"
+    return path.replace(f".{EXPERTS}.adapters.", f".{EXPERTS}.")
 
 
 def _make_adapter_pieces(
@@ -124,7 +129,11 @@ def _make_adapter_pieces(
         adapted: Pieces of the adapted matrix.
     """
     start = 0
-    for piece in (piece for piece in adapted if piece.rows in adapter.spans):
+    for piece in adapted:
+        # Pieces of experts number the rows of all experts' matrices consecutively.
+        first = piece.rows.start % adapter.outputs
+        if range(first, first + len(piece.rows)) not in adapter.spans:
+            continue
         factor_piece = make_factor_piece(piece, factor, adapter.rank, start)
         yield factor_piece
         start = factor_piece.rows.stop

@@ -19,7 +19,7 @@ REFUSED = {
     "lora.target_modules=[q_prj]": "no linear layer of the model is called 'q_prj'; did you "
     "mean 'q_proj'?",
     "lora.alfa=3": "lora.alfa: unknown key; did you mean 'alpha'?",
-    "model.preset=tiny-moe": "set lora.target_modules=[q_proj, k_proj, v_proj, o_proj]",
+    "lora.target_modules=[w1]": "no linear layer of the model is called 'w1'",
     "learner={kind: dtensor, pipeline_parallel: 2}": "learner.pipeline_parallel=2 can't train adapters in its pipeline stages",
     "generator={kind: vllm}": "lora.rank=4 is more than generator.lora_rank=0",
     "generator={kind: workers, worker: {kind: vllm, lora_rank: 2}}": "lora.rank=4 is more than "
@@ -45,8 +45,18 @@ def test_what_cannot_be_is_refused_when_the_recipe_is_read(override, recipe):
 def test_stages_of_megatron_have_adapters(recipe):
     learner = "learner={kind: megatron, tensor_parallel: 2, pipeline_parallel: 2}"
     assert load_config(recipe, [learner]).stages[0].lora.rank == 4
-    with pytest.raises(ConfigError, match="includes experts, which get no adapters"):
-        load_config(recipe, [learner, "learner.sequence_parallel=true", "model.preset=tiny-moe"])
+    load_config(recipe, [learner, "learner.sequence_parallel=true", "model.preset=tiny-moe"])
+
+
+@pytest.mark.parametrize(
+    "learner", ["{kind: dtensor, dp_shard: 2", "{kind: megatron, data_parallel: 2"]
+)
+def test_dropout_before_divided_experts_is_refused(learner, recipe):
+    spread = [f"learner={learner}, expert_parallel: 2}}", "model.preset=tiny-moe"]
+    load_config(recipe, spread)
+    load_config(recipe, [*spread, "lora.dropout=0.1", "lora.target_modules=[q_proj, o_proj]"])
+    with pytest.raises(ConfigError, match=r"Set lora\.dropout=0, or leave the experts out of"):
+        load_config(recipe, [*spread, "lora.dropout=0.1"])
 
 
 def test_transformers_model_is_adapted_by_dtensor_and_refused_by_megatron(recipe):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from models.lora.test_decoder import SHAPE, shaken
+from models.lora.test_experts import SPARSE
 
 from ratchet.config.lora import LoRAConfig
 from ratchet.errors import ConfigError, ModelError
@@ -28,8 +29,8 @@ def operations(request, kernels):
     kernels(request.param)
 
 
-def policy(seed=None, **lora):
-    made = init_policy(SHAPE, seed=1)
+def policy(seed=None, shape=SHAPE, **lora):
+    made = init_policy(shape, seed=1)
     if seed is not None:
         made.attach(Adapter(LoRAConfig(**{"rank": 2, "alpha": 3.0, **lora}), seed=seed))
         shaken(made, seed)
@@ -163,3 +164,23 @@ def test_names_that_are_not_there_and_adapters_that_do_not_fit(adapters, tmp_pat
     wide.attach(Adapter(LoRAConfig(rank=2)))
     with pytest.raises(ModelError, match="doesn't fit the model"):
         engine.add_adapter("wide", saved(wide, tmp_path))
+
+
+@torch.no_grad()
+def test_adapters_of_experts_sample_with_the_learners_logprobs_alone_and_beside_others(tmp_path):
+    """The policy's own, a named one, and the base, for equal and other prompts."""
+    own, one = policy(8, SPARSE), policy(5, SPARSE, target_modules=("q_proj", "down_proj"))
+    engine = EmbeddedEngine(CONFIG, own)
+    engine.add_adapter("one", saved(one, tmp_path))
+    by_name = {None: own, "base": policy(shape=SPARSE), "one": one}
+    names = [None, "one", "base", "one"]
+    together = ask(engine, names)
+    for name, prompt, completion in zip(names, PROMPTS, together, strict=True):
+        assert_same(ask(engine, [name], [prompt])[0], completion, 1e-6)
+        tokens = torch.tensor([*prompt, *completion.tokens.tolist()])
+        hidden = by_name[name].hidden(tokens, torch.arange(len(tokens)), [len(tokens)])
+        logprobs = by_name[name].logits(hidden)[len(prompt) - 1 : -1].log_softmax(-1)
+        expected = logprobs.gather(1, tokens[len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(
+            torch.as_tensor(completion.logprobs), expected, rtol=0, atol=1e-5, check_dtype=False
+        )

@@ -29,6 +29,7 @@ from ratchet.generators.vllm.generator import (
     make_engine_arguments,
     warn_of_version,
 )
+from ratchet.generators.vllm.lora import check_expert_matrices
 from ratchet.generators.vllm.requests import LoRARequests, PartialCompletion
 from ratchet.generators.vllm.weights import WeightFileReader, WeightFileWriter
 from ratchet.generators.vllm.worker_extension import VLLMWorkerExtension
@@ -708,3 +709,21 @@ def test_adapters_that_it_was_not_started_for_or_that_do_not_fit_are_refused(
         asyncio.run(generation.generate([1], Sampling(adapter="one")))
     with pytest.raises(ValidationError, match="set lora_rank too"):
         VLLMConfig(lora_others=1)
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "down"), [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")]
+)
+def test_an_adapter_of_some_matrices_of_experts_is_refused(gate, up, down):
+    def names(*matrices):
+        paths = [f"mlp.experts.{expert}.{name}" for expert in range(2) for name in matrices]
+        return [
+            f"base_model.model.model.layers.0.{path}.lora_{factor}.weight"
+            for path in ["self_attn.q_proj", *paths]
+            for factor in "AB"
+        ]
+
+    check_expert_matrices(names())
+    check_expert_matrices(names(gate, up, down))
+    with pytest.raises(ModelError, match=f"has no {up} and no {down} of its experts"):
+        check_expert_matrices(names(gate))

@@ -199,7 +199,7 @@ def test_masks_of_steps_micro_batches_and_places_differ():
     assert len(masks) == len(steps) * 16 * 6
 
 
-def test_unknown_maps_and_experts_are_refused(tmp_path):
+def test_unknown_maps_are_refused_and_experts_are_left_out_where_no_target_names_them():
     policy = init_policy(SHAPE, seed=1)
     with pytest.raises(ConfigError, match="'q_prj'; did you mean 'q_proj'"):
         policy.attach(Adapter(LoRAConfig(target_modules=("q_prj",))))
@@ -207,8 +207,6 @@ def test_unknown_maps_and_experts_are_refused(tmp_path):
         SHAPE, family="qwen3_moe", n_experts=4, experts_per_token=2, expert_intermediate_size=12
     )
     sparse = init_policy(shape, seed=1)
-    with pytest.raises(ConfigError, match=r"experts.*\[q_proj, k_proj, v_proj, o_proj\]"):
-        sparse.attach(Adapter(LoRAConfig()))
     sparse.attach(Adapter(LoRAConfig(target_modules=("q_proj", "o_proj"))))
     assert len(list(sparse.adapter_weights())) == 2 * 2 * 2
 
