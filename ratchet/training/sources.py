@@ -17,7 +17,12 @@ from ratchet.errors import MissingDependency, RowTooLong
 from ratchet.experience.openai_proxy.agents import Agent
 from ratchet.experience.openai_proxy.config import LOCAL_SERVER, AgentServerSettings
 from ratchet.experience.rollout.episode import EpisodePlayer
-from ratchet.experience.rollout.manager import AttemptPlayer, GroupPlayer, RolloutManager
+from ratchet.experience.rollout.manager import (
+    AttemptPlayer,
+    GroupEnvironment,
+    GroupPlayer,
+    RolloutManager,
+)
 from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.curriculum import Curriculum
 from ratchet.experience.sources.offline import (
@@ -185,10 +190,9 @@ def make_manager_with_player(
     # would count them as malformed.
     if setup.environment.has_tools:
         renderer.check_tool_calls()
-    # An environment that plays whole groups has a manager of its own.
-    manager_class: type[RolloutManager] = getattr(
-        setup.environment, "manager_class", RolloutManager
-    )
+    environment, manager_class = setup.environment, RolloutManager
+    if isinstance(environment, GroupEnvironment):
+        manager_class = environment.manager_class
     return manager_class(
         player,
         setup.get_environment_factory(),

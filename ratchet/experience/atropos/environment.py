@@ -17,7 +17,8 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.experience.atropos.manager import AtroposManager
 from ratchet.experience.atropos.policy_server import PolicyServer
 from ratchet.experience.config import AtroposConfig
-from ratchet.protocols import Environment, Step
+from ratchet.experience.rollout.manager import GroupEnvironment
+from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
 from ratchet.utils.user_imports import import_object
 
@@ -31,14 +32,14 @@ PLAYS_GROUPS = (
 )
 
 
-class AtroposEnvironment(Environment):
+class AtroposEnvironment(GroupEnvironment):
     """An environment whose tasks are the items of a `BaseEnv`, in the order that it gives them.
 
     Raises ConfigError if the class can't be loaded.
     """
 
     name = "atropos"
-    manager_class = AtroposManager  # see `ratchet.training.sources.make_manager_with_player`
+    manager_class = AtroposManager
 
     def __init__(self, config: AtroposConfig) -> None:
         self.config = config

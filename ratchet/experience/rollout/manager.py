@@ -447,6 +447,12 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
     return outcome
 
 
+class GroupEnvironment(Environment):
+    """An environment that plays whole groups, by a manager of its own."""
+
+    manager_class: type[RolloutManager]
+
+
 def _sum_turn_rewards(rows: AttemptRows) -> float | None:
     """Return the sum of the environment's turn rewards, or None if it gave none."""
     turn_rewards = [turn.reward for row in rows for turn in row.turns if turn.reward is not None]

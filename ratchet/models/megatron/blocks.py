@@ -16,7 +16,7 @@ from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Layout, MegatronShard, fill_parameters, megatron_layout
 from ratchet.models.lora.decoder import is_adapter_parameter
 from ratchet.models.megatron.build import MegatronStage
-from ratchet.models.megatron.low_rank import LoRAFactors
+from ratchet.models.megatron.low_rank import LoRAFactors, belongs_to_expert
 from ratchet.models.model_source import ReadBlock
 from ratchet.models.parallel.megatron_sizes import MegatronSizes
 from ratchet.models.parallel.sharding import ShardIndex
@@ -90,10 +90,9 @@ def is_model_weight(name: str) -> bool:
 
 def _is_owner(parameter: nn.Parameter) -> bool:
     """True if this rank is the first of the ranks that hold the same parameter."""
-    is_expert = not getattr(parameter, "allreduce", True)  # only parameters of experts have it
     data_rank = (
         parallel_state.get_expert_data_parallel_rank()
-        if is_expert
+        if belongs_to_expert(parameter)
         else parallel_state.get_data_parallel_rank(with_context_parallel=True)
     )
     return data_rank == 0 and param_is_not_tensor_parallel_duplicate(parameter)

@@ -38,6 +38,11 @@ from ratchet.models.weights.weight_layout import WeightPiece, make_factor_piece
 FACTORS = ("lora_A", "lora_B")
 
 
+def belongs_to_expert(parameter: Tensor) -> bool:
+    """True if expert parallelism may give other ranks other parameters in this one's place."""
+    return not getattr(parameter, "allreduce", True)  # only parameters of experts have it
+
+
 @dataclass(frozen=True)
 class FactorSharding:
     """The tensor-parallel sharding of an adapter's factors, for one kind of linear layer."""
@@ -136,8 +141,7 @@ class ParallelLoRA(SwitchableAdapter):
             # the ranks.
             whole = getattr(factors, self.sharding.whole_factor)
             whole.sequence_parallel = linear.sequence_parallel
-            # False if expert parallelism gives other ranks other experts.
-            allreduce = getattr(weight, "allreduce", True)
+            allreduce = not belongs_to_expert(weight)
             for parameter in factors.parameters():
                 parameter.allreduce = allreduce  # pyright: ignore[reportAttributeAccessIssue]
 
