@@ -38,6 +38,9 @@ class ServerManager:
     async def chat_completion(self, **fields):
         return await self.servers[0].chat_completion(**fields)
 
+    async def completion(self, **fields):
+        return await self.servers[0].completion(**fields)
+
     async def tokens_and_logprobs_completion(self, **fields):
         return await self.servers[0].tokens_and_logprobs_completion(**fields)
 
@@ -117,14 +120,30 @@ class Chats(Letters):
             messages=messages, n=self.config.group_size, max_tokens=8
         )
         texts = [choice.message.content for choice in completion.choices]
-        encode = RENDERER.tokenizer.encode
         prompt = RENDERER.prompt(messages_of(item["word"]))
-        tails = [[*encode(text), RENDERER.stop_ids[0], *encode("\n")] for text in texts]
-        return {
-            "tokens": [[*prompt, *tail] for tail in tails],
-            "masks": [[-100] * len(prompt) + tail for tail in tails],
-            "scores": [float(len(text)) for text in texts],
-        }, []
+        return score_lengths(prompt, texts, after_end="\n"), []
+
+
+class Texts(Letters):
+    """It asks for continuations of a text."""
+
+    async def collect_trajectories(self, item):
+        prompt = f"<user>{item['word']}<assistant>"
+        completion = await self.server.completion(
+            prompt=prompt, n=self.config.group_size, max_tokens=8
+        )
+        texts = [choice.text for choice in completion.choices]
+        return score_lengths(RENDERER.tokenizer.encode(prompt, allow_special=True), texts), []
+
+
+def score_lengths(prompt, texts, after_end=""):
+    encode = RENDERER.tokenizer.encode
+    tails = [[*encode(text), RENDERER.stop_ids[0], *encode(after_end)] for text in texts]
+    return {
+        "tokens": [[*prompt, *tail] for tail in tails],
+        "masks": [[-100] * len(prompt) + tail for tail in tails],
+        "scores": [float(len(text)) for text in texts],
+    }
 
 
 def messages_of(word):

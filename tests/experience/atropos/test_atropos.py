@@ -71,6 +71,12 @@ def test_chats_are_found_by_their_tokens_though_the_template_ends_them_otherwise
     assert [row.messages[-1].text for row in group.trajectories] == ["a", "aba", "b"]
 
 
+def test_continuations_of_a_text_are_recorded_too():
+    group = play(make("experience.atropos.stand_in:Texts"))
+    assert [row.outcome for row in group.trajectories] == [Scored(1.0), Scored(3.0), Scored(1.0)]
+    assert [int((row.owner == Owner.POLICY).sum()) for row in group.trajectories] == [2, 4, 2]
+
+
 def test_an_answer_that_a_limit_cut_off_is_truncated_with_its_score():
     environment = make("experience.atropos.stand_in:Chats")
     prompt = RENDERER.prompt(stand_in.messages_of("word 2"))
