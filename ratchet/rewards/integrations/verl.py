@@ -5,7 +5,6 @@ A function is called as verl's `NaiveRewardManager` calls it, once for each atte
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from ratchet.rewards.integrations.base import (
     split_messages,
 )
 from ratchet.types import Scored, Task, Trajectory
-from ratchet.utils.user_code import is_async
+from ratchet.utils.user_code import call_in_thread, is_async
 
 
 class VerlRewardConfig(LibraryRewardConfig):
@@ -58,7 +57,7 @@ class VerlReward(LibraryReward):
         if is_async(self.function):
             result = await self.function(**arguments)
         else:
-            result = await asyncio.to_thread(self.function, **arguments)
+            result = await call_in_thread(self.function, **arguments)
         if not isinstance(result, Mapping):
             return read_number(result, self.function)
         if "score" not in result:

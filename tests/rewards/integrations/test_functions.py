@@ -196,6 +196,13 @@ def test_a_dict_without_a_score_and_a_row_without_truth_fail():
     assert "task t/4: neither reward_model.ground_truth nor an answer" in outcome.detail
 
 
+@pytest.mark.parametrize("kind", ["verl", "openrlhf"])
+def test_stop_iteration_in_a_thread_fails_the_attempt_in_place_of_hanging(kind):
+    (outcome,) = score(kind, "finds_nothing", CHAT, "5")
+    assert isinstance(outcome, Failed)
+    assert "return next(iter([]))" in outcome.detail
+
+
 def test_an_openrlhf_function_returns_a_dict_or_a_tensor():
     right, wrong = score("openrlhf", "reward_func", CHAT, "5", "6")
     assert right == Scored(1.0, {"length": 7.0, "scores": 2.0})

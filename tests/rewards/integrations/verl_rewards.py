@@ -37,3 +37,7 @@ def reward_tensor(queries, prompts, labels):
     return torch.tensor(
         [float(label in query) for query, label in zip(queries, labels, strict=True)]
     )
+
+
+def finds_nothing(*arguments, **keywords):
+    return next(iter([]))
