@@ -5,6 +5,7 @@ A function is called as `SingleTurnAgentExecutor` calls it: with one attempt at 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ class OpenRLHFReward(LibraryReward):
         prompt_messages, completion = split_messages(trajectory)
         prompt = "\n".join(message.text for message in prompt_messages)
         query = prompt + "\n".join(message.text for message in completion)
-        label = task.meta.get("label") if task.answer is None else task.answer
+        label = copy.deepcopy(task.meta.get("label") if task.answer is None else task.answer)
         return self._call(query, prompt, label)
 
     async def _call(self, query: str, prompt: str, label: Any) -> Verdict:

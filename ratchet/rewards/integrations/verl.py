@@ -5,6 +5,7 @@ A function is called as verl's `NaiveRewardManager` calls it, once for each atte
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
@@ -51,7 +52,9 @@ class VerlReward(LibraryReward):
         self.further_arguments = config.reward_kwargs
 
     def judge(self, trajectory: Trajectory, task: Task) -> Awaitable[Verdict]:
-        return self._call(make_verl_arguments(trajectory, task) | self.further_arguments)
+        return self._call(
+            make_verl_arguments(trajectory, task) | copy.deepcopy(self.further_arguments)
+        )
 
     async def _call(self, arguments: dict[str, Any]) -> Verdict:
         if is_async(self.function):
@@ -76,8 +79,9 @@ def make_verl_arguments(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     the row has no ground truth.
     """
     columns = read_columns(task)
+    answer = copy.deepcopy(task.answer)
     reward_model = columns.get("reward_model")
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else task.answer
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else answer
     if truth is None:
         raise DataError(
             f"{task.where}: neither reward_model.ground_truth nor an answer, so verl's reward "

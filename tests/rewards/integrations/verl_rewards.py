@@ -41,3 +41,11 @@ def reward_tensor(queries, prompts, labels):
 
 def finds_nothing(*arguments, **keywords):
     return next(iter([]))
+
+
+def uses_up(data_source, solution_str, ground_truth, extra_info=None, spare=()):
+    return float(ground_truth.pop() + extra_info["tests"].pop() + spare.pop())
+
+
+def uses_up_labels(queries, prompts, labels):
+    return labels[0].pop()
