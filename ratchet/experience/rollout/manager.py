@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from ratchet.experience.rollout.environment_answers import MAX_NUMBER, is_computable
 from ratchet.experience.rollout.episode_state import PromptCache
 from ratchet.experience.rollout.failures import is_retryable
 from ratchet.experience.seeds import derive_seed
@@ -25,7 +26,6 @@ from ratchet.types import (
     Trajectory,
     Truncated,
     Unjudged,
-    is_finite_number,
 )
 from ratchet.utils.tracer import ATTEMPT_TRACK, REWARD_TRACK, span
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
@@ -423,13 +423,11 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
     if isinstance(outcome, Scored | Truncated):
         is_unjudged = isinstance(outcome, Truncated) and outcome.reward is None
         parts = outcome.parts.values() if isinstance(outcome.parts, dict | Mapping) else [None]
-        if not all(map(is_finite_number, parts)) or not (
-            is_unjudged or is_finite_number(outcome.reward)
-        ):
+        if not all(map(is_computable, parts)) or not (is_unjudged or is_computable(outcome.reward)):
             return Failed(
                 "reward",
                 f"{name}.score returned {outcome!r:.200}; rewards and their parts must be finite "
-                "numbers",
+                f"numbers, within ±{MAX_NUMBER:g}",
             )
     return outcome
 
