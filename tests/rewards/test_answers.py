@@ -218,6 +218,13 @@ CHOICES = [
     ("Answer: A; B; C", None),
     ("Answer: A|B", None),
     ("The answer is A or option B", None),
+    ("<answer>Option C</answer>", "C"),
+    ("<answer>The answer is (C).</answer>", "C"),
+    (r"\boxed{\textbf{(C)}\ 5}", "C"),
+    ("<answer>Option A or option B</answer>", None),
+    ("<answer>option A, option B</answer>", None),
+    ("<answer>The answer is A or B</answer>", None),
+    (r"\boxed{\textbf{(A)}, \textbf{(B)}}", None),
 ]
 
 
