@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
@@ -31,6 +32,7 @@ from ratchet.utils.user_parts import add_missing_members
 Verdict = float | Mapping[str, float] | Scored
 RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
 
+IMMUTABLE_TYPES = frozenset({str, int, float, bool, bytes, type(None)})  # need no copy
 ROUNDING = 1e-9  # a sum of parts may exceed a bound by this much
 
 
@@ -135,7 +137,7 @@ class FunctionReward(PerTrajectory):
         return self._label
 
     def judge(self, trajectory: Trajectory, task: Task) -> Verdict | Awaitable[Verdict]:
-        return self.function(trajectory, task)
+        return self.function(trajectory, copy_task(task))
 
 
 class AnswerReward(PerTrajectory):
@@ -190,6 +192,18 @@ def list_policy_messages(trajectory: Trajectory) -> list[Message]:
     if not replies:
         raise DataError("the trajectory has no assistant message to judge")
     return replies[-n_turns:]
+
+
+def copy_task(task: Task) -> Task:
+    """Return a copy of the task whose mutable parts belong to one attempt.
+
+    User code may change these parts in place, which must affect neither other attempts nor other
+    rewards. This takes a third of the time of `replace` with deep copies.
+    """
+    answer = task.answer if type(task.answer) in IMMUTABLE_TYPES else copy.deepcopy(task.answer)
+    is_flat = type(task.meta) is dict and IMMUTABLE_TYPES.issuperset(map(type, task.meta.values()))
+    meta = dict(task.meta) if is_flat else copy.deepcopy(task.meta)
+    return Task(task.id, task.messages, answer, task.environment, task.seed, task.tag, meta)
 
 
 def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:

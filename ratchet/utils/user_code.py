@@ -6,9 +6,10 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+Parameters = ParamSpec("Parameters")
 
 
 class UserCodeFailed(Exception):
@@ -38,6 +39,32 @@ def is_user_error(error: BaseException) -> bool:
         task = asyncio.current_task()
         return task is None or not task.cancelling()
     return not isinstance(error, KeyboardInterrupt | GeneratorExit)
+
+
+def to_future_error(error: BaseException) -> BaseException:
+    """Return an error that a future accepts: a RuntimeError in place of a StopIteration.
+
+    A future refuses StopIteration, so code that awaits it would wait without end.
+    """
+    if not isinstance(error, StopIteration):
+        return error
+    replacement = RuntimeError("StopIteration left a function, as of `next` without a default")
+    replacement.__cause__ = error
+    return replacement
+
+
+async def call_in_thread(
+    function: Callable[Parameters, T], *arguments: Parameters.args, **keywords: Parameters.kwargs
+) -> T:
+    """Call user code in a thread. Raises what it raises, but StopIteration as a RuntimeError."""
+
+    def call() -> T:
+        try:
+            return function(*arguments, **keywords)
+        except StopIteration as error:
+            raise to_future_error(error) from error
+
+    return await asyncio.to_thread(call)
 
 
 async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:

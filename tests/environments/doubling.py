@@ -28,3 +28,10 @@ class Doubling:
             "metrics": {"action_is_valid": action.isdigit(), "note": "text"},
         }
         return self._ask(), float(right), self.left == 0, action == "late", info
+
+
+class Exhausted(Doubling):
+    """An environment whose step asks an iterator that has ended."""
+
+    def step(self, action):
+        return next(iter([]))

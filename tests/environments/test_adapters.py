@@ -229,6 +229,13 @@ def test_an_environment_that_seeds_the_process_disturbs_nobody_and_is_disturbed_
     assert (random.random(), np.random.random()) == expected
 
 
+def test_stop_iteration_in_an_environments_thread_is_raised_and_hangs_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    environment = GemEnvironment(GemConfig(path="doubling:Exhausted"))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        play(environment, ["1"])
+
+
 @pytest.mark.needs("gem")
 def test_guess_the_number_of_gem_is_won_by_halving():
     level, handlers = logging.getLogger().level, list(logging.getLogger().handlers)

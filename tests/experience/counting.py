@@ -44,6 +44,8 @@ class Counting(EnvironmentInterface[dict]):
             faulty = state.get("at") == turn
             if faulty and state["fault"] == "raises":
                 raise ValueError("the maze is on fire")
+            if faulty and state["fault"] == "exhausted":
+                next(iter([]))
             rewards.append(math.nan if faulty and state["fault"] == "nan" else 0.5)
             observations.append({"role": "environment", "content": f"<{turn}>"})
             log.clear()  # its copy, and nobody else's

@@ -323,7 +323,17 @@ async def silent():
     return Step()
 
 
-@pytest.mark.parametrize("breaks", [exits, cancels, hangs, not_a_number, silent])
+async def too_large():  # two of them sum to infinity
+    return Step(reward=1e308, done=True)
+
+
+async def too_large_a_metric():
+    return Step(done=True, metrics={"m": -1e308})
+
+
+@pytest.mark.parametrize(
+    "breaks", [exits, cancels, hangs, not_a_number, silent, too_large, too_large_a_metric]
+)
 @pytest.mark.fault("R1", "R2", "R4")
 def test_whatever_an_environment_does_costs_its_attempt_and_is_tried_again(breaks):
     timeout_s = 0.02 if breaks is hangs else None
@@ -394,7 +404,13 @@ async def no_part():
     return [Scored(1.0, {"a": None})]
 
 
-@pytest.mark.parametrize("breaks", [exits, hangs, too_few, no_outcome, infinite, no_part])
+async def overflowing():  # the mean of two is infinite
+    return [Scored(1e308)]
+
+
+@pytest.mark.parametrize(
+    "breaks", [exits, hangs, too_few, no_outcome, infinite, no_part, overflowing]
+)
 @pytest.mark.fault("R4")
 def test_whatever_a_reward_does_costs_the_attempt_it_was_asked_about(breaks):
     timeout_s = 0.02 if breaks is hangs else None

@@ -97,6 +97,18 @@ SAME = [
     ("−3", "-3"),
     ("7.", "7"),
     (r"6\,\text{m/s}", "6"),
+    (r"\emptyset", r"\varnothing"),
+    ("∅", r"\varnothing"),
+    (r"\mathbb R", r"\mathbb{R}"),
+    ("ℝ", r"\mathbb{R}"),
+    ("√2", r"\sqrt{2}"),
+    ("√(x+1)", r"\sqrt{x+1}"),
+    ("1½", "1.5"),
+    ("3⁄4", "0.75"),
+    ("‑5", "-5"),
+    ("[2, ∞)", r"[2,\infty)"),
+    ("x ≤ 3", r"x\le 3"),
+    ("x = 5", "x=5"),
 ]
 DIFFERENT = [
     ("2x", "2y"),
@@ -116,6 +128,9 @@ DIFFERENT = [
     (r"5\text{, 6}", "5"),
     ("3=5", "5"),
     ("x=4=5", "5"),
+    ("x=5", "y=5"),
+    ("1½", "1"),
+    ("5²", "5"),
 ]
 
 
@@ -203,6 +218,13 @@ CHOICES = [
     ("Answer: A; B; C", None),
     ("Answer: A|B", None),
     ("The answer is A or option B", None),
+    ("<answer>Option C</answer>", "C"),
+    ("<answer>The answer is (C).</answer>", "C"),
+    (r"\boxed{\textbf{(C)}\ 5}", "C"),
+    ("<answer>Option A or option B</answer>", None),
+    ("<answer>option A, option B</answer>", None),
+    ("<answer>The answer is A or B</answer>", None),
+    (r"\boxed{\textbf{(A)}, \textbf{(B)}}", None),
 ]
 
 

@@ -41,6 +41,14 @@ def test_named_parts_sum_to_the_reward():
     assert judge(two_parts, "four") == [Scored(4.5, {"length": 4.0, "bonus": 0.5})]
 
 
+def test_a_function_that_changes_its_task_changes_it_for_no_other_attempt():
+    task = Task("t", (Message("user", "?"),), answer=[1.0], meta={"tests": [2.0]})
+    reward = FunctionReward(lambda row, task: task.answer.pop() + task.meta["tests"].pop(), "used")
+    outcomes = asyncio.run(reward.score([answered(task, "a"), answered(task, "b")], task))
+    assert [outcome.reward for outcome in outcomes] == [3.0, 3.0]
+    assert (task.answer, task.meta) == ([1.0], {"tests": [2.0]})
+
+
 def test_a_given_name_replaces_the_functions():
     assert judge(FunctionReward(length, "chars"), "four") == [Scored(4.0, {"chars": 4.0})]
     assert judge(functools.partial(length), "four") == [Scored(4.0, {"length": 4.0})]

@@ -6,7 +6,6 @@ other attempts continue meanwhile.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import threading
 from abc import abstractmethod
@@ -20,6 +19,7 @@ from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.adapters.seeded_tasks import SeededTasks
 from ratchet.protocols import Step
 from ratchet.types import Message, Task
+from ratchet.utils.user_code import call_in_thread
 
 
 class ResetStepConfig(EnvironmentConfig):
@@ -116,7 +116,7 @@ class ResetStepEnvironment(SeededTasks):
     async def close(self) -> None:
         inner, self.inner = self.inner, None
         if hasattr(inner, "close"):
-            await asyncio.to_thread(inner.close)
+            await call_in_thread(inner.close)
 
     def _begin(self, seed: int) -> Observation:
         if self.inner is None:
@@ -124,7 +124,7 @@ class ResetStepEnvironment(SeededTasks):
         return self.make_first_observation(*self.inner.reset(seed=seed))
 
     async def _call(self, function: Callable[[], T]) -> T:
-        return await asyncio.to_thread(
+        return await call_in_thread(
             self._run_with_random_state if self.settings.uses_global_random else _call_directly,
             function,
         )

@@ -6,7 +6,6 @@ beside it. The player reads what the game answers and writes one command a turn.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,6 +20,7 @@ from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import ConfigError, DataError, suggest_install
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
+from ratchet.utils.user_code import call_in_thread
 
 SUFFIXES = (".z8", ".ulx")
 ARTICLE = re.compile(r"\b(the|an?)\s+")
@@ -95,7 +95,7 @@ class TextWorld(Rows):
     async def reset(self, task: Task) -> Sequence[Message]:
         await self.close()
         self._turns = self._score = 0
-        self._game, self._state = await asyncio.to_thread(self._start, task)
+        self._game, self._state = await call_in_thread(self._start, task)
         return (self._observe(self._state, _describe_start(self._state)),)
 
     async def step(self, message: Message) -> Step:
@@ -106,7 +106,7 @@ class TextWorld(Rows):
         if command is None:
             observation = self._observe(before, "That is not a possible command.")
         else:
-            self._state, _, is_done = await asyncio.to_thread(self._game.step, command)
+            self._state, _, is_done = await call_in_thread(self._game.step, command)
             observation = self._observe(self._state, _clean(self._state.feedback))
         gain = self._state.score - self._score
         self._score = self._state.score
@@ -125,7 +125,7 @@ class TextWorld(Rows):
     async def close(self) -> None:
         game, self._game = self._game, None
         if game is not None:
-            await asyncio.to_thread(game.close)
+            await call_in_thread(game.close)
 
     def _start(self, task: Task) -> tuple[Any, Any]:
         """Start a task's game, and return it and its first state."""

@@ -7,7 +7,6 @@ failed sandbox, a lost server) is a RatchetError and fails the attempt.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ratchet.data.formats.media import embed, is_pillow_image
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.rewards.deadline import Deadline
 from ratchet.types import Message, Part, ToolCall
+from ratchet.utils.user_code import call_in_thread
 
 
 class ToolConfig(Section):
@@ -135,7 +135,7 @@ class Toolbox:
             async with Deadline(self.timeout_s):
                 if inspect.iscoroutinefunction(tool.call):
                     return await tool.call(**arguments)
-                return await asyncio.to_thread(tool.call, **arguments)
+                return await call_in_thread(tool.call, **arguments)
         except TimeoutError:
             raise ToolError(f"{tool.name} gave no answer within {self.timeout_s:g} s") from None
         except (RatchetError, ToolError):

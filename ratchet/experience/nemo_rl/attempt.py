@@ -24,7 +24,7 @@ from ratchet.experience.nemo_rl.environment import (
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 from ratchet.protocols import Environment, Step
 from ratchet.types import Message, Split, Task
-from ratchet.utils.user_code import is_user_error
+from ratchet.utils.user_code import is_user_error, to_future_error
 
 Conversation = tuple[MessageLog, Any]  # a conversation and its metadata
 StepFunction = Callable[[MessageLog, Any], Awaitable[EnvironmentReply]]
@@ -249,4 +249,4 @@ def _set_result(future: asyncio.Future[Any], result: Any) -> None:
 
 def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
-        future.set_exception(error)
+        future.set_exception(to_future_error(error))

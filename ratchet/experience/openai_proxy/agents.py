@@ -14,7 +14,7 @@ from typing import Any, cast
 from ratchet.executors.env_vars import inherit_environment
 from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.types import Task
-from ratchet.utils.user_code import is_async
+from ratchet.utils.user_code import is_async, to_future_error
 
 MAX_OUTPUT = 2**20  # bytes kept from the end of stdout, and as many from stderr
 # Longest wait for stdout and stderr to close after the agent's process group has ended: a process
@@ -55,8 +55,7 @@ def _run_in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
             result, setter = call(), future.set_result
         # Every exception goes to the awaiting code, where the episode boundary handles it.
         except BaseException as error:
-            # A future refuses StopIteration.
-            result = RuntimeError("StopIteration") if isinstance(error, StopIteration) else error
+            result = to_future_error(error)
             setter = future.set_exception
         with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(set_if_pending, setter, result)

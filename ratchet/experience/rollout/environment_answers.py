@@ -19,6 +19,14 @@ T = TypeVar("T")
 # Metrics that `EpisodeState` counts for an attempt.
 ATTEMPT_METRICS = ("turns", "turn_limit", "retries", "forks")
 
+# Beyond it, sums and variances of rewards overflow, in float32 at 3e38.
+MAX_NUMBER = 1e15
+
+
+def is_computable(number: Any) -> bool:
+    """True if the value is a finite number that sums and variances of an attempt can hold."""
+    return is_finite_number(number) and abs(number) <= MAX_NUMBER
+
 
 def check_messages(messages: Any, method: str, environment: Environment) -> Sequence[Message]:
     """Return messages from user code, or raise UserCodeFailed if they are not Messages."""
@@ -59,16 +67,18 @@ def check_step(step: Any, environment: Environment) -> Step:
     name = f"{type(environment).__name__}.step"
     if not isinstance(step, Step):
         raise UserCodeFailed(f"{name} returned {show(step)}. It must be a Step")
-    if step.reward is not None and not is_finite_number(step.reward):
+    if step.reward is not None and not is_computable(step.reward):
         raise UserCodeFailed(
-            f"{name} returned the reward {show(step.reward)}. It must be a finite number or None"
+            f"{name} returned the reward {show(step.reward)}. It must be a finite number or None, "
+            f"within ±{MAX_NUMBER:g}"
         )
     metrics = {} if step.metrics is None else step.metrics
     if not isinstance(metrics, dict | Mapping) or not all(
-        isinstance(key, str) and is_finite_number(value) for key, value in metrics.items()
+        isinstance(key, str) and is_computable(value) for key, value in metrics.items()
     ):
         raise UserCodeFailed(
-            f"{name} returned the metrics {show(metrics)}. They must be finite numbers by name"
+            f"{name} returned the metrics {show(metrics)}. They must be finite numbers by name, "
+            f"within ±{MAX_NUMBER:g}"
         )
     if not isinstance(step.state_key, str | None):
         raise UserCodeFailed(

@@ -21,9 +21,11 @@ from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import DataError
 from ratchet.experience.rollout.environment_answers import (
+    MAX_NUMBER,
     check_messages,
     check_step,
     get_offered_tools,
+    is_computable,
     show,
 )
 from ratchet.experience.rollout.episode_state import EpisodeState, EpisodeStrand, PromptCache
@@ -46,7 +48,6 @@ from ratchet.types import (
     Trajectory,
     Truncated,
     Turn,
-    is_finite_number,
 )
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
@@ -215,10 +216,10 @@ class EpisodePlayer:
             reward = await run_guarded(lambda: environment.reward_cut_attempt(state.messages))
         if reward is None:
             return
-        if not is_finite_number(reward):
+        if not is_computable(reward):
             raise UserCodeFailed(
                 f"{type(environment).__name__}.reward_cut_attempt returned {show(reward)}. It must "
-                "be a finite number or None"
+                f"be a finite number or None, within ±{MAX_NUMBER:g}"
             )
         turns = next(strand.turns for strand in reversed(state.strands) if strand.turns)
         turns[-1] = replace(turns[-1], reward=(turns[-1].reward or 0.0) + float(reward))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from ratchet.experience.rollout.environment_answers import MAX_NUMBER, is_computable
 from ratchet.experience.rollout.episode_state import PromptCache
 from ratchet.experience.rollout.failures import is_retryable
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import waiting
 from ratchet.protocols import Environment, Reward
+from ratchet.rewards.base import copy_task
 from ratchet.rewards.deadline import limit_time
 from ratchet.types import (
     Failed,
@@ -25,7 +26,6 @@ from ratchet.types import (
     Trajectory,
     Truncated,
     Unjudged,
-    is_finite_number,
 )
 from ratchet.utils.tracer import ATTEMPT_TRACK, REWARD_TRACK, span
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
@@ -39,7 +39,6 @@ AttemptRows = list[Trajectory]  # the trajectories of one attempt: one, unless i
 # Outcomes that a reward still judges: None (the attempt ended normally) and Truncated.
 JUDGEABLE = Truncated | None
 
-IMMUTABLE_TYPES = frozenset({str, int, float, bool, bytes, type(None)})  # need no copy
 CLOSE_TIMEOUT_S = 30.0  # an environment that hangs in `close` must not delay the run for longer
 
 
@@ -236,7 +235,7 @@ class RolloutManager:
         is_reusable = False
         try:
             rows = await self.player.play(
-                _copy_task(task), environment, sampling, attempt=attempt, prompt_cache=prompt_cache
+                copy_task(task), environment, sampling, attempt=attempt, prompt_cache=prompt_cache
             )
             is_reusable = not isinstance(rows[-1].outcome, Failed)
             return rows
@@ -380,18 +379,6 @@ def _list_rewards(outcomes: Sequence[Outcome]) -> list[float]:
     return [outcome.reward for outcome in judged if outcome.reward is not None]
 
 
-def _copy_task(task: Task) -> Task:
-    """Return a copy of the task whose mutable parts belong to one attempt.
-
-    User code may change these parts in place, which must affect neither other attempts nor the
-    reward. This takes a third of the time of `replace` with deep copies.
-    """
-    answer = task.answer if type(task.answer) in IMMUTABLE_TYPES else copy.deepcopy(task.answer)
-    is_flat = type(task.meta) is dict and IMMUTABLE_TYPES.issuperset(map(type, task.meta.values()))
-    meta = dict(task.meta) if is_flat else copy.deepcopy(task.meta)
-    return Task(task.id, task.messages, answer, task.environment, task.seed, task.tag, meta)
-
-
 def _has_not_failed(rows: AttemptRows) -> bool:
     return not isinstance(rows[-1].outcome, Failed)
 
@@ -436,13 +423,11 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
     if isinstance(outcome, Scored | Truncated):
         is_unjudged = isinstance(outcome, Truncated) and outcome.reward is None
         parts = outcome.parts.values() if isinstance(outcome.parts, dict | Mapping) else [None]
-        if not all(map(is_finite_number, parts)) or not (
-            is_unjudged or is_finite_number(outcome.reward)
-        ):
+        if not all(map(is_computable, parts)) or not (is_unjudged or is_computable(outcome.reward)):
             return Failed(
                 "reward",
                 f"{name}.score returned {outcome!r:.200}; rewards and their parts must be finite "
-                "numbers",
+                f"numbers, within ±{MAX_NUMBER:g}",
             )
     return outcome
 

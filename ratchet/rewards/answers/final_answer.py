@@ -13,6 +13,7 @@ from ratchet.rewards.answers.numeric import (
     find_last_match,
     has_minus_before_box,
     parse_bare_number,
+    spell_symbols,
 )
 
 # A longer \boxed{} counts as not closed. Longer answers with other marks are cut off.
@@ -23,6 +24,30 @@ BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 HASHES = re.compile(r"^####(?!#)[ \t]*([^\n]*)", re.MULTILINE)
 # Text after "####" that begins with two letters is a heading ("#### Step 2"), no answer ("#### C").
 HEADING = re.compile(r"[^\W\d_]{2}")
+
+
+# Symbols and their LaTeX.
+SYMBOLS = str.maketrans(
+    {
+        "∞": "\\infty ",
+        "∪": "\\cup ",
+        "∩": "\\cap ",
+        "∈": "\\in ",
+        "∅": "\\emptyset ",
+        "±": "\\pm ",
+        "·": "\\cdot ",
+        "⋅": "\\cdot ",
+        "×": "\\times ",
+        "÷": "\\div ",
+        "≤": "\\leq ",
+        "≥": "\\geq ",
+        "≠": "\\neq ",
+        "π": "\\pi ",
+        "ℝ": "\\mathbb{R}",
+        "ℤ": "\\mathbb{Z}",
+    }
+)
+ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+|[A-Za-z]))")
 
 
 def _join_thousands(match: re.Match[str]) -> str:
@@ -41,6 +66,8 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\^\{?\\circ\}?|\\degree|°|\\?%"), ""),
     (re.compile(r"\\(?:cdot|times)(?![a-zA-Z])"), "*"),
     (re.compile(r"\\(le|ge|ne)q?(?![a-zA-Z])"), r"\\\1"),
+    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset"),
+    (re.compile(r"\\mathbb ?([A-Z])"), r"\\mathbb{\1}"),
     (re.compile(r"\\frac([0-9])([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac([0-9])(?=\{)"), r"\\frac{\1}"),
     (re.compile(r"\\frac(\{[^{}]*\})([0-9])"), r"\\frac\1{\2}"),
@@ -112,17 +139,37 @@ def extract_first_tagged(text: str) -> str | None:
     return answer if closing_tag else None
 
 
+def spell_latex(answer: str) -> str:
+    """Return an answer with mathematical symbols, such as √2, ½ and ∞, as LaTeX."""
+    if answer.isascii():
+        return answer
+    roots = ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2] or root[3] or ''}}}", answer)
+    return MINUS_SIGNS.sub("-", spell_symbols(roots).translate(SYMBOLS))
+
+
 def normalize_spelling(latex: str) -> str:
     """Return an answer in a normalised spelling: equal for different spellings of the same LaTeX.
 
     It leaves out surplus spaces, sizes (\\left, \\displaystyle), text commands, a trailing unit, a
     leading "x=", and degree, percent and dollar signs. Fractions and roots get braces.
     """
-    latex = UNIT.sub("", latex[:MAX_ANSWER_CHARS].strip().rstrip("."))
+    return _split_name(latex)[1]
+
+
+def name_different_variables(a: str, b: str) -> bool:
+    """True if both answers are one equation, as "x=5" and "y=5", of different variables."""
+    (name_a, value_a), (name_b, value_b) = _split_name(a), _split_name(b)
+    is_single = "=" not in value_a + value_b
+    return is_single and bool(name_a and name_b) and name_a.casefold() != name_b.casefold()
+
+
+def _split_name(latex: str) -> tuple[str, str]:
+    """Return the name of "x=5" and the normalised rest; the name is "" if there is none."""
+    latex = UNIT.sub("", spell_latex(latex[:MAX_ANSWER_CHARS]).strip().rstrip("."))
     for pattern, replacement in SPELLINGS:
         latex = pattern.sub(replacement, latex)
     name, equals, value = latex.partition("=")
-    return value if equals and len(name) <= 2 and name[:1].isalpha() else latex  # "x=5" becomes "5"
+    return (name, value) if equals and len(name) <= 2 and name[:1].isalpha() else ("", latex)
 
 
 def canonicalize(answer: str) -> str:
@@ -134,6 +181,8 @@ def canonicalize(answer: str) -> str:
 
 def is_same_answer(a: str, b: str) -> bool:
     """True if two answers have the same non-empty spelling, or are the same number."""
+    if name_different_variables(a, b):
+        return False
     a, b = normalize_spelling(a), normalize_spelling(b)
     if a == b:
         return a != ""

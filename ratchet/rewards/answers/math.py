@@ -18,7 +18,9 @@ from ratchet.rewards.answers.final_answer import (
     canonicalize,
     extract_marked_answer,
     is_same_answer,
+    name_different_variables,
     normalize_spelling,
+    spell_latex,
 )
 from ratchet.rewards.answers.numeric import (
     MINUS_SIGNS,
@@ -113,21 +115,22 @@ class Math(FinalAnswer):
 
     async def _grade(self, text: str, gold: str) -> float:
         answer = self._extract_answer(text)
-        if not answer:
+        if not answer or name_different_variables(answer, gold):
             return 0.0
         if is_same_answer(answer, gold):
             return 1.0
+        if _is_word(gold):
+            return float(_spell_word(answer) == _spell_word(gold))
         if (
             self._workers is None
             or len(answer) > MAX_ALGEBRA_CHARS
             or SIDE_BY_SIDE.search(answer)
             or _are_plain_numbers(answer, gold)
-            or _is_word(gold)
             or _have_different_bases(answer, gold)
         ):
             return 0.0
         try:
-            return float(await self._workers.call(answer, gold))
+            return float(await self._workers.call(spell_latex(answer), spell_latex(gold)))
         except ProcessorTimeExceeded:
             return 0.0
 
@@ -159,6 +162,10 @@ def _is_word(gold: str) -> bool:
     letters = normalize_spelling(gold)
     is_product = list(letters) == sorted(letters)
     return WORD.fullmatch(letters) is not None and not is_product
+
+
+def _spell_word(answer: str) -> str:
+    return normalize_spelling(answer).casefold()
 
 
 def _have_different_bases(a: str, b: str) -> bool:

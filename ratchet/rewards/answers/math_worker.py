@@ -17,6 +17,11 @@ for name in ("math_verify", "latex2sympy2_extended"):
 LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 # A repeating decimal such as 0.1\overline{6}, which math-verify can't parse.
 REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}(?!\s*_)")
+# A formula inside a sentence.
+FORMULA = re.compile(r"\$[^$]+\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
+# math-verify reads only the last equation of "x=1 \lor x=2".
+CONNECTIVE = re.compile(r"\\(?:lor|vee|land|wedge)(?![a-zA-Z])")
+EXPONENT = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})")
 
 
 def equal(answer: str, gold: str) -> bool:
@@ -38,8 +43,37 @@ def equal(answer: str, gold: str) -> bool:
 
 
 def parse_latex(latex: str) -> list:
-    boxed = f"\\boxed{{{REPEATING.sub(_make_fraction, latex)}}}"
-    return parse(boxed, extraction_config=LATEX, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore
+    """Return what the text means as a whole, or what the one formula of a sentence means.
+
+    math-verify would otherwise take the last fraction or formula of a text that it can't parse for
+    the whole: "1/2" for "x \\mapsto \\frac{1}{2}".
+    """
+    is_sentence = len(FORMULA.findall(latex)) == 1
+    latex = EXPONENT.sub(_spell_exponent, latex) if EXPONENT.fullmatch(latex.strip()) else latex
+    latex = CONNECTIVE.sub(r"\\text{ or }", REPEATING.sub(_make_fraction, _spell_ratio(latex)))
+    return parse(
+        f"\\boxed{{{latex}}}",
+        extraction_config=LATEX,  # pyright: ignore
+        fallback_mode="no_fallback",
+        extraction_mode="any_match" if is_sentence else "first_match",
+        parsing_timeout=None,  # pyright: ignore
+    )
+
+
+def _spell_ratio(latex: str) -> str:
+    """Return a ratio such as 1:2:3 as a tuple of fractions, (2/1, 3/1).
+
+    math-verify divides, so that 1:2:3 and 1:3:2 are both 1/6.
+    """
+    first, *others = latex.rpartition("=")[2].split(":")
+    if len(others) < 2:
+        return latex
+    fractions = ",".join(f"\\frac{{{part}}}{{{first}}}" for part in others)
+    return f"({fractions})"
+
+
+def _spell_exponent(number: re.Match[str]) -> str:
+    return f"{number[1]}\\times 10^{{{int(number[2])}}}"
 
 
 def _make_fraction(decimal: re.Match[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import ClassVar
 
 from pydantic import Field
@@ -53,7 +54,8 @@ class MultipleChoice(FinalAnswer):
             rf"{OPENING_MARKS}{letter}"
         )
         self._letter_pattern = re.compile(
-            rf"\s*{OPENING_MARKS}{letter}{CLOSING_MARKS}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL
+            rf"\s*{OPENING_MARKS}{letter}{CLOSING_MARKS}(?:[.:)]\*{{0,2}}(?:[\s\\].*)?|\s*)",
+            re.DOTALL,
         )
         self._next_letter_pattern = re.compile(
             rf"{CLOSING_MARKS}\s{{0,3}}(?:[,/&;|+]|\b(?:or|and|plus)\b)\s{{0,3}}"
@@ -72,15 +74,26 @@ class MultipleChoice(FinalAnswer):
         text = TEXT_COMMAND.sub(r"\1", text)
         marked = extract_marked_answer(text)
         if marked is not None:
-            return self._read_single_letter(marked)
-        statement = self._find_last_statement(text)
-        if statement is not None:
-            has_alternative = self._next_letter_pattern.match(text, statement.end()) is not None
-            return None if has_alternative else statement["letter"]
+            return self._read_single_letter(marked) or self._read_only_statement(marked)
+        if self._find_last_statement(text) is not None:
+            return self._read_statement(text)
         if self.config.require_marker:
             return None
         lines = text.strip().splitlines()
         return self._read_single_letter(lines[-1]) if lines else None
+
+    def _read_statement(self, text: str) -> str | None:
+        """Return the letter of the last statement; None if there is none, or an alternative."""
+        text = TEXT_COMMAND.sub(r"\1", text)
+        statement = self._find_last_statement(text)
+        if statement is None or self._next_letter_pattern.match(text, statement.end()):
+            return None
+        return statement["letter"]
+
+    def _read_only_statement(self, marked: str) -> str | None:
+        """Return the letter of a mark with one statement: "<answer>The answer is B</answer>"."""
+        statements = list(islice(self._answer_pattern.finditer(marked), 2))
+        return self._read_statement(marked) if len(statements) == 1 else None
 
     def _find_last_statement(self, text: str) -> re.Match[str] | None:
         """Return the last statement such as "the answer is B", or else the last "option B".

@@ -7,6 +7,7 @@ longer than MAX_DIGITS, or with an exponent beyond it, is unreadable.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
 from fractions import Fraction
 from typing import ClassVar
@@ -61,17 +62,29 @@ MINUS_BEFORE = re.compile(r"(?:^|[=:$({\[])\s*-(?:\\[a-zA-Z]+|[^\w+/=<>^-])*$")
 # "It is minus 5", but not the operator of "8 minus 5".
 MINUS_WORD = re.compile(r"(?:^|[=:$({\[*]|(?<![\d)\]}])\s)(?i:minus|negative)\s*[$€£¥₹]?$")
 MINUS_BEFORE_BOX = re.compile(r"(?:[=$({\[]\s*-\s*|(?:^|(?<![\d)}\]])\s)-)$")
-MINUS_SIGNS = re.compile("[−–﹣－]|\\\\textminus(?![a-zA-Z])")
+MINUS_SIGNS = re.compile("[−–﹣－‐‑]|\\\\textminus(?![a-zA-Z])")
+
+SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+# Powers and fractions that are characters of their own: 10⁴, 1½, 3⁄4.
+SYMBOLS = re.compile("(?P<power>[⁺⁻]?[⁰¹²³⁴-⁹]+)|(?P<fraction>[¼-¾⅐-⅞↉])|⁄")
 
 FRACTION = r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"
 LATEX_REPLACEMENTS = (
-    (re.compile(rf"(?<=[0-9]){FRACTION}"), r" \1/\2"),  # a mixed number
+    (re.compile(r"(\\[dt]?frac) ?([0-9]) ?([0-9])"), r"\1{\2}{\3}"),
+    (re.compile(rf"(?<=[0-9]) ?{FRACTION}"), r" \1/\2"),  # a mixed number
     (re.compile(FRACTION), r"\1/\2"),
     # The next two: thousands separators (1{,}000, 1,\!000, 1\,000). The second also turns \$ and \%
     # into $ and %.
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\(?:[!,]|(?=[$%]))"), ""),
     (MINUS_SIGNS, "-"),
+    # the power of a unit: 5 cm^2, 5\text{ m}^2
+    (
+        re.compile(
+            r"(\\(?:text|mathrm)\{[^{}0-9]*\}|(?<![A-Za-z\\])(?:[A-Za-z]{2,}|m|s))\^(?:\{-?[1-9]\}|[1-9])"
+        ),
+        r"\1",
+    ),
 )
 # a heading (#### Step 2) is not a marker
 HASHES = re.compile(
@@ -142,7 +155,22 @@ def parse_bare_number(text: str) -> Fraction | None:
     return _evaluate(match) if match else None
 
 
+def spell_symbols(text: str) -> str:
+    """Return a text with powers and fractions that are single characters (², ½) as LaTeX."""
+    return text if text.isascii() else SYMBOLS.sub(_spell_symbol, text)
+
+
+def _spell_symbol(symbol: re.Match[str]) -> str:
+    if symbol["power"]:
+        return f"^{{{symbol['power'].translate(SUPERSCRIPTS)}}}"
+    if symbol["fraction"]:
+        above, below = unicodedata.normalize("NFKC", symbol["fraction"]).split("⁄")
+        return f"\\frac{{{above}}}{{{below}}}"
+    return "/"
+
+
 def _remove_latex(text: str) -> str:
+    text = spell_symbols(text)
     for pattern, replacement in LATEX_REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return text

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from ratchet.config.base import Section
 from ratchet.errors import ConfigError, DataError
-from ratchet.rewards.base import PerTrajectory
+from ratchet.rewards.base import PerTrajectory, copy_task
 from ratchet.types import (
     READ_FROM,
     TEMPLATE_VARIABLES,
@@ -109,7 +109,11 @@ def _find_finite(value: Any) -> float | None:
 
 
 def read_columns(task: Task) -> dict[str, Any]:
-    """Return the columns of a task's row; `answer` is the task's if the row has no such column."""
+    """Return copies of the columns of a task's row, which a function may change in place.
+
+    `answer` is the task's if the row has no such column.
+    """
+    task = copy_task(task)
     columns = {
         name: value
         for name, value in task.meta.items()

@@ -5,7 +5,7 @@ A function is called as `SingleTurnAgentExecutor` calls it: with one attempt at 
 
 from __future__ import annotations
 
-import asyncio
+import copy
 from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from ratchet.rewards.integrations.base import (
     split_messages,
 )
 from ratchet.types import Scored, Task, Trajectory
+from ratchet.utils.user_code import call_in_thread
 
 
 class OpenRLHFRewardConfig(LibraryRewardConfig):
@@ -43,11 +44,11 @@ class OpenRLHFReward(LibraryReward):
         prompt_messages, completion = split_messages(trajectory)
         prompt = "\n".join(message.text for message in prompt_messages)
         query = prompt + "\n".join(message.text for message in completion)
-        label = task.meta.get("label") if task.answer is None else task.answer
+        label = copy.deepcopy(task.meta.get("label") if task.answer is None else task.answer)
         return self._call(query, prompt, label)
 
     async def _call(self, query: str, prompt: str, label: Any) -> Verdict:
-        result = await asyncio.to_thread(self.function, [query], [prompt], [label])
+        result = await call_in_thread(self.function, [query], [prompt], [label])
         if not isinstance(result, Mapping):
             return read_number(_get_only(result), self.function)
         if "rewards" not in result:

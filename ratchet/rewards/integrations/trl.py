@@ -201,9 +201,13 @@ def make_column_arguments(task: Task, n: int) -> dict[str, Any]:
 
     `log_extra` and `log_metric` do nothing.
     """
-    columns = read_columns(task)
+    rows = [read_columns(task) for _ in range(n)]
     return {
-        **{name: [value] * n for name, value in columns.items() if name not in OWN_ARGUMENTS},
+        **{
+            name: [row[name] for row in rows]
+            for name in read_columns(task)
+            if name not in OWN_ARGUMENTS
+        },
         "log_extra": lambda column, values: None,
         "log_metric": lambda name, value: None,
     }

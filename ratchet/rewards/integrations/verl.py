@@ -5,7 +5,7 @@ A function is called as verl's `NaiveRewardManager` calls it, once for each atte
 
 from __future__ import annotations
 
-import asyncio
+import copy
 from collections.abc import Awaitable, Mapping
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from ratchet.rewards.integrations.base import (
     split_messages,
 )
 from ratchet.types import Scored, Task, Trajectory
-from ratchet.utils.user_code import is_async
+from ratchet.utils.user_code import call_in_thread, is_async
 
 
 class VerlRewardConfig(LibraryRewardConfig):
@@ -52,13 +52,15 @@ class VerlReward(LibraryReward):
         self.further_arguments = config.reward_kwargs
 
     def judge(self, trajectory: Trajectory, task: Task) -> Awaitable[Verdict]:
-        return self._call(make_verl_arguments(trajectory, task) | self.further_arguments)
+        return self._call(
+            make_verl_arguments(trajectory, task) | copy.deepcopy(self.further_arguments)
+        )
 
     async def _call(self, arguments: dict[str, Any]) -> Verdict:
         if is_async(self.function):
             result = await self.function(**arguments)
         else:
-            result = await asyncio.to_thread(self.function, **arguments)
+            result = await call_in_thread(self.function, **arguments)
         if not isinstance(result, Mapping):
             return read_number(result, self.function)
         if "score" not in result:
@@ -77,8 +79,9 @@ def make_verl_arguments(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     the row has no ground truth.
     """
     columns = read_columns(task)
+    answer = copy.deepcopy(task.answer)
     reward_model = columns.get("reward_model")
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else task.answer
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else answer
     if truth is None:
         raise DataError(
             f"{task.where}: neither reward_model.ground_truth nor an answer, so verl's reward "

@@ -108,6 +108,16 @@ def test_the_rules_by_hand():
         assert (metrics["count/rows"], metrics["count/best"]) == (4, 1.5)
 
 
+@pytest.mark.parametrize("rollout", BOTH)
+def test_stop_iteration_of_an_environment_fails_its_row_and_hangs_nothing(rollout):
+    policy = FakeGenerator(lambda tokens, sampling: [*ids("ab"), EOS])
+    start = batch_of({"turns": 1}, {"turns": 1, "fault": "exhausted", "at": 1})
+    batch, _ = rollout(policy, start, TOKENIZER, {"count": Counting()}, 40, max_rollout_turns=3)
+    assert batch["failed"][0] is None
+    assert "StopIteration" in batch["failed"][1]
+    assert math.isnan(batch["total_reward"][1])
+
+
 class OfWorkers(BatchedAsync):
     """Rows are answered by two workers in turns."""
 

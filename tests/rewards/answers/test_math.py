@@ -39,6 +39,8 @@ PLAIN_RIGHT = [
     ("**5**", "5"),
     ("answer: −5", "-5"),
     (r"\boxed{\text{minus }5}", "-5"),
+    (r"\boxed{\text{Even}}", "even"),
+    (r"\boxed{b = 2, a = 1}", "b=2, a=1"),
 ]
 ALGEBRA_RIGHT = [
     (r"\boxed{\frac{\sqrt{8}}{2}}", r"\sqrt{2}"),
@@ -55,6 +57,17 @@ ALGEBRA_RIGHT = [
     (r"\boxed{101}", "101_2"),
     (r"\boxed{\frac{1}{3}}", r"0.\overline{3}"),
     (r"\boxed{-2.1\overline{36}}", r"-\frac{47}{22}"),
+    (r"\boxed{6:4:2}", "3:2:1"),
+    (r"\boxed{3:2:1}", "a:b:c = 3:2:1"),
+    (r"\boxed{x = 2 \lor x = 1}", "1, 2"),
+    (r"\boxed{2 \text{ or } 1}", r"x = 1 \vee x = 2"),
+    (r"\boxed{6.02e23}", r"6.02 \times 10^{23}"),
+    (r"\boxed{2√3}", r"\sqrt{12}"),
+    (r"\boxed{x² + 2x + 1}", "(x+1)^2"),
+    (r"\boxed{(−∞, 1) ∪ [2, ∞)}", r"(-\infty,1)\cup[2,\infty)"),
+    (r"\boxed{3×10⁴}", "30000"),
+    ("<answer>The share is $\\frac{1}{2}$.</answer>", "0.5"),
+    (r"\boxed{\frac{2}{4}\text{ of the pie}}", r"\frac12"),
 ]
 WRONG = [
     (r"\boxed{\frac{1}{3}}", r"\frac12"),
@@ -84,6 +97,16 @@ WRONG = [
     (r"\boxed{0.3}", r"0.\overline{3}"),
     (r"\boxed{0.\overline{12}}", r"0.1\overline{2}"),
     (r"\boxed{0.\overline{3}_8}", r"0.\overline{3}"),
+    (r"\boxed{1:3:2}", "1:2:3"),
+    (r"\boxed{3:2:1}", "3:2"),
+    (r"\boxed{2}", r"x = 1 \lor x = 2"),
+    (r"\boxed{x = 1 \vee x = 2}", "2"),
+    (r"\boxed{5}", r"a = 1 \land b = 5"),
+    (r"\boxed{\frac{1}{2}}", r"x \mapsto \frac{1}{2}"),
+    (r"\boxed{\frac{1}{2} \cup 7}", r"\frac{1}{2}"),
+    (r"\boxed{x = \frac{1}{2} \lor x = 7}", r"\frac{1}{2}"),
+    (r"\boxed{x = 5}", "y = 5"),
+    (r"\boxed{10⁴}", "10"),
 ]
 
 

@@ -196,6 +196,35 @@ def test_a_dict_without_a_score_and_a_row_without_truth_fail():
     assert "task t/4: neither reward_model.ground_truth nor an answer" in outcome.detail
 
 
+@pytest.mark.parametrize(
+    ("kind", "function", "keys", "reward"),
+    [
+        ("verl", "uses_up", {"reward_kwargs": {"spare": [3.0]}}, 6.0),
+        ("openrlhf", "uses_up_labels", {}, 1.0),
+        ("trl", "uses_up", {}, 2.0),
+    ],
+)
+def test_a_function_that_changes_its_row_changes_it_for_no_other_attempt(
+    kind, function, keys, reward
+):
+    tests = [2.0]
+    row = Task(
+        "t/5",
+        (Message("user", "2+3="),),
+        answer=[1.0],
+        meta={"extra_info": {"tests": tests}, "tests": tests},
+    )
+    assert rewards(score(kind, function, row, "5", "6", **keys)) == [reward, reward]
+    assert (row.answer, tests) == ([1.0], [2.0])
+
+
+@pytest.mark.parametrize("kind", ["verl", "openrlhf"])
+def test_stop_iteration_in_a_thread_fails_the_attempt_in_place_of_hanging(kind):
+    (outcome,) = score(kind, "finds_nothing", CHAT, "5")
+    assert isinstance(outcome, Failed)
+    assert "return next(iter([]))" in outcome.detail
+
+
 def test_an_openrlhf_function_returns_a_dict_or_a_tensor():
     right, wrong = score("openrlhf", "reward_func", CHAT, "5", "6")
     assert right == Scored(1.0, {"length": 7.0, "scores": 2.0})

@@ -88,3 +88,7 @@ def odd_metrics(completions, log_metric, **kwargs):
     log_metric("mixed", None)
     log_metric("mixed", 2.0)
     return [1.0] * len(completions)
+
+
+def uses_up(prompts, completions, tests, **kwargs):
+    return [test.pop() for test in tests]

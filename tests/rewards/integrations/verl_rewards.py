@@ -37,3 +37,15 @@ def reward_tensor(queries, prompts, labels):
     return torch.tensor(
         [float(label in query) for query, label in zip(queries, labels, strict=True)]
     )
+
+
+def finds_nothing(*arguments, **keywords):
+    return next(iter([]))
+
+
+def uses_up(data_source, solution_str, ground_truth, extra_info=None, spare=()):
+    return float(ground_truth.pop() + extra_info["tests"].pop() + spare.pop())
+
+
+def uses_up_labels(queries, prompts, labels):
+    return labels[0].pop()
