@@ -36,7 +36,7 @@ def check_interpreter(path: str) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"generator.interpreter={path} can't be run: {error}. Name the Python of an "
-            "environment, such as /opt/vllm/bin/python"
+            "environment, such as .venv-vllm/bin/python"
         ) from error
     if done.returncode != 0:
         raise ConfigError(
