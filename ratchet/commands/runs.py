@@ -4,9 +4,11 @@ checkpoints."""
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.errors import RunDirectoryError, RunNotFound
+from ratchet.errors import CheckpointError, RunDirectoryError, RunNotFound
 from ratchet.observe.progress import draw_curves, format_duration
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
@@ -341,7 +343,8 @@ def _drop_timings(row: Mapping[str, Any]) -> dict[str, Any]:
 def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
     """Remove all but the newest `keep` checkpoints of each run that is not running.
 
-    Checkpoints that the recipe protects with `keep_best` and `keep_every` stay.
+    Checkpoints that the recipe protects with `keep_best` and `keep_every` stay, and so do damaged
+    ones.
 
     Args:
         directory: A run, or a directory of runs.
@@ -358,9 +361,15 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
             max(_read_stage_values(run, "checkpoint", key)) for key in ("keep_best", "keep_every")
         )
         store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
-        sizes = {item.path: _measure_bytes(item.path) for item in store.list_surplus()}
-        if confirmed:
-            with run.locked():
+        with run.locked() if confirmed else nullcontext():
+            try:
+                # A damaged newest checkpoint is found here, and does not count as one to keep.
+                store.latest()
+            except CheckpointError as error:
+                console.print(f"nothing is removed: {error}", markup=False, highlight=False)
+                continue
+            sizes = {item.path: _measure_bytes(item.path) for item in store.list_surplus()}
+            if confirmed:
                 store.tidy()
         verb = "removed" if confirmed else "would remove"
         for path, size in sizes.items():
@@ -408,11 +417,13 @@ def _open_run(path: str | Path) -> RunDirectory:
 
 
 def _measure_bytes(path: Path) -> int:
-    return (
-        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        if path.is_dir()
-        else 0
-    )
+    """Return the size of all files below a directory. A running run may remove some meanwhile."""
+    size = 0
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                size += os.stat(os.path.join(parent, name)).st_size
+    return size
 
 
 def print_json(value: Any) -> None:
