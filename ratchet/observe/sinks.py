@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -89,7 +90,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, *, keep_through: int = -1) -> None:
-        kept_rows = [row for row in read_jsonl(path) if row["step"] <= keep_through]
+        kept_rows = read_jsonl(path, last_step=keep_through)
         replace_text(path, "".join(_format_line(row) for row in kept_rows))
         self._last_step = kept_rows[-1]["step"] if kept_rows else -1
         self._file = AppendFile(path)
@@ -125,10 +126,12 @@ class JsonlSink:
         self._file.close()
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, *, last_step: float = math.inf) -> list[dict[str, Any]]:
     """Return the rows of a `metrics.jsonl` by increasing step; [] if there is no such file.
 
     Damaged lines, and steps out of order, are left out.
+
+    last_step: the last step to read. Later ones are no reason to leave out others behind them.
     """
     if not path.is_file():  # reading a pipe would block
         return []
@@ -141,6 +144,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         if (
             isinstance(row, dict)
             and isinstance(row.get("step"), int)
+            and row["step"] <= last_step
             and (not rows or row["step"] > rows[-1]["step"])
         ):
             rows.append(row)
