@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.prompt import Confirm
@@ -28,6 +28,7 @@ from ratchet.runs.without_steps import has_no_finished_step, remove_run_without_
 from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console, shorten_text
 
+Value = TypeVar("Value")
 MAX_METRIC = 1e300  # metrics from this size on are damaged or infinite, and are ignored
 
 
@@ -86,7 +87,7 @@ def describe_run(run: RunDirectory) -> RunRow:
         path=str(run.path),
         state="running" if run.is_locked else "finished" if run.summary.exists() else "stopped",
         step=rows[-1]["step"] if rows else 0,
-        steps=sum(_read_stage_values(run, "steps")),
+        steps=sum(_read_stage_values(run, int, "steps")),
         seconds=sum(_list_finite_metrics(rows, "time/step_s")),
         accuracy=_find_last(rows, "eval/accuracy"),
         loss=_find_last(rows, "eval/loss"),
@@ -103,18 +104,18 @@ def _describe_even_if_damaged(run: RunDirectory) -> RunRow:
         )
 
 
-def _read_stage_values(run: RunDirectory, *path: str) -> list[int]:
-    """Return the integer at a path of keys in the recipe, one for each stage.
+def _read_stage_values(run: RunDirectory, kind: type[Value], *path: str) -> list[Value]:
+    """Return the value of type `kind` at a path of keys in the recipe, one for each stage.
 
     Raises RunDirectoryError if the recipe is damaged.
     """
     values = []
     stages: Any = run.read_config().get("stages")
-    for stage in stages if isinstance(stages, list) else [None]:
+    for stage in stages if isinstance(stages, list) and stages else [None]:
         value: Any = stage
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
-        if type(value) is not int:
+        if type(value) is not kind:
             raise RunDirectoryError(
                 f"{run.config} has a stage without {'.'.join(path)}, so it is not a resolved "
                 "recipe: restore the recipe of the run's newest checkpoint"
@@ -261,7 +262,8 @@ class _ComparedRun:
     @classmethod
     def read(cls, path: str | Path) -> _ComparedRun:
         run = _open_run(path)
-        start = sum(_read_stage_values(run, "steps")[:-1])
+        _read_stage_values(run, str, "name")
+        start = sum(_read_stage_values(run, int, "steps")[:-1])
         return cls(str(path), run.read_config(), read_jsonl(run.metrics), start)
 
 
@@ -304,7 +306,8 @@ def _list_recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list
     for ordinal, recipe_stages in zip(("first", "second"), stages_by_name, strict=True):
         for name in [name for name in recipe_stages if name not in shared_names]:
             stage = recipe_stages[name]
-            kind = stage["algorithm"].get("kind", "")
+            algorithm = stage.get("algorithm")
+            kind = algorithm.get("kind", "") if isinstance(algorithm, Mapping) else ""
             lines.append(f"stages.{name}: only in the {ordinal} ({kind}, {stage['steps']} steps)")
     return lines
 
@@ -358,7 +361,8 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
             console.print(f"{run.path} is running, so its checkpoints are kept", markup=False)
             continue
         keep_best, keep_every = (
-            max(_read_stage_values(run, "checkpoint", key)) for key in ("keep_best", "keep_every")
+            max(_read_stage_values(run, int, "checkpoint", key))
+            for key in ("keep_best", "keep_every")
         )
         store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
         with run.locked() if confirmed else nullcontext():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import socket
 import time
@@ -27,6 +26,7 @@ from ratchet.utils.safe_read import parse_json
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | None]
+MAX_STEP = 2**53  # a line of a later step is damaged
 SINK_ERRORS = (OSError, RuntimeError, ValueError)
 
 
@@ -126,7 +126,7 @@ class JsonlSink:
         self._file.close()
 
 
-def read_jsonl(path: Path, *, last_step: float = math.inf) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, *, last_step: int = MAX_STEP) -> list[dict[str, Any]]:
     """Return the rows of a `metrics.jsonl` by increasing step; [] if there is no such file.
 
     Damaged lines, and steps out of order, are left out.
@@ -143,7 +143,7 @@ def read_jsonl(path: Path, *, last_step: float = math.inf) -> list[dict[str, Any
             continue
         if (
             isinstance(row, dict)
-            and isinstance(row.get("step"), int)
+            and type(row.get("step")) is int
             and row["step"] <= last_step
             and (not rows or row["step"] > rows[-1]["step"])
         ):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ratchet.cli.main import app
 from ratchet.commands import runs
-from ratchet.commands.runs import describe_run, find_runs, list_run_rows, prune_runs
+from ratchet.commands.runs import compare_runs, describe_run, find_runs, list_run_rows, prune_runs
 from ratchet.errors import DataError, RunDirectoryError
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
@@ -73,6 +73,20 @@ def test_a_damaged_run_hides_no_other(place: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     states = {Path(row.path).name: row.state for row in list_run_rows(tmp_path)}
     assert states == {"a": "finished", **dict.fromkeys("bcde", "damaged")}
+
+
+@pytest.mark.parametrize("stages", ["[]", "[{steps: 3}]", "[{name: [1], steps: 3}]"])
+def test_a_damaged_recipe_is_compared_and_pruned_with_a_sentence(
+    stages: str, place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"name: damaged\nstages: {stages}\n")
+    for paths in ([place / "a", tmp_path], [tmp_path, place / "a"]):
+        with pytest.raises(RunDirectoryError, match="has a stage without"):
+            compare_runs(paths, as_json=True)
+    with pytest.raises(RunDirectoryError, match="has a stage without"):
+        prune_runs(tmp_path, keep=1, confirmed=True)
+    (tmp_path / "config.yaml").write_text("stages: [{name: a, steps: 3, algorithm: grpo}]\n")
+    compare_runs([tmp_path, place / "a"], as_json=True)
 
 
 def test_metrics_that_are_no_numbers_are_left_out(place: Path, tmp_path: Path) -> None:
