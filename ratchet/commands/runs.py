@@ -4,19 +4,21 @@ checkpoints."""
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.errors import RunDirectoryError, RunNotFound
+from ratchet.errors import CheckpointError, RunDirectoryError, RunNotFound
 from ratchet.observe.progress import draw_curves, format_duration
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
@@ -26,6 +28,7 @@ from ratchet.runs.without_steps import has_no_finished_step, remove_run_without_
 from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console, shorten_text
 
+Value = TypeVar("Value")
 MAX_METRIC = 1e300  # metrics from this size on are damaged or infinite, and are ignored
 
 
@@ -84,7 +87,7 @@ def describe_run(run: RunDirectory) -> RunRow:
         path=str(run.path),
         state="running" if run.is_locked else "finished" if run.summary.exists() else "stopped",
         step=rows[-1]["step"] if rows else 0,
-        steps=sum(_read_stage_values(run, "steps")),
+        steps=sum(_read_stage_values(run, int, "steps")),
         seconds=sum(_list_finite_metrics(rows, "time/step_s")),
         accuracy=_find_last(rows, "eval/accuracy"),
         loss=_find_last(rows, "eval/loss"),
@@ -101,18 +104,18 @@ def _describe_even_if_damaged(run: RunDirectory) -> RunRow:
         )
 
 
-def _read_stage_values(run: RunDirectory, *path: str) -> list[int]:
-    """Return the integer at a path of keys in the recipe, one for each stage.
+def _read_stage_values(run: RunDirectory, kind: type[Value], *path: str) -> list[Value]:
+    """Return the value of type `kind` at a path of keys in the recipe, one for each stage.
 
     Raises RunDirectoryError if the recipe is damaged.
     """
     values = []
     stages: Any = run.read_config().get("stages")
-    for stage in stages if isinstance(stages, list) else [None]:
+    for stage in stages if isinstance(stages, list) and stages else [None]:
         value: Any = stage
         for key in path:
             value = value.get(key) if isinstance(value, dict) else None
-        if type(value) is not int:
+        if type(value) is not kind:
             raise RunDirectoryError(
                 f"{run.config} has a stage without {'.'.join(path)}, so it is not a resolved "
                 "recipe: restore the recipe of the run's newest checkpoint"
@@ -259,7 +262,8 @@ class _ComparedRun:
     @classmethod
     def read(cls, path: str | Path) -> _ComparedRun:
         run = _open_run(path)
-        start = sum(_read_stage_values(run, "steps")[:-1])
+        _read_stage_values(run, str, "name")
+        start = sum(_read_stage_values(run, int, "steps")[:-1])
         return cls(str(path), run.read_config(), read_jsonl(run.metrics), start)
 
 
@@ -302,7 +306,8 @@ def _list_recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list
     for ordinal, recipe_stages in zip(("first", "second"), stages_by_name, strict=True):
         for name in [name for name in recipe_stages if name not in shared_names]:
             stage = recipe_stages[name]
-            kind = stage["algorithm"].get("kind", "")
+            algorithm = stage.get("algorithm")
+            kind = algorithm.get("kind", "") if isinstance(algorithm, Mapping) else ""
             lines.append(f"stages.{name}: only in the {ordinal} ({kind}, {stage['steps']} steps)")
     return lines
 
@@ -341,7 +346,8 @@ def _drop_timings(row: Mapping[str, Any]) -> dict[str, Any]:
 def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
     """Remove all but the newest `keep` checkpoints of each run that is not running.
 
-    Checkpoints that the recipe protects with `keep_best` and `keep_every` stay.
+    Checkpoints that the recipe protects with `keep_best` and `keep_every` stay, and so do damaged
+    ones.
 
     Args:
         directory: A run, or a directory of runs.
@@ -355,12 +361,19 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
             console.print(f"{run.path} is running, so its checkpoints are kept", markup=False)
             continue
         keep_best, keep_every = (
-            max(_read_stage_values(run, "checkpoint", key)) for key in ("keep_best", "keep_every")
+            max(_read_stage_values(run, int, "checkpoint", key))
+            for key in ("keep_best", "keep_every")
         )
         store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
-        sizes = {item.path: _measure_bytes(item.path) for item in store.list_surplus()}
-        if confirmed:
-            with run.locked():
+        with run.locked() if confirmed else nullcontext():
+            try:
+                # A damaged newest checkpoint is found here, and does not count as one to keep.
+                store.latest()
+            except CheckpointError as error:
+                console.print(f"nothing is removed: {error}", markup=False, highlight=False)
+                continue
+            sizes = {item.path: _measure_bytes(item.path) for item in store.list_surplus()}
+            if confirmed:
                 store.tidy()
         verb = "removed" if confirmed else "would remove"
         for path, size in sizes.items():
@@ -408,11 +421,13 @@ def _open_run(path: str | Path) -> RunDirectory:
 
 
 def _measure_bytes(path: Path) -> int:
-    return (
-        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        if path.is_dir()
-        else 0
-    )
+    """Return the size of all files below a directory. A running run may remove some meanwhile."""
+    size = 0
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                size += os.stat(os.path.join(parent, name)).st_size
+    return size
 
 
 def print_json(value: Any) -> None:

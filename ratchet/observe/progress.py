@@ -40,10 +40,11 @@ def sparkline(values: Sequence[float]) -> str:
     if not values:
         return ""
     low, high = min(values), max(values)
-    if high == low:
-        return BARS[len(BARS) // 2] * len(values)
     # Halve the values first, because the difference of two huge floats may overflow.
-    shares = [(value / 2 - low / 2) / (high / 2 - low / 2) for value in values]
+    span = high / 2 - low / 2
+    if not span:
+        return BARS[len(BARS) // 2] * len(values)
+    shares = [(value / 2 - low / 2) / span for value in values]
     return "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in shares)
 
 

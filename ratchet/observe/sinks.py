@@ -26,6 +26,7 @@ from ratchet.utils.safe_read import parse_json
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | None]
+MAX_STEP = 2**53  # a line of a later step is damaged
 SINK_ERRORS = (OSError, RuntimeError, ValueError)
 
 
@@ -89,7 +90,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, *, keep_through: int = -1) -> None:
-        kept_rows = [row for row in read_jsonl(path) if row["step"] <= keep_through]
+        kept_rows = read_jsonl(path, last_step=keep_through)
         replace_text(path, "".join(_format_line(row) for row in kept_rows))
         self._last_step = kept_rows[-1]["step"] if kept_rows else -1
         self._file = AppendFile(path)
@@ -125,10 +126,12 @@ class JsonlSink:
         self._file.close()
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, *, last_step: int = MAX_STEP) -> list[dict[str, Any]]:
     """Return the rows of a `metrics.jsonl` by increasing step; [] if there is no such file.
 
     Damaged lines, and steps out of order, are left out.
+
+    last_step: the last step to read. Later ones are no reason to leave out others behind them.
     """
     if not path.is_file():  # reading a pipe would block
         return []
@@ -140,7 +143,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             continue
         if (
             isinstance(row, dict)
-            and isinstance(row.get("step"), int)
+            and type(row.get("step")) is int
+            and row["step"] <= last_step
             and (not rows or row["step"] > rows[-1]["step"])
         ):
             rows.append(row)

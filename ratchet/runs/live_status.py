@@ -88,7 +88,7 @@ def query_status(path: Path) -> str:
         )
     try:
         return request_status(socket_path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: an address or an answer of another program
         raise RunDirectoryError(
             f"process {pid}, which runs in {path}, does not answer ({error}): it is suspended "
             "or was killed"

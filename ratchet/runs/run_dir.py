@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -33,6 +34,7 @@ ADAPTER = "adapter"  # the LoRA adapter that a stage trained, in peft's format
 # named after stages, and a stage's name can't begin with a digit.
 START = "base/0-start"
 AVERAGE = "model-ema"  # the running average of the weights, if there is one
+READERS_S = 0.5  # time for which readers may hold the lock that a run wants
 MAX_NAMED = 8  # differing keys that a message lists
 
 
@@ -247,7 +249,7 @@ class RunDirectory:
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_exclusively(descriptor)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         except BlockingIOError as error:
@@ -260,6 +262,23 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path} can't be locked: {error}; choose another --run-dir"
             ) from error
+
+
+def _lock_exclusively(descriptor: int) -> None:
+    """Take the lock, and wait while readers hold it, which try it for a moment (`is_locked`).
+
+    Raises BlockingIOError if it is held for longer, as by a run, and OSError.
+    """
+    deadline = time.monotonic() + READERS_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(READERS_S / 50)
+        else:
+            return
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:

@@ -117,7 +117,7 @@ class CheckpointSaver:
             "sentinels": {} if run.sentinels is None else run.sentinels.state(),
             "data": self.inputs,
             "recipe": self.recipe,
-            "score": self._score[1] if self._score[0] == steps_done else None,
+            "score": self._get_score(run, steps_done),
         }
         source_state = await run.batcher.source.snapshot()
         mirror_snapshot = {} if self.mirror is None else self.mirror.take_snapshot()
@@ -216,15 +216,20 @@ class CheckpointSaver:
         failpoints.point("resume.done")
 
     def _replace_progress(self, run: StageRun, checkpoint: Checkpoint) -> None:
-        """Store the progress and the score of a checkpoint that has been evaluated after a restore.
-
-        A checkpoint that was saved only because of a stop request gets no score, so that it is
-        never chosen as the best: an uninterrupted run would not have this checkpoint.
-        """
-        score = self._score[1] if run.is_save_due(checkpoint.step) else None
+        """Store the progress and the score of a checkpoint that was evaluated after a restore."""
+        score = self._get_score(run, checkpoint.step)
         meta = {**checkpoint.meta, "progress": asdict(run.progress), "score": score}
         with self._tolerate_errors():
             self.store.replace_meta(checkpoint.step, meta)
+
+    def _get_score(self, run: StageRun, step: int) -> float | None:
+        """Return the score of the checkpoint of `step`; None if it was not measured.
+
+        A checkpoint that is saved only because of a stop request gets no score, so that it is never
+        chosen as the best: an uninterrupted run would not have this checkpoint.
+        """
+        is_scored = self._score[0] == step and run.is_save_due(step)
+        return self._score[1] if is_scored else None
 
     async def end_with_best(self, run: StageRun) -> None:
         """Load the stage's best checkpoint if `checkpoint.end_with=best` and one has a score."""

@@ -351,8 +351,8 @@ class StageRun:
         ):
             log.warning("a sentinel pauses the run; saving")
             self.stop.status = PAUSED
-        is_end = self.stop.status is not None or self._is_last_step
-        if self.save is not None and (is_end or self._is_due(steps_done, self.save_every)):
+        is_save_due = self.stop.status is not None or self.is_save_due(steps_done)
+        if self.save is not None and is_save_due:
             with TRACER.phase(STEPS, "save", steps_done):
                 await self.save(self, steps_done)
 
@@ -374,7 +374,7 @@ class StageRun:
 
     def is_save_due(self, steps_done: int) -> bool:
         """True if an uninterrupted run saves a checkpoint after this step."""
-        return self._is_due(steps_done, self.save_every)
+        return self._is_last_step or self._is_due(steps_done, self.save_every)
 
     def _update_early_stopping(self, metrics: Mapping[str, float | None]) -> None:
         """End the stage after this step if the evaluation reached the rule of early stopping."""

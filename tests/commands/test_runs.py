@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 from ratchet.cli.main import app
 from ratchet.commands import runs
-from ratchet.commands.runs import describe_run, find_runs, list_run_rows, prune_runs
+from ratchet.commands.runs import compare_runs, describe_run, find_runs, list_run_rows, prune_runs
 from ratchet.errors import DataError, RunDirectoryError
 from ratchet.observe.sinks import read_jsonl
+from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.runs.without_steps import has_no_finished_step, remove_run_without_steps
 from ratchet.training import start
@@ -72,6 +73,20 @@ def test_a_damaged_run_hides_no_other(place: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     states = {Path(row.path).name: row.state for row in list_run_rows(tmp_path)}
     assert states == {"a": "finished", **dict.fromkeys("bcde", "damaged")}
+
+
+@pytest.mark.parametrize("stages", ["[]", "[{steps: 3}]", "[{name: [1], steps: 3}]"])
+def test_a_damaged_recipe_is_compared_and_pruned_with_a_sentence(
+    stages: str, place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"name: damaged\nstages: {stages}\n")
+    for paths in ([place / "a", tmp_path], [tmp_path, place / "a"]):
+        with pytest.raises(RunDirectoryError, match="has a stage without"):
+            compare_runs(paths, as_json=True)
+    with pytest.raises(RunDirectoryError, match="has a stage without"):
+        prune_runs(tmp_path, keep=1, confirmed=True)
+    (tmp_path / "config.yaml").write_text("stages: [{name: a, steps: 3, algorithm: grpo}]\n")
+    compare_runs([tmp_path, place / "a"], as_json=True)
 
 
 def test_metrics_that_are_no_numbers_are_left_out(place: Path, tmp_path: Path) -> None:
@@ -142,6 +157,48 @@ def test_old_checkpoints_go_when_asked_to(place: Path, capsys: pytest.CaptureFix
     assert steps() == ["1", "2", "3", "4"]  # it is under way
     prune_runs(place / "c", keep=2, confirmed=True)
     assert steps() == ["3", "4"]
+
+
+def test_a_damaged_newest_checkpoint_does_not_cost_the_whole_ones(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "a", tmp_path / "a")
+    store = CheckpointStore(tmp_path / "a" / "checkpoints")
+
+    def flip_bit(step: int) -> None:
+        weights = max((store.root / f"step-{step:08d}" / "policy").glob("*.safetensors"))
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+
+    flip_bit(4)
+    prune_runs(tmp_path / "a", keep=1, confirmed=False)
+    assert "step-00000003" not in capsys.readouterr().out
+    prune_runs(tmp_path / "a", keep=1, confirmed=True)
+    checkpoint = store.latest()
+    assert checkpoint is not None
+    assert (checkpoint.step, store.steps()) == (3, [3, 4])
+    flip_bit(3)
+    prune_runs(tmp_path / "a", keep=1, confirmed=True)
+    assert "nothing is removed: all checkpoints" in capsys.readouterr().out
+    assert store.steps() == [3, 4]
+
+
+def test_checkpoints_may_go_while_they_are_measured(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(place / "a", tmp_path / "a")
+    whole = describe_run(RunDirectory(tmp_path / "a"))
+    real_stat = os.stat
+
+    def stat(path, *arguments, **options):
+        result = real_stat(path, *arguments, **options)
+        if str(path).endswith(".safetensors"):
+            shutil.rmtree(tmp_path / "a" / "checkpoints", ignore_errors=True)
+        return result
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert 0 < describe_run(RunDirectory(tmp_path / "a")).checkpoints < whole.checkpoints
 
 
 def test_a_place_without_runs_says_so(tmp_path: Path) -> None:

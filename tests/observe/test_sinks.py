@@ -101,6 +101,16 @@ def test_resuming_leaves_exactly_one_line_a_step(tmp_path: Path, torn: str) -> N
     assert {item.name for item in tmp_path.iterdir()} == {"metrics.jsonl", "whole.jsonl"}
 
 
+def test_a_line_of_a_far_step_costs_none_of_the_lines_behind_it(tmp_path: Path) -> None:
+    path, whole = tmp_path / "metrics.jsonl", tmp_path / "whole.jsonl"
+    for target in (path, whole):
+        filled(target, range(1, 7))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], '{"step": 1000000}\n', *lines[2:]]))
+    JsonlSink(path, keep_through=6).close()
+    assert path.read_bytes() == whole.read_bytes()
+
+
 def test_a_new_run_starts_empty(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     filled(path, range(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -52,6 +53,28 @@ def test_locked_creates_the_directory(tmp_path: Path) -> None:
         assert run.path.is_dir()
     with run.locked():  # and again, after it was released
         pass
+
+
+def test_a_reader_that_tries_the_lock_refuses_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path)
+    with run.locked():
+        pass
+    readers = [os.open(tmp_path / ".lock", os.O_RDONLY)]
+    fcntl.flock(readers[0], fcntl.LOCK_SH)
+    real_flock = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        try:
+            real_flock(descriptor, operation)
+        finally:
+            while readers:  # `is_locked` holds the lock for a moment only
+                os.close(readers.pop())
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run.locked():
+        assert run.is_locked
 
 
 @pytest.mark.fault("P14")

@@ -96,6 +96,20 @@ def test_the_best_by_a_metric_stay(metric, best, training, tmp_path):
     )
 
 
+def test_a_checkpoint_that_only_a_signal_asked_for_is_never_the_best(training, tmp_path):
+    keys = {"every": 2, "keep": 1, "keep_best": 1, "end_with": "best", "metric": "policy/lr"}
+    falling = {"optimizer": {"lr": 0.05, "schedule": "linear"}}  # the first step is the best
+    assert training("whole", keys, **falling) == 0
+    assert training("stopped", keys, "step.update:1:terminate", **falling) == 143
+    assert CheckpointStore(tmp_path / "stopped" / "run" / "checkpoints").steps() == [1]
+    assert training("stopped", keys, **falling) == 0
+    models = [
+        tmp_path / name / "run" / "model" / "model.safetensors" for name in ("whole", "stopped")
+    ]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    assert CheckpointStore(tmp_path / "stopped" / "run" / "checkpoints").steps() == [2, 4]
+
+
 # --- beside the training
 
 

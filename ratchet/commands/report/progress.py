@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ratchet.commands.report.metrics import MAX_LINE_BYTES, parse_row, to_float
+from ratchet.commands.report.metrics import (
+    MAX_LINE_BYTES,
+    MAX_STEP,
+    MAX_VALUE,
+    parse_row,
+    to_float,
+)
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import open_file
@@ -124,15 +129,17 @@ def list_stages(config: Mapping[str, Any]) -> list[tuple[str, int]]:
     return [
         (str(stage.get("name", index)), steps)
         for index, stage in enumerate(stages if isinstance(stages, list) else [])
-        if isinstance(stage, Mapping) and type(steps := stage.get("steps")) is int
+        if isinstance(stage, Mapping)
+        and type(steps := stage.get("steps")) is int
+        and steps < MAX_STEP
     ]
 
 
 def _read_numbers(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
-    """Return the finite numbers among some metrics of a row."""
+    """Return the numbers among some metrics of a row, without damaged ones."""
     numbers = {name: to_float(row.get(name)) for name in names}
     return {
         name: number
         for name, number in numbers.items()
-        if number is not None and math.isfinite(number)
+        if number is not None and abs(number) < MAX_VALUE
     }

@@ -24,6 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ratchet.commands.report.metrics import MAX_VALUE
 from ratchet.commands.report.runs import RunReader
 from ratchet.errors import DataError, RunDirectoryError
 from ratchet.observe.progress import SIDE_METRICS, format_duration, sparkline
@@ -131,7 +132,8 @@ class RunFrames:
         for label, names in CURVES.items():
             curves = (np.array(self._values[name][start:]) for name in names)
             finite = next(
-                (values for curve in curves if len(values := curve[np.isfinite(curve)])), None
+                (values for curve in curves if len(values := curve[np.abs(curve) < MAX_VALUE])),
+                None,
             )
             if finite is None or not finite.any():
                 continue

@@ -74,7 +74,7 @@ class PromptLedger:
         if self._file.size < offset:
             raise CheckpointError(
                 f"{self.path} has {self._file.size} bytes, but the checkpoint expects {offset}: "
-                "it was changed"
+                "it was changed. Restore it, or start a new run from this run's weights (--from)"
             )
         self._file.truncate(offset)
 

@@ -40,6 +40,7 @@ from ratchet.observe.sinks import SINK_ERRORS
 from ratchet.observe.write_files import open_unshared, replace_text, sync
 from ratchet.types import Group
 from ratchet.utils import failpoints
+from ratchet.utils.summarize import summarize_names
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 MAX_STEPS, MAX_TOKENS, MAX_MEDIA_BYTES = 32, 2**22, 2**28
 # Errors of a disk, or of values that an environment measured: they end the record, not the run.
 RECORD_ERRORS = (*SINK_ERRORS, DataError, TypeError, ArithmeticError)
+MAX_NAMED = 4  # files that a warning lists
 MAX_PENDING_JOBS = 2  # training waits while the thread has more unfinished jobs than this
 FLOAT_COLUMNS = [name for name, kind in LEARNED.items() if name != "trained"] + [
     "rollout_logprobs",
@@ -87,6 +89,7 @@ class Recorder:
         self.seed = seed
         self.in_background = in_background
         self.files: list[RecordFile] = []
+        self._index_bytes = 0  # size of the index as it was last written
         # The content of the next file.
         self._tables: list[pa.Table] = []
         self._facts: list[StepFacts] = []
@@ -234,20 +237,31 @@ class Recorder:
         self._prune()
 
     def _append_to_index(self, file: RecordFile) -> None:
-        descriptor = open_unshared(self.directory / INDEX, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        """Append the line of a file; write the index again if another program changed its size."""
+        path, line = self.directory / INDEX, file.line().encode()
+        descriptor = open_unshared(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            os.write(descriptor, file.line().encode())
-            os.fsync(descriptor)
+            is_whole = os.fstat(descriptor).st_size == self._index_bytes
+            if is_whole:
+                os.write(descriptor, line)
+                os.fsync(descriptor)
+                self._index_bytes += len(line)
         finally:
             os.close(descriptor)
+        if not is_whole:
+            self._write_index()
+            log.warning("%s was changed or deleted by another program: it is written again", path)
+
+    @property
+    def _limit_bytes(self) -> float:
+        return self.config.max_gib * 2**30
 
     def _prune(self) -> None:
         """Remove the oldest files of a record above `max_gib`; the newest file always stays."""
-        limit_bytes = self.config.max_gib * 2**30
         removed_files = []
         while (
             len(self.files) > 1
-            and sum(file.size + file.media_size for file in self.files) > limit_bytes
+            and sum(file.size + file.media_size for file in self.files) > self._limit_bytes
         ):
             removed_files.append(self.files.pop(0))
         if removed_files:
@@ -257,21 +271,36 @@ class Recorder:
                 (self.directory / MEDIA / file.name).unlink(missing_ok=True)
 
     def _write_index(self) -> None:
-        replace_text(self.directory / INDEX, "".join(file.line() for file in self.files))
+        text = "".join(file.line() for file in self.files)
+        replace_text(self.directory / INDEX, text)
+        self._index_bytes = len(text.encode())
 
     def _resume(self, keep_through: int) -> None:
-        """Continue after step `keep_through`: remove later files and files not in the index."""
+        """Continue after step `keep_through`: remove later files, and those of a killed process."""
         self.directory.mkdir(parents=True, exist_ok=True)
         # Files end at checkpoints, so no file has steps from both sides of a checkpoint.
         self.files = [
             file for file in read_index(self.directory) if file.steps[-1].step <= keep_through
         ]
         self._write_index()
-        _remove_unknown(self.directory, {file.name for file in self.files})
-        if (self.directory / MEDIA).is_dir():
-            _remove_unknown(
-                self.directory / MEDIA, {file.name for file in self.files if file.media_size}
+        # A killed process leaves files of later steps, or earlier ones that it was pruning. All
+        # other files that the index lacks were in lines that another program removed.
+        total_bytes = sum(path.stat().st_size for path in self.directory.rglob("*.parquet"))
+        was_pruning = self.files and total_bytes > self._limit_bytes
+        first_step = self.files[0].steps[0].step if was_pruning else 0
+        lost_steps = range(first_step, keep_through + 1)
+        unlisted = _remove_unknown(self.directory, {file.name for file in self.files}, lost_steps)
+        if unlisted:
+            log.warning(
+                "%s has lost its lines of %s: these files stay, but can't be shown or replayed. "
+                "Restore %s from a backup",
+                self.directory / INDEX,
+                summarize_names(unlisted, MAX_NAMED),
+                INDEX,
             )
+        if (self.directory / MEDIA).is_dir():
+            media_names = {file.name for file in self.files if file.media_size}
+            _remove_unknown(self.directory / MEDIA, media_names, lost_steps)
 
 
 def _write_atomically(path: Path, write: Callable[[Path], None]) -> tuple[int, str]:
@@ -288,13 +317,23 @@ def _write_table(path: Path, table: pa.Table) -> None:
         writer.write_table(table, row_group_size=max(table.num_rows, 1))
 
 
-def _remove_unknown(directory: Path, known_names: Set[str]) -> None:
+def _remove_unknown(directory: Path, known_names: Set[str], lost_steps: range) -> list[str]:
     """Remove record files and drafts whose names are not in `known_names`.
 
-    Other files belong to the user, who may keep a table of their own beside the record.
+    Other files belong to the user, who may keep a table of their own beside the record. Files whose
+    last step is in `lost_steps` stay too, except drafts.
+
+    Returns:
+        The names of these, sorted.
     """
+    lost_names = []
     for path in directory.iterdir():
         # A draft is named `.NAME.partial`.
         name = path.name.removeprefix(".").removesuffix(".partial")
-        if path.name not in known_names and RECORD_NAME.fullmatch(name):
+        if path.name in known_names or not RECORD_NAME.fullmatch(name):
+            continue
+        if path.name == name and int(Path(name).stem.rpartition("-")[2]) in lost_steps:
+            lost_names.append(name)
+        else:
             path.unlink()
+    return sorted(lost_names)

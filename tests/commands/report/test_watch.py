@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
+from ratchet.commands.report.server import RunReaders
 from ratchet.commands.report.watch import RunFrames, find_stage, shrink_curve
 from ratchet.errors import RunNotFound
 from ratchet.runs.run_dir import RunDirectory
@@ -84,6 +85,19 @@ def test_curves_are_of_the_current_stage():
 def test_a_long_curve_is_shrunk_to_means():
     assert shrink_curve(np.arange(6.0), 3) == [0.5, 2.5, 4.5]
     assert shrink_curve(np.arange(2.0), 3) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("n_steps", [100, 10**15])
+def test_numbers_whose_sums_are_infinite_are_left_out(tmp_path, n_steps):
+    directory = RunDirectory(tmp_path / "run")
+    directory.path.mkdir()
+    directory.write_or_check_config({**CONFIG, "stages": [{"name": "rl", "steps": n_steps}]})
+    huge = dict.fromkeys(("time/step_s", "rollout/reward", "eval/accuracy"), 1e308)
+    rows = [{"step": step, **huge, "policy/loss": step * 5e-324} for step in range(80)]
+    directory.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert "step 79" in text_of(RunFrames(directory.path))
+    (answer,) = json.loads(RunReaders(tmp_path).list_runs({})[1]).values()
+    assert (answer["progress"]["step"], answer["progress"]["accuracy"]) == (79, None)
 
 
 @pytest.mark.parametrize("options", [["--once"], []])  # a run that has ended has one frame

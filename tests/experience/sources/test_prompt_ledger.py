@@ -25,7 +25,9 @@ def test_it_is_cut_where_a_checkpoint_ends_and_goes_on_there(tmp_path):
         ("filtered", "s/1"),
     ]
     assert not find_ledger_faults(read_ledger(path), max_staleness=0)
-    with pytest.raises(CheckpointError, match="the checkpoint expects 1000000: it was changed"):
+    with pytest.raises(
+        CheckpointError, match=r"the checkpoint expects 1000000: it was changed\. Restore it"
+    ):
         PromptLedger(path).cut(10**6)
 
 

@@ -333,6 +333,40 @@ def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_interrupted(tmp_pa
     assert sum(path.parent.name == MEDIA for path in files[0]) == 4
 
 
+def test_an_index_that_is_lost_under_a_run_is_written_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(recording, "MAX_STEPS", 1)
+    whole = record(tmp_path / "whole", range(1, 5))
+    made = Recorder(RecordConfig(), tmp_path / "run", seed=0, in_background=False)
+    for step in range(1, 5):
+        made.add(step, "rl", some_groups(), columned(some_groups()), ones, {})
+        made.flush()
+        if step == 2:
+            (tmp_path / "run" / INDEX).unlink()
+    made.close()
+    assert (tmp_path / "run" / INDEX).read_bytes() == (tmp_path / "whole" / INDEX).read_bytes()
+    assert list(whole.steps) == [1, 2, 3, 4]
+    assert caplog.text.count("was changed or deleted by another program") == 1
+
+
+@pytest.mark.parametrize("n_kept_lines", [0, 2])
+def test_no_resumption_removes_steps_of_which_the_index_lost_its_lines(
+    n_kept_lines, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(recording, "MAX_STEPS", 1)
+    record(tmp_path, range(1, 6))
+    before = files_in(tmp_path)
+    lines = (tmp_path / INDEX).read_text().splitlines(keepends=True)
+    (tmp_path / INDEX).write_text("".join(lines[5 - n_kept_lines :]))
+    Recorder(RecordConfig(), tmp_path, seed=0, keep_through=4).close()
+    lost = [path for path in before if path.name[:8] == "00000005" or path.name == INDEX]
+    after = files_in(tmp_path)
+    assert {path: after.get(path) for path in before if path not in lost} == {
+        path: content for path, content in before.items() if path not in lost
+    }
+    assert not any(path.name[:8] == "00000005" for path in after)
+    assert "has lost its lines of 00000001-00000001.parquet" in caplog.text
+
+
 def test_tables_of_a_user_beside_the_record_stay(tmp_path):
     Recorder(RecordConfig(), tmp_path, seed=3).close()
     for name in ("mine.parquet", "mine.partial"):
