@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "integrations"
 TABLE = PAGES / "versions.md"
-PINS = ("constraints.txt", ".ci/clients.txt", ".ci/npm-clients.txt", ".ci/nemo-gym")
+PINS = ("constraints.txt", ".ci/clients.txt", ".ci/npm-clients.txt", ".ci/nemo-gym", "Makefile")
 ROW = re.compile(r"\| (.+) \| (.+) \| (.*) ?\| (.+) \| `(tests/\S+\.py)` \|")
 
 
