@@ -12,7 +12,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 from ratchet.protocols import Reward
-from ratchet.rewards.base import as_reward
+from ratchet.rewards.base import as_reward, copy_task
 from ratchet.types import (
     Cancelled,
     Failed,
@@ -74,7 +74,7 @@ class WeightedSum(Reward):
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         pending = [
-            run_guarded(partial(reward.score, trajectories, task))
+            run_guarded(partial(reward.score, trajectories, _share_task(task, reward)))
             for reward in self.rewards.values()
         ]
         outcomes_by_reward = (
@@ -114,6 +114,12 @@ class WeightedSum(Reward):
                 if part != name:
                     parts[f"{name}/{part}"] = value
         return Truncated(total, parts) if is_truncated or total is None else Scored(total, parts)
+
+
+def _share_task(task: Task, reward: Reward) -> Task:
+    """Return the task, or a copy for a class of the user, which may change it in place."""
+    is_builtin = type(reward).__module__.startswith("ratchet.")
+    return task if is_builtin else copy_task(task)
 
 
 def compose_rewards(sections: Sequence[Section]) -> WeightedSum:

@@ -54,6 +54,18 @@ def test_a_weight_that_is_no_number_is_refused(weight):
         WeightedSum({"exact": exact}, {"exact": weight})
 
 
+def test_a_class_that_changes_its_task_changes_it_for_no_other_call():
+    class Taker:
+        async def score(self, trajectories, task):
+            return [Scored(task.meta["tests"].pop()) for _ in trajectories]
+
+    task = Task("t", (Message("user", "?"),), meta={"tests": [2.0]})
+    reward = WeightedSum({"taken": Taker(), "again": Taker()}, {"taken": 1.0, "again": 1.0})
+    for _ in range(2):
+        (outcome,) = asyncio.run(reward.score([answered(task, "a")], task))
+        assert outcome.reward == 4.0
+
+
 def test_parts_of_parts_keep_both_names():
     reward = WeightedSum({"style": FunctionReward(style)}, {"style": 2.0})
     assert judge(reward, "85") == [
