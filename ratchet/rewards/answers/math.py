@@ -65,6 +65,8 @@ MAX_ALGEBRA_CHARS = 500  # a longer text is not a final answer, and takes second
 WORD = re.compile(r"[A-Za-z]{3,}")
 WITH_BASE = re.compile(r"[0-9A-Z]+_\{?([0-9]+)\}?")
 # Matches "5 6", which math-verify adds up to 11.
+# Matches answers to several parts, "(a) 5 (b) 6", which math-verify multiplies.
+PARTS = re.compile(r"\((?:a|i|1)\)\s*[^()\s].*\((?:b|ii|2)\)\s*[^()\s]", re.DOTALL)
 SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")
 
 
@@ -125,6 +127,7 @@ class Math(FinalAnswer):
             self._workers is None
             or len(answer) > MAX_ALGEBRA_CHARS
             or SIDE_BY_SIDE.search(answer)
+            or PARTS.search(answer)
             or _are_plain_numbers(answer, gold)
             or _have_different_bases(answer, gold)
         ):

@@ -63,6 +63,8 @@ ALGEBRA_RIGHT = [
     (r"\boxed{2 \text{ or } 1}", r"x = 1 \vee x = 2"),
     (r"\boxed{6.02e23}", r"6.02 \times 10^{23}"),
     (r"\boxed{2√3}", r"\sqrt{12}"),
+    (r"\boxed{(a)(b)}", "ab"),
+    (r"\boxed{(a)\ 5\ (b)\ 6}", "(a) 5 (b) 6"),
     (r"\boxed{x² + 2x + 1}", "(x+1)^2"),
     (r"\boxed{(−∞, 1) ∪ [2, ∞)}", r"(-\infty,1)\cup[2,\infty)"),
     (r"\boxed{3×10⁴}", "30000"),
@@ -106,6 +108,8 @@ WRONG = [
     (r"\boxed{\frac{1}{2} \cup 7}", r"\frac{1}{2}"),
     (r"\boxed{x = \frac{1}{2} \lor x = 7}", r"\frac{1}{2}"),
     (r"\boxed{x = 5}", "y = 5"),
+    (r"\boxed{(a) 5 (b) 6}", "(a) 6 (b) 5"),
+    (r"\boxed{\text{(i) } 2x,\ \text{(ii) } 3}", r"\text{(i) } 3,\ \text{(ii) } 2x"),
     (r"\boxed{10⁴}", "10"),
 ]
 
