@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ratchet.errors import CheckpointError, RunDirectoryError, RunNotFound
 from ratchet.observe.progress import draw_curves, format_duration
-from ratchet.observe.sinks import read_jsonl
+from ratchet.observe.sinks import MAX_VALUE, read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.resolve import fetch_run_record, list_runs_at
 from ratchet.runs.run_dir import RunDirectory, list_config_differences
@@ -29,7 +29,6 @@ from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console, shorten_text
 
 Value = TypeVar("Value")
-MAX_METRIC = 1e300  # metrics from this size on are damaged or infinite, and are ignored
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _list_finite_metrics(rows: Sequence[Mapping[str, Any]], ending: str) -> list
         value
         for row in rows
         for name, value in row.items()
-        if name.endswith(ending) and type(value) in (int, float) and abs(value) < MAX_METRIC
+        if name.endswith(ending) and type(value) in (int, float) and abs(value) < MAX_VALUE
     ]
 
 

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,13 +119,19 @@ class RayExecutor:
             NoRoomError: The node of `rank` was lost, and no other has room for it.
         """
         assert self._cluster is not None, "`plan` must be called before `group`"
-        bundles = self._cluster.bundles(role)
-        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        bundles = [
+            self._moved_bundles.get((role, number), bundle)
+            for number, bundle in enumerate(self._cluster.bundles(role))
+        ]
+        hosts = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         interpreter = self._cluster.find_interpreter(role)
         places, members = [], []
         for rank_number in range(len(bundles)) if rank is None else (rank,):
-            bundle = self._find_bundle(role, rank_number)
+            bundle = bundles[rank_number]
+            if bundle.node not in hosts:
+                bundle = self._find_other_bundle(role, rank_number, bundles, hosts)
+                self._moved_bundles[role, rank_number] = bundle
             host = hosts[bundle.node]
             device = "cuda:0" if bundle.accelerators else "cpu"
             places.append(
@@ -266,32 +272,31 @@ class RayExecutor:
             )
         return _read_bundles(placement, request.gpus, cpus)
 
-    def _find_bundle(self, role: str, rank: int) -> ResourceBundle:
-        """Return the bundle of a rank, on another node if its own was lost.
+    def _find_other_bundle(
+        self,
+        role: str,
+        rank: int,
+        bundles: Sequence[ResourceBundle],
+        live_nodes: Container[str],
+    ) -> ResourceBundle:
+        """Return a bundle on a live node for a rank whose node was lost.
 
         Ray moves the bundles of a lost node to others by itself, or to a node that joins later.
+
+        bundles: those of all ranks of the role.
         """
-        assert self._cluster is not None
-        bundles = [
-            self._moved_bundles.get((role, number), bundle)
-            for number, bundle in enumerate(self._cluster.bundles(role))
-        ]
-        bundle = bundles[rank]
-        live_nodes = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        if bundle.node in live_nodes:
-            return bundle
         placement = self._placements.get(role)
         if placement is None or not placement.wait(MOVE_S):
             raise NoRoomError(
                 f"the node of {role} rank {rank} was lost, and no other node has room for it"
             )
         # Ranks without accelerators share places: (a node, ()) occurs once for each of them.
-        taken = Counter((other.node, other.accelerators) for other in bundles)
-        for candidate in _read_bundles(placement, len(bundle.accelerators), bundle.cpus):
+        n_unseen = Counter((bundle.node, bundle.accelerators) for bundle in bundles)
+        lost = bundles[rank]
+        for candidate in _read_bundles(placement, len(lost.accelerators), lost.cpus):
             place = (candidate.node, candidate.accelerators)
-            taken[place] -= 1
-            if candidate.node in live_nodes and taken[place] < 0:
-                self._moved_bundles[role, rank] = candidate
+            n_unseen[place] -= 1
+            if candidate.node in live_nodes and n_unseen[place] < 0:
                 return candidate
         raise NoRoomError(f"the node of {role} rank {rank} was lost, and Ray gave it no other")
 

@@ -26,7 +26,9 @@ from ratchet.utils.safe_read import parse_json
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | None]
-MAX_STEP = 2**53  # a line of a later step is damaged
+# A line of a later step is damaged. A double represents every smaller integer exactly.
+MAX_STEP = 2**53
+MAX_VALUE = 1e300  # larger values are damaged: sums of a few of them may be infinite
 SINK_ERRORS = (OSError, RuntimeError, ValueError)
 
 

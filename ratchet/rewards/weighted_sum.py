@@ -74,7 +74,7 @@ class WeightedSum(Reward):
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         pending = [
-            run_guarded(partial(reward.score, trajectories, _share_task(task, reward)))
+            run_guarded(partial(reward.score, trajectories, _isolate_task(task, reward)))
             for reward in self.rewards.values()
         ]
         outcomes_by_reward = (
@@ -116,8 +116,8 @@ class WeightedSum(Reward):
         return Truncated(total, parts) if is_truncated or total is None else Scored(total, parts)
 
 
-def _share_task(task: Task, reward: Reward) -> Task:
-    """Return the task, or a copy for a class of the user, which may change it in place."""
+def _isolate_task(task: Task, reward: Reward) -> Task:
+    """Return the task; for a class of the user a copy, which its code may change in place."""
     is_builtin = type(reward).__module__.startswith("ratchet.")
     return task if is_builtin else copy_task(task)
 

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ratchet.observe.sinks import MAX_STEP
 from ratchet.utils.safe_read import open_file
 
 MAX_CELLS = 2**19  # steps times metrics in one part: 4 MiB
 MAX_LINE_BYTES = 2**20  # some 20,000 metrics; a longer line is damaged
-MAX_VALUE = 1e300  # larger values are damaged: sums of a few of them may be infinite
-MAX_STEP = 2**53  # a double represents every smaller integer exactly
 MAX_POSITIONS = 64  # maximum number of steps whose file positions are remembered
 TIMES = ("time/step_s", "time/processor_s")
 

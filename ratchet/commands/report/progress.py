@@ -6,14 +6,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from ratchet.commands.report.metrics import (
-    MAX_LINE_BYTES,
-    MAX_STEP,
-    MAX_VALUE,
-    parse_row,
-    to_float,
-)
+from ratchet.commands.report.metrics import MAX_LINE_BYTES, parse_row, to_float
 from ratchet.errors import RunDirectoryError
+from ratchet.observe.sinks import MAX_STEP, MAX_VALUE
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import open_file
 

@@ -24,10 +24,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.commands.report.metrics import MAX_VALUE
 from ratchet.commands.report.runs import RunReader
 from ratchet.errors import DataError, RunDirectoryError
 from ratchet.observe.progress import SIDE_METRICS, format_duration, sparkline
+from ratchet.observe.sinks import MAX_VALUE
 from ratchet.runs.live_status import query_status
 from ratchet.utils.terminal_text import make_console, shorten_text
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.atropos.policy_server import PolicyServer
@@ -19,13 +17,12 @@ from ratchet.experience.atropos.scored_group import (
     take_strand,
 )
 from ratchet.experience.openai_proxy.session import AgentSession
-from ratchet.experience.openai_proxy.strands import AgentStrand
+from ratchet.experience.openai_proxy.strands import AgentStrand, make_trajectories
 from ratchet.experience.rollout.episode import EpisodePlayer
-from ratchet.experience.rollout.episode_state import TokenRecord
 from ratchet.experience.rollout.failures import is_retryable
 from ratchet.experience.rollout.manager import AttemptRows, RolloutManager
 from ratchet.experience.seeds import derive_seed
-from ratchet.types import Failed, Group, Outcome, Owner, Sampling, Task, Truncated
+from ratchet.types import Failed, Group, Outcome, Sampling, Task, Truncated
 from ratchet.utils.tracer import ATTEMPT_TRACK, span
 from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
@@ -192,21 +189,10 @@ def _make_rows(
     metrics: Mapping[str, float],
 ) -> AttemptRows:
     """Return one trajectory for each strand; without a strand, one of a single token."""
-    n_turns = float(sum(len(strand.turns) for strand in strands))
-    metrics = {"turns": n_turns, "forks": max(len(strands) - 1.0, 0.0), **metrics}
-    empty = AgentStrand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))
-    return [
-        strand.record.trajectory(
-            attempt=attempt,
-            temperature=session.sampling.temperature,
-            turns=tuple(strand.turns),
-            messages=strand.tip.messages if strand.tip else (),
-            media=strand.media,
-            outcome=outcome,
-            metrics=metrics,
-        )
-        for strand in strands or [empty]
-    ]
+    temperature = session.sampling.temperature
+    return make_trajectories(
+        strands, metrics, attempt=attempt, temperature=temperature, outcome=outcome
+    )
 
 
 def _describe_failure(task: Task, server: PolicyServer, failure: Exception) -> Failed:

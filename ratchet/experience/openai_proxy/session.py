@@ -43,6 +43,7 @@ from ratchet.experience.openai_proxy.strands import (
     digest,
     extend_key,
     find_token_parent,
+    make_trajectories,
 )
 from ratchet.experience.openai_proxy.structured import choose_structured
 from ratchet.experience.openai_proxy.wire import (
@@ -51,7 +52,6 @@ from ratchet.experience.openai_proxy.wire import (
     SamplingFields,
     apply_sampling,
 )
-from ratchet.experience.rollout.episode_state import TokenRecord
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.observe.tracing.request_span import trace_request
@@ -272,29 +272,17 @@ class AgentSession:
 
         If there is no answer, return one trajectory of a single token.
         """
-        strands = self.strands or [
-            AgentStrand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))
-        ]
-        metrics = {
-            "turns": float(sum(len(strand.turns) for strand in strands)),
-            "forks": len(strands) - 1.0,
-        }
-        metrics |= {"turn_limit": float(self.reached_turn_limit), "retries": 0.0}
+        metrics = {"turn_limit": float(self.reached_turn_limit), "retries": 0.0}
         if self._offered_tools:
             metrics["malformed_tool_calls"] = float(self._malformed)
-        return [
-            strand.record.trajectory(
-                attempt=attempt,
-                temperature=self.sampling.temperature,
-                turns=tuple(strand.turns),
-                messages=strand.tip.messages if strand.tip else (),
-                media=strand.media,
-                outcome=outcome,
-                metrics=metrics,
-                extras=extras,
-            )
-            for strand in strands
-        ]
+        return make_trajectories(
+            self.strands,
+            metrics,
+            attempt=attempt,
+            temperature=self.sampling.temperature,
+            outcome=outcome,
+            extras=extras,
+        )
 
     # --- a request
 

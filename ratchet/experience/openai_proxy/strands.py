@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ratchet.data.chat.renderer import Tools
 from ratchet.experience.rollout.episode_state import TokenRecord
-from ratchet.types import Completion, Message, PlacedMedium, Sampling, Turn
+from ratchet.types import Completion, Message, Owner, PlacedMedium, Sampling, Trajectory, Turn
 
 
 @dataclass(eq=False)
@@ -33,6 +33,33 @@ class AgentStrand:
     @property
     def media(self) -> tuple[PlacedMedium, ...]:
         return () if self.tip is None else self.tip.media
+
+
+def make_trajectories(
+    strands: Sequence[AgentStrand], metrics: Mapping[str, float], **fields: Any
+) -> list[Trajectory]:
+    """Return the rows of an attempt: one for each strand, or without one, one of a single token.
+
+    Args:
+        metrics: Metrics of the attempt beside the numbers of its turns and forks.
+        fields: Further fields of `Trajectory`, equal in all rows.
+    """
+    metrics = {
+        "turns": float(sum(len(strand.turns) for strand in strands)),
+        "forks": max(len(strands) - 1.0, 0.0),
+        **metrics,
+    }
+    empty = AgentStrand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))
+    return [
+        strand.record.trajectory(
+            turns=tuple(strand.turns),
+            messages=strand.tip.messages if strand.tip else (),
+            media=strand.media,
+            metrics=metrics,
+            **fields,
+        )
+        for strand in strands or [empty]
+    ]
 
 
 @dataclass(eq=False)

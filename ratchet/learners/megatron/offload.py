@@ -19,7 +19,8 @@ class StorageOffloader:
     """A mover of tensors, and of all views of their memory, between device and host memory.
 
     An offloaded tensor lies in host memory and can be read, saved and written there. A view of it
-    that `list_tensors` does not list must not be used until `onload`.
+    that `list_tensors` does not list must not be used until `onload`. The copies' memory is kept
+    for the next time, as `Offloader` does.
 
     Args:
         list_tensors: Returns the tensors to move.
@@ -36,6 +37,7 @@ class StorageOffloader:
         self.list_tensors = list_tensors
         self.list_gradients = list_gradients
         self.device = device
+        self._host_copies: list[Tensor] = []  # of the last offload, by its order of storages
         self._offloaded: list[tuple[Tensor, UntypedStorage]] = []
         # Each emptied storage with its content, or with its size in bytes if that was zeros.
         self._contents: list[tuple[UntypedStorage, Tensor | int]] = []
@@ -44,6 +46,7 @@ class StorageOffloader:
         """Move everything to host memory. Does nothing if it is there."""
         if self._contents:
             return
+        previous_copies = iter(self._host_copies)
         copies: dict[int, tuple[UntypedStorage, Tensor]] = {}
         # A weight may be listed as the model's and as the optimizer's.
         listed = {id(tensor): tensor for tensor in self.list_tensors()}
@@ -51,7 +54,9 @@ class StorageOffloader:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in copies:
-                copies[storage.data_ptr()] = (storage, _copy_to_host(storage))
+                copy = _copy_to_host(storage, next(previous_copies, None))
+                copies[storage.data_ptr()] = (storage, copy)
+        self._host_copies = [copy for _, copy in copies.values()]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for tensor in tensors:
@@ -107,10 +112,15 @@ def list_gradient_buffers(chunks: Iterable[Any]) -> list[Tensor]:
     ]
 
 
-def _copy_to_host(storage: UntypedStorage) -> Tensor:
-    """Return a copy of the bytes in host memory, perhaps still in progress."""
+def _copy_to_host(storage: UntypedStorage, previous: Tensor | None) -> Tensor:
+    """Return a copy of the bytes in host memory, perhaps still in progress.
+
+    previous: an earlier copy, whose memory is used again if it has the right size.
+    """
     device_bytes = _view_bytes(storage)
-    copy = make_page_locked(device_bytes) if storage.is_cuda else torch.empty_like(device_bytes)
+    copy = previous
+    if copy is None or copy.nbytes != device_bytes.nbytes:
+        copy = make_page_locked(device_bytes) if storage.is_cuda else torch.empty_like(device_bytes)
     return copy.copy_(device_bytes, non_blocking=True)
 
 

@@ -120,8 +120,8 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
         )
     for path, experts in decoder.layer_experts:
         for name, weight in experts.matrices:
-            if (made := make(f"{path}.{name}", weight)) is not None:
-                experts.adapters[name] = made
+            if (expert_adapter := make(f"{path}.{name}", weight)) is not None:
+                experts.adapters[name] = expert_adapter
     init_adapters(decoder, adapter, list_pieces(decoder))
 
 
