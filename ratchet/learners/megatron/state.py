@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedStateDict,
+)
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -98,31 +103,59 @@ def load_state(
             f"{directory} holds no Megatron checkpoint: a learner of another kind saved it. Resume "
             "with that learner.kind."
         )
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+    except (CheckpointingException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} can't be read: {error}") from error
     if base_fingerprint is not None:
-        check_base(
-            directory,
-            dist_checkpointing.load_common_state_dict(str(folder)).get("base"),
-            base_fingerprint,
-        )
+        check_base(directory, common.get("base"), base_fingerprint)
+    step = _find_step(common.get("optimizer", {}))
     with torch.no_grad():
         for adam in _find_torch_adams(optimizer):
-            _init_state(adam)
+            _init_state(adam, step)
+        sharded = _make_sharded_state(model, optimizer, is_loading=True)
+        # Under another name than the saved one, so that of the optimizer only tensors are read,
+        # which Megatron finds by their own names. The rest depends on the division: with expert
+        # parallelism the experts' weights have an optimizer of their own.
+        wanted = sharded.pop("optimizer", {})
+        settings, _ = extract_matching_values(wanted, _is_not_read)
         try:
-            state: Any = dist_checkpointing.load(
-                _make_sharded_state(model, optimizer, is_loading=True), str(folder)
-            )
+            state: Any = dist_checkpointing.load({**sharded, "tensors": wanted}, str(folder))
         except (CheckpointingException, KeyError, RuntimeError) as error:
             raise CheckpointError(f"{folder} can't be read: {error}") from error
         for number, chunk in enumerate(model.chunks):
             chunk.load_state_dict(state[f"model{number}"], strict=False)
         if optimizer is not None and step_rules is not None:
-            optimizer.load_state_dict(state["optimizer"])
-            for adam in _find_torch_adams(optimizer):
-                for moments in adam.state.values():
-                    # Megatron gives all parameters the same step tensor; each needs its own.
-                    moments["step"] = moments["step"].clone()
+            optimizer.load_state_dict(merge(settings, state["tensors"]))
+            _set_step(optimizer, step)
             step_rules.steps_taken = state["pace"]["taken"]
             step_rules.bad_steps = state["pace"]["bad"]
+
+
+def _is_not_read(value: Any) -> bool:
+    return not isinstance(value, (ShardedBase, LocalNonpersistentObject))
+
+
+def _find_step(saved: Any) -> int:
+    """Return the number of steps of a saved optimizer, which is the same for all parameters."""
+    items = saved.items() if isinstance(saved, dict) else enumerate(saved)
+    for name, value in items:
+        if name in ("step", "common_step") and value is not None:
+            return int(value)
+        if isinstance(value, (dict, list)) and (step := _find_step(value)):
+            return step
+    return 0
+
+
+def _set_step(optimizer: Any, step: int) -> None:
+    """Set the number of steps of all parameters."""
+    for chained in optimizer.chained_optimizers:
+        for group in chained.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = step
+    for adam in _find_torch_adams(optimizer):
+        for moments in adam.state.values():
+            moments["step"] = torch.tensor(float(step))  # each parameter counts in its own
 
 
 def _find_torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -136,13 +169,13 @@ def _find_torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [adam for adam in inner if isinstance(adam, torch.optim.Adam)]
 
 
-def _init_state(adam: torch.optim.Optimizer) -> None:
-    """Create the optimizer state that a first step creates, because Megatron loads into it."""
+def _init_state(adam: torch.optim.Optimizer, step: int) -> None:
+    """Create the optimizer state that steps create, because Megatron loads into it."""
     for group in adam.param_groups:
         for p in group["params"]:
             if not adam.state[p]:
                 adam.state[p] = {
-                    "step": torch.zeros(()),
+                    "step": torch.tensor(float(step)),
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
