@@ -9,6 +9,7 @@ This has not been run on an accelerator. Tests replace the first four functions 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,17 @@ from ratchet.errors import ModelError
 from ratchet.generators.vllm.weights import PushReader, WeightCarrier, align_offset, make_entry
 from ratchet.utils.checksums import checksum, copy_with_checksum
 
+# The arguments of `rebuild_cuda_tensor` that make up a handle: plain values, which vLLM's messages
+# carry.
+HANDLE_ARGUMENTS = (
+    "storage_handle",
+    "storage_size_bytes",
+    "storage_offset_bytes",
+    "ref_counter_handle",
+    "ref_counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
 SAMPLE_BYTES = 2**20  # at most so much is compared when a worker maps the buffer
 
 
@@ -36,20 +48,12 @@ def allocate_memory(n_bytes: int, device: torch.device) -> Tensor:
 
 def export_memory(bytes_n: Tensor) -> dict[str, Any]:
     """Return a handle of memory on an accelerator, with which `map_memory` maps it."""
-    arguments = reduce_tensor(bytes_n)[1]
+    rebuild, arguments = reduce_tensor(bytes_n)
+    named = inspect.signature(rebuild).bind(*arguments).arguments
     return {
         "device": str(torch.cuda.get_device_properties(bytes_n.device).uuid),
         "n_bytes": len(bytes_n),
-        # The arguments of `rebuild_cuda_tensor` that are plain values, which vLLM's messages carry.
-        "arguments": {
-            "storage_handle": arguments[7],
-            "storage_size_bytes": arguments[8],
-            "storage_offset_bytes": arguments[9],
-            "ref_counter_handle": arguments[11],
-            "ref_counter_offset": arguments[12],
-            "event_handle": arguments[13],
-            "event_sync_required": arguments[14],
-        },
+        "arguments": {name: named[name] for name in HANDLE_ARGUMENTS},
     }
 
 

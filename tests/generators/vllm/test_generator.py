@@ -2,6 +2,7 @@
 the pieces of an answer."""
 
 import asyncio
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from generators.direct_link import DirectWeightSync
 from pydantic import ValidationError
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from ratchet.config.loader import load_config
 from ratchet.config.lora import LoRAConfig
@@ -422,6 +424,32 @@ def test_memory_that_workers_can_not_map_gives_way_to_a_file_unless_ipc_is_set(
     assert (carrier, choice.kind) == (choice.file, "auto"), "a colocated learner is elsewhere"
     with pytest.raises(ModelError, match=r"in main memory\. Set generator\.weight_transfer=file"):
         choose("ipc")
+
+
+def test_a_handle_has_all_that_torch_maps_memory_with(monkeypatch):
+    """As far as it goes without an accelerator: the arguments of torch's own functions."""
+    sent = [torch.Tensor, (8,), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0]
+    sent += [b"memory", 512, 64, False, b"counter", 7, b"event", True]
+    signature = inspect.signature(rebuild_cuda_tensor)
+    received = []
+
+    def rebuild(*arguments, **keywords):
+        received.extend(signature.bind(*arguments, **keywords).args)
+
+    uuids = {torch.device("cpu"): "GPU-b", 0: "GPU-a", 1: "GPU-b"}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device])
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(device_memory, "reduce_tensor", lambda _: (rebuild_cuda_tensor, sent))
+    monkeypatch.setattr(device_memory, "rebuild_cuda_tensor", rebuild)
+    handle = device_memory.export_memory(torch.zeros(8, dtype=torch.uint8))
+    device_memory.map_memory(handle)
+    sent[6] = 1  # the accelerator's index in the worker
+    assert received == sent
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ModelError, match="GPU-b isn't visible to vLLM's worker, which sees GPU-a"):
+        device_memory.map_memory(handle)
 
 
 @pytest.mark.parametrize(
