@@ -44,7 +44,7 @@ from ratchet.models.load import init_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Sampling
-from ratchet.weight_sync.checksums import copy_with_checksum
+from ratchet.utils.checksums import copy_with_checksum
 
 SMALL = DecoderConfig(64, 128, 4, 4, 2, 32, 256, init_std=0.1)
 EXPERTS = replace(

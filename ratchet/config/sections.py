@@ -245,6 +245,11 @@ class GeneratorSection(Section):
         return None
 
     @property
+    def reads_accelerator(self) -> bool:
+        """True if it takes received weights only from an accelerator, not from host memory."""
+        return False
+
+    @property
     def request_limit(self) -> int | None:
         """Return the number of requests that are generated at the same time; None: no limit."""
         return None

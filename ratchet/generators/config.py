@@ -199,6 +199,13 @@ class VLLMConfig(GeneratorSection):
         description="Format to which vLLM quantises the layers' matrices when a weight sync "
         "delivers them; for accelerators that multiply matrices in this format. null: none.",
     )
+    weight_transfer: Literal["auto", "file", "ipc"] = Field(
+        "auto",
+        description="Memory through which weights are passed to vLLM's workers; file: a file in "
+        "handover_dir; ipc: a buffer on the learner's accelerator, which the workers map by CUDA "
+        "IPC; auto: ipc if learner.kind=local trains in this process on an accelerator that they "
+        "can map, else file.",
+    )
     handover_dir: str | None = Field(
         None,
         description="Directory through which weights are passed to vLLM's workers; all workers "
@@ -227,6 +234,11 @@ class VLLMConfig(GeneratorSection):
         ]
         if self.engine == "sync" and parallel:
             raise ValueError(f"{parallel[0]} needs processes of its own: set engine to async")
+        if self.engine == "sync" and self.weight_transfer == "ipc":
+            raise ValueError(
+                "weight_transfer=ipc maps memory of another process, and engine=sync is in the "
+                "learner's: set engine to async"
+            )
         if self.lora_others and not self.lora_rank:
             raise ValueError(
                 "lora_others: vLLM must know the largest rank of an adapter: set lora_rank too"
@@ -255,6 +267,10 @@ class VLLMConfig(GeneratorSection):
     @property
     def max_lora_rank(self) -> int:
         return self.lora_rank
+
+    @property
+    def reads_accelerator(self) -> bool:
+        return self.weight_transfer == "ipc"
 
     @property
     def reports_kept_mass(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -292,6 +308,11 @@ class VLLMConfig(GeneratorSection):
             return (
                 f"quantise={self.quantise}: vLLM multiplies in 8 bits only on accelerators: remove "
                 "quantise"
+            )
+        if on_cpu and self.reads_accelerator:
+            return (
+                "weight_transfer=ipc passes weights through an accelerator's memory: remove "
+                "weight_transfer"
             )
         if on_cpu and self.returns_routes:
             return (

@@ -143,6 +143,8 @@ def _make_weight_sync(
         policy.generator,
         directory=spec.directory,
         one_host=policy.one_host,
+        # A colocated learner is in main memory during pushes; adapters are written to files there.
+        on_accelerator=policy.is_on_accelerator and not spec.colocated and spec.adapter is None,
         adapter=spec.adapter,
     )
     return make_recovering_weight_sync(

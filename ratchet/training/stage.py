@@ -93,6 +93,11 @@ class Policy:
         return cls(model, tokenizer, renderer, built_generator, ranks)
 
     @property
+    def is_on_accelerator(self) -> bool:
+        """True if a learner in this process trains the model on a CUDA device."""
+        return self.ranks is None and next(self.model.parameters()).is_cuda
+
+    @property
     def one_host(self) -> bool:
         """True if this process, all ranks and all generators run on one host."""
         hosts = set() if self.ranks is None else set(self.ranks.call_now("host"))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ratchet.errors import DeltaRefused, WeightSyncError
 from ratchet.protocols import Shard
-from ratchet.weight_sync.checksums import checksum, has_checksum
+from ratchet.utils.checksums import checksum, has_checksum
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,
     PartReader,

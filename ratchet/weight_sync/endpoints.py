@@ -17,8 +17,8 @@ import torch
 from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Generator, Learner, Shard
+from ratchet.utils.checksums import has_checksum, prepare_checksum_check
 from ratchet.utils.thread_pool import ThreadPool, keep_current_device
-from ratchet.weight_sync.checksums import has_checksum, prepare_checksum_check
 from ratchet.weight_sync.delta import ReceivedWeights
 from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import PartReader, SentPart, WeightBlock, torch_dtype

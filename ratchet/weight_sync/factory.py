@@ -53,6 +53,8 @@ class SyncEndpoints:
     directory: Path = Path("runs/run")
     # True if both ends are on the driver's host.
     one_host: bool = True
+    # True if the weights of a learner in this process stay on an accelerator during pushes.
+    on_accelerator: bool = False
     # The adapter that the learner trains instead of the model's weights; None: the weights train.
     adapter: Adapter | None = None
 
@@ -77,8 +79,12 @@ class SyncEndpoints:
     @property
     def shares_weights(self) -> bool:
         """True if learner and generator use the same tensors."""
-        is_one_process = not isinstance(self.learner, Ranks) and self.receivers is None
-        return is_one_process and self.generator.shares_weights
+        return self.is_one_process and self.generator.shares_weights
+
+    @property
+    def is_one_process(self) -> bool:
+        """True if learner and generator are called in this process."""
+        return not isinstance(self.learner, Ranks) and self.receivers is None
 
 
 def make_weight_sync(section: Section, endpoints: SyncEndpoints) -> WeightSync:
@@ -89,12 +95,21 @@ def make_weight_sync(section: Section, endpoints: SyncEndpoints) -> WeightSync:
 def auto(config: AutoWeightSyncConfig, endpoints: SyncEndpoints) -> WeightSync:
     """Create the weight sync that fits the two ends.
 
-    It is `shared` if they use the same tensors, shared memory on one host (files where the system
-    has no `memfd_create`), else collective.
+    It is `shared` if they use the same tensors, a handover if weights on an accelerator can stay in
+    this process, shared memory on one host (files where the system has no `memfd_create`), else
+    collective.
     """
     if endpoints.shares_weights:
         return SharedWeightSync(endpoints.generator)
     options: dict[str, Any] = {"dtype": config.dtype, "timeout_s": config.timeout_s}
+    if endpoints.is_one_process and endpoints.on_accelerator:
+        from ratchet.weight_sync.handover import HandoverWeightSync
+
+        return HandoverWeightSync(
+            endpoints.sender_ranks,
+            endpoints.receiver_ranks,
+            **_get_transport_options(config, endpoints),
+        )
     if not endpoints.one_host:
         return collective(CollectiveWeightSyncConfig(**options), endpoints)
     if not hasattr(os, "memfd_create"):

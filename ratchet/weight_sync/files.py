@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ratchet.errors import WeightSyncError
+from ratchet.utils.checksums import as_bytes, copy_with_checksum
 from ratchet.utils.temp_dirs import TemporaryFolder
-from ratchet.weight_sync.checksums import as_bytes, copy_with_checksum
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import (

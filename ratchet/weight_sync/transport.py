@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ratchet.protocols import Shard
+from ratchet.utils.checksums import checksum
 from ratchet.weight_sync import delta
-from ratchet.weight_sync.checksums import checksum
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,
     PartReader,

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("vllm")]
         "pushes sync tied",
         "pushes async untied tensor_parallel=2",
         "pushes async untied data_parallel=2",
+        "pushes_through_memory async",
         "pushes_experts",
         "adapters sync",
         "several_adapters async",

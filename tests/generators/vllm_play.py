@@ -35,7 +35,12 @@ from ratchet.errors import ConfigError, DataError, ModelError, WeightSyncError
 from ratchet.executors import env_vars
 from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
 from ratchet.generators.config import VLLMConfig
+from ratchet.generators.vllm import device_memory
+from ratchet.generators.vllm import generator as vllm_generator
+from ratchet.generators.vllm.device_memory import DeviceCarrier
 from ratchet.generators.vllm.generator import VLLMGenerator
+from ratchet.generators.vllm.transfer import call_workers
+from ratchet.generators.vllm.weights import PushReader
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.decoder import Decoder
@@ -296,6 +301,106 @@ async def pushes(engine, tied, *parallel):
             await fails_while_loading(generator, learner, model, sampling)
 
 
+async def pushes_through_memory(engine):
+    """Through a buffer that workers map, as on an accelerator: a file, which processes can map on a
+    CPU, takes the place of CUDA IPC, and all else is the real code in the real workers."""
+    with tempfile.TemporaryDirectory() as folder:
+        switches = Switches(Path(folder))
+        pretend_device_memory(switches)
+        switches.set("unmappable")
+        model = policy(tied=False)
+        async with started(model, engine) as generator:
+            await pushes_what_is_mapped(generator, model, switches)
+
+
+class Switches:
+    """Faults that workers, which are forks of this process, find as files."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def set(self, name, on=True):
+        path = self.folder / name
+        path.touch() if on else path.unlink()
+
+    def is_set(self, name):
+        return (self.folder / name).exists()
+
+
+def pretend_device_memory(switches):
+    path, weights = switches.folder / "memory", PushReader.weights
+
+    def allocate(n_bytes, device):
+        path.write_bytes(bytes(n_bytes))
+        return torch.from_file(str(path), shared=True, size=n_bytes, dtype=torch.uint8)
+
+    def map_memory(handle):
+        if switches.is_set("unmappable"):
+            raise ModelError("the accelerator isn't visible")
+        return torch.from_file(str(path), shared=True, size=handle["n_bytes"], dtype=torch.uint8)
+
+    def break_off(reader):
+        for index, pair in enumerate(weights(reader)):
+            if index == 9 and switches.is_set("breaks off"):
+                raise RuntimeError("disk on fire")
+            yield pair
+
+    device_memory.can_export = lambda tensor: True
+    device_memory.allocate_memory = allocate
+    device_memory.export_memory = lambda bytes_n: {"n_bytes": len(bytes_n), "memory": b"\0\xff"}
+    device_memory.map_memory = map_memory
+    PushReader.weights = break_off
+    vllm_generator.choose_transfer = lambda *arguments, **keywords: "auto"
+
+
+async def pushes_what_is_mapped(generator, model, switches):
+    sampling = Sampling(max_new_tokens=24, seed=3)
+    link = DirectWeightSync(Weights(model), generator)
+    device, choice = generator._weight_writer, generator._carriers
+
+    async def serves(version):
+        completions = await all_of(generator, sampling)
+        assert furthest(model, PROMPTS, completions) < 1e-4
+        assert all((c.versions == version).all() for c in completions)
+
+    shake(model, 1)
+    await link.push(1)
+    await serves(1)
+    assert choice.kind == "file", "workers that can't map the memory get a file"
+    switches.set("unmappable", on=False)
+    choice.kind = "ipc"
+    for version in (2, 3):
+        shake(model, version)
+        await link.push(version)
+        await serves(version)
+        assert isinstance(device.carrier, DeviceCarrier)
+        assert [path.name for path in generator._directory.iterdir()] == [OWNER_FILE]
+
+    good = [parameter.detach().clone() for parameter in model.parameters()]
+    shake(model, 4)
+    await generator.prepare({})
+    await generator.receive(Weights(model).weights())
+    device.carrier.bytes_n[1000] ^= 1
+    await refuses(generator.commit(4), "refused by 1 .* checksum")
+    await generator.rollback()
+    # Checked and dropped, as where another worker refuses it.
+    await generator.receive(Weights(model).weights())
+    await call_workers(generator.core, "check_push", generator._weight_writer.build_manifest())
+    await generator.rollback()
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), good, strict=True):
+            parameter.copy_(value)
+    await serves(3)
+
+    switches.set("breaks off")
+    shake(model, 5)
+    await refuses(link.push(5), "disk on fire")
+    await refuses(generator.generate([1], sampling), "push again")
+    switches.set("breaks off", on=False)
+    await link.push(6)
+    await serves(6)
+
+
 async def adapters(engine):
     """Behind a base that comes once, the adapter alone: new tokens are its own, to the learner's
     logprobs; what was damaged on the way leaves the one before."""
@@ -443,15 +548,15 @@ def sampled(prompt, completion):
 
 async def refused_pushes(generator, learner):
     async def corrupt():
-        with generator._weight_writer.path.open("r+b") as file:
+        with generator._weight_writer.carrier.path.open("r+b") as file:
             file.seek(1000)
             file.write(b"\xff\x00\xff\x00")
 
     async def cut_off():
-        os.truncate(generator._weight_writer.path, 1000)
+        os.truncate(generator._weight_writer.carrier.path, 1000)
 
     async def gone():
-        generator._weight_writer.path.unlink()
+        generator._weight_writer.carrier.path.unlink()
 
     for damage in (corrupt, cut_off, gone):
         await generator.prepare({})

@@ -35,7 +35,7 @@ MODULES = (
     "vllm.model_executor.model_loader.default_loader",
     "vllm.model_executor.models.qwen3",
     "vllm.renderers.hf",
-    "ratchet.generators.vllm.worker_extension",
+    "ratchet.generators.vllm.transfer_engine",
     "ratchet.models.transformers.policy",
     "ratchet.testing.conformance",
     "ratchet.training.stage_from_config",

@@ -13,7 +13,7 @@ from weight_sync.test_transfer import assert_bit_equal
 
 from ratchet.errors import DeltaRefused, WeightSyncError
 from ratchet.protocols import Shard
-from ratchet.weight_sync.checksums import checksum
+from ratchet.utils.checksums import checksum
 from ratchet.weight_sync.delta import (
     ReceivedWeights,
     apply_changed_words,

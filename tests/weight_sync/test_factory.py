@@ -16,6 +16,7 @@ from ratchet.weight_sync.collective import CollectiveWeightSync
 from ratchet.weight_sync.endpoints import LocalRank
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 from ratchet.weight_sync.files import FilesWeightSync
+from ratchet.weight_sync.handover import HandoverWeightSync
 from ratchet.weight_sync.in_process import SharedWeightSync
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
@@ -32,6 +33,12 @@ RANKS, ALONE = LocalRank(None), FakeLearner(2)
     [
         ({}, {"learner": ALONE, "generator": Embedded()}, SharedWeightSync),
         ({}, {"learner": ALONE, "generator": Kept()}, SharedMemoryWeightSync),
+        ({}, {"learner": ALONE, "generator": Kept(), "on_accelerator": True}, HandoverWeightSync),
+        (
+            {},
+            {"learner": RANKS, "generator": Kept(), "on_accelerator": True},
+            SharedMemoryWeightSync,
+        ),
         ({}, {"learner": RANKS, "generator": Embedded()}, SharedMemoryWeightSync),
         ({}, {"learner": RANKS, "generator": Kept(), "one_host": False}, CollectiveWeightSync),
         ({"kind": "shared"}, {"learner": ALONE, "generator": Embedded()}, SharedWeightSync),

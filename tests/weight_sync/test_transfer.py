@@ -7,18 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 from learners.spread_cases import SHAPE, UNTIED, VOCAB, assembled
-from weight_sync.components import engine
+from weight_sync.components import Kept, engine
 from weight_sync.processes import Processes
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.errors import WeightSyncError
+from ratchet.errors import ModelError, WeightSyncError
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.load import init_policy
 from ratchet.protocols import WeightSync
+from ratchet.weight_sync import handover
 from ratchet.weight_sync.collective import CollectiveWeightSync
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
 from ratchet.weight_sync.files import FilesWeightSync
+from ratchet.weight_sync.handover import HandoverWeightSync
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 from ratchet.weight_sync.weight_blocks import WeightBlock, check_coverage
 
@@ -120,6 +122,47 @@ def test_a_learner_of_this_process_has_one_rank_and_sends_bfloat16_where_asked(k
         held(generator), {name: tensor.bfloat16() for name, tensor in policy.canonical_weights()}
     )
     asyncio.run(link.close())
+
+
+def test_a_handover_passes_the_learners_own_tensors_and_keeps_none(monkeypatch):
+    policy, sender = local(SHAPE)
+    kept = Kept()
+    received = []
+
+    async def receive(shards):
+        kept.staged = list(shards)
+        received.extend(shard.tensor.data_ptr() for shard in kept.staged)
+
+    monkeypatch.setattr(kept, "receive", receive)
+    link = HandoverWeightSync(sender, LocalRank(WeightReceiver(kept)))
+    weights = dict(policy.canonical_weights())
+    asyncio.run(link.push(1))
+    assert_bit_equal(kept.held, weights)
+    assert received == [tensor.data_ptr() for tensor in weights.values()]
+    assert not handover._HANDED_OVER
+    kept.refuses = ModelError("it has no such weight")
+    with pytest.raises(WeightSyncError, match="no such weight"):
+        asyncio.run(link.push(2))
+    assert kept.version == 1
+    assert not handover._HANDED_OVER
+
+
+def test_a_handover_refuses_weights_that_change_on_the_way():
+    policy, sender = local(SHAPE)
+    kept = Kept()
+    link = HandoverWeightSync(sender, LocalRank(WeightReceiver(kept)))
+    send = link._send
+
+    async def send_and_train(*arguments):
+        parts = await send(*arguments)
+        with torch.no_grad():
+            policy.decoder.layers["0"].mlp.down_proj.weight[0, 0] += 1
+        return parts
+
+    link._send = send_and_train
+    with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.down_proj\.weight' differs"):
+        asyncio.run(link.push(1))
+    assert kept.version == 0
 
 
 def test_experts_travel_by_their_own_names():

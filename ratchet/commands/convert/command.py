@@ -36,8 +36,8 @@ from ratchet.observe.progress_bar import show_bar
 from ratchet.runs.run_dir import ADAPTER, MODEL
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import write_json
+from ratchet.utils.checksums import checksum
 from ratchet.utils.summarize import summarize_names
-from ratchet.weight_sync.checksums import checksum
 
 FILE_BYTES = 2**31
 # Largest accepted difference of logits, relative to the largest logit. The logits may come from two

@@ -99,6 +99,31 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
         )
 
 
+def _check_weight_transfer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that a generator gets weights on an accelerator if it takes no others."""
+    generator, learner = stage.generator, stage.learner
+    if not generator.sampler.reads_accelerator:
+        return
+    key = "generator.worker.weight_transfer" if generator.n_workers else "generator.weight_transfer"
+    if config.colocated:
+        yield clash(
+            f"{key}=ipc reads weights on the learner's accelerator, and cluster.colocated has them "
+            f"in main memory during a push: set {key}=auto",
+            key,
+            "cluster.colocated",
+        )
+        return
+    has_processes = generator.n_workers or learner.is_distributed
+    if has_processes and not stage.weight_sync.reads_accelerator:
+        yield clash(
+            f"{key}=ipc needs weights on an accelerator, and between processes this weight sync "
+            f"brings them to main memory: set weight_sync.kind=collective with backend=nccl, or "
+            f"{key}=file",
+            key,
+            "weight_sync.kind",
+        )
+
+
 PLACEMENT_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
     _check_same_learner,
     _check_sequence_parallel,
@@ -106,4 +131,5 @@ PLACEMENT_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], 
     _check_background_checkpoint,
     _check_cluster,
     _check_colocation,
+    _check_weight_transfer,
 )

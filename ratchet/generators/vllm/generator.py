@@ -1,20 +1,21 @@
 """Generate with vLLM, and load the learner's weights into vLLM at each weight sync.
 
-vLLM has its own copy of the weights. A push is a transaction: received weights are written to a
-file. At the commit every worker compares the checksums while the old weights serve. Then the engine
-halts between two steps, loads the new weights, and continues. Running requests keep their tokens.
+vLLM has its own copy of the weights. A push is a transaction: received weights are stored where
+vLLM's workers can read them. At the commit every worker compares the checksums while the old
+weights serve. Then the engine halts between two steps, loads the new weights, and continues.
+Running requests keep their tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import disk_usage, rmtree
+from shutil import rmtree
 from typing import Any
 
 import torch
@@ -34,8 +35,15 @@ from ratchet.generators.vllm.media import (
     make_media_arguments,
 )
 from ratchet.generators.vllm.structured import check_structured, make_structured_arguments
+from ratchet.generators.vllm.transfer import (
+    CarrierChoice,
+    call_workers,
+    choose_transfer,
+    count_push_bytes,
+    make_push_folder,
+)
 from ratchet.generators.vllm.weight_names import make_rename, rewrite_start_weights
-from ratchet.generators.vllm.weights import WeightFileWriter
+from ratchet.generators.vllm.weights import FileCarrier, PushWriter
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import load_adapter
 from ratchet.models.policy import DecoderPolicy, PolicyModel
@@ -43,7 +51,6 @@ from ratchet.models.weights.hf_weights import read_json
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 from ratchet.protocols import Shard
 from ratchet.types import Completion, PlacedMedium, Sampling
-from ratchet.utils.temp_dirs import TemporaryFolder
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +62,8 @@ MIN_FREE_SHARE = 0.05
 VERSION = "0.32"  # the supported release of vLLM; its engine core changes with each release
 # Maximum number of tokens in a step on a CPU, unless a prompt is longer; vLLM's own default.
 CPU_STEP_TOKENS = 4096
-SHARED_MEMORY = Path("/dev/shm")
-WORKER_EXTENSION = "ratchet.generators.vllm.worker_extension.VLLMWorkerExtension"
+TRANSFER_BACKEND = "ratchet"  # the name under which the module below registers its engine
+WORKER_EXTENSION = "ratchet.generators.vllm.transfer_engine.VLLMWorkerExtension"
 
 
 class VLLMGenerator(AsyncEngine):
@@ -90,16 +97,22 @@ class VLLMGenerator(AsyncEngine):
             raise MissingDependency("vllm", extra="vllm", needed_for="generator.kind=vllm")
         warn_of_version(import_module("vllm").__version__)
         on_cpu = import_module("vllm.platforms").current_platform.is_cpu()
-        self._shapes = {name: tuple(weight.shape) for name, weight in model.canonical_weights()}
+        weights = dict(model.canonical_weights())
+        self._shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         dtype = choose_dtype(config, on_cpu=on_cpu)
         self.precision = config.quantise or str(dtype).removeprefix("torch.")
         max_context = min(config.max_context or model.max_positions, model.max_positions)
-        self._folder = _make_folder(
-            config, sum(weight.numel() * 4 for _, weight in model.canonical_weights())
+        self._folder = make_push_folder(
+            config, sum(weight.numel() * 4 for weight in weights.values())
         )
         self._directory = self._folder.path
         self.config = config
-        self._weight_writer = WeightFileWriter(self._directory, self._shapes, dtype)
+        self._carriers = CarrierChoice(
+            choose_transfer(config, model, on_cpu=on_cpu),
+            FileCarrier(self._directory, dtype),
+            count_push_bytes(weights, dtype),
+        )
+        self._weight_writer = PushWriter(self._carriers.file, self._shapes)
         self._adapters = AdapterSender(self._directory)
         self._broken_reason = ""  # why the weights can't be used; "" if they can
         try:
@@ -237,7 +250,13 @@ class VLLMGenerator(AsyncEngine):
 
         Raises ModelError for a weight that is unknown, has another shape, or was sent twice.
         """
-        self._weight_writer.add(shard for shard in shards if not self._take_adapter_shard(shard))
+        weights = (shard for shard in shards if not self._take_adapter_shard(shard))
+        first = next(weights, None)
+        if first is None:
+            return
+        if self._weight_writer.is_empty:
+            self._weight_writer.carrier = await self._carriers.choose(self.core, first.tensor)
+        self._weight_writer.add(itertools.chain([first], weights))
 
     def _take_adapter_shard(self, shard: Shard) -> bool:
         """Store a shard if it belongs to the adapter, and return True; else return False."""
@@ -256,9 +275,9 @@ class VLLMGenerator(AsyncEngine):
         manifest = self._weight_writer.build_manifest()
         adapter = self._adapters.write()
         if manifest is not None:
-            await self._call_workers("check_push", manifest)
+            await call_workers(self.core, "check_push", manifest)
         if adapter is not None:
-            await self._call_workers("check_adapter", str(adapter[0]), adapter[1])
+            await call_workers(self.core, "check_adapter", str(adapter[0]), adapter[1])
             # Abort requests that began before the first adapter: they would never use it.
             if None not in self.core.loras:
                 self.core.abort()
@@ -279,7 +298,7 @@ class VLLMGenerator(AsyncEngine):
 
     async def _load_weights(self, version: int) -> None:
         try:
-            await self._call_workers("apply_push", version)
+            await call_workers(self.core, "apply_push", version)
         except BaseException as error:
             self._broken_reason = str(error)
             self.core.abort()
@@ -295,16 +314,6 @@ class VLLMGenerator(AsyncEngine):
             raise ModelError(self._broken_reason) from error
         self._broken_reason = ""
         self._adapters.mark_loaded(path)
-
-    async def _call_workers(self, method: str, *arguments: Any) -> None:
-        try:
-            reasons = [reason for reason in await self.core.call(method, *arguments) if reason]
-        except Exception as error:  # vLLM's exception types differ by engine
-            raise ModelError(f"the push was refused by a worker: {error}") from error
-        if reasons:
-            raise ModelError(
-                f"the push was refused by {len(reasons)} of vLLM's workers: {reasons[0]}"
-            )
 
     async def add_adapter(self, name: str, directory: Path) -> None:
         """Load an adapter from a directory in peft's format, for requests that name it.
@@ -326,7 +335,7 @@ class VLLMGenerator(AsyncEngine):
         stored.check(self._shapes)
         check_expert_matrices(stored.weights)
         path, checksum = self._adapters.write_stored(stored)
-        await self._call_workers("check_adapter", str(path), checksum)
+        await call_workers(self.core, "check_adapter", str(path), checksum)
         try:
             await self.core.load_adapter(str(path), name)
         except Exception as error:  # vLLM's exception types differ by engine
@@ -361,6 +370,7 @@ class VLLMGenerator(AsyncEngine):
         """End vLLM's processes and remove its files. Running requests end as aborted."""
         self._paused = True
         self.core.close()
+        self._carriers.close()
         self._folder.close()
 
 
@@ -396,6 +406,7 @@ def make_engine_arguments(
         "enable_sleep_mode": not on_cpu,
         "logprobs_mode": "processed_logprobs",  # after temperature and filters
         "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
@@ -479,12 +490,3 @@ def _remove_start_files(start_directory: Path, *, only_weights: bool) -> None:
             path.unlink()
     else:
         rmtree(start_directory)
-
-
-def _make_folder(config: VLLMConfig, size: int) -> TemporaryFolder:
-    """Create the directory for pushes of `size` bytes, in shared memory if two pushes fit there."""
-    parent = config.handover_dir
-    if parent is None and SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > 2 * size:
-        parent = str(SHARED_MEMORY)
-    # The name holds the process group, so that code that kills the group can remove the directory.
-    return TemporaryFolder(f"vllm-{os.getpgid(0)}", parent)

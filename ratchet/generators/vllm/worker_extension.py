@@ -1,7 +1,8 @@
 """An extension of vLLM's workers that checks a weight push and loads the weights into vLLM.
 
-Loading is done by vLLM's `reload_weights`. vLLM adds the class to its worker's bases
-(`worker_extension_cls`) and calls the methods in every process that holds weights.
+Both are done by vLLM's weight transfer, with the engine of `transfer_engine.py`. vLLM adds the
+class to its worker's bases (`worker_extension_cls`) and calls the methods in every process that
+holds weights.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ import torch
 
 from ratchet.generators.vllm.lora import explain_adapter_damage
 from ratchet.generators.vllm.sampler import report_unfiltered
-from ratchet.generators.vllm.weights import WeightFileReader
 from ratchet.processes.process_group import list_mapped_segments, remove_paths
-from ratchet.utils.summarize import summarize_names
 
 DRIVER_POLL_S = 2.0
 
@@ -33,8 +32,13 @@ if TYPE_CHECKING:
     class _VLLMWorker:
         model_runner: Any
         vllm_config: Any
+        weight_transfer_engine: Any
+        _weight_update_active: bool
 
-        def reload_weights(self, **options: Any) -> None: ...
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+        def start_weight_update(self) -> None: ...
+        def update_weights(self, update_info: dict[str, Any]) -> None: ...
+        def finish_weight_update(self) -> None: ...
 else:
     _VLLMWorker = object
 
@@ -118,26 +122,37 @@ class VLLMWorkerExtension(_VLLMWorker):
     first replica's results.
     """
 
-    checked_push: WeightFileReader | None = None
     pushed_version: int = 0
 
+    def map_buffer(self, offer: Mapping[str, Any]) -> str:
+        """Map the buffer that a `DeviceCarrier` offers. Return the reason if it can't, else ""."""
+        try:
+            self.init_weight_transfer_engine({"offer": offer})
+        except Exception as error:  # of any type: the caller chooses another carrier
+            return self._report_failure(f"{error}")
+        return ""
+
     def check_push(self, manifest: Mapping[str, Any]) -> str:
-        """Map the file of a push and compare every checksum, while the old weights serve.
+        """Map the memory of a push and compare every checksum, while the old weights serve.
 
         Return the reason if the push is refused, else "".
         """
-        self.checked_push = None
         try:
-            reader = WeightFileReader.open(manifest)
-        except (OSError, ValueError) as error:
-            return self._report_failure(f"{manifest['path']} can't be read: {error}")
-        if damaged_names := reader.list_damaged():
-            return self._report_failure(
-                f"{len(damaged_names)} weights don't have the checksum that they were sent with: "
-                f"{summarize_names(damaged_names)}"
-            )
-        self.checked_push = reader
+            self._drop_push()
+            self.start_weight_update()
+            self.update_weights({"manifest": manifest})
+        except Exception as error:  # of any type: the caller raises it
+            return self._report_failure(f"{error}")
         return ""
+
+    def _drop_push(self) -> None:
+        """End the update of a push that was checked but not loaded, as another worker refused it.
+
+        vLLM's only way to end an update is to finish it. The engine then has nothing to load.
+        """
+        self.weight_transfer_engine.checked_push = None
+        if self._weight_update_active:
+            self.finish_weight_update()
 
     def check_adapter(self, path: str, checksum: str) -> str:
         """Check an adapter's file. Return the reason if it is refused, else ""."""
@@ -150,12 +165,12 @@ class VLLMWorkerExtension(_VLLMWorker):
         Call it between two steps of vLLM's engine, while generation is paused. Return the error's
         text if loading failed, else "".
         """
-        reader = self.checked_push
-        self.checked_push = None
-        if reader is None:
+        if self.weight_transfer_engine.checked_push is None:
             return self._report_failure("this worker has accepted no push")
         try:
-            self.reload_weights(weights_iterator=reader.weights())
+            self.finish_weight_update()
+            self.model_runner.reset_encoder_cache()
+            self.model_runner.reset_mm_cache()
             self._repack_experts()
         except Exception as error:  # of any type: the caller stops the generator
             return self._report_failure(f"{type(error).__name__}: {error}")

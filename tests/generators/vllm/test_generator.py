@@ -2,6 +2,7 @@
 the pieces of an answer."""
 
 import asyncio
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from generators.direct_link import DirectWeightSync
 from pydantic import ValidationError
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from ratchet.config.loader import load_config
 from ratchet.config.lora import LoRAConfig
@@ -20,6 +22,7 @@ from ratchet.executors import env_vars
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.engine.stop_strings import StopStrings
 from ratchet.generators.request import GenerationRequest
+from ratchet.generators.vllm import device_memory, transfer
 from ratchet.generators.vllm import generator as vllm
 from ratchet.generators.vllm.engines import InProcessCore, MultiprocessCore
 from ratchet.generators.vllm.generator import (
@@ -31,12 +34,13 @@ from ratchet.generators.vllm.generator import (
 )
 from ratchet.generators.vllm.lora import check_expert_matrices
 from ratchet.generators.vllm.requests import LoRARequests, PartialCompletion
-from ratchet.generators.vllm.weights import WeightFileReader, WeightFileWriter
+from ratchet.generators.vllm.weights import FileCarrier, PushReader, PushWriter
 from ratchet.generators.vllm.worker_extension import VLLMWorkerExtension
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import save_adapter
 from ratchet.models.policy import DecoderPolicy
+from ratchet.models.transformers.policy import TransformersPolicy
 from ratchet.protocols import Shard
 from ratchet.testing.conformance import check_generator
 from ratchet.testing.fakes import FakeGenerator
@@ -57,7 +61,7 @@ def shards(scale=1.0):
 
 @pytest.fixture
 def outbox(tmp_path):
-    return WeightFileWriter(tmp_path, SHAPES, torch.float32)
+    return PushWriter(FileCarrier(tmp_path, torch.float32), SHAPES)
 
 
 def test_another_release_of_vllm_is_warned_of(caplog):
@@ -213,7 +217,7 @@ def test_without_vllm_the_extra_is_named(monkeypatch, decoder):
 
 def test_a_push_arrives_restore_torch_state_sent_with_a_tied_head_twice(outbox):
     outbox.add(shards())
-    inbox = WeightFileReader.open(outbox.build_manifest())
+    inbox = PushReader.open(outbox.build_manifest())
     assert inbox.list_damaged() == []
     arrived = dict(inbox.weights())
     assert list(arrived) == [*SHAPES, "lm_head.weight"]
@@ -221,11 +225,11 @@ def test_a_push_arrives_restore_torch_state_sent_with_a_tied_head_twice(outbox):
         assert torch.equal(arrived[shard.name], shard.tensor)
     assert torch.equal(arrived["lm_head.weight"], arrived["model.embed_tokens.weight"])
     outbox.clear()
-    assert not list(outbox.directory.iterdir())
+    assert not list(outbox.carrier.directory.iterdir())
 
 
 def test_a_push_in_pieces_and_in_another_precision(outbox):
-    outbox.dtype = torch.bfloat16
+    outbox.carrier.dtype = torch.bfloat16
     for rank in range(2):
         outbox.add(
             Shard(
@@ -233,7 +237,7 @@ def test_a_push_in_pieces_and_in_another_precision(outbox):
             )
             for s in shards()
         )
-    arrived = dict(WeightFileReader.open(outbox.build_manifest()).weights())
+    arrived = dict(PushReader.open(outbox.build_manifest()).weights())
     for shard in shards():
         assert torch.equal(arrived[shard.name], shard.tensor.bfloat16())
 
@@ -257,6 +261,15 @@ def test_an_incomplete_or_wrong_push_is_refused(outbox):
         outbox.build_manifest()
 
 
+class FakeTransferEngine:
+    """As much of the engine of weight transfers as needs no vLLM."""
+
+    checked_push = mapped_n = None
+
+    def receive(self, manifest):
+        self.checked_push = PushReader.open_checked(manifest, self.mapped_n)
+
+
 class Loads(VLLMWorkerExtension):
     """Beside it, a worker of vLLM with one layer of experts."""
 
@@ -264,19 +277,44 @@ class Loads(VLLMWorkerExtension):
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
         self.loaded = {}
         self.repacked = []
+        self.weight_transfer_engine = FakeTransferEngine()
+        self._weight_update_active = False
         self.experts = torch.nn.Linear(1, 1)
         self.experts.w13_weight = None
         fused = SimpleNamespace(process_weights_after_loading=self.repacked.append)
         self.experts.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=fused))
         self.model_runner = SimpleNamespace(
-            get_model=lambda: torch.nn.Sequential(self.experts, torch.nn.Linear(1, 1))
+            get_model=lambda: torch.nn.Sequential(self.experts, torch.nn.Linear(1, 1)),
+            reset_encoder_cache=lambda: None,
+            reset_mm_cache=lambda: None,
         )
 
     def prepare_sampler(self):
         """It has no sampler."""
 
-    def reload_weights(self, **how):
-        self.loaded = dict(how["weights_iterator"])
+    def init_weight_transfer_engine(self, info):
+        self.weight_transfer_engine.mapped_n = device_memory.map_offered(info["offer"])
+
+    def start_weight_update(self):
+        assert not self._weight_update_active, "vLLM refuses a second one"
+        self._weight_update_active = True
+
+    def update_weights(self, info):
+        try:
+            self.weight_transfer_engine.receive(info["manifest"])
+        except BaseException:
+            self._weight_update_active = False
+            raise
+
+    def finish_weight_update(self):
+        assert self._weight_update_active
+        push, self.weight_transfer_engine.checked_push = (
+            self.weight_transfer_engine.checked_push,
+            None,
+        )
+        self._weight_update_active = False
+        if push is not None:
+            self.loaded = dict(push.weights())
 
 
 def test_a_worker_loads_what_it_has_checked(outbox):
@@ -292,19 +330,207 @@ def test_a_worker_loads_what_it_has_checked(outbox):
     assert "no push" in worker.apply_push(5), "a push is loaded once"
 
 
+def test_a_worker_drops_a_push_that_another_refused(outbox):
+    worker = Loads()
+    outbox.add(shards())
+    assert worker.check_push(outbox.build_manifest()) == ""
+    outbox.clear()
+    outbox.add(shards(2.0))
+    assert worker.check_push(outbox.build_manifest()) == ""
+    assert not worker.loaded
+    assert worker.apply_push(2) == ""
+    assert torch.equal(worker.loaded["model.norm.weight"], 2 * torch.arange(4.0))
+
+
+# --- the memory of an accelerator
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Main memory in place of an accelerator's, which a worker in this process maps as it is."""
+    buffers = []
+
+    def allocate(n_bytes, device):
+        buffers.append(torch.zeros(n_bytes, dtype=torch.uint8))
+        return buffers[-1]
+
+    monkeypatch.setattr(device_memory, "can_export", lambda tensor: True)
+    monkeypatch.setattr(device_memory, "allocate_memory", allocate)
+    monkeypatch.setattr(device_memory, "export_memory", lambda bytes_n: {"n_bytes": len(bytes_n)})
+    monkeypatch.setattr(device_memory, "map_memory", lambda handle: buffers[-1])
+    return buffers
+
+
+class OneWorker:
+    """The core of a generator with a worker in this process."""
+
+    def __init__(self):
+        self.worker = Loads()
+
+    async def call(self, method, *arguments):
+        return [getattr(self.worker, method)(*arguments)]
+
+
+def test_a_push_through_memory_that_workers_map_is_compared_and_loaded(device, tmp_path):
+    core = OneWorker()
+    weights = {shard.name: shard.tensor for shard in shards()}
+    n_bytes = transfer.count_push_bytes(weights, torch.bfloat16)
+    choice = transfer.CarrierChoice("ipc", FileCarrier(tmp_path, torch.bfloat16), n_bytes)
+    writer = PushWriter(choice.file, SHAPES)
+    for scale in (1.0, 2.0):
+        writer.clear()
+        writer.carrier = asyncio.run(choice.choose(core, next(shards()).tensor))
+        writer.add(shards(scale))
+        assert core.worker.check_push(writer.build_manifest()) == ""
+        assert core.worker.apply_push(1) == ""
+        assert core.worker.loaded.keys() == {*SHAPES, "lm_head.weight"}
+        for shard in shards(scale):
+            assert torch.equal(core.worker.loaded[shard.name], shard.tensor.bfloat16())
+    assert [len(buffer) for buffer in device] == [n_bytes], "it is allocated and mapped once"
+    device[0][3] ^= 1
+    assert "1 weights" not in core.worker.check_push(writer.build_manifest()), "the head is tied"
+    assert "checksum" in core.worker.check_push(writer.build_manifest())
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_workers_can_not_map_gives_way_to_a_file_unless_ipc_is_set(
+    device, tmp_path, monkeypatch, caplog
+):
+    tensor = next(shards()).tensor
+
+    def choose(kind):
+        choice = transfer.CarrierChoice(kind, FileCarrier(tmp_path, torch.float32), 1024)
+        return choice, asyncio.run(choice.choose(OneWorker(), tensor))
+
+    def is_invisible(handle):
+        raise ModelError("the learner's accelerator GPU-1 isn't visible to vLLM's worker")
+
+    monkeypatch.setattr(device_memory, "map_memory", is_invisible)
+    choice, carrier = choose("auto")
+    assert carrier is choice.file
+    assert choice.kind == "file", "it is not tried again"
+    assert "GPU-1 isn't visible" in caplog.text
+    assert "through files" in caplog.text
+    with pytest.raises(ModelError, match=r"GPU-1 .*Set generator\.weight_transfer=file"):
+        choose("ipc")
+    # What is mapped is not what the sender sees.
+    monkeypatch.setattr(
+        device_memory, "map_memory", lambda handle: torch.zeros(handle["n_bytes"]).byte()
+    )
+    with pytest.raises(ModelError, match="checksum"):
+        choose("ipc")
+    monkeypatch.setattr(device_memory, "can_export", lambda tensor: False)
+    choice, carrier = choose("auto")
+    assert (carrier, choice.kind) == (choice.file, "auto"), "a colocated learner is elsewhere"
+    with pytest.raises(ModelError, match=r"in main memory\. Set generator\.weight_transfer=file"):
+        choose("ipc")
+
+
+def test_a_handle_has_all_that_torch_maps_memory_with(monkeypatch):
+    """As far as it goes without an accelerator: the arguments of torch's own functions."""
+    sent = [torch.Tensor, (8,), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0]
+    sent += [b"memory", 512, 64, False, b"counter", 7, b"event", True]
+    signature = inspect.signature(rebuild_cuda_tensor)
+    received = []
+
+    def rebuild(*arguments, **keywords):
+        received.extend(signature.bind(*arguments, **keywords).args)
+
+    uuids = {torch.device("cpu"): "GPU-b", 0: "GPU-a", 1: "GPU-b"}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device])
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(device_memory, "reduce_tensor", lambda _: (rebuild_cuda_tensor, sent))
+    monkeypatch.setattr(device_memory, "rebuild_cuda_tensor", rebuild)
+    handle = device_memory.export_memory(torch.zeros(8, dtype=torch.uint8))
+    device_memory.map_memory(handle)
+    sent[6] = 1  # the accelerator's index in the worker
+    assert received == sent
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ModelError, match="GPU-b isn't visible to vLLM's worker, which sees GPU-a"):
+        device_memory.map_memory(handle)
+
+
+@pytest.mark.parametrize(
+    ("keys", "on_cpu", "chosen"),
+    [
+        ({}, False, "auto"),
+        ({}, True, "file"),
+        ({"engine": "sync"}, False, "file"),
+        ({"lora_rank": 4}, False, "file"),
+        ({"quantise": "float8"}, False, "file"),
+        ({"weight_transfer": "file"}, False, "file"),
+        ({"weight_transfer": "ipc", "quantise": "float8"}, False, "ipc"),
+    ],
+)
+def test_memory_of_an_accelerator_is_used_where_it_may_be(device, decoder, keys, on_cpu, chosen):
+    config = VLLMConfig(**keys)
+    assert transfer.choose_transfer(config, DecoderPolicy(decoder), on_cpu=on_cpu) == chosen
+
+
+def test_weights_in_main_memory_and_models_of_transformers_go_through_files(
+    decoder, monkeypatch, twins
+):
+    assert transfer.choose_transfer(VLLMConfig(), DecoderPolicy(decoder), on_cpu=False) == "file"
+    monkeypatch.setattr(device_memory, "can_export", lambda tensor: True)
+    model = TransformersPolicy(twins("qwen3")[1])
+    assert transfer.choose_transfer(VLLMConfig(), model, on_cpu=False) == "file"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["generator.weight_transfer=ipc"], "remove weight_transfer"),
+        (["generator.weight_transfer=ipc", "generator.engine=sync"], "set engine to async"),
+        (
+            ["device=cuda", "generator.weight_transfer=ipc", "cluster.colocated=true"],
+            r"set generator\.weight_transfer=auto",
+        ),
+        (
+            ["device=cuda", "generator.weight_transfer=ipc", "learner.kind=dtensor"],
+            "backend=nccl, or generator.weight_transfer=file",
+        ),
+        (
+            [
+                "device=cuda",
+                "generator={kind: workers, worker: {kind: vllm, weight_transfer: ipc}}",
+            ],
+            r"or generator\.worker\.weight_transfer=file",
+        ),
+    ],
+)
+def test_ipc_is_refused_where_weights_do_not_come_from_an_accelerator(tmp_path, overrides, reason):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    with pytest.raises(ConfigError, match=reason):
+        load_config(recipe, overrides)
+
+
+def test_ipc_is_accepted_behind_nccl(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    overrides = ["device=cuda", "generator.weight_transfer=ipc"]
+    load_config(recipe, overrides)
+    network = "weight_sync={kind: collective, backend: nccl}"
+    load_config(recipe, [*overrides, "learner.kind=dtensor", network])
+
+
 @pytest.mark.parametrize("damage", ["bit", "cut", "gone", "stale"])
 def test_a_worker_refuses_a_damaged_push(outbox, damage):
     worker = Loads()
     outbox.add(shards())
     manifest = outbox.build_manifest()
-    content = bytearray(outbox.path.read_bytes())
+    content = bytearray(outbox.carrier.path.read_bytes())
     if damage == "bit":
         content[17] ^= 1
-    outbox.path.write_bytes(content[:40] if damage == "cut" else content)
+    outbox.carrier.path.write_bytes(content[:40] if damage == "cut" else content)
     if damage == "gone":
-        outbox.path.unlink()
+        outbox.carrier.path.unlink()
     if damage == "stale":
-        outbox.path.write_bytes(b"".join((2 * s.tensor).numpy().tobytes() for s in shards()))
+        outbox.carrier.path.write_bytes(
+            b"".join((2 * s.tensor).numpy().tobytes() for s in shards())
+        )
     assert worker.check_push(manifest) != ""
     assert "no push" in worker.apply_push(1)
     worker.vllm_config.parallel_config.data_parallel_size = 2  # whose answers nobody sees

@@ -24,7 +24,7 @@ from ratchet.generators.vllm.media import (
 )
 from ratchet.generators.vllm.requests import make_vllm_prompt
 from ratchet.generators.vllm.weight_names import make_rename, rewrite_start_weights
-from ratchet.generators.vllm.weights import WeightFileWriter
+from ratchet.generators.vllm.weights import FileCarrier, PushWriter
 from ratchet.protocols import Shard
 from ratchet.types import Medium, PlacedMedium, Sampling
 
@@ -136,8 +136,8 @@ def test_weights_have_the_names_that_vllm_reads(tmp_path):
         "language_model.lm_head.weight": [1],
         "audio_tower.conv1.bias": [0],
     }
-    writer = WeightFileWriter(
-        tmp_path, dict.fromkeys(names, (1,)), torch.float32, make_rename(config)
+    writer = PushWriter(
+        FileCarrier(tmp_path, torch.float32), dict.fromkeys(names, (1,)), make_rename(config)
     )
     writer.add(Shard(name, (1,), (0,), weight) for name, weight in weights)
     assert writer.build_manifest()["entries"].keys() == read.keys()
