@@ -28,6 +28,7 @@ from ratchet.learners.compute.microbatching import (
     select_weighted_rows,
 )
 from ratchet.learners.config import LocalConfig
+from ratchet.learners.device_memory import explain_out_of_memory
 from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
 from ratchet.learners.optim.step_rules import OptimizerStepRules
@@ -214,7 +215,9 @@ class LocalLearner(Learner):
             )
 
         keeps_casts = self.forwards[0].autocast and len(plan) > 1
-        with keep_casts() if keeps_casts else nullcontext():
+        lengths = mini.lengths_S.tolist()
+        largest = max((sum(lengths[row] for row in rows) for rows in plan), default=0)
+        with explain_out_of_memory(largest), keep_casts() if keeps_casts else nullcontext():
             metrics_by_micro = self._run_micros(mini, plan, run_micro_batch)
         for metrics in metrics_by_micro:
             for key, value in metrics.items():
