@@ -85,6 +85,8 @@ class AsyncEngine(Generator):
             passes_grammars=not self.records_masks,
         )
         self._staging = WeightStaging(weights, parameters, quantised)
+        # Called after each step of the core.
+        self.on_step: Callable[[], None] | None = None
         self._paused = False
         self._step_task: asyncio.Task[None] | None = None
 
@@ -191,6 +193,8 @@ class AsyncEngine(Generator):
             for request in self.core.reset():
                 request.fail(error)
             raise
+        if self.on_step is not None:
+            self.on_step()
 
     # --- control
 

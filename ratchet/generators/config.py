@@ -42,8 +42,9 @@ class EngineConfig(GeneratorSection):
     )
     kv_cache_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
-        description="Maximum size of the KV cache in GiB; auto: half of the device memory that "
-        "a learner in the same process leaves free, or a quarter of main memory on a CPU.",
+        description="Maximum size of the KV cache in GiB. auto: the device memory that learners "
+        "in the same process leave, with a micro-batch's activations; without learners half of "
+        "what is free; on a CPU a quarter of main memory.",
     )
     prefill_tokens: int = Field(
         2048,

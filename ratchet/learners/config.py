@@ -13,7 +13,8 @@ MicroBatchTokens = Annotated[
     Field(
         description="Token limit of a micro-batch (one forward and backward). More tokens need "
         "more memory, and the result is the same. A sequence above the limit is a micro-batch of "
-        "its own. auto: 2304 on a CPU, 16384 on an accelerator.",
+        "its own. auto: 2304 on a CPU; on CUDA what its memory allows, at most 16384 "
+        "(docs/accelerators.md).",
     ),
 ]
 PackedAttentionKind = Annotated[

@@ -28,6 +28,7 @@ from ratchet.learners.compute.microbatching import (
     select_weighted_rows,
 )
 from ratchet.learners.config import LocalConfig
+from ratchet.learners.device_memory import explain_out_of_memory
 from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.adamw import AdamW
 from ratchet.learners.optim.step_rules import OptimizerStepRules
@@ -36,6 +37,7 @@ from ratchet.models.lora.files import check_base, fingerprint_weights, save_adap
 from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead, save_head
+from ratchet.models.weight_casts import keep_casts
 from ratchet.protocols import ExportedPart, Learner, LossTerm, Shard
 from ratchet.utils.thread_pool import ThreadPool, balance_by_size
 from ratchet.utils.transfer import fetch_together
@@ -212,7 +214,12 @@ class LocalLearner(Learner):
                 mini.take(plan[number]), terms, seed=derive_mask_seed(step, number)
             )
 
-        for metrics in self._run_micros(mini, plan, run_micro_batch):
+        keeps_casts = self.forwards[0].autocast and len(plan) > 1
+        lengths = mini.lengths_S.tolist()
+        largest = max((sum(lengths[row] for row in rows) for rows in plan), default=0)
+        with explain_out_of_memory(largest), keep_casts() if keeps_casts else nullcontext():
+            metrics_by_micro = self._run_micros(mini, plan, run_micro_batch)
+        for metrics in metrics_by_micro:
             for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
         for forward in self.forwards[1:]:

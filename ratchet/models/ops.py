@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ratchet.kernels import bfloat16, cpu
+from ratchet.models.weight_casts import cast_weight
 
 
 def linear(
@@ -46,7 +47,7 @@ def linear(
     elif cpu.prefers_onednn(x, weight_od):
         out = cpu.product(x, weight_od)
     else:
-        return F.linear(x, weight_od, bias_o)
+        return F.linear(x, cast_weight(weight_od), bias_o)
     return out if bias_o is None else out + bias_o
 
 

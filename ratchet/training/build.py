@@ -14,6 +14,7 @@ from typing import Any
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.experience import RolloutsConfig
 from ratchet.config.resolve import resolve
+from ratchet.config.sections import LearnerSection
 from ratchet.evals.early_stopping import EarlyStopping
 from ratchet.experience.async_rollouts.concurrency import ConcurrencyController
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
@@ -35,8 +36,15 @@ from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.experience.sources.replay_buffer import ReplayBuffer
 from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.generators.workers.pool import GeneratorPool
+from ratchet.learners.device_memory import (
+    count_stage_models,
+    count_update_bytes,
+    size_micro_batches,
+)
+from ratchet.models.flops import DecoderCost
 from ratchet.models.lora.decoder import Adapter, count_adapter_parameters
-from ratchet.models.policy import PolicyModel
+from ratchet.models.memory import memory_bytes
+from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.observe.metrics import MetricsManager
 from ratchet.protocols import Learner, Source, WeightSync
 from ratchet.runs.stage_progress import StagePosition
@@ -81,6 +89,7 @@ def make_run(
     position = position or StagePosition(start_step)
     spec = replace(spec, sampling=policy.with_stop_ids(spec.sampling))
     check_routers(policy.model, policy.generator, algorithm, spec.learner)
+    spec = replace(spec, learner=_size_micro_batches(policy, algorithm, spec))
     roles = make_roles(
         policy.model,
         policy.tokenizer,
@@ -92,7 +101,7 @@ def make_run(
         algorithm_section=spec.algorithm,
         adapter=spec.adapter,
     )
-    policy.generator.reserve_memory(sum(role.count_later_bytes() for role in roles.values()))
+    _reserve_memory(policy, roles, spec)
     metrics = MetricsManager()
     weight_sync = _make_weight_sync(policy, roles["policy"], spec, metrics)
     max_context = get_max_row_length(policy.model, roles)
@@ -295,6 +304,32 @@ def _make_scheduler(
         order=settings.order,
         concurrency=concurrency,
     )
+
+
+def _size_micro_batches(policy: Policy, algorithm: Algorithm, spec: StageSpec) -> LearnerSection:
+    """Return the learner's section, whose automatic micro-batches fit its accelerator."""
+    model = policy.model
+    device = next(model.parameters()).device
+    if policy.ranks is not None:
+        device_bytes = min(policy.ranks.call_now("count_device_bytes"))
+    else:
+        device_bytes = 0 if device.type == "cpu" else memory_bytes(device)
+    if not device_bytes or not isinstance(model, DecoderPolicy):
+        return spec.learner
+    lora = None if spec.adapter is None else spec.adapter.lora
+    models = count_stage_models(algorithm, DecoderCost(model.shape), lora)
+    return size_micro_batches(spec.learner, models, device_bytes)
+
+
+def _reserve_memory(policy: Policy, roles: Mapping[str, Learner], spec: StageSpec) -> None:
+    """Leave the generator's device memory to the learners: for their state and a micro-batch."""
+    model = policy.model
+    n_bytes = sum(role.count_later_bytes() for role in roles.values())
+    if isinstance(model, DecoderPolicy):
+        kind = next(model.parameters()).device.type
+        longest = spec.sampling.max_new_tokens
+        n_bytes += count_update_bytes(spec.learner, DecoderCost(model.shape), kind, longest)
+    policy.generator.reserve_memory(n_bytes)
 
 
 def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, float]:

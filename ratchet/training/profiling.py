@@ -12,6 +12,7 @@ import torch
 
 from ratchet.batch import Batch
 from ratchet.config.schema import RunConfig
+from ratchet.generators.async_engine import AsyncEngine
 from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.observe.tracing.profiler import ProfiledStage, Profiler
 from ratchet.protocols import Learner, LossTerm
@@ -53,6 +54,7 @@ class StageProfiling:
         show: Callable[[str], None],
     ) -> None:
         self.counter = LearnerTokens()
+        self.generator = policy.generator
         self.profiler = Profiler(
             _describe_stage(policy, config, stage, progress, self.counter),
             steps,
@@ -75,10 +77,14 @@ class StageProfiling:
         The profile is abandoned if the block raises.
         """
         TRACER.subscribe(self.profiler.follow, phases_only=True)
+        if isinstance(self.generator, AsyncEngine):
+            self.generator.on_step = self.profiler.end_generator_step
         try:
             yield
             self.profiler.finish()
         finally:
+            if isinstance(self.generator, AsyncEngine):
+                self.generator.on_step = None
             TRACER.unsubscribe(self.profiler.follow)
             self.profiler.abandon()
 

@@ -1,9 +1,11 @@
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.config.advantages import GroupRelative
@@ -15,6 +17,7 @@ from ratchet.algorithms.losses.common import entropy_bonus, nll, value_loss
 from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.algorithms.sft import build_sft
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
@@ -25,6 +28,7 @@ from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.decoder import Decoder
 from ratchet.models.load import load_policy
+from ratchet.models.lora.decoder import Adapter
 from ratchet.models.policy import DecoderPolicy
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.testing.builders import make_group, make_trajectory
@@ -372,6 +376,45 @@ def test_autocast_computes_in_bfloat16_and_keeps_float32_masters():
     assert 0 < float((a - b).abs().max()) < 0.3  # another arithmetic, the same model
     assert asyncio.run(rounded.update(batch, terms))["grad_norm"] > 0
     assert {p.dtype for p in rounded.model.parameters()} == {torch.float32}
+
+
+class CountedCasts(TorchDispatchMode):
+    """Counts the casts of matrices of `shapes` to bfloat16."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.shapes, self.count = shapes, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function is torch.ops.aten._to_copy.default:
+            is_cast = (options or {}).get("dtype") is torch.bfloat16
+            self.count += is_cast and arguments[0].shape in self.shapes
+        return function(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("adapter", [None, Adapter(LoRAConfig(rank=2, alpha=4.0), seed=5)])
+def test_an_update_casts_each_weight_once_and_has_the_same_bits(
+    checkpointing, adapter, monkeypatch
+):
+    batch, terms = prepared(ALGORITHMS["grpo"])
+    config = LocalConfig(micro_batch_tokens=7, activation_checkpointing=checkpointing)
+    results, counts = [], []
+    for keeps in (True, False):
+        if not keeps:
+            monkeypatch.setattr("ratchet.learners.local.keep_casts", nullcontext)
+        made = learner(config, net=model(dtype=torch.float32, n_layers=2), autocast=True)
+        if adapter is not None:
+            made.model.attach(adapter)
+            made = learner(config, net=made.model, autocast=True)
+        linears = [m for m in made.model.modules() if isinstance(m, nn.Linear)]
+        shapes = [linear.weight.shape for linear in linears]
+        with CountedCasts(shapes) as casts:
+            results.append(gradient(made, batch, terms)[0])
+        counts.append(casts.count)
+    assert torch.equal(*results)
+    assert results[0].dtype == torch.float32
+    assert counts[0] == len(shapes) <= counts[1] / 3
 
 
 def test_a_frozen_role_scores_and_has_no_optimizer():

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 import weakref
 
 import pytest
@@ -23,14 +24,19 @@ from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.kernels import bfloat16
+from ratchet.learners.config import LocalConfig
+from ratchet.learners.device_memory import count_update_bytes
 from ratchet.learners.distributed.param_shards import get_local_tensor
 from ratchet.learners.local import LocalLearner
 from ratchet.learners.offload import Offloader
 from ratchet.learners.optim.config import AdamW8bitConfig, MuonConfig
+from ratchet.models.flops import DecoderCost
 from ratchet.models.load import init_policy
 from ratchet.models.lora.decoder import Adapter
 from ratchet.training.build import make_run
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
+from ratchet.types import Sampling
+from ratchet.utils.datasheets import USABLE_MEMORY_SHARE
 
 DEVICE = "cuda:1"
 TOKENIZER = character_tokenizer("0123456789=")
@@ -41,6 +47,7 @@ OPTIMIZERS = {
     "adamw_8bit": AdamW8bitConfig(lr=1e-3),
 }
 # The models of each algorithm beside the policy, and how many of all models train.
+SMALL = LocalConfig(micro_batch_tokens=64)
 ALGORITHMS = {
     "no other model": ({"kind": "grpo"}, 0, 1),
     "a reference": ({"kind": "grpo", "kl": {"coef": 0.1}}, 1, 1),
@@ -71,11 +78,19 @@ def test_a_learner_knows_what_updates_allocate(name):
     assert learner.count_later_bytes() == gradient_bytes
 
 
-def make_stage(keys, adapter=None, **generator):
+def make_stage(keys, adapter=None, learner=SMALL, **generator):
     model = init_policy(get_preset("tiny", TOKENIZER.vocab_size), seed=0, device=DEVICE)
     policy = Policy.create(model, TOKENIZER, generator=EngineConfig(**generator))
     setup = EnvSetup(build(resolve("environment", {"kind": "sorting"})))
-    spec = StageSpec("a", 1, 1, evaluation=EvaluationConfig(tasks=0), adapter=adapter)
+    spec = StageSpec(
+        "a",
+        1,
+        1,
+        evaluation=EvaluationConfig(tasks=0),
+        adapter=adapter,
+        learner=learner,
+        sampling=Sampling(max_new_tokens=8),
+    )
     run = make_run(policy, setup, build(resolve("algorithm", keys)), spec)
     assert isinstance(policy.generator, EmbeddedEngine)
     return run, policy.generator.core, model
@@ -94,10 +109,22 @@ def test_the_kv_cache_leaves_room_for_all_models_of_the_stage(name):
     weights = count_used_bytes() - used_bytes
     # Scalar heads are small.
     assert weights == pytest.approx((1 + others) * 4 * parameters, rel=0.02)
-    later = 12 * trained * parameters + 2 * copied
-    left = DEVICE_BYTES - torch.cuda.memory_allocated(1) - 2 * core.limits.kv_bytes
-    assert left == pytest.approx(later, rel=0.01)
+    update_bytes = count_update_bytes(SMALL, DecoderCost(model.shape), "cuda", 8)
+    later = 12 * trained * parameters + 2 * copied + update_bytes
+    usable = USABLE_MEMORY_SHARE * (DEVICE_BYTES - torch.cuda.memory_allocated(1))
+    assert usable - core.limits.kv_bytes == pytest.approx(later, rel=0.01)
     assert run.roles
+
+
+def test_automatic_sizes_are_those_of_the_device_and_are_logged(caplog):
+    caplog.set_level(logging.INFO, "ratchet")
+    run, core, _ = make_stage({"kind": "grpo"}, learner=LocalConfig())
+    learner = run.roles["policy"]
+    assert isinstance(learner, LocalLearner)
+    assert learner.config.micro_batch_tokens == 16384
+    kv_gib = core.limits.kv_bytes / 2**30
+    for text in ("learner.micro_batch_tokens=auto became 16384", f"became {kv_gib:.2f}: gradients"):
+        assert text in caplog.text
 
 
 def test_an_adapters_learner_leaves_more_to_the_cache():

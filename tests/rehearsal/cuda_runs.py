@@ -16,8 +16,15 @@ from support.programs import run_program
 
 from ratchet.commands.eval import evaluate_target
 from ratchet.commands.eval_setup import EvaluationSettings
+from ratchet.observe.matmul_rate import SQUARE_SIDE_BY_DEVICE
+from ratchet.observe.tracing.profiler import (
+    RECORDED_GENERATOR_STEPS,
+    ProfiledStage,
+    Profiler,
+)
 from ratchet.testing.tiny_vlm import SHAPES, write_tiny_vlm
 from ratchet.training.start import resume_run, start_run
+from ratchet.utils.tracer import Tracer
 
 RECIPE = {
     "name": "rehearsed",
@@ -72,14 +79,26 @@ def test_a_resumed_run_has_the_same_bits_and_is_evaluated(train, tmp_path):
     assert any((tmp_path / "eval").iterdir())
 
 
+# The command `ratchet`, which measures a small product: an accelerator's takes minutes on a CPU.
+RATCHET = """
+from ratchet.cli.main import main
+from ratchet.observe.matmul_rate import SQUARE_SIDE_BY_DEVICE
+SQUARE_SIDE_BY_DEVICE["cuda"] = 64
+main()
+"""
+
+
 def test_a_profiled_run_writes_its_table(tmp_path, repository):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(RECIPE), encoding="utf-8")
     words = ["train", recipe, "--run-dir", tmp_path / "run", "--profile", "1"]
-    run_program(sys.executable, "-m", "ratchet", *words, cwd=repository, timeout=600)
+    words.append("sampling.max_new_tokens=40")  # more steps than are recorded
+    run_program(sys.executable, "-c", RATCHET, *words, cwd=repository, timeout=600)
     tables = list((tmp_path / "run").glob("**/table.txt"))
     assert tables
-    assert all("the accelerator" in table.read_text(encoding="utf-8") for table in tables)
+    for table in tables:
+        assert "of the accelerator" in table.read_text(encoding="utf-8")
+        assert "of generation after its first steps" in table.read_text(encoding="utf-8")
 
 
 def test_the_recipe_with_pictures_trains(tmp_path, repository):
@@ -128,3 +147,43 @@ def test_processes_on_devices_of_their_own_train_as_one_does(name, train, alone)
     assert len(norms) == 6
     assert min(norms) > 0
     assert norms == pytest.approx(read_gradient_norms(alone), rel=0.05)  # bfloat16
+
+
+def test_a_profile_has_the_first_steps_of_the_generator_and_whole_updates(tmp_path, monkeypatch):
+    monkeypatch.setitem(SQUARE_SIDE_BY_DEVICE, "cuda", 64)
+    subject = ProfiledStage(
+        stage="a",
+        device=torch.device("cuda:0"),
+        dtype=torch.float32,
+        threads=1,
+        vocab_size=12,
+        largest_layer=(8, 8),
+        requested_tokens=lambda: float(len(generated)),
+        generated_tokens=lambda: float(len(generated)),
+    )
+    generated, tracer = [], Tracer()
+    profiler = Profiler(
+        subject, 1, first_step=0, steps_left=1, directory=tmp_path, show=lambda text: None
+    )
+    tracer.subscribe(profiler.follow, phases_only=True)
+    x = torch.ones(3, 5, device="cuda:0", requires_grad=True)
+    profiler.begin_step()
+    with tracer.phase("steps", "sample", 1):
+        for _ in range(RECORDED_GENERATOR_STEPS + 8):
+            generated.append(x.detach() @ x.detach().T)
+            profiler.end_generator_step()
+    with tracer.phase("steps", "update", 1):
+        (x @ x.T).sum().backward()
+    with tracer.phase("steps", "evaluate", 1):
+        generated.append(x.detach() @ x.detach().T)
+    profiler.end_step()
+    assert profiler.profile is not None
+    phases = profiler.profile.phases
+    # Each operation has three events here: this backend calls the CPU's.
+    product = 3 * 2 * 3 * 5 * 3
+    assert phases["sample"].flop == RECORDED_GENERATOR_STEPS * product
+    assert phases["sample"].tokens == RECORDED_GENERATOR_STEPS
+    assert phases["update"].flop == 3 * product  # with the backward's
+    assert phases["sample"].seconds > phases["sample"].unrecorded_s > 0
+    assert phases["update"].unrecorded_s == 0
+    assert "of generation after its first steps" in profiler.profile.table()

@@ -28,7 +28,17 @@ from ratchet.generators.engine.engine import copies_float32_matrices
 from ratchet.generators.engine.sampler import CHUNK_ELEMENTS
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.compute.microbatching import resolve_micro_batch_tokens
-from ratchet.learners.config import DistributedConfig, DTensorConfig, LocalConfig
+from ratchet.learners.config import LocalConfig
+from ratchet.learners.device_memory import (
+    BF16_BYTES,
+    FP32_BYTES,
+    LOGITS_TENSORS,
+    StageModels,
+    count_stage_models,
+    get_sizes,
+    recomputes_layers,
+    size_micro_batches,
+)
 from ratchet.models.flops import DecoderCost
 from ratchet.models.load import find_model, read_model_config
 from ratchet.models.weights.hf_weights import read_config
@@ -36,13 +46,7 @@ from ratchet.observe.records.writer import MAX_STEPS, MAX_TOKENS
 from ratchet.training.from_config import build_renderer
 from ratchet.training.stage_from_config import build_env_setup
 
-MIB = 2**20
-GIB = 2**30
-# Bytes of a weight, of its gradient and of each optimizer moment: all are float32.
-FP32_BYTES = 4
-BF16_BYTES = 2
-# Tensors of the logits' size that exist at a time: the logits, their softmax and its gradient.
-LOGITS_TENSORS = 3
+MIB, GIB = 2**20, 2**30
 # Bytes of optimizer state per weight. Optimizers that are not listed keep two float32 moments.
 OPTIMIZER_BYTES: Mapping[str, float] = {
     "muon": 4,
@@ -68,6 +72,7 @@ class ProcessMemory:
     device_kind: str  # "cpu" or "cuda"
     empty_process_bytes: int  # of Python, PyTorch and their libraries
     rounds_products: bool = False  # True if products of layers have operands in bfloat16
+    accelerator_bytes: int = 0  # total memory of the accelerator; 0 if it is not here, or a CPU
 
     @property
     def is_cpu(self) -> bool:
@@ -325,14 +330,11 @@ def estimate_memory(
     n_workers = 1
     if isinstance(learner, LocalConfig) and process.is_cpu:
         n_workers = 1 if learner.workers == "auto" else learner.workers
-    sizes = _get_sizes(stage)
-    recomputes = (
-        isinstance(learner, LocalConfig | DTensorConfig) and learner.activation_checkpointing
-    )
     n_trained = count_trained_parameters(stage, algorithm, cost)
-    micro_batch_tokens = find_micro_batch_tokens(stage, process, workload, n_workers)
-    activation_bytes = cost.activation_bytes(FP32_BYTES, checkpointing=recomputes)
-    chunk_bytes = resolve_chunk_mib(sizes.logprob_chunk_mib, process.device_kind) * MIB
+    models = count_stage_models(algorithm, cost, stage.lora)
+    micro_batch_tokens = find_micro_batch_tokens(stage, models, process, workload, n_workers)
+    activation_bytes = cost.activation_bytes(FP32_BYTES, checkpointing=recomputes_layers(learner))
+    chunk_bytes = resolve_chunk_mib(get_sizes(learner).logprob_chunk_mib, process.device_kind) * MIB
     phases = {
         "update": {
             "gradients": n_trained * FP32_BYTES * n_workers,
@@ -342,6 +344,8 @@ def estimate_memory(
             * n_workers,
         }
     }
+    if process.engine_copies_matrices:
+        phases["update"]["matrices in bfloat16"] = BF16_BYTES * cost.count_layer_matrices()
     if n_running := max(workload.max_running_attempts, workload.max_running_eval_attempts):
         # The engine's buffers grow by powers of two.
         token_slots = _round_up_to_power_of_two(n_running) * _round_up_to_power_of_two(
@@ -369,23 +373,23 @@ def estimate_memory(
 
 
 def find_micro_batch_tokens(
-    stage: StageConfig, process: ProcessMemory, workload: Workload, n_workers: int
+    stage: StageConfig,
+    models: StageModels,
+    process: ProcessMemory,
+    workload: Workload,
+    workers: int,
 ) -> int:
     """Return the maximum number of tokens of a micro-batch: at least one sequence.
 
-    `n_workers` divide the rows of a mini-batch.
+    `workers` divide the rows of a mini-batch.
     """
-    limit = resolve_micro_batch_tokens(_get_sizes(stage).micro_batch_tokens, process.device_kind)
-    minibatch_tokens = math.ceil(
-        workload.max_trained_tokens / (n_workers * stage.algorithm.n_minibatches)
-    )
+    section = stage.learner
+    if process.accelerator_bytes:
+        section = size_micro_batches(section, models, process.accelerator_bytes)
+    limit = resolve_micro_batch_tokens(get_sizes(section).micro_batch_tokens, process.device_kind)
+    parts = workers * stage.algorithm.n_minibatches
+    minibatch_tokens = math.ceil(workload.max_trained_tokens / parts)
     return max(min(limit, minibatch_tokens), workload.max_sequence_tokens)
-
-
-def _get_sizes(stage: StageConfig) -> LocalConfig | DistributedConfig:
-    """Return the learner, or the default sizes for a learner class of the user's own."""
-    learner = stage.learner
-    return learner if isinstance(learner, LocalConfig | DistributedConfig) else LocalConfig()
 
 
 def count_trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:

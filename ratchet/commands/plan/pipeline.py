@@ -13,7 +13,6 @@ from ratchet.algorithms.base import Algorithm
 from ratchet.commands.plan.command import (
     BF16_BYTES,
     FP32_BYTES,
-    LOGITS_TENSORS,
     MIB,
     ProcessMemory,
     Workload,
@@ -24,6 +23,7 @@ from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.schema import StageConfig
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.config import MegatronConfig
+from ratchet.learners.device_memory import LOGITS_TENSORS, count_stage_models
 from ratchet.learners.distributed.topology import build_megatron_sizes
 from ratchet.models.flops import DecoderCost
 from ratchet.models.parallel.megatron_sizes import PipelineStage
@@ -66,7 +66,8 @@ def plan_pipeline_ranks(
             costs[name] = role_cost
     for role_cost in costs.values():
         sizes.check(role_cost.shape)
-    tokens = find_micro_batch_tokens(stage, process, workload, learner.data_parallel)
+    models = count_stage_models(algorithm, cost, stage.lora)
+    tokens = find_micro_batch_tokens(stage, models, process, workload, learner.data_parallel)
     plans: list[RankPlan] = []
     for rank in range(learner.pipeline_parallel):
         stages = [sizes.stage(rank, chunk) for chunk in range(learner.pipeline_chunks)]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +31,7 @@ from ratchet.errors import ConfigError
 from ratchet.executors.freeze import freeze
 from ratchet.experience.sources.passes import resolve_passes
 from ratchet.models.flops import DecoderCost
+from ratchet.models.memory import memory_bytes
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.saved_weights import replace_saved_model
@@ -73,7 +75,8 @@ def show_plan(
     cost = DecoderCost(read_shape(config), config.kernels == "compiled")
     stage_indices = range(len(config.stages))
     empty_bytes = measure_empty_process(config) if spec is None else 0
-    process = ProcessMemory(config.device, empty_bytes, config.rounds_products)
+    accelerator_bytes = _get_accelerator_bytes(config.device)
+    process = ProcessMemory(config.device, empty_bytes, config.rounds_products, accelerator_bytes)
     plans = [plan_stage(config, index, cost, process) for index in stage_indices]
     run_probe = None if probe_s is None else probe(config, limit_s=probe_s)
     cluster_plans = [
@@ -118,6 +121,13 @@ def show_plan(
             f"{_format_mib(run_probe.peak_bytes)}"
         )
         console.print(f"\nThe run takes {_format_mib(peak_bytes)} of main memory, {peak_origin}.")
+
+
+def _get_accelerator_bytes(device: str) -> int:
+    """Return the total memory of a CUDA device; 0 if it is not here, or another device."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return 0
+    return memory_bytes(torch.device(device)) or 0
 
 
 def _plan_ranks(

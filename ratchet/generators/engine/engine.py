@@ -8,6 +8,7 @@ bfloat16 (`precision`) it has a copy of the layers' matrices, which `commit` ren
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ratchet.errors import ModelError
 from ratchet.generators.async_engine import AsyncEngine
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.batch_invariance import measure_stable_rows
-from ratchet.generators.engine.kv_cache import get_default_kv_bytes
+from ratchet.generators.engine.kv_cache import get_default_kv_bytes, get_stage_kv_bytes
 from ratchet.generators.engine.limits import GIB, SchedulerLimits
 from ratchet.generators.engine.scheduler import Scheduler
 from ratchet.generators.engine.stop_strings import TextDecoder
@@ -26,6 +27,8 @@ from ratchet.models.decoder import Decoder
 from ratchet.models.lora.files import load_adapter
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.weights.hf_weights import canonical_weights
+
+log = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(AsyncEngine):
@@ -92,17 +95,25 @@ class EmbeddedEngine(AsyncEngine):
         return self.core.computed_tokens
 
     def reserve_memory(self, n_bytes: int) -> None:
-        """Set the budget of the KV cache to half of what is free now, less `n_bytes`.
+        """Set the budget of the KV cache to what is free now, less `n_bytes`.
 
         All models of the stage's learners are on the device by now, references and critics too. The
-        budget stays if `kv_cache_gib` sets it, on a CPU, and while requests run.
+        cache keeps its memory while they update: `n_bytes` are theirs. The budget stays if
+        `kv_cache_gib` sets it, on a CPU, and while requests run.
         """
         runner = self.core.runner
         if not self._has_auto_cache or runner.device.type == "cpu" or self.core.busy:
             return
         runner.clear()
         copy_bytes = 0 if runner.cast is None else runner.cast.count_later_bytes()
-        self.core.set_kv_bytes(get_default_kv_bytes(runner.device, n_bytes + copy_bytes))
+        kv_bytes = get_stage_kv_bytes(runner.device, n_bytes + copy_bytes)
+        self.core.set_kv_bytes(kv_bytes)
+        log.info(
+            "generator.kv_cache_gib=auto became %.2f: gradients, moments, copies and a micro-batch "
+            "take up to %.2f GiB more",
+            kv_bytes / GIB,
+            (n_bytes + copy_bytes) / GIB,
+        )
 
     def add_adapter(self, name: str, directory: Path) -> None:
         """Load an adapter from a directory in peft's format, for requests that name it.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.utils.datasheets import USABLE_MEMORY_SHARE
 
 Window = tuple[Tensor, Tensor]  # (keys, values) of the first tokens of the first slots
 # Scores and their softmax do not depend on padding if the length is a multiple of this.
@@ -19,6 +20,7 @@ STRIDE = 16
 # Minimum length * head_dim of an attention product. Below 400 multiplications, PyTorch's `bmm` uses
 # a plain loop, which rounds differently from BLAS; 512 is the next power of two.
 MIN_MULTIPLICATIONS = 512
+MIN_SHARE = 16  # the cache has at least free GPU memory divided by this
 
 
 class KVCache:
@@ -144,9 +146,24 @@ def get_default_kv_bytes(device: torch.device, reserved: int = 0) -> int:
         free memory is for the cache.
     """
     if device.type in ("cuda", "xpu"):
-        module = torch.get_device_module(device)
-        # This process can also use what its tensors have freed and PyTorch keeps.
-        kept = module.memory_reserved(device) - module.memory_allocated(device)
-        free = module.mem_get_info(device)[0] + kept
-        return max((free - reserved) // 2, free // 16)
+        free = _get_free_bytes(device)
+        return max((free - reserved) // 2, free // MIN_SHARE)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def get_stage_kv_bytes(device: torch.device, reserved: int) -> int:
+    """Return the bytes of the KV cache beside learners that take `reserved` bytes of free memory.
+
+    The allocator cannot use all memory, so a share of the free memory is left. At least a 16th of
+    it is for the cache.
+    """
+    free = _get_free_bytes(device)
+    return max(int(free * USABLE_MEMORY_SHARE) - reserved, free // MIN_SHARE)
+
+
+def _get_free_bytes(device: torch.device) -> int:
+    """Return the device memory that this process can still use."""
+    module = torch.get_device_module(device)
+    # It can also use what its tensors have freed and PyTorch keeps.
+    kept = module.memory_reserved(device) - module.memory_allocated(device)
+    return module.mem_get_info(device)[0] + kept

@@ -20,6 +20,7 @@ from torch import Tensor
 from ratchet.batch import Batch
 from ratchet.learners.compute.forward import Forward
 from ratchet.learners.compute.token_outputs import Head, TokenOutputSpec, compute_token_columns
+from ratchet.learners.device_memory import explain_out_of_memory
 from ratchet.learners.distributed.topology import Topology
 from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.lora.layers import derive_mask_seed
@@ -138,7 +139,9 @@ class RankLearner(ABC):
         if not micros:
             return {**metrics, "skipped_empty": 1.0}
         try:
-            sums = self._sum_metrics(self._learn(micros, terms))
+            with explain_out_of_memory(max(micro.n_tokens for micro in micros)):
+                metrics_by_micro = self._learn(micros, terms)
+            sums = self._sum_metrics(metrics_by_micro)
             # All ranks of the last pipeline stage have this loss. `_complete_gradient` sums it over
             # all ranks, so each adds its share.
             ranks_with_loss = self.topology.world_size // self.topology.pipeline

@@ -22,6 +22,7 @@ from ratchet.learners.distributed.base import RankLearner
 from ratchet.learners.distributed.model_providers import ModelProvider
 from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.models.accelerator import use_accelerator
+from ratchet.models.memory import memory_bytes
 from ratchet.models.model_source import ModelSource
 from ratchet.protocols import ExportedPart, Shard
 
@@ -61,7 +62,7 @@ class LearnerRank:
             double: True to compute in float64.
         """
         config: Any = resolve("learner", learner)
-        device = torch.device(process.device)
+        self.device = device = torch.device(process.device)
         dtype = torch.float64 if double else torch.float32
         if device.type == "cuda":
             use_accelerator(device)
@@ -145,6 +146,10 @@ class LearnerRank:
     def apply_to_weights(self, operation: Callable[[Iterator[Shard], int], Any]) -> Any:
         """Return the result of an operation of a `WeightTransport` on (policy's blocks, rank)."""
         return operation(self.learners["policy"].weights(), dist.get_rank())
+
+    def count_device_bytes(self) -> int:
+        """Return the total memory of this rank's accelerator; 0 on a CPU."""
+        return 0 if self.device.type == "cpu" else memory_bytes(self.device) or 0
 
     def count_later_bytes(self, role: str) -> int:
         """Return the bytes that updates will allocate on this rank's device; 0 on a CPU."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.ops import swiglu
+from ratchet.models.weight_casts import cast_weight
 
 # A function that computes the experts: (rows [N, d] sorted by expert, number of rows of each expert
 # [E]) -> outputs [N, d].
@@ -174,7 +175,7 @@ def multiply_by_expert(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Te
     # Autocast does not cover the grouped kernel.
     if x_Nd.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
-        x_Nd, weight_EOd = x_Nd.to(dtype), weight_EOd.to(dtype)
+        x_Nd, weight_EOd = x_Nd.to(dtype), cast_weight(weight_EOd).to(dtype)
     if _has_grouped_kernel(x_Nd, weight_EOd):
         return multiply_grouped(x_Nd, weight_EOd, counts_E)
     parts = x_Nd.split(counts_E.tolist())

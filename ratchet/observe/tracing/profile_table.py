@@ -18,6 +18,7 @@ class PhaseWork:
     forwards: number of forward passes.
     tokens: token positions that the model was asked to compute, without padding; 0 if unknown.
     flop: floating-point operations of matrix products.
+    unrecorded_s: seconds whose work is in `seconds` only.
     """
 
     seconds: float = 0.0
@@ -25,6 +26,13 @@ class PhaseWork:
     forwards: int = 0
     tokens: float = 0.0
     flop: float = 0.0
+    unrecorded_s: float = 0.0
+
+    @property
+    def flop_rate(self) -> float:
+        """Return the floating-point operations per second while work was recorded."""
+        recorded_s = self.seconds - self.unrecorded_s
+        return self.flop / recorded_s if recorded_s > 0 else 0.0
 
     @property
     def padding(self) -> float | None:
@@ -60,6 +68,11 @@ class Profile:
     idle_resource: str
     peak_bytes: int
     gemm_rates: Sequence[tuple[str, float]]
+
+    @property
+    def unrecorded_s(self) -> float:
+        """Return the seconds of `wall_s` in which operations were not recorded."""
+        return sum(work.unrecorded_s for work in self.phases.values())
 
     def get_share(self, phase: str) -> float:
         return self.phases[phase].seconds / self.wall_s
@@ -98,7 +111,7 @@ class Profile:
 
     def _row(self, name: str) -> Sequence[str]:
         work, speed = self.phases[name], self.tokens_per_s(name)
-        rate = work.flop / work.seconds if work.seconds else 0.0
+        rate = work.flop_rate
         return (
             name,
             f"{work.seconds / self.steps:.4f}",
@@ -110,7 +123,7 @@ class Profile:
         )
 
     def _total(self) -> Sequence[str]:
-        rate = sum(work.flop for work in self.phases.values()) / self.wall_s
+        rate = sum(work.flop for work in self.phases.values()) / (self.wall_s - self.unrecorded_s)
         speed = self.generated_tokens / self.wall_s
         speed_text = f"{speed:,.0f}" if speed else "-"
         share = _percent(sum(self.get_share(name) for name in self.phases))
@@ -133,6 +146,14 @@ class Profile:
         without_profiler = (
             f", {self.unprofiled_s:.4f} s before it" if self.unprofiled_s is not None else ""
         )
+        unrecorded = (
+            [
+                f"unrecorded   {self.unrecorded_s:.2f} s of generation after its first steps, in "
+                "s/step, share and tokens/s only"
+            ]
+            if self.unrecorded_s
+            else []
+        )
         gemm_text = "; ".join(
             f"{rate / 1e9:,.2f} GFLOP/s, {product}" for product, rate in self.gemm_rates
         )
@@ -144,6 +165,7 @@ class Profile:
             f"memory       {self.peak_bytes / 2**20:,.0f} MiB at most",
             f"profiler     a step took {self.wall_s / self.steps:.4f} s under it{without_profiler}",
             f"excluded     {self.excluded_s:.2f} s of evaluation and saving, in no number above",
+            *unrecorded,
         ]
 
 

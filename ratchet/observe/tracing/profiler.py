@@ -3,6 +3,11 @@
 The result is a trace of every operation in every thread, and a table of where the time goes. The
 profiler costs nothing before it starts and after it has stopped. It changes no result: it draws no
 random number and touches no tensor.
+
+On an accelerator a decoding step has hundreds of kernels and a step hundreds of decoding steps. So
+only the first steps of the generator are recorded there, and no evaluation; updates are recorded
+whole. PyTorch can pause only the recording of the thread that asks for it, which is the one that
+launches all kernels.
 """
 
 from __future__ import annotations
@@ -27,15 +32,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ratchet.kernels.cpu import STEP
 from ratchet.observe.matmul_rate import Gemm, measure_gemm_rate
-from ratchet.observe.tracing.profile_table import OTHER, PhaseWork, Profile
+from ratchet.observe.tracing.profile_table import GENERATING_PHASE, OTHER, PhaseWork, Profile
 from ratchet.observe.write_files import replace_text
 from ratchet.utils.tracer import Span
 
 WARM_UP = 3  # steps until caches, pools and the allocator have reached their final size
 EXCLUDED_PHASES = ("evaluate", "save")  # phases inside a step that are not part of training
+# Steps of the generator that are recorded in each training step on an accelerator, with a prefill
+# or one token of each request.
+RECORDED_GENERATOR_STEPS = 32
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 # A product of shapes (rows, inputs) and (outputs, inputs), whose FLOP PyTorch does not count.
 ONEDNN = "mkldnn::_linear_pointwise"
+ACCELERATOR_ACTIVITIES = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
 EMBEDDING = "aten::embedding"  # the first operation of a model on its rows
 
 
@@ -120,12 +129,19 @@ class Profiler:
             self._generated_before
         ) = 0.0
         self._step_start = self._step_busy_start = self._step_excluded_s = 0.0
+        self._is_on_accelerator = subject.device.type == "cuda"
+        self._generator_steps = 0  # in this training step
+        self._paused_at: float | None = None  # the time from which nothing is recorded
+        self._tokens_at_pause = 0.0
+        self._other_unrecorded_s = 0.0  # outside of phases
 
     # --- Steps and phases.
 
     def begin_step(self) -> None:
         if self.step == self.first_profiled_step and self.profile is None:
             self._start()
+        self._generator_steps = 0
+        self._resume()
         self._step_excluded_s = 0.0
         self._step_busy_start = time.process_time()
         self._step_start = time.perf_counter()
@@ -152,10 +168,16 @@ class Profiler:
             return None
         tokens_before = self.subject.requested_tokens()
         busy_before_s = time.process_time()
+        if span.name != GENERATING_PHASE:
+            self._resume()
         trace_range = record_function(span.name)
         trace_range.__enter__()
+        if is_excluded:
+            self._pause()
 
         def end() -> None:
+            if is_excluded:
+                self._resume(is_excluded=True)
             trace_range.__exit__(None, None, None)
             if is_excluded:
                 self._step_excluded_s += span.seconds
@@ -165,9 +187,53 @@ class Profiler:
                 return
             work = self._phases.setdefault(span.name, PhaseWork())
             work.seconds += span.seconds
-            work.tokens += self.subject.requested_tokens() - tokens_before
+            is_whole = self._paused_at is None
+            tokens = self.subject.requested_tokens() if is_whole else self._tokens_at_pause
+            work.tokens += tokens - tokens_before
+            work.unrecorded_s += self._measure_unrecorded()
 
         return end
+
+    def end_generator_step(self) -> None:
+        """Pause recording on an accelerator after RECORDED_GENERATOR_STEPS steps of the generator.
+
+        The next phase that does not generate is recorded again.
+        """
+        if self._paused_at is not None:
+            return
+        self._generator_steps += 1
+        if self._generator_steps == RECORDED_GENERATOR_STEPS:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Stop recording operations and kernels on an accelerator."""
+        if (
+            self._torch_profile is None
+            or not self._is_on_accelerator
+            or self._paused_at is not None
+        ):
+            return
+        torch.cuda.synchronize(self.subject.device)  # what was launched is recorded
+        self._torch_profile.toggle_collection_dynamic(False, ACCELERATOR_ACTIVITIES)
+        self._tokens_at_pause = self.subject.requested_tokens()
+        self._paused_at = time.perf_counter()
+
+    def _resume(self, *, is_excluded: bool = False) -> None:
+        """Record again. is_excluded: True if no phase's time passed since the pause."""
+        if self._torch_profile is None or self._paused_at is None:
+            return
+        if not is_excluded:
+            self._other_unrecorded_s += self._measure_unrecorded()
+        torch.cuda.synchronize(self.subject.device)  # nothing of before is recorded
+        self._torch_profile.toggle_collection_dynamic(True, ACCELERATOR_ACTIVITIES)
+        self._paused_at = None
+
+    def _measure_unrecorded(self) -> float:
+        """Return the seconds without recording since the last call."""
+        if self._paused_at is None:
+            return 0.0
+        paused_at, self._paused_at = self._paused_at, time.perf_counter()
+        return self._paused_at - paused_at
 
     def finish(self) -> None:
         """End the profile, even after fewer steps than requested, and write and show it.
@@ -176,8 +242,9 @@ class Profiler:
         """
         if self._torch_profile is None:
             return
+        self._resume()
         torch_profile, self._torch_profile = self._torch_profile, None
-        if self.subject.device.type == "cuda":
+        if self._is_on_accelerator:
             torch.cuda.synchronize(self.subject.device)
         peak = _get_peak_bytes(self.subject.device)
         torch_profile.stop()
@@ -192,6 +259,7 @@ class Profiler:
     def abandon(self) -> None:
         """Stop profiling after an error, without writing anything."""
         if self._torch_profile is not None:
+            self._resume()
             self._torch_profile.stop()
             self._torch_profile = None
 
@@ -199,11 +267,11 @@ class Profiler:
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
-        if self.subject.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        if self._is_on_accelerator:
+            activities = ACCELERATOR_ACTIVITIES
             torch.cuda.synchronize(self.subject.device)
             torch.cuda.reset_peak_memory_stats(self.subject.device)
-        threads = _ExperimentalConfig(profile_all_threads=True)
+        threads = _ExperimentalConfig(profile_all_threads=not self._is_on_accelerator)
         self._torch_profile = profile(
             activities=activities, record_shapes=True, with_flops=True, experimental_config=threads
         )
@@ -215,11 +283,16 @@ class Profiler:
         subject, wall_s = self.subject, self._wall_s - self._excluded_s
         phases = {
             **self._phases,
-            OTHER: PhaseWork(wall_s - sum(work.seconds for work in self._phases.values())),
+            OTHER: PhaseWork(
+                wall_s - sum(work.seconds for work in self._phases.values()),
+                unrecorded_s=self._other_unrecorded_s,
+            ),
         }
         count_work(events, phases, vocab_size=subject.vocab_size)
-        if subject.device.type == "cuda":
-            idle_share = 1 - measure_kernel_seconds(events, excluded=EXCLUDED_PHASES) / wall_s
+        if self._is_on_accelerator:
+            recorded_s = wall_s - sum(work.unrecorded_s for work in phases.values())
+            kernel_s = measure_kernel_seconds(events, excluded=EXCLUDED_PHASES)
+            idle_share = 1 - kernel_s / recorded_s
             idle_resource = "the accelerator"
         else:
             threads = subject.threads
