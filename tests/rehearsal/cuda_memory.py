@@ -11,12 +11,14 @@ import torch.distributed as dist
 from commands.replay.test_command import trained
 from rehearsal.cuda_learners import CASES, Case, make_learner, update
 from rehearsal.cuda_runs import RECIPE
+from rehearsal.device_counts import COMPLETION, PROMPT, ROWS, VOCAB, make_rows
 from support.pretend_cuda import DEVICE_BYTES
 from support.pretend_cuda.counting import counting
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ratchet.config.lora import LoRAConfig
+from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import EvaluationConfig, OptimizerConfig
@@ -125,6 +127,25 @@ def test_automatic_sizes_are_those_of_the_device_and_are_logged(caplog):
     kv_gib = core.limits.kv_bytes / 2**30
     for text in ("learner.micro_batch_tokens=auto became 16384", f"became {kv_gib:.2f}: gradients"):
         assert text in caplog.text
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_an_update_takes_no_more_than_is_counted(recomputes):
+    """Of layers whose activations are more than what PyTorch keeps of any operation."""
+    shape = DecoderConfig(VOCAB, 256, 6, 8, 2, 32, 768, init_std=0.2)
+    model = init_policy(shape, seed=0, device=DEVICE)
+    tokens = PROMPT + ROWS * COMPLETION
+    section = LocalConfig(micro_batch_tokens=tokens, activation_checkpointing=recomputes)
+    learner = LocalLearner(section, model, optimizer=OptimizerConfig(), autocast=True)
+    batch, terms = make_rows(1)
+    asyncio.run(learner.update(batch, terms))  # makes the moments
+    torch.cuda.reset_peak_memory_stats(1)
+    used_bytes = count_used_bytes()
+    asyncio.run(learner.update(batch, terms))
+    taken = torch.cuda.max_memory_allocated(1) - used_bytes
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    counted = count_update_bytes(section, DecoderCost(shape), "cuda", tokens) + gradients
+    assert taken <= counted < 3 * taken
 
 
 def test_an_adapters_learner_leaves_more_to_the_cache():
