@@ -165,8 +165,9 @@ def plain(directory):
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_ranks_compute_what_one_process_does(plain, expected, kind, name):
     results = plain.results((kind, name))
-    # Some norms of transformers round to float32 whatever comes.
-    rtol = 1e-6 if kind == "gpt_neox" or name in BY_EXPERTS else 1e-5
+    # Some norms and routers of transformers round to float32 whatever comes.
+    is_exact = kind == "gpt_neox" or (name in BY_EXPERTS and kind in ("qwen3_moe", "gpt_oss"))
+    rtol = 1e-6 if is_exact else 1e-5
     check_alike(results, TOPOLOGIES[name][0], expected(kind), rtol=rtol)
 
 
@@ -231,10 +232,10 @@ def test_ranks_with_other_experts_go_on_from_a_checkpoint(directory, tmp_path):
     # One process reads it too.
     policy = TransformersPolicy.load(source, dtype=torch.float64)
     export_saved(policy, tmp_path, tmp_path / "exported")
-    exported = TransformersPolicy.load(tmp_path / "exported", dtype=torch.float64)
+    exported = TransformersPolicy.load(tmp_path / "exported")
     expected = alone(source, 1)[1]
     for name, weight in exported.canonical_weights():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight, expected[name].float(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -52,10 +52,10 @@ def find_stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 def _has_stacked_experts(module: nn.Module) -> bool:
     """True if every parameter has the experts in its first dimension, and routes are arguments."""
-    parameters = list(module.parameters(recurse=False))
+    shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
     return (
-        any(parameter.dim() == 3 for parameter in parameters)
-        and all(len(parameter) == vars(module).get("num_experts") for parameter in parameters)
+        any(len(shape) == 3 for shape in shapes)
+        and all(shape[:1] == (vars(module).get("num_experts"),) for shape in shapes)
         and len(inspect.signature(module.forward).parameters) == 3
     )
 
