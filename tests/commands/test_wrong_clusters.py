@@ -288,10 +288,10 @@ LAYER = {
             {"pipeline_parallel": 2},
             "learner.pipeline_parallel=2 .* Set learner.pipeline_parallel=1, and learner.dp_shard to the num",
         ),
-        ("qwen3_moe", {"num_experts": 6}, {"expert_parallel": 3}, None),
+        ("mixtral", {"num_local_experts": 6}, {"expert_parallel": 3}, None),
         (
-            "qwen3_moe",
-            {"num_experts": 6},
+            "mixtral",
+            {"num_local_experts": 6},
             {"expert_parallel": 4},
             "4 doesn't divide .* 6 .* it to 3",
         ),
