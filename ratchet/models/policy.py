@@ -30,6 +30,7 @@ from ratchet.models.parallel.collectives import Group
 from ratchet.models.parallel.context_parallel import ContextSplit, split_context
 from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
+from ratchet.models.transformers.expert_parallel import ExpertDivision
 from ratchet.models.transformers.tensor_parallel import TPDivision
 from ratchet.models.weights.hf_weights import SavableTensor, canonical_weights, save_decoder
 from ratchet.models.weights.weight_layout import list_pieces
@@ -43,6 +44,8 @@ class PolicyModel(nn.Module, ABC):
     # The division of a transformers model over tensor-parallel ranks. None if the model is not
     # divided, and for the built-in decoder, which is sharded in another way.
     tp_division: TPDivision | None = None
+    # The division of a transformers model's experts; None as above.
+    expert_division: ExpertDivision | None = None
     # The ranks that gather a layer's weights at the same time in each forward; None: one rank.
     forward_group: Group | None = None
     # The adapter that is trained instead of the weights; None: the weights are trained.

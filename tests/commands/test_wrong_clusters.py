@@ -288,6 +288,19 @@ LAYER = {
             {"pipeline_parallel": 2},
             "learner.pipeline_parallel=2 .* Set learner.pipeline_parallel=1, and learner.dp_shard to the num",
         ),
+        ("mixtral", {"num_local_experts": 6}, {"expert_parallel": 3}, None),
+        (
+            "mixtral",
+            {"num_local_experts": 6},
+            {"expert_parallel": 4},
+            "4 doesn't divide .* 6 .* it to 3",
+        ),
+        (
+            "llama",
+            {},
+            {"expert_parallel": 2},
+            "LlamaForCausalLM has no experts that learner.expert_parallel=2 can divide .* set learner",
+        ),
         (
             "gemma2",
             {},

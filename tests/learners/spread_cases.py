@@ -148,14 +148,16 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None, optimizer=OPT
     whole, head = first(shape, dtype, adapter)
     weights = whole_weights(whole, head)
     if isinstance(shape, Path):
-        from ratchet.models.transformers.division import divide_by_plan, divide_by_tokens
+        from ratchet.models.transformers import division
 
         # An adapter is attached once the model is divided.
         policy = whole if adapter is None else first(shape, dtype)[0]
         if mesh.tensor is not None:
-            divide_by_plan(policy, mesh.tensor, "cpu")
+            division.divide_by_plan(policy, mesh.tensor, "cpu")
         if mesh.context is not None:
-            divide_by_tokens(policy, mesh.context)
+            division.divide_by_tokens(policy, mesh.context)
+        if mesh.experts is not None:
+            division.divide_by_experts(policy, mesh.experts)
         shard_model(policy, policy.layers(), mesh, autocast=autocast)
     else:
         spread = DistributedShard(
@@ -211,9 +213,11 @@ def spread(
     autocast=False,
     adapter=None,
     optimizer=OPTIMIZER,
+    later=None,
 ):
     """On one rank: (metrics by step, blocks of weights, (rows, columns) of the last batch where the
-    rank is_reporting_rank)."""
+    rank is_reporting_rank). later: the topology that goes on from a checkpoint after the first
+    step; None: the same without a checkpoint."""
     mesh = Mesh(Topology(**topology), "cpu")
     learner = made(mesh, shape, dtype, DTensorConfig(**options), autocast, adapter, optimizer)
     metrics = []
@@ -221,10 +225,17 @@ def spread(
         batch, terms = weighed(step)
         micros = [micro.batch for micro in micros_of(mesh, batch, terms)]
         metrics.append(dict(learner.update(micros, terms)))
+        if later is not None and step == 0:
+            learner.save(directory)
+            mesh = Mesh(Topology(**later), "cpu")
+            learner = made(
+                mesh, shape, dtype, DTensorConfig(**options), autocast, adapter, optimizer
+            )
+            learner.load(directory)
     micros = micros_of(mesh, weighed(0)[0])
     columns = learner.score([micro.batch for micro in micros], WANTED, top_k=3)
     blocks = [(b.name, b.shape, b.offsets, b.tensor.clone()) for b in learner.weights()]
-    if directory is not None:
+    if directory is not None and later is None:
         learner.save(directory)
     return metrics, blocks, [micro.rows for micro in micros] if columns else [], columns
 

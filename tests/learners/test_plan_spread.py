@@ -2,18 +2,20 @@
 process computes."""
 
 import json
+import shutil
 from functools import cache
 
 import pytest
 import torch
 from learners.ranks import run_ranks
-from learners.spread_cases import MUON, VOCAB, Together, alone, check_alike
+from learners.spread_cases import MUON, OPTIMIZER, VOCAB, Together, alone, check_alike
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ratchet.checkpoint.sharded import BlockFiles
 from ratchet.config.lora import LoRAConfig
 from ratchet.errors import ModelError
 from ratchet.learners.distributed.topology import Topology
+from ratchet.learners.export import export_saved
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.transformers.division import check_token_division
 from ratchet.models.transformers.policy import TransformersPolicy
@@ -61,6 +63,14 @@ OTHERS = {
     "glm4_moe": {"head_dim": 8, "first_k_dense_replace": 1, "use_qk_norm": True, **EXPERTS},
     # Attention has sinks.
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
     "qwen3_5_text": {
         "head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
@@ -90,8 +100,16 @@ BY_TOKENS = {
     "cp2": ({"context": 2}, {}),
     "cp2 x fsdp2": ({"context": 2, "shards": 2}, {"activation_checkpointing": True}),
 }
+# Routed rows travel to the ranks of their experts.
+BY_EXPERTS = {
+    "ep2": ({"shards": 2, "experts": 2}, {}),
+    "ep4": ({"shards": 4, "experts": 4}, {}),
+    "ep2 x fsdp2": ({"shards": 4, "experts": 2}, {"activation_checkpointing": True}),
+    "ep2 x hsdp2": ({"replicas": 2, "shards": 2, "experts": 2}, {}),
+    "ep2 x cp2": ({"context": 2, "shards": 2, "experts": 2}, {}),
+}
 BY_MORE = {"cp3": ({"context": 3}, {}), "cp2 x tp2": ({"context": 2, "tensor": 2}, {})}
-QUICK = {("llama", "tp2"), ("gemma2", "tp2"), ("gemma3_text", "cp2")}
+QUICK = {("llama", "tp2"), ("gemma2", "tp2"), ("gemma3_text", "cp2"), ("qwen3_moe", "ep2")}
 # Three models in all topologies; of the others, what differs in them.
 ALL = [
     *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in TOPOLOGIES),
@@ -99,11 +117,13 @@ ALL = [
     *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in BY_TOKENS),
     *(("gemma2", name) for name in BY_MORE),
     ("gemma3_text", "cp2"),
-    *((model, "cp2 x fsdp2") for model in OTHERS if model != "qwen3_5_text"),
+    *((model, "cp2 x fsdp2") for model in OTHERS if not model.startswith("qwen3")),
     ("qwen3_5_text", "fsdp2"),
+    *(("qwen3_moe", name) for name in BY_EXPERTS),
+    *((model, "ep2 x fsdp2") for model in ("glm4_moe", "gpt_oss", "deepseek_v3")),
 ]
 MODELS |= OTHERS
-TOPOLOGIES |= BY_TOKENS | BY_MORE
+TOPOLOGIES |= BY_TOKENS | BY_MORE | BY_EXPERTS
 CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in ALL]
 
 
@@ -145,8 +165,9 @@ def plain(directory):
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_ranks_compute_what_one_process_does(plain, expected, kind, name):
     results = plain.results((kind, name))
-    # Some norms of transformers round to float32 whatever comes.
-    rtol = 1e-6 if kind == "gpt_neox" else 1e-5
+    # Some norms and routers of transformers round to float32 whatever comes.
+    is_exact = kind == "gpt_neox" or (name in BY_EXPERTS and kind in ("qwen3_moe", "gpt_oss"))
+    rtol = 1e-6 if is_exact else 1e-5
     check_alike(results, TOPOLOGIES[name][0], expected(kind), rtol=rtol)
 
 
@@ -156,6 +177,7 @@ ADAPTED = {  # what a plan does to a linear layer
     "olmo2": ({"tensor": 2}, {}),  # gathers outputs, and splits inputs
     "gemma2": ({"shards": 2}, {"activation_checkpointing": True}),
     "qwen3": ({"shards": 2, "tensor": 2}, {}),
+    "gpt_oss": ({"shards": 2, "experts": 2}, {}),  # attention alone
 }
 
 
@@ -172,15 +194,60 @@ def test_ranks_train_the_adapter_that_one_process_does(directory, kind, tmp_path
     names = BlockFiles(tmp_path).blocks_by_name
     assert all("lora_" in name or name.endswith("head.weight") for name in names)
     moved = [name for name, weight in expected[1].items() if ".lora_B." in name and weight.any()]
-    assert len(moved) == 14
+    assert len(moved) == (8 if kind == "gpt_oss" else 14)
+
+
+def test_an_adapter_of_stacked_experts_is_refused(directory):
+    policy = TransformersPolicy.load(directory("qwen3_moe"))
+    with pytest.raises(ModelError, match=r"experts, which can't .* Qwen3Moe.* k_proj") as caught:
+        policy.attach(ADAPTER)
+    assert "gate_proj" not in str(caught.value)
 
 
 @pytest.mark.slow
-def test_muon_on_ranks_takes_the_steps_of_one_process(directory):
-    topology = {"shards": 2, "tensor": 2}
-    arguments = (topology, directory("gpt_neox"), STEPS, {}, torch.float64, None, False, None, MUON)
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [("gpt_neox", {"shards": 2, "tensor": 2}), ("gpt_oss", {"shards": 2, "experts": 2})],
+)
+def test_muon_on_ranks_takes_the_steps_of_one_process(directory, kind, topology):
+    arguments = (topology, directory(kind), STEPS, {}, torch.float64, None, False, None, MUON)
+    world = Topology(**topology).world_size
+    results = run_ranks(world, "learners.spread_cases:spread", *arguments)
+    check_alike(results, topology, alone(directory(kind), STEPS, optimizer=MUON))
+
+
+def test_muon_leaves_stacked_biases_of_experts_alone(directory):
+    matrices = TransformersPolicy.load(directory("gpt_oss")).matrices()
+    assert not [name for name in matrices if ".experts." in name]
+    assert "model.model.layers.0.mlp.router.weight" in matrices
+
+
+@pytest.mark.slow
+def test_ranks_with_other_experts_go_on_from_a_checkpoint(directory, tmp_path):
+    topology, later = {"shards": 4, "experts": 2}, {"shards": 4, "experts": 4}
+    source = directory("qwen3_moe")
+    arguments = (topology, source, 2, {}, torch.float64, tmp_path, False, None, OPTIMIZER, later)
     results = run_ranks(4, "learners.spread_cases:spread", *arguments)
-    check_alike(results, topology, alone(directory("gpt_neox"), STEPS, optimizer=MUON))
+    check_alike(results, later, alone(source, 2))
+    # One process reads it too.
+    policy = TransformersPolicy.load(source, dtype=torch.float64)
+    export_saved(policy, tmp_path, tmp_path / "exported")
+    exported = TransformersPolicy.load(tmp_path / "exported")
+    expected = alone(source, 1)[1]
+    for name, weight in exported.canonical_weights():
+        torch.testing.assert_close(weight, expected[name].float(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_float32_agrees_to_rounding(directory, tmp_path):
+    """With grouped matrix products, which have no float64."""
+    topology = {"shards": 2, "experts": 2}
+    source = shutil.copytree(directory("qwen3_moe"), tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    del config["experts_implementation"]
+    (source / "config.json").write_text(json.dumps(config))
+    results = run_ranks(2, "learners.spread_cases:spread", topology, source, 3, {}, torch.float32)
+    check_alike(results, topology, alone(source, 3, dtype=torch.float32), rtol=1e-5)
 
 
 CHANGES = [

@@ -38,21 +38,26 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     """Raise ConfigError for keys that a transformers model does not support.
 
     Ranks can divide the rows of a batch (data parallel), the model's weights (FSDP), by the model's
-    own plan its matrices (tensor parallel), and the tokens of each sequence (context parallel).
+    own plan its matrices (tensor parallel), the tokens of each sequence (context parallel), and the
+    experts of each layer (expert parallel).
     """
     # These imports take seconds unless such a model is loaded already.
     from ratchet.models.transformers.division import check_token_division, make_plan
+    from ratchet.models.transformers.expert_parallel import check_experts
     from ratchet.models.transformers.policy import TransformersPolicy
 
-    unsupported = ["pipeline_parallel", "expert_parallel"]
-    # The positions of media are computed from whole sequences.
+    unsupported = {
+        "pipeline_parallel": "needs Ratchet's own decoder, but transformers runs this model"
+    }
     if model.reads_media:
-        unsupported.append("context_parallel")
-    for key in unsupported:
+        # The positions of media are computed from whole sequences.
+        unsupported["context_parallel"] = "does not support multimodal models"
+        unsupported["expert_parallel"] = "does not support multimodal models"
+    for key, reason in unsupported.items():
         if (value := getattr(section, key)) > 1:
             raise ConfigError(
-                f"learner.{key}={value} needs Ratchet's own decoder, but transformers runs this "
-                f"model. Set learner.{key}=1, and learner.dp_shard to the number of ranks."
+                f"learner.{key}={value} {reason}. Set learner.{key}=1, and learner.dp_shard to the "
+                "number of ranks."
             )
     if section.sequence_parallel:
         raise ConfigError(
@@ -66,3 +71,6 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     if section.context_parallel > 1:
         # Raises ModelError for an architecture whose tokens can't be divided.
         check_token_division(model)
+    if section.expert_parallel > 1:
+        # Raises ModelError for a model without stacked experts, or with another number of them.
+        check_experts(model.model, section.expert_parallel)

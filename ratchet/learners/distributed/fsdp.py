@@ -83,7 +83,7 @@ def shard_model(
     precision = bfloat16_policy if autocast else MixedPrecisionPolicy()
     unsharded = {parameter for parameter in model.parameters() if parameter.dim() < 2}
     if mesh.experts is not None:
-        for experts in (module for module in model.modules() if isinstance(module, Experts)):
+        for experts in _list_experts(model):
             unsharded.update(experts.parameters())
             if mesh.expert_fsdp is not None:
                 fully_shard(
@@ -102,6 +102,13 @@ def shard_model(
                 mp_policy=precision,
             )
         fully_shard(model, mesh=mesh.fsdp, offload_policy=offload_policy, ignored_params=unsharded)
+
+
+def _list_experts(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the modules that hold this rank's experts."""
+    if isinstance(model, PolicyModel) and model.expert_division is not None:
+        return model.expert_division.modules
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 class DTensorLearner(RankLearner):

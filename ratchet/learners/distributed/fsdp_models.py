@@ -131,12 +131,14 @@ class DTensorModels:
         )
         model.freeze(origin.freeze)
         # This import takes seconds unless such a model is loaded.
-        from ratchet.models.transformers.division import divide_by_plan, divide_by_tokens
+        from ratchet.models.transformers import division
 
         if self.mesh.tensor is not None:
-            divide_by_plan(model, self.mesh.tensor, self.device)
+            division.divide_by_plan(model, self.mesh.tensor, self.device)
         if self.mesh.context is not None:
-            divide_by_tokens(model, self.mesh.context)
+            division.divide_by_tokens(model, self.mesh.context)
+        if self.mesh.experts is not None:
+            division.divide_by_experts(model, self.mesh.experts)
         shard_model(
             model,
             model.layers(),

@@ -18,7 +18,6 @@ from ratchet.models.parallel.sharded_policy import DistributedPolicy
 from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
-from ratchet.models.transformers.tensor_parallel import TPDivision
 from ratchet.models.weights.weight_layout import (
     WeightPiece,
     cut_blocks,
@@ -140,9 +139,7 @@ def collect_param_shards(
         for name, parameter in model.named_parameters():
             # Drop the wrapper's prefix "model.".
             model_name = get_canonical_name(name.partition(".")[2])
-            param_shards.append(
-                _make_transformers_shard(model_name, parameter, mesh, model.tp_division)
-            )
+            param_shards.append(_make_transformers_shard(model_name, parameter, mesh, model))
     for name, parameter in () if head is None else head.named_parameters():
         head_name = f"head.{name}"
         param_shards.append(
@@ -198,12 +195,16 @@ def _make_decoder_shard(
 
 
 def _make_transformers_shard(
-    name: str, parameter: nn.Parameter, mesh: Mesh, division: TPDivision | None
+    name: str, parameter: nn.Parameter, mesh: Mesh, model: PolicyModel
 ) -> ParamShard:
     """Return the shard of a parameter of a Hugging Face transformers model.
 
     name: the canonical name.
     """
+    if model.expert_division is not None and name in model.expert_division.pieces:
+        piece = model.expert_division.pieces[name]
+        return _make_shard(name, parameter, (piece,), mesh, (), is_expert=True)
+    division = model.tp_division
     if division is None or mesh.tensor is None:
         return _make_shard(name, parameter, _make_whole_piece(name, parameter), mesh, ())
     if (piece := division.divided_pieces.get(name)) is not None:

@@ -134,13 +134,29 @@ class SparseMLP(nn.Module):
         self, x_Td: Tensor, weights_TK: Tensor, experts_TK: Tensor, row_multiple: int
     ) -> Tensor:
         """Return the weighted sum of the outputs of the chosen experts [T, d]."""
-        tokens_N, row_index_TK, counts_E = sort_by_expert(experts_TK, self.n_experts, row_multiple)
-        y_Nd = self.exchange(self.experts, x_Td.index_select(0, tokens_N), counts_E)
-        # Gather and sum, because index_add on CUDA would add in an undefined order.
-        y_TKd = y_Nd.index_select(0, row_index_TK.flatten()).view(
-            *row_index_TK.shape, x_Td.shape[1]
-        )
-        return (y_TKd * weights_TK[..., None]).sum(1).to(x_Td.dtype)
+        compute = partial(self.exchange, self.experts)
+        return mix_experts(compute, x_Td, weights_TK, experts_TK, self.n_experts, row_multiple)
+
+
+def mix_experts(
+    compute: ComputeExperts,
+    x_Td: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    n_experts: int,
+    row_multiple: int = 1,
+) -> Tensor:
+    """Return the weighted sum of the outputs of each token's experts [T, d].
+
+    Args:
+        compute: Computes the rows of all experts.
+        row_multiple: As in `SparseMLP.forward`.
+    """
+    tokens_N, row_index_TK, counts_E = sort_by_expert(experts_TK, n_experts, row_multiple)
+    y_Nd = compute(x_Td.index_select(0, tokens_N), counts_E)
+    # Gather and sum, because index_add on CUDA would add in an undefined order.
+    y_TKd = y_Nd.index_select(0, row_index_TK.flatten()).view(*row_index_TK.shape, x_Td.shape[1])
+    return (y_TKd * weights_TK[..., None]).sum(1).to(x_Td.dtype)
 
 
 def compute_locally(compute: ComputeExperts, x_Nd: Tensor, counts_E: Tensor) -> Tensor:

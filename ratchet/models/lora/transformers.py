@@ -49,18 +49,25 @@ def attach(
         names: Names of the linear layers to adapt.
         within: The part of the model that gets the adapter; None: the whole model.
 
-    Raises ModelError if peft can't adapt the model.
+    Raises ModelError if peft can't adapt the model, or adapts the stacked experts of a layer.
     """
     from peft import inject_adapter_in_model
 
     model.requires_grad_(False)
+    config = peft_config(adapter, names)
     try:
-        inject_adapter_in_model(
-            peft_config(adapter, names), within or model, adapter_name=ADAPTER_NAME
-        )
+        inject_adapter_in_model(config, within or model, adapter_name=ADAPTER_NAME)
     except (ValueError, NotImplementedError) as error:
         raise ModelError(f"peft can't give {type(model).__name__} an adapter: {error}") from None
-    for index, layer in enumerate(_find_lora_layers(model)):
+    layers = _find_lora_layers(model)
+    # peft turns the names of an expert's matrices into the stacked parameters of all experts.
+    if not all(isinstance(layer.get_base_layer(), nn.Linear) for layer in layers):
+        others = ", ".join(name for name in names if name in config.target_modules)
+        raise ModelError(
+            "lora.target_modules names matrices of experts, which can't have an adapter in "
+            f"{type(model).__name__}. Set lora.target_modules=[{others}]."
+        )
+    for index, layer in enumerate(layers):
         _widen(layer, adapter.lora.rank)
         layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, index)
     for name, parameter in adapter_parameters(model):

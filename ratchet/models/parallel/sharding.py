@@ -77,18 +77,7 @@ class ModelShard:
                 "tensor parallelism does not support biases in the attention's output projection "
                 "or in MLPs: set learner.tensor_parallel=1"
             )
-        if self.experts.count > 1 and (
-            not config.n_experts or config.n_experts % self.experts.count
-        ):
-            raise ModelError(
-                f"learner.expert_parallel={self.experts.count} doesn't divide the model's "
-                f"{config.n_experts} experts: set it to "
-                + (
-                    str(find_nearest_divisor(config.n_experts, self.experts.count))
-                    if config.n_experts
-                    else "1"
-                )
-            )
+        check_even_experts(self.experts.count, config.n_experts)
         if self.pipeline.count > config.n_layers:
             raise ModelError(
                 f"{self.pipeline.count} pipeline stages are more than {config.n_layers} layers: "
@@ -109,6 +98,16 @@ def check_even(n: int, totals: Mapping[str, int]) -> None:
             raise ModelError(
                 f"learner.tensor_parallel={n} doesn't divide the model's {total} {name}: {fix}"
             )
+
+
+def check_even_experts(n: int, total: int) -> None:
+    """Raise ModelError if a model has no experts, or `n` ranks above one don't divide them."""
+    if n > 1 and (not total or total % n):
+        fix = find_nearest_divisor(total, n) if total else 1
+        raise ModelError(
+            f"learner.expert_parallel={n} doesn't divide the model's {total} experts: set it to "
+            f"{fix}"
+        )
 
 
 def find_nearest_divisor(total: int, n: int) -> int:

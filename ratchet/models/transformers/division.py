@@ -1,11 +1,12 @@
-"""Divide a model that transformers runs over ranks: by its plan, and by its tokens.
+"""Divide a model that transformers runs over ranks: by its plan, its tokens and its experts.
 
 Each division is followed by a probe: the ranks together must compute what the whole model does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,16 @@ from ratchet.errors import ModelError
 from ratchet.models.parallel.collectives import Group, all_reduce_sum
 from ratchet.models.transformers.context_parallel import REMEDY as CONTEXT_REMEDY
 from ratchet.models.transformers.context_parallel import DividedAttention, check_context
+from ratchet.models.transformers.expert_parallel import REMEDY as EXPERTS_REMEDY
+from ratchet.models.transformers.expert_parallel import (
+    check_experts,
+    divide_experts,
+    find_stacked_experts,
+)
 from ratchet.models.transformers.policy import PROBE_LENGTHS, TransformersPolicy, is_close
 from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_model
 
+PROBE_TOKENS = 7  # length of the sequence in a probe, unless it says otherwise
 # Factor on the tolerance for a divided model. It sums in another order, and the summands of a
 # gradient nearly cancel each other. A wrong division changes gradients far more.
 PROBE_ROUNDING = 100
@@ -104,7 +112,69 @@ def divide_by_tokens(policy: TransformersPolicy, group: Group) -> None:
             )
 
 
-def _probe(policy: TransformersPolicy, lengths: Sequence[int] = (7,)) -> dict[str, Tensor]:
+def divide_by_experts(policy: TransformersPolicy, group: Group) -> None:
+    """Reduce each layer's experts to this rank's.
+
+    Raises ModelError if the experts can't be divided, or if the ranks together don't compute the
+    same as one.
+    """
+    check_experts(policy.model, group.size())
+    inputs = _record_expert_inputs(policy)
+    modules = find_stacked_experts(policy.model)
+    whole_probes = {path: _probe_experts(modules[path], *inputs[path]) for path in inputs}
+    policy.expert_division = divide_experts(policy.model, group)
+    name = f"{type(policy.model).__name__}, whose experts are divided over ranks,"
+    for path, whole_probe in whole_probes.items():
+        try:
+            shard_probe = _probe_experts(modules[path], *inputs[path])
+        except (IndexError, TypeError, RuntimeError) as error:
+            raise ModelError(f"{name} can't compute {path} ({error}): {EXPERTS_REMEDY}") from None
+        for computed, expected in zip(shard_probe, whole_probe, strict=True):
+            if not is_close(computed, expected, policy.model.dtype, PROBE_ROUNDING):
+                raise ModelError(f"{name} computes something else ({path}): {EXPERTS_REMEDY}")
+
+
+def _record_expert_inputs(policy: TransformersPolicy) -> Mapping[str, tuple[Tensor, ...]]:
+    """Return the inputs of each layer's experts in a forward of a few tokens, by module path."""
+    inputs: dict[str, tuple[Tensor, ...]] = {}
+
+    def make_hook(path: str) -> Any:
+        def record(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+            inputs[path] = (*args, *named.values())
+
+        return record
+
+    hooks = [
+        module.register_forward_pre_hook(make_hook(path), with_kwargs=True)
+        for path, module in find_stacked_experts(policy.model).items()
+    ]
+    tokens = policy.make_probe_tokens(PROBE_TOKENS)
+    with torch.no_grad():
+        policy.hidden(tokens, torch.arange(PROBE_TOKENS, device=tokens.device), (PROBE_TOKENS,))
+    for hook in hooks:
+        hook.remove()
+    return inputs
+
+
+def _probe_experts(
+    module: nn.Module, hidden_Td: Tensor, experts_TK: Tensor, weights_TK: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the output of a layer's experts, and the gradients of its inputs.
+
+    The experts of each token are given: near a tie a router could choose others after a rounding
+    difference.
+    """
+    inputs = [x.detach().clone().requires_grad_() for x in (hidden_Td, weights_TK)]
+    with torch.enable_grad():
+        output = module(inputs[0], experts_TK, inputs[1])
+        numbers = torch.arange(output.numel(), dtype=output.dtype, device=output.device)
+        loss = (output * numbers.cos().view(output.shape)).sum()
+        return output.detach(), *torch.autograd.grad(loss, inputs)
+
+
+def _probe(
+    policy: TransformersPolicy, lengths: Sequence[int] = (PROBE_TOKENS,)
+) -> dict[str, Tensor]:
     """Return hidden states, logits and gradients of a few tokens that this rank has, by name.
 
     Gradients of one-dimensional parameters (norms, biases) are enough: a fault in any layer shows

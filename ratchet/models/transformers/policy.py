@@ -32,6 +32,7 @@ from ratchet.models.parallel.collectives import Group, all_reduce_max
 from ratchet.models.policy import UNLIMITED, PolicyModel
 from ratchet.models.transformers import packed_attention
 from ratchet.models.transformers.context_parallel import DividedAttention
+from ratchet.models.transformers.expert_parallel import find_stacked_experts
 from ratchet.models.transformers.head import run_head
 from ratchet.models.transformers.loading import (
     load_config,
@@ -345,12 +346,15 @@ class TransformersPolicy(PolicyModel):
         """Return the number of rows of each two-dimensional weight of the layers, by name.
 
         Three-dimensional weights are left out, because they may be experts or convolution kernels.
+        So are the stacked biases of experts.
         """
+        stacked = find_stacked_experts(self.model).values()
+        expert_parameters = {parameter for module in stacked for parameter in module.parameters()}
         layer_matrices = {
             parameter
             for layer in self.layers()
             for parameter in layer.parameters()
-            if parameter.dim() == 2
+            if parameter.dim() == 2 and parameter not in expert_parameters
         }
         return {
             name: [len(parameter)]
@@ -361,7 +365,7 @@ class TransformersPolicy(PolicyModel):
     @property
     def token_cost(self) -> TokenCost | None:
         """The cost of a token, without an adapter; None if the model is divided over ranks."""
-        if self.tp_division is not None:
+        if self.tp_division is not None or self.expert_division is not None:
             return None
         modules = (
             module for module in self.backbone.modules() if not isinstance(module, nn.Embedding)

@@ -279,6 +279,7 @@ def test_what_can_t_be_done_with_such_a_model_is_refused(tmp_path):
     for section, error, words in (
         (DTensorConfig(tensor_parallel=2), ModelError, "tensor_parallel=2"),
         (DTensorConfig(context_parallel=2), ConfigError, "context_parallel=2"),
+        (DTensorConfig(expert_parallel=2), ConfigError, "expert_parallel=2 does not support multi"),
         (DTensorConfig(pipeline_parallel=2), ConfigError, "pipeline_parallel=2"),
     ):
         with pytest.raises(error, match=words):

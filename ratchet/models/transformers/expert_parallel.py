@@ -1,0 +1,129 @@
+"""Expert parallelism for models that transformers runs.
+
+transformers keeps all experts of a layer in one module, whose parameters have the experts in their
+first dimension. Each rank keeps the entries of its experts as plain tensors, and runs the module's
+own forward on the rows that all ranks send to these, each with one expert and the weight 1. The
+ranks exchange rows like those of the built-in decoder.
+
+T = tokens, K = experts per token, M = rows that this rank receives, L = experts of a rank,
+d = hidden size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ratchet.errors import ModelError
+from ratchet.models.layers.moe import ComputeExperts, mix_experts
+from ratchet.models.parallel.collectives import Group
+from ratchet.models.parallel.expert_parallel import ExpertExchange
+from ratchet.models.parallel.sharding import ShardIndex, check_even_experts
+from ratchet.models.weights.weight_layout import WeightPiece
+
+REMEDY = "set learner.expert_parallel to 1, and learner.dp_shard to the number of ranks"
+# (hidden states [T, d], expert indices [T, K], their weights [T, K]) -> weighted sum [T, d]
+ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertDivision:
+    """The division of a model's experts over the ranks of a group.
+
+    modules: the modules that hold this rank's experts.
+    pieces: this rank's piece of each parameter of these modules, by the parameter's name.
+    """
+
+    group: Group
+    modules: tuple[nn.Module, ...]
+    pieces: Mapping[str, WeightPiece]
+
+
+def find_stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with the stacked experts of a layer, by path."""
+    return {path: module for path, module in model.named_modules() if _has_stacked_experts(module)}
+
+
+def _has_stacked_experts(module: nn.Module) -> bool:
+    """True if every parameter has the experts in its first dimension, and routes are arguments."""
+    shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
+    return (
+        any(len(shape) == 3 for shape in shapes)
+        and all(shape[:1] == (vars(module).get("num_experts"),) for shape in shapes)
+        and len(inspect.signature(module.forward).parameters) == 3
+    )
+
+
+def check_experts(model: nn.Module, ranks: int) -> None:
+    """Raise ModelError if a model's experts can't be divided over a number of ranks."""
+    modules = find_stacked_experts(model)
+    if not modules:
+        raise ModelError(
+            f"{type(model).__name__} has no experts that learner.expert_parallel={ranks} can "
+            f"divide (modules whose parameters have the experts in their first dimension): {REMEDY}"
+        )
+    for module in modules.values():
+        check_even_experts(ranks, _count_experts(module))
+
+
+def divide_experts(model: nn.Module, group: Group) -> ExpertDivision:
+    """Replace each layer's experts by this rank's, and make their modules exchange rows.
+
+    Raises ModelError if the ranks can't divide the experts.
+    """
+    check_experts(model, group.size())
+    shard_index = ShardIndex(group.rank(), group.size())
+    modules = find_stacked_experts(model)
+    pieces: dict[str, WeightPiece] = {}
+    for path, module in modules.items():
+        total = _count_experts(module)
+        local_experts = shard_index.range(total)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            # A copy, so that the whole parameter can be freed.
+            block = parameter.detach()[local_experts.start : local_experts.stop].clone()
+            setattr(module, name, nn.Parameter(block, requires_grad=parameter.requires_grad))
+            weight_name = f"{path}.{name}"
+            offsets = (local_experts.start, *(0,) * (parameter.dim() - 1))
+            rows = range(len(local_experts))
+            pieces[weight_name] = WeightPiece(weight_name, tuple(parameter.shape), offsets, rows)
+        experts: Any = module
+        experts.num_experts = len(local_experts)
+        compute = partial(ExpertExchange(group), _compute_rows(experts.forward))
+        experts.forward = _mix_rows(compute, total)
+    return ExpertDivision(group, tuple(modules.values()), pieces)
+
+
+def _mix_rows(compute: ComputeExperts, n_experts: int) -> ExpertsForward:
+    """Return a module's forward from a function that computes the rows of all experts."""
+
+    def forward(hidden_Td: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return mix_experts(compute, hidden_Td, weights_TK, experts_TK, n_experts)
+
+    return forward
+
+
+def _compute_rows(forward: ExpertsForward) -> ComputeExperts:
+    """Return a function that computes rows sorted by this rank's experts."""
+
+    def compute(x_Md: Tensor, counts_L: Tensor) -> Tensor:
+        if not len(x_Md):
+            # The result must have a gradient even without rows, because other ranks wait for this
+            # rank's backward, and FSDP for the gradient of each parameter.
+            padding = torch.cat([x_Md, x_Md.new_zeros(1, x_Md.shape[1])])
+            return compute(padding, torch.ones_like(counts_L[:1]))[:0]
+        experts = torch.arange(len(counts_L), device=x_Md.device)
+        expert_M = experts.repeat_interleave(counts_L, output_size=len(x_Md))
+        return forward(x_Md, expert_M[:, None], x_Md.new_ones(len(x_Md), 1))
+
+    return compute
+
+
+def _count_experts(module: nn.Module) -> int:
+    """Return the number of experts in a module with stacked experts."""
+    return len(next(module.parameters(recurse=False)))
