@@ -13,6 +13,7 @@ import typer
 from ratchet.cli.errors import say
 from ratchet.errors import ConfigError
 from ratchet.recipes import list_recipes, read_summary, require_recipe
+from ratchet.utils.atomic_files import atomic_path
 
 recipes = typer.Typer()
 # A line of a YAML file that only recipes have.
@@ -51,7 +52,8 @@ def copy(
         raise ConfigError(f"{target} exists already and is not replaced: name another file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(source.read_bytes())
+        with atomic_path(target) as draft:
+            draft.write_bytes(source.read_bytes())
     except OSError as error:
         raise ConfigError(f"{target} can't be written: {error.strerror}") from error
     say(f"{target}\nnext: ratchet train {target}")

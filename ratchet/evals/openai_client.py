@@ -16,10 +16,13 @@ from ratchet.evals.message_player import AttemptFailed, AttemptState, MessagePla
 from ratchet.experience.seeds import derive_seed
 from ratchet.rewards.llm.http_client import Endpoint, EndpointError
 from ratchet.types import TEMPLATE_VARIABLES, Message, Part, Sampling, ToolCall
+from ratchet.utils.safe_read import parse_json
 
 # HTTP statuses of a wrong key, address or model: every further request would fail too.
 FATAL_STATUSES = (401, 403, 404, 405)
 SEED_LIMIT = 2**31  # servers accept only seeds below this
+# A trajectory holds some 20 bytes for each token that the server counts.
+MAX_ANSWER_TOKENS = 2**22
 
 
 @dataclass(frozen=True)
@@ -111,18 +114,26 @@ class EndpointPlayer(MessagePlayer):
         try:
             choice = answer["choices"][0]
             message, usage = choice["message"], answer.get("usage") or {}
-            has_message = message["role"] == "assistant" and isinstance(
-                message.get("content") or "", str
+            has_message = (
+                message["role"] == "assistant"
+                and isinstance(message.get("content") or "", str)
+                and isinstance(message.get("tool_calls") or [], list)
             )
-            state.n_tokens += int(usage.get("completion_tokens") or 0)
-        except (LookupError, TypeError, AttributeError, ValueError):
-            choice, has_message = {}, False
+            n_tokens = int(usage.get("completion_tokens") or 0)
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
+            choice, has_message, n_tokens = {}, False, 0
         if not has_message:
             raise DataError(
                 f"{self.endpoint.url} answered without a message: {json.dumps(answer)[:300]}"
             )
         if choice.get("finish_reason") == "content_filter":
             raise DataError(f"{self.endpoint.url} withheld its answer (content_filter)")
+        if not 0 <= n_tokens <= MAX_ANSWER_TOKENS:
+            raise DataError(
+                f"{self.endpoint.url} counts {n_tokens!s:.20} completion_tokens, which no answer "
+                "has"
+            )
+        state.n_tokens += n_tokens
         return choice
 
 
@@ -171,11 +182,11 @@ def read_message(fields: Mapping[str, Any]) -> tuple[Message, int]:
     for call in fields.get("tool_calls") or ():
         try:
             name = call["function"]["name"]
-            arguments = json.loads(call["function"]["arguments"] or "{}")
+            arguments = parse_json(call["function"]["arguments"] or "{}")
             if not isinstance(arguments, dict):
                 raise ValueError(arguments)
             calls.append(ToolCall(str(call["id"]), str(name), arguments))
-        except (LookupError, TypeError, ValueError):
+        except (AttributeError, LookupError, TypeError, ValueError):
             n_malformed += 1
             text += json.dumps(call)
     return Message("assistant", text, tuple(calls)), n_malformed

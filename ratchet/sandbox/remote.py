@@ -34,7 +34,10 @@ from ratchet.sandbox.base import (
 )
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.workspace import Workspace
+from ratchet.types import is_number_not_bool
 from ratchet.utils.retry import call_with_retries
+from ratchet.utils.safe_read import parse_json
+from ratchet.web.client import AnswerTooLong, NoAnswer, WholeAnswer, send_request
 
 # Bytes at which the service cuts an output, without reporting it.
 SERVICE_OUTPUT_BYTES = 1 << 20
@@ -79,11 +82,15 @@ class RemoteSandbox(OwnedSandbox):
             declared, (f"offers={config.offers}",), (f"as declared for {config.address}",)
         )
         self.strength.require(at_least, f"the service at {config.address}")
-        headers = {"Authorization": f"Bearer {_read_token(config)}"} if config.token_file else {}
-        self._client = httpx2.Client(headers=headers, trust_env=False)
+        self._headers = {"Content-Type": "application/json"}
+        if config.token_file:
+            self._headers["Authorization"] = f"Bearer {_read_token(config)}"
+        # Reading the certificates takes 20 ms, so it is done once.
+        is_secure = config.address.startswith("https")
+        self._verify = httpx2.create_ssl_context() if is_secure else False
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="remote")
         self._closing = threading.Event()
-        self._finalizer = weakref.finalize(self, _close, self._closing, self._threads, self._client)
+        self._finalizer = weakref.finalize(self, _close, self._closing, self._threads)
         try:
             self._check_service()
         except SandboxError:
@@ -158,51 +165,53 @@ class RemoteSandbox(OwnedSandbox):
 
         Raises ServiceUnavailable if a retry may help, else SandboxError.
         """
-        import httpx2
-
         url = f"{self.config.address.rstrip('/')}/run_code"
-        headers = {"Content-Type": "application/json"}
+        timeout_s = wall_s + self.config.timeout_s
         try:
-            with self._client.stream(
-                "POST",
-                url,
-                content=content,
-                headers=headers,
-                timeout=wall_s + self.config.timeout_s,
-            ) as response:
-                data = bytearray()
-                for chunk in response.iter_bytes():
-                    data += chunk
-                    if len(data) > MAX_ANSWER_BYTES:
-                        raise SandboxError(
-                            f"{url} answered with more than {MAX_ANSWER_BYTES} bytes"
-                        )
-        except httpx2.TransportError as error:
-            raise ServiceUnavailable(f"no sandbox service answers at {url} ({error!r})") from error
-        if response.status_code == 429 or response.is_server_error:
+            response = asyncio.run(self._send(url, content, timeout_s))
+        except TimeoutError:
             raise ServiceUnavailable(
-                f"{url} answered {response.status_code}: {bytes(data[:200])!r}"
-            )
-        if not response.is_success:
+                f"no sandbox service answers at {url} (no answer within {timeout_s:g} s)"
+            ) from None
+        except AnswerTooLong as error:
+            raise SandboxError(f"{url} gave {error}") from error
+        except NoAnswer as error:
+            raise ServiceUnavailable(f"no sandbox service answers at {url} ({error})") from error
+        status, data = response.status, response.content
+        if status == 429 or status >= 500:
+            raise ServiceUnavailable(f"{url} answered {status}: {data[:200]!r}")
+        if not 200 <= status < 300:
             raise SandboxError(
-                f"{url} answered {response.status_code}: {bytes(data[:200])!r}: does it speak "
-                "SandboxFusion's API?"
+                f"{url} answered {status}: {data[:200]!r}: does it speak SandboxFusion's API?"
             )
         try:
-            answer = json.loads(data)
+            answer = parse_json(data)
             is_valid = answer["status"] in ("Success", "Failed", "SandboxError")
         except (ValueError, KeyError, TypeError):
             is_valid = False
             answer = {}
         if not is_valid:
-            raise ServiceUnavailable(
-                f"{url} answered {bytes(data[:200])!r}, which is no RunCodeResponse"
-            )
+            raise ServiceUnavailable(f"{url} answered {data[:200]!r}, which is no RunCodeResponse")
         if answer["status"] == "SandboxError":
             raise ServiceUnavailable(
                 f"the service at {url} failed: {str(answer.get('message'))[:300]}"
             )
         return answer
+
+    async def _send(self, url: str, content: bytes, timeout_s: float) -> WholeAnswer:
+        import httpx2
+
+        # The deadline needs an event loop, and a connection can't outlive the loop of its request.
+        async with httpx2.AsyncClient(verify=self._verify, timeout=None, trust_env=False) as client:
+            return await send_request(
+                client,
+                "POST",
+                url,
+                content=content,
+                headers=self._headers,
+                timeout_s=timeout_s,
+                max_bytes=MAX_ANSWER_BYTES,
+            )
 
 
 def _read_result(answer: dict[str, Any], limits: Limits) -> Result:
@@ -210,10 +219,13 @@ def _read_result(answer: dict[str, Any], limits: Limits) -> Result:
 
     Raises ServiceUnavailable if the response has no usable result.
     """
-    run_result = answer.get("run_result") or {}
+    run_result = answer.get("run_result")
+    if not isinstance(run_result, dict):
+        run_result = {}
     status = run_result.get("status")
     code = run_result.get("return_code")
-    seconds = float(run_result.get("execution_time") or 0.0)
+    time_value = run_result.get("execution_time")
+    seconds = float(time_value) if is_number_not_bool(time_value) else 0.0
     outputs = [
         str(run_result.get(name) or "").encode("utf-8", "surrogatepass")
         for name in ("stdout", "stderr")
@@ -223,7 +235,7 @@ def _read_result(answer: dict[str, Any], limits: Limits) -> Result:
     stdout, stderr = (output[:max_bytes] for output in outputs)
     if status == "TimeLimitExceeded":
         return Result(None, None, stdout, stderr, seconds, Reason.WALL)
-    if status != "Finished" or not isinstance(code, int):
+    if status != "Finished" or type(code) is not int:
         raise ServiceUnavailable(
             f"the service's response has no result: status {status!r}, code {code!r}"
         )
@@ -252,7 +264,6 @@ def _read_token(config: RemoteSandboxConfig) -> str:
         raise SandboxError(f"token_file {config.token_file} can't be read: {error}") from error
 
 
-def _close(closing: threading.Event, threads: ThreadPoolExecutor, client: Any) -> None:
+def _close(closing: threading.Event, threads: ThreadPoolExecutor) -> None:
     closing.set()
     end_threads(threads)
-    client.close()

@@ -14,6 +14,7 @@ from ratchet.cli.main import app, main
 from ratchet.commands.new.command import KINDS, scaffold
 from ratchet.errors import ConfigError
 from ratchet.training.start import start_run
+from ratchet.utils import failpoints
 
 SHORT = [
     f"stages.{stage}.{key}"
@@ -75,6 +76,17 @@ def test_nothing_is_overwritten(here: Path, kind: str) -> None:
         scaffold(kind, "mine")
     assert [path.name for path in here.rglob("*") if path.is_file()] == [files[-1].name]
     assert files[-1].read_text() == "precious"
+
+
+def test_a_full_disk_leaves_no_file_that_hinders_the_next_try(here: Path) -> None:
+    try:
+        failpoints.arm("file.drafted:2:enospc")
+        with pytest.raises(OSError, match="No space left"):
+            scaffold("reward", "mine")
+    finally:
+        failpoints.arm("")
+    assert not [path for path in here.rglob("*") if path.is_file()]
+    scaffold("reward", "mine")
 
 
 @pytest.mark.parametrize(

@@ -113,14 +113,20 @@ def test_what_breaks_is_a_failure_and_no_prompt_is_dropped():
         "1?": said("", "content_filter"),
         "2?": {"choices": []},
         "3?": Answer("too long", 400),
+        "6?": {**said("0"), "usage": {"completion_tokens": -3}},
+        "7?": {**said("0"), "usage": {"completion_tokens": 10**12}},
+        "8?": '{"choices": [{"message": {"role": "assistant", "tool_calls": 5}}]}',
+        "9?": '{"choices": [{"message": {"role": "assistant"}}], "usage": {"completion_tokens": 1e999}}',
     }
-    tasks = [replace(TASKS[0], id=f"t/{i}", messages=(Message("user", f"{i}?"),)) for i in range(6)]
+    tasks = [
+        replace(TASKS[0], id=f"t/{i}", messages=(Message("user", f"{i}?"),)) for i in range(10)
+    ]
     answer = {**broken, "4?": said("0", "length"), "5?": said("0")}
     with serve(lambda body, _: answer[body["messages"][0]["content"]]) as fake:
         found = evaluated(player(f"{fake.url}/v1"), tasks)
     ends = [prompt.greedy.end for prompt in found.prompts if prompt.greedy]
-    assert ends == ["failed"] * 4 + ["truncated", "scored"]
-    assert found.failures == {"endpoint": 4}
+    assert ends == ["failed"] * 4 + ["truncated", "scored"] + ["failed"] * 4
+    assert found.failures == {"endpoint": 8}
     assert (found.accuracy.value, found.accuracy.prompts) == (0.5, 2)
     details = [prompt.greedy.detail for prompt in found.prompts if prompt.greedy]
     for detail, part in zip(details, ("503", "withheld", "without a message", "400"), strict=False):
@@ -212,6 +218,9 @@ def test_messages_there_and_back():
     )
     assert malformed == 1
     assert json.loads(message.text) == broken
+    for arguments in ("[" * 100_000, {"x": 1}, 7):
+        broken = {"id": "2", "function": {"name": "f", "arguments": arguments}}
+        assert read_message({"role": "assistant", "tool_calls": [broken]})[1] == 1
     shown = Message("user", (Part("text", "what?"), Part("image", "data:image/png;base64,AA")))
     assert format_message(shown)["content"] == [
         {"type": "text", "text": "what?"},

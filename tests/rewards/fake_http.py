@@ -60,7 +60,9 @@ def serve(answer: Callable[[Any, int], Any]) -> Iterator[Fake]:
                 over.wait()
                 return
             made = given if isinstance(given, Answer) else Answer(given)
-            content = (made.body if isinstance(made.body, str) else json.dumps(made.body)).encode()
+            content = made.body
+            if not isinstance(content, bytes):
+                content = (content if isinstance(content, str) else json.dumps(content)).encode()
             self.send_response(made.status)
             for name, value in {"content-length": str(len(content)), **made.headers}.items():
                 self.send_header(name, value)

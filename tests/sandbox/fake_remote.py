@@ -75,6 +75,15 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n{")
         elif fault == "garbage":
             self.answer(200, b"<html>")
+        elif fault == "deep":
+            self.answer(200, b"[" * 100_000)
+        elif fault == "text":
+            self.answer(200, {"status": "Success", "run_result": "Finished"})
+        elif fault == "drip":
+            self.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            for _ in range(100):
+                self.wfile.write(b" ")
+                self.server.released.wait(0.02)
         elif fault.isdecimal():
             self.answer(int(fault), {"detail": "as told"})
         elif fault == "sandbox":

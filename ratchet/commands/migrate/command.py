@@ -18,6 +18,7 @@ from ratchet.commands.migrate.importer import ImportResult, Item, read_config
 from ratchet.config.diagnostics import REDACTED, is_secret
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
+from ratchet.utils.atomic_files import atomic_path
 from ratchet.utils.terminal_text import escape_controls, make_console
 
 WIDTH = 128  # characters of a line of the conversion report
@@ -55,7 +56,8 @@ def import_file(
         sys.stdout.write(text)
     else:
         try:
-            out.write_text(text, encoding="utf-8")
+            with atomic_path(out) as draft:
+                draft.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--out={out} can't be written: {error.strerror}") from error
         _print([*terminal_lines, "", f"next: ratchet check {out}"], sys.stderr)

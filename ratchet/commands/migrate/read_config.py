@@ -92,15 +92,22 @@ def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:
 def _read_yaml(
     path: Path, source: FlatConfig, reader: ConfigReader, including_files: tuple[Path, ...]
 ) -> dict[str, Any]:
-    """Return the file's keys, merged over those of the files in its `defaults`."""
+    """Return the file's keys, merged with those of the files in its `defaults`.
+
+    Later files take precedence. The file's own keys are where `_self_` is, or else last.
+    """
     resolved = path.resolve()
     if resolved in including_files:
         raise ConfigError(f"{path}: the files in `defaults` refer to each other in a circle")
     content = reader.read_yaml(path, may_be_empty=bool(including_files))
     defaults = content.pop("defaults", None)
     merged: dict[str, Any] = {}
-    for entry in defaults if isinstance(defaults, list) else [defaults]:
-        if entry is None or entry == "_self_":
+    entries = defaults if isinstance(defaults, list) else [defaults]
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        if entry is None:
+            continue
+        if entry == "_self_":
+            merged = _merge(merged, content)
             continue
         for section_name, name in _parse_defaults_entry(entry):
             default_file = next(
@@ -124,7 +131,7 @@ def _read_yaml(
             for word in reversed(section_name.split(".") if section_name else []):
                 content_of_default = {word: content_of_default}
             merged = _merge(merged, content_of_default)
-    return _merge(merged, content)
+    return merged
 
 
 def _is_file(path: Path) -> bool:

@@ -11,6 +11,7 @@ from string import Template
 
 from ratchet.commands.new.project import make_project_files
 from ratchet.errors import ConfigError
+from ratchet.utils.atomic_files import atomic_path
 from ratchet.utils.terminal_text import shorten_text
 
 RECIPE = """\
@@ -319,8 +320,16 @@ def _refuse_existing(files: Iterable[str], directory: Path) -> None:
 
 def _write(files: Mapping[str, str], directory: Path) -> list[Path]:
     _refuse_existing(files, directory)
-    texts = {directory / file: text for file, text in files.items()}
-    for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return list(texts)
+    paths: list[Path] = []
+    try:
+        for file, text in files.items():
+            path = directory / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(path) as draft:
+                draft.write_text(text, encoding="utf-8")
+            paths.append(path)
+    except OSError:  # without this, the next try would be refused because files exist
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+    return paths

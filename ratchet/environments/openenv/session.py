@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ratchet.environments.servers.http_session import ServerFault, ask_server
 from ratchet.errors import DataError, RatchetError
 from ratchet.types import is_finite_number
 from ratchet.utils.websockets import import_websockets
@@ -172,13 +173,22 @@ def _read_answer(content: Mapping[str, Any]) -> Answer:
 def read_schema(url: str, timeout_s: float) -> Mapping[str, Any]:
     """Return the JSON schemas of the server's actions and observations.
 
-    Raises DataError if the server does not answer.
+    Raises DataError if the server does not answer with a schema of actions.
     """
-    import httpx2
-
+    address = f"{url.rstrip('/')}/schema"
     try:
-        response = httpx2.get(f"{url.rstrip('/')}/schema", timeout=timeout_s, trust_env=False)
-        response.raise_for_status()
-        return response.json()
-    except (httpx2.HTTPError, ValueError) as error:
-        raise DataError(f"no OpenEnv server answers at {url}/schema: {error!r}") from error
+        schema = ask_server(address, None, timeout_s)
+    except ServerFault as error:
+        raise DataError(f"no OpenEnv server answers at {address}: {error}") from error
+    action = schema.get("action", {}) if isinstance(schema, Mapping) else None
+    if (
+        not isinstance(action, Mapping)
+        or not isinstance(action.get("properties", {}), Mapping)
+        or not isinstance(required := action.get("required", []), list)
+        or not all(isinstance(name, str) for name in required)
+    ):
+        raise DataError(
+            f"{address} answered {json.dumps(schema)[:200]}, which is no schema of actions: name "
+            "the address of an OpenEnv server"
+        )
+    return schema

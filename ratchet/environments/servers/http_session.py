@@ -18,8 +18,8 @@ from pydantic import Field
 from ratchet.errors import RatchetError
 from ratchet.types import is_number_not_bool
 from ratchet.utils.safe_read import parse_json
+from ratchet.web.client import NoAnswer, send_request
 
-MAX_ANSWER_BYTES = 64 << 20
 SHOWN_CHARACTERS = 300  # of an answer, in an error
 
 ServerUrl = Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")]
@@ -97,7 +97,6 @@ class HTTPSession:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.headers: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
-        self._httpx2 = httpx2
         # Reading the certificates takes 20 ms, which plain HTTP doesn't need.
         verify = httpx2.create_ssl_context() if url.startswith("https") else False
         self._client = httpx2.AsyncClient(timeout=timeout_s, trust_env=False, verify=verify)
@@ -127,28 +126,20 @@ class HTTPSession:
         headers = dict(self.headers)
         if content is not None:
             headers["content-type"] = "application/json"
-        data = bytearray()
         try:
-            async with (
-                asyncio.timeout(self.timeout_s),
-                self._client.stream(method, url, content=content, headers=headers) as response,
-            ):
-                async for chunk in response.aiter_bytes():
-                    data += chunk
-                    if len(data) > MAX_ANSWER_BYTES:
-                        raise ServerFault(f"{url} answered with more than {MAX_ANSWER_BYTES} bytes")
-        except (TimeoutError, self._httpx2.TimeoutException):
+            answer = await send_request(
+                self._client,
+                method,
+                url,
+                content=content,
+                headers=headers,
+                timeout_s=self.timeout_s,
+            )
+        except TimeoutError:
             raise ServerFault(f"{url} did not answer within {self.timeout_s:g} s") from None
-        # UnicodeEncodeError: a header from the server, such as a session's id, is not ASCII.
-        except (
-            self._httpx2.HTTPError,
-            self._httpx2.InvalidURL,
-            OSError,
-            UnicodeEncodeError,
-        ) as error:
-            raise ServerFault(f"{url} gave no answer: {error!r}") from error
-        answer_headers = {name.lower(): value for name, value in response.headers.items()}
-        return HTTPAnswer(url, response.status_code, answer_headers, bytes(data))
+        except NoAnswer as error:
+            raise ServerFault(f"{url} gave {error}") from error
+        return HTTPAnswer(url, answer.status, answer.headers, answer.content)
 
 
 def ask_server(url: str, body: Any, timeout_s: float) -> Any:

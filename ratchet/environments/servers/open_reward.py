@@ -21,6 +21,8 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
 
+MAX_TASKS = 1 << 22  # of a split; each takes about a KiB of memory
+
 
 class OpenRewardConfig(EnvironmentConfig):
     """An environment on a server of the Open Reward Standard (docs/integrations/open-reward.md)."""
@@ -170,7 +172,9 @@ class OpenReward(Rows):
                 f"{name} of {self.config.url} has no split '{split}', only {', '.join(splits)}. "
                 "Set environment.train_split and test_split (null: a tenth of train_split)."
             )
-        count = int(self._ask(f"/{name}/num_tasks", {"split": split})["num_tasks"])
+        count = self._ask(f"/{name}/num_tasks", {"split": split})["num_tasks"]
+        if type(count) is not int or not 0 <= count <= MAX_TASKS:
+            raise ValueError(f"num_tasks is {count!r:.80}, and must be from 0 to {MAX_TASKS}")
         return [_make_task(name, split, index) for index in range(count)]
 
     def _ask(self, path: str, body: Any = None) -> Any:

@@ -14,6 +14,8 @@ from ratchet.config.base import Section
 from ratchet.errors import RatchetError, link_symptom
 from ratchet.utils.credentials import get_credential
 from ratchet.utils.retry import get_retry_wait_s
+from ratchet.utils.safe_read import parse_json
+from ratchet.web.client import NoAnswer, send_request
 
 
 def _check_url(url: str) -> str:
@@ -154,16 +156,17 @@ class Endpoint:
     async def _try_post(self, content: bytes) -> Any:
         async with self._get_semaphore():
             await asyncio.sleep(self._rate_limit.reserve_start(time.monotonic()))
+            timeout_s = self.config.timeout_s
             try:
-                # The timeout of httpx2 restarts with each packet, so a server that trickles bytes
-                # would never time out.
-                async with asyncio.timeout(self.config.timeout_s), self._make_client() as client:
-                    response = await client.post(self.url, content=content)
+                async with self._make_client() as client:
+                    response = await send_request(
+                        client, "POST", self.url, content=content, timeout_s=timeout_s
+                    )
             except TimeoutError:
-                raise _RetryableError(f"no answer within {self.config.timeout_s:g} s") from None
-            except self._httpx2.TransportError as error:
-                raise _RetryableError(f"{type(error).__name__}: {error}") from None
-        status = response.status_code
+                raise _RetryableError(f"no answer within {timeout_s:g} s") from None
+            except NoAnswer as error:
+                raise _RetryableError(str(error)) from None
+        status = response.status
         if status in RETRIED_STATUSES or status >= 500:
             raise _RetryableError(
                 f"status {status}: {response.text[:EXCERPT_CHARS]}",
@@ -176,7 +179,7 @@ class Endpoint:
                 status,
             )
         try:
-            return response.json()
+            return parse_json(response.content)
         except ValueError:  # a proxy's error page, or a truncated response
             raise _RetryableError(f"no JSON: {response.text[:EXCERPT_CHARS]!r}") from None
 

@@ -20,6 +20,7 @@ from ratchet.config.key_paths import leaf_keys
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError
+from ratchet.utils import failpoints
 
 FILES = Path(__file__).parent / "peers"
 EXAMPLES = {
@@ -459,6 +460,18 @@ def test_a_place_that_cannot_be_written_is_named(kind: str, tmp_path: Path) -> N
     assert isinstance(done.exception, ConfigError)
     assert str(out) in str(done.exception)
     assert list(tmp_path.iterdir()) == ([out] if kind == "dangling link" else [])
+
+
+def test_a_full_disk_leaves_no_part_of_a_recipe(tmp_path: Path) -> None:
+    arguments = ["import", str(FILES / "nemo_grpo.yaml"), "--out", str(tmp_path / "mine.yaml")]
+    try:
+        failpoints.arm("file.drafted:1:enospc")
+        done = CliRunner().invoke(app, arguments)
+    finally:
+        failpoints.arm("")
+    assert isinstance(done.exception, ConfigError)
+    assert "can't be written: No space left on device" in str(done.exception)
+    assert not list(tmp_path.iterdir())
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:

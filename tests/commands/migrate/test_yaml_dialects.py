@@ -186,6 +186,18 @@ def test_defaults_name_the_section_of_a_file(tmp_path: Path) -> None:
     assert not source.unresolved
 
 
+@pytest.mark.parametrize(
+    ("order", "rate"), [("_self_, other", 2), ("other, _self_", 1), ("other", 1)]
+)
+def test_own_keys_take_precedence_over_the_defaults_before_them(
+    order: str, rate: int, tmp_path: Path
+) -> None:
+    (tmp_path / "other.yaml").write_text("optim: {lr: 2}\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"defaults: [{order}]\noptim: {{lr: 1}}\n")
+    assert read_source(path).values == {"optim.lr": rate}
+
+
 @pytest.mark.fault("I4")
 def test_defaults_that_multiply_files(tmp_path: Path) -> None:
     for level in range(9):

@@ -149,6 +149,11 @@ def test_what_can_not_be_played_is_refused(server, tmp_path):
         build(resolve("environment", {"kind": "openenv", "url": "http://127.0.0.1:1"})).tasks(
             "test", seed=0
         )
+    for action in ([], {"properties": ["text"]}, {"required": 7}, {"required": [{}]}):
+        odd_server = StubServer(schema={"action": action})
+        with pytest.raises(DataError, match="which is no schema of actions"):
+            make(odd_server).tasks("test", seed=0)
+        odd_server.close()
     with pytest.raises(ValidationError, match="either url"):
         resolve("environment", {"kind": "openenv"})
     package = {"kind": "openenv", "path": str(tmp_path)}

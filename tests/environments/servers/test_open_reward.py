@@ -139,7 +139,8 @@ def test_splits_are_held_out_or_refused(play):
         play(Stub(), test_split="train")
     with pytest.raises(ConfigError, match="the server has box"):
         play(Stub(), environment="chest")
-    for answer in ({"num_tasks": "?"}, Answer("boom", 500)):
+    wrong_counts = ({"num_tasks": count} for count in ("?", 2.5, True, -1, 10**12))
+    for answer in (*wrong_counts, Answer("boom", 500)):
         with pytest.raises(DataError):
             play(Stub(num_tasks=answer))
     with pytest.raises(DataError, match="gave no answer: InvalidURL"):

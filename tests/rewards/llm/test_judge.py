@@ -1,6 +1,7 @@
 """Judges that are asked over HTTP, against a server of our own."""
 
 import asyncio
+import gzip
 import re
 
 import pytest
@@ -305,6 +306,19 @@ def test_what_may_pass_is_tried_again():
             "gave no usable response in 3 tries; the last failed with status 503: busy",
         ),
         (HANG, {"retries": 1, "timeout_s": 0.05}, 2, "no answer within 0.05 s"),
+        ("[" * 100_000, {"retries": 1}, 2, "the last failed with no JSON"),
+        (
+            Answer("no gzip", headers={"content-encoding": "gzip"}),
+            {"retries": 1},
+            2,
+            "DecodingError",
+        ),
+        (
+            Answer(gzip.compress(b" " * (65 << 20), 1), headers={"content-encoding": "gzip"}),
+            {"retries": 1},
+            2,
+            "the last failed with an answer of more than 67108864 bytes",
+        ),
         (Answer("no such model", 404), {}, 1, "refused with status 404: no such model"),
         ({"error": "x"}, {}, 1, "answered without a message"),
         (chat(None), {}, 1, "answered without a message"),
