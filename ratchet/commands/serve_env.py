@@ -24,6 +24,7 @@ from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.evals.message_player import AttemptState
 from ratchet.executors.signals import STOP_SIGNALS
+from ratchet.experience.rollout.environment_answers import reset_environment, step_environment
 from ratchet.protocols import Environment, Step
 from ratchet.training.stage import EnvSetup
 from ratchet.training.stage_from_config import build_env_setup, build_eval_env_setup
@@ -95,7 +96,7 @@ class PlaySession:
         task = await run_guarded(find_task)
         if task is None:
             raise RequestError("VALIDATION_ERROR", f"the {split} split has no task {seed}")
-        messages = await run_guarded(lambda: self.environment.reset(task))
+        messages = await reset_environment(self.environment, task)
         self.episode = AttemptState(task, self.environment, list(messages))
         self.episode_id = str(data.get("episode_id") or uuid.uuid4())
         self.n_steps, self.is_done = 0, False
@@ -109,7 +110,7 @@ class PlaySession:
             raise RequestError("EXECUTION_ERROR", "there is no episode: reset first")
         message = _read_action(data, self.n_steps)
         self.n_steps += 1
-        step = await run_guarded(lambda: self.environment.step(message))
+        step = await step_environment(self.environment, message)
         self.episode.messages += [message, *step.messages]
         self.is_done = step.done
         reward = await self._judge(self.episode) if _is_unjudged(step) else step.reward

@@ -16,9 +16,9 @@ import numpy as np
 from ratchet.data.chat.renderer import Tools
 from ratchet.errors import DataError, RatchetError
 from ratchet.experience.rollout.environment_answers import (
-    check_messages,
-    check_step,
     get_offered_tools,
+    reset_environment,
+    step_environment,
 )
 from ratchet.experience.rollout.episode_state import PromptCache
 from ratchet.experience.rollout.history import observe
@@ -34,7 +34,7 @@ from ratchet.types import (
     Truncated,
     Turn,
 )
-from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.utils.user_code import UserCodeFailed
 
 UNKNOWN_TOKEN = -1  # the id of every token in a trajectory, because only messages are known
 
@@ -169,9 +169,7 @@ class MessagePlayer(ABC):
 
     async def _play_episode(self, state: AttemptState, sampling: Sampling) -> Outcome | None:
         task, environment = state.task, state.environment
-        state.messages = list(
-            check_messages(await run_guarded(lambda: environment.reset(task)), "reset", environment)
-        )
+        state.messages = await reset_environment(environment, task)
         if environment.has_tools:
             state.tools = await get_offered_tools(environment, task) or None
             state.metrics["malformed_tool_calls"] = 0.0
@@ -192,9 +190,7 @@ class MessagePlayer(ABC):
             if reply.is_cut:
                 state.turns.append(Turn(start, end, cut=True))
                 return Truncated()
-            step = check_step(
-                await run_guarded(lambda reply=reply: environment.step(reply.message)), environment
-            )
+            step = await step_environment(environment, reply.message)
             state.turns.append(
                 Turn(start, end, step.reward, step.state_key, terminated=step.done, cut=False)
             )

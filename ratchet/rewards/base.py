@@ -25,7 +25,7 @@ from ratchet.types import (
     Truncated,
     is_finite_number,
 )
-from ratchet.utils.user_code import is_user_error
+from ratchet.utils.user_code import get_current_task, is_closing, is_user_error
 from ratchet.utils.user_parts import add_missing_members
 
 # The parts of a mapping sum to the reward; the parts of Scored need not.
@@ -78,6 +78,7 @@ class PerTrajectory(Reward):
     async def _judge_one(self, trajectory: Trajectory, task: Task) -> Outcome:
         if isinstance(trajectory.outcome, Failed | Cancelled):
             return trajectory.outcome
+        running_task = get_current_task()
         try:
             verdict = self.judge(trajectory, task)
             if not isinstance(verdict, float) and inspect.isawaitable(verdict):
@@ -85,11 +86,12 @@ class PerTrajectory(Reward):
             total, parts = self._check_verdict(verdict)
         # Users write rewards: a bug in one must cost an attempt, not the run.
         except BaseException as error:
-            if not is_user_error(error):
+            if not is_user_error(error) or is_closing(error, running_task):
                 raise
-            return Failed(
-                "reward", f"reward {self.label}, task '{task.id}':\n{traceback.format_exc()}"
-            )
+            text = traceback.format_exc()
+            # An exception that a reward keeps and raises again gathers the frames of every attempt.
+            error.__traceback__ = None
+            return Failed("reward", f"reward {self.label}, task '{task.id}':\n{text}")
         outcome_type = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
         return outcome_type(total, parts)
 
@@ -102,7 +104,12 @@ class PerTrajectory(Reward):
         else:
             parts = verdict if isinstance(verdict, Mapping) else {self.name: verdict}
         values = list(parts.values()) if total is None else [*parts.values(), total]
-        if not values or not all(map(is_finite_number, values)) or not math.isfinite(sum(values)):
+        # Only `float` tells what is computed with: `__add__` may be user code.
+        if (
+            not values
+            or not all(map(is_finite_number, values))
+            or not math.isfinite(sum(map(float, values)))
+        ):
             raise DataError(
                 f"reward {self.label} returned {repr(verdict)[:200]}: it must return a finite "
                 "float, or a dict of named parts that are finite floats"

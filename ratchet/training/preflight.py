@@ -31,7 +31,7 @@ from ratchet.environments.mixture import MixtureConfig, get_part_tag
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 from ratchet.executors import env_vars
 from ratchet.experience.async_rollouts.group_filter import build_group_filter
-from ratchet.experience.rollout.environment_answers import check_messages
+from ratchet.experience.rollout.environment_answers import reset_environment
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.models.load import find_model, is_hub_id, read_model_config
@@ -373,10 +373,7 @@ class _StageCheck:
 
 async def _reset(environment: Environment, task: Task) -> Sequence[Message]:
     try:
-        messages = await asyncio.wait_for(
-            run_guarded(lambda: environment.reset(task)), RESET_TIMEOUT_S
-        )
-        return check_messages(messages, "reset", environment)
+        return await asyncio.wait_for(reset_environment(environment, task), RESET_TIMEOUT_S)
     except TimeoutError:
         raise ConfigError(
             f"{type(environment).__name__}.reset returned nothing within {RESET_TIMEOUT_S:g} s"

@@ -30,15 +30,34 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """False for Ctrl-C, GeneratorExit and a cancellation of the current task; True for all else.
+    """False for Ctrl-C and a cancellation of the current task; True for all else.
 
     SystemExit counts as an error of user code. So does an exception derived directly from
-    BaseException, such as a panic of a Rust library.
+    BaseException, such as a panic of a Rust library. So does GeneratorExit: code that awaits user
+    code asks `is_closing` first.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or not task.cancelling()
-    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
+    return not isinstance(error, KeyboardInterrupt)
+
+
+def is_closing(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
+    """True if a GeneratorExit closes the coroutines of a task from outside, as at a run's end.
+
+    False if code that the task runs raised it.
+
+    task: What `get_current_task` returned where the coroutine began.
+    """
+    return isinstance(error, GeneratorExit) and (task is None or get_current_task() is not task)
+
+
+def get_current_task() -> asyncio.Task[Any] | None:
+    """Return the running task; None outside of tasks and event loops."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no running event loop
+        return None
 
 
 def to_future_error(error: BaseException) -> BaseException:
@@ -75,11 +94,14 @@ async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
 
     A cancellation of the current task is raised unchanged.
     """
+    task = get_current_task()
     try:
         return await call()
     except UserCodeFailed:
         raise
     except BaseException as error:
-        if not is_user_error(error):
+        if not is_user_error(error) or is_closing(error, task):
             raise
-        raise UserCodeFailed(traceback.format_exc()) from error
+        text = traceback.format_exc()
+        # An exception that user code keeps and raises again gathers the frames of every attempt.
+        raise UserCodeFailed(text) from error.with_traceback(None)

@@ -109,6 +109,11 @@ SAME = [
     ("[2, ∞)", r"[2,\infty)"),
     ("x ≤ 3", r"x\le 3"),
     ("x = 5", "x=5"),
+    ("Yes", "yes"),
+    ("5 dollars", r"\$5"),
+    ("-USD 5", "-5"),
+    (r"US\$5", "5 USD"),
+    (r"9\text{ a.m.}", r"9\text{ AM}"),
 ]
 DIFFERENT = [
     ("2x", "2y"),
@@ -131,6 +136,9 @@ DIFFERENT = [
     ("x=5", "y=5"),
     ("1½", "1"),
     ("5²", "5"),
+    ("-USD 5", "5"),
+    (r"9\text{ AM}", r"9\text{ PM}"),
+    (r"5\text{ thousand}", r"5\text{ million}"),
 ]
 
 
@@ -217,6 +225,13 @@ CHOICES = [
     (r"Answer: \(A\) or \(B\)", None),
     ("Answer: A; B; C", None),
     ("Answer: A|B", None),
+    ("The answer is A, or B", None),
+    ("The answer is A or maybe B", None),
+    ("The answer is A (or B)", None),
+    ("The answer is A (B is wrong)", "A"),
+    ("The answer is “B”.", "B"),
+    ("The answer is 'B'", "B"),
+    ("The answer is A's sum", None),
     ("The answer is A or option B", None),
     ("<answer>Option C</answer>", "C"),
     ("<answer>The answer is (C).</answer>", "C"),

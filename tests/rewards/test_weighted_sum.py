@@ -150,7 +150,7 @@ class Raises:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), Panic("rust")])
+@pytest.mark.parametrize("error", [SystemExit(3), Panic("rust"), GeneratorExit()])
 def test_nothing_that_a_reward_raises_beside_another_ends_the_run(error):
     """Rewards of a sum are tasks: a SystemExit in one would end the event loop, and the run."""
 

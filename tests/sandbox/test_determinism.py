@@ -23,7 +23,7 @@ import locale, os, random, sys, time
 print([*{"a", "b", "c", "d", "e"}], hash("text"), hash(b"bytes"), hash((1.5, "x")))
 print(os.umask(0), os.getcwd(), sorted(os.environ.items()), sys.argv, sys.path, sys.flags)
 print(random.random(), random.sample(range(99), 9), locale.setlocale(locale.LC_ALL, ""), time.tzname, time.ctime(0))
-print(open(os.devnull).fileno(), sys.getrecursionlimit(), sys.executable)
+print(open(os.devnull).fileno(), sys.getrecursionlimit(), sys.executable, sys.orig_argv)
 """
 ADDRESSES = 'print([*{None, int, str, "f"}], hash((None, "x")), hash(print), id(len))\n'
 INSIDE = """

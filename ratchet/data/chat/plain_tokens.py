@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -159,5 +159,18 @@ def _rewrite_vocabulary(state: dict[str, Any], special: set[str]) -> int:
     pieces = {_hide_special(piece, special): i for piece, i in model["vocab"].items()}
     pieces |= {token["content"]: token["id"] for token in added}
     pieces[UNKNOWN] = max(pieces.values(), default=-1) + 1
+    if "merges" in model:  # without those that would spell a special token
+        prefix = model.get("continuing_subword_prefix") or ""
+        model["merges"] = [
+            merge
+            for merge in model["merges"]
+            if special.isdisjoint(_list_merged_pieces(merge, prefix))
+        ]
     model["vocab"], model["unk_token"] = pieces, UNKNOWN
     return pieces[UNKNOWN]
+
+
+def _list_merged_pieces(merge: str | Sequence[str], prefix: str) -> list[str]:
+    """Return both pieces of a merge of a BPE, and what they become. Older files have a text."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return [left, right, left + right.removeprefix(prefix)]

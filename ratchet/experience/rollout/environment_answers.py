@@ -13,7 +13,7 @@ from ratchet.data.chat.renderer import Tools
 from ratchet.errors import TrainingError
 from ratchet.protocols import Environment, Step
 from ratchet.types import Group, Message, Part, Task, is_finite_number
-from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.utils.user_code import UserCodeFailed, is_user_error, run_guarded
 
 T = TypeVar("T")
 # Metrics that `EpisodeState` counts for an attempt.
@@ -25,23 +25,72 @@ MAX_NUMBER = 1e15
 
 def is_computable(number: Any) -> bool:
     """True if the value is a finite number that sums and variances of an attempt can hold."""
-    return is_finite_number(number) and abs(number) <= MAX_NUMBER
+    # Only `float` tells what is computed with: `__abs__` may be user code.
+    return is_finite_number(number) and abs(float(number)) <= MAX_NUMBER
 
 
-def check_messages(messages: Any, method: str, environment: Environment) -> Sequence[Message]:
+async def reset_environment(environment: Environment, task: Task) -> list[Message]:
+    """Begin an episode and return its first messages.
+
+    Raises:
+        UserCodeFailed: The environment raised, or what it returned is malformed.
+    """
+
+    async def call() -> list[Message]:
+        # What user code returned is checked inside, because its methods are user code too.
+        return check_messages(await environment.reset(task), "reset", environment)
+
+    return await run_guarded(call)
+
+
+async def step_environment(environment: Environment, message: Message) -> Step:
+    """Answer the policy's message.
+
+    Raises:
+        UserCodeFailed: The environment raised, or what it returned is malformed.
+    """
+
+    async def call() -> Step:
+        return check_step(await environment.step(message), environment)
+
+    return await run_guarded(call)
+
+
+async def reward_cut_attempt(environment: Environment, messages: Sequence[Message]) -> float | None:
+    """Return the environment's reward for an attempt that was cut off.
+
+    Raises:
+        UserCodeFailed: The environment raised, or what it returned is no number.
+    """
+
+    async def call() -> float | None:
+        reward = await environment.reward_cut_attempt(messages)
+        if reward is None:
+            return None
+        if not is_computable(reward):
+            raise UserCodeFailed(
+                f"{type(environment).__name__}.reward_cut_attempt returned {show(reward)}. It must "
+                f"be a finite number or None, within ±{MAX_NUMBER:g}"
+            )
+        return float(reward)
+
+    return await run_guarded(call)
+
+
+def check_messages(messages: Any, method: str, environment: Environment) -> list[Message]:
     """Return messages from user code, or raise UserCodeFailed if they are not Messages."""
     name = f"{type(environment).__name__}.{method}"
-    if not isinstance(messages, tuple | list | Sequence) or not all(
-        isinstance(message, Message) for message in messages
-    ):
+    is_sequence = isinstance(messages, tuple | list | Sequence)
+    checked = list(messages) if is_sequence else [None]
+    if not all(isinstance(message, Message) for message in checked):
         raise UserCodeFailed(f"{name} returned {show(messages)}. It must be a sequence of Messages")
-    for message in messages:
+    for message in checked:
         if not _is_content(message.content) or not isinstance(message.tool_call_id, str | None):
             raise UserCodeFailed(
                 f"{name} returned {show(message)}. Its content must be text or a sequence of "
                 "Parts, and its tool_call_id text or None"
             )
-    return messages
+    return checked
 
 
 def _is_content(content: Any) -> bool:
@@ -54,7 +103,9 @@ def show(value: Any) -> str:
     """Return the start of a value's repr, which user code may have broken."""
     try:
         return f"{value!r:.80}"
-    except Exception:
+    except BaseException as error:
+        if not is_user_error(error):
+            raise
         return f"a {type(value).__name__}, whose __repr__ fails"
 
 
@@ -86,19 +137,20 @@ def check_step(step: Any, environment: Environment) -> Step:
         )
     if not isinstance(step.done, int | np.bool_ | None):
         raise UserCodeFailed(f"{name} returned done={show(step.done)}. It must be True or False")
-    check_messages(step.messages, "step", environment)
-    is_inline = {message.role == "inline" for message in step.messages}
-    if is_inline == {True, False} or (True in is_inline and any(m.media for m in step.messages)):
+    messages = check_messages(step.messages, "step", environment)
+    is_inline = {message.role == "inline" for message in messages}
+    if is_inline == {True, False} or (True in is_inline and any(m.media for m in messages)):
         raise UserCodeFailed(
             f"{name} mixed inline text with other messages or media: inline messages stand alone, "
             "and are text"
         )
-    if not step.done and not step.messages:
+    if not step.done and not messages:
         raise UserCodeFailed(
             f"{name} returned neither done=True nor messages, so the policy has nothing to answer"
         )
     return replace(
         step,
+        messages=tuple(messages),
         reward=None if step.reward is None else float(step.reward),
         done=bool(step.done),
         metrics={
@@ -130,7 +182,9 @@ def _guard(
     def call(groups: Sequence[Group]) -> T:
         try:
             result = convert(method(groups))
-        except Exception as error:
+        except BaseException as error:
+            if not is_user_error(error):
+                raise
             raise TrainingError(
                 f"{name} must return {expected}, but raised:\n{traceback.format_exc()}"
             ) from error
@@ -155,14 +209,14 @@ def _is_metric_dict(metrics: dict[str, Any]) -> bool:
 async def get_offered_tools(environment: Environment, task: Task) -> Tools:
     """Return the tools of the environment, or raise UserCodeFailed if they are malformed."""
 
-    async def call() -> Any:
-        return environment.tools(task)
+    async def call() -> Tools:
+        tools: Any = environment.tools(task)
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+            name = type(environment).__name__
+            raise UserCodeFailed(
+                f"{name}.tools returned {show(tools)}. It must be a sequence of JSON-schema "
+                "function descriptions"
+            )
+        return tuple(tools)
 
-    tools = await run_guarded(call)
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        name = type(environment).__name__
-        raise UserCodeFailed(
-            f"{name}.tools returned {show(tools)}. It must be a sequence of JSON-schema function "
-            "descriptions"
-        )
-    return tuple(tools)
+    return await run_guarded(call)

@@ -21,12 +21,10 @@ from ratchet.data.chat.task_variables import get_task_renderer
 from ratchet.data.chat.thinking import has_malformed_thinking
 from ratchet.errors import DataError
 from ratchet.experience.rollout.environment_answers import (
-    MAX_NUMBER,
-    check_messages,
-    check_step,
     get_offered_tools,
-    is_computable,
-    show,
+    reset_environment,
+    reward_cut_attempt,
+    step_environment,
 )
 from ratchet.experience.rollout.episode_state import EpisodeState, EpisodeStrand, PromptCache
 from ratchet.experience.rollout.history import observe
@@ -49,7 +47,7 @@ from ratchet.types import (
     Truncated,
     Turn,
 )
-from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.utils.user_code import UserCodeFailed
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,7 @@ class EpisodePlayer:
         """Play turns until the attempt ends. Return its outcome; None if it ended normally."""
         environment = state.environment
         with self._waiting("reset", environment):
-            first_messages = await run_guarded(lambda: environment.reset(state.task))
-        state.messages = list(check_messages(first_messages, "reset", environment))
+            state.messages = await reset_environment(environment, state.task)
         if environment.has_tools:
             # A mixture of environments may offer no tools for this task.
             state.tools = await get_offered_tools(environment, state.task) or None
@@ -198,8 +195,7 @@ class EpisodePlayer:
             strand.turns.append(turn)
             return True, Truncated()
         with self._waiting("step", state.environment):
-            step_result = await run_guarded(lambda: state.environment.step(message))
-        step = check_step(step_result, state.environment)
+            step = await step_environment(state.environment, message)
         strand.turns.append(
             replace(turn, reward=step.reward, state_key=step.state_key, terminated=step.done)
         )
@@ -213,16 +209,11 @@ class EpisodePlayer:
         """Add the environment's reward for a cut-off attempt to the attempt's last turn."""
         environment = state.environment
         with self._waiting("reward_cut_attempt", state.environment):
-            reward = await run_guarded(lambda: environment.reward_cut_attempt(state.messages))
+            reward = await reward_cut_attempt(environment, state.messages)
         if reward is None:
             return
-        if not is_computable(reward):
-            raise UserCodeFailed(
-                f"{type(environment).__name__}.reward_cut_attempt returned {show(reward)}. It must "
-                f"be a finite number or None, within ±{MAX_NUMBER:g}"
-            )
         turns = next(strand.turns for strand in reversed(state.strands) if strand.turns)
-        turns[-1] = replace(turns[-1], reward=(turns[-1].reward or 0.0) + float(reward))
+        turns[-1] = replace(turns[-1], reward=(turns[-1].reward or 0.0) + reward)
 
     def _waiting(self, name: str, environment: Environment) -> Wait:
         return waiting(

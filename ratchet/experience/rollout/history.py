@@ -32,10 +32,11 @@ async def observe(
     turns = [messages[start:end] for start, end in pairwise([*turn_starts, len(messages)])]
     first = messages[: turn_starts[0]]
 
-    async def call() -> Sequence[Message]:
-        return environment.observe(task, first, turns[-window:])
+    async def call() -> list[Message]:
+        messages = environment.observe(task, first, turns[-window:])
+        return check_messages(messages, "observe", environment)
 
-    prompt = list(check_messages(await run_guarded(call), "observe", environment))
+    prompt = await run_guarded(call)
     if not prompt or prompt[-1].role in ("assistant", "inline"):
         raise UserCodeFailed(
             f"{type(environment).__name__}.observe returned a prompt that the policy can't answer. "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from ratchet.experience.rollout.environment_answers import MAX_NUMBER, is_computable
+from ratchet.experience.rollout.environment_answers import MAX_NUMBER, is_computable, show
 from ratchet.experience.rollout.episode_state import PromptCache
 from ratchet.experience.rollout.failures import is_retryable
 from ratchet.experience.seeds import derive_seed
@@ -323,11 +323,15 @@ async def judge_attempts(
 
     Raises UserCodeFailed if the reward raises, or does not return one outcome for each attempt.
     """
-    outcomes = await run_guarded(lambda: reward.score([rows[-1] for rows in candidates], task))
-    return [
-        _check_outcome(outcome, reward)
-        for outcome in _check_outcome_count(outcomes, candidates, reward)
-    ]
+
+    async def call() -> list[Outcome]:
+        outcomes = await reward.score([rows[-1] for rows in candidates], task)
+        return [
+            _check_outcome(outcome, reward)
+            for outcome in _check_outcome_count(outcomes, candidates, reward)
+        ]
+
+    return await run_guarded(call)
 
 
 async def gather_first(
@@ -402,7 +406,7 @@ def _check_outcome_count(
     # `list` comes first because `isinstance` is fast for it and slow for `Sequence`.
     if not isinstance(outcomes, list | Sequence):
         raise UserCodeFailed(
-            f"{name}.score returned {outcomes!r:.80}. It must be a sequence of outcomes"
+            f"{name}.score returned {show(outcomes)}. It must be a sequence of outcomes"
         )
     if len(outcomes) != len(candidates):
         raise UserCodeFailed(
@@ -417,7 +421,7 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
     if not isinstance(outcome, Outcome):
         return Failed(
             "reward",
-            f"{name}.score returned {outcome!r:.80} for an attempt. It must be an Outcome such as "
+            f"{name}.score returned {show(outcome)} for an attempt. It must be an Outcome such as "
             "Scored(1.0)",
         )
     if isinstance(outcome, Scored | Truncated):
@@ -426,7 +430,7 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
         if not all(map(is_computable, parts)) or not (is_unjudged or is_computable(outcome.reward)):
             return Failed(
                 "reward",
-                f"{name}.score returned {outcome!r:.200}; rewards and their parts must be finite "
+                f"{name}.score returned {show(outcome)}; rewards and their parts must be finite "
                 f"numbers, within ±{MAX_NUMBER:g}",
             )
     return outcome

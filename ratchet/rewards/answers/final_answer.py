@@ -56,6 +56,9 @@ def _join_thousands(match: re.Match[str]) -> str:
 
 # Patterns and their replacements, applied in this order.
 SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    # Dollars by another name than their sign.
+    (re.compile(r"(?<![A-Za-z\\])(?:US(?=\\?\$)|USD ?(?=\\?\$?[-+]?[0-9.]))"), ""),
+    (re.compile(r"(?<=[0-9])\s?(?:USD|dollars?)$"), ""),
     (
         re.compile(r"\\!|\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|(?<!\\)\$|\\\$"),
         "",
@@ -78,6 +81,9 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"(?<!\d) +| +(?!\d)"), ""),
     (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join_thousands),
 )
+# Words whose case means nothing.
+VERDICTS = ("yes", "no", "true", "false")
+SCALE = re.compile(r"(?<=[\d\s{])((?i:[ap]\.?m|thousand|million|billion|trillion))$")
 # A unit at the end, as in 5\text{ cm}^2.
 UNIT = re.compile(
     r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*\\(?:text|mathrm)\{[^{}0-9,]*\}(?:\^\{?[0-9]\}?)?$"
@@ -163,11 +169,22 @@ def name_different_variables(a: str, b: str) -> bool:
     return is_single and bool(name_a and name_b) and name_a.casefold() != name_b.casefold()
 
 
+def state_different_halves(a: str, b: str) -> bool:
+    """True if both answers end with a word that is no unit, as "9 AM" and "9 PM", and they differ.
+
+    Such words are the halves of a day, and powers of a thousand.
+    """
+    words = [SCALE.search(text.strip(" .}$")) for text in (a, b)]
+    halves = [word[1].casefold().replace(".", "") for word in words if word]
+    return len(set(halves)) == 2
+
+
 def _split_name(latex: str) -> tuple[str, str]:
     """Return the name of "x=5" and the normalised rest; the name is "" if there is none."""
     latex = UNIT.sub("", spell_latex(latex[:MAX_ANSWER_CHARS]).strip().rstrip("."))
     for pattern, replacement in SPELLINGS:
         latex = pattern.sub(replacement, latex)
+    latex = latex.casefold() if latex.casefold() in VERDICTS else latex
     name, equals, value = latex.partition("=")
     return (name, value) if equals and len(name) <= 2 and name[:1].isalpha() else ("", latex)
 
@@ -181,7 +198,7 @@ def canonicalize(answer: str) -> str:
 
 def is_same_answer(a: str, b: str) -> bool:
     """True if two answers have the same non-empty spelling, or are the same number."""
-    if name_different_variables(a, b):
+    if name_different_variables(a, b) or state_different_halves(a, b):
         return False
     a, b = normalize_spelling(a), normalize_spelling(b)
     if a == b:

@@ -21,6 +21,7 @@ from ratchet.rewards.answers.final_answer import (
     name_different_variables,
     normalize_spelling,
     spell_latex,
+    state_different_halves,
 )
 from ratchet.rewards.answers.numeric import (
     MINUS_SIGNS,
@@ -63,6 +64,11 @@ FORMULA = re.compile(r"\$\$?(?P<a>[^$]+)\$\$?|\\\((?P<b>(?>(?:[^\\]+|\\(?![()]))
 PACKAGE = "math_verify"
 MAX_ALGEBRA_CHARS = 500  # a longer text is not a final answer, and takes seconds to parse
 WORD = re.compile(r"[A-Za-z]{3,}")
+# The words before a formula without dollar signs: "The answer is \\frac{1}{2}."
+LEADING_WORDS = re.compile(
+    r"^(?:(?!(?:sin|cos|tan|log|ln|exp|max|min|gcd|lcm|pi)\b)"
+    r"[*]{0,2}[A-Za-z][A-Za-z'’]+[:,]?[*]{0,2}[:,]?\s+)+"
+)
 WITH_BASE = re.compile(r"[0-9A-Z]+_\{?([0-9]+)\}?")
 # Matches "5 6", which math-verify adds up to 11.
 # Matches answers to several parts, "(a) 5 (b) 6", which math-verify multiplies.
@@ -117,7 +123,12 @@ class Math(FinalAnswer):
 
     async def _grade(self, text: str, gold: str) -> float:
         answer = self._extract_answer(text)
-        if not answer or name_different_variables(answer, gold):
+        if (
+            not answer
+            or name_different_variables(answer, gold)
+            or state_different_halves(answer, gold)
+            or _is_false_equation(answer)
+        ):
             return 0.0
         if is_same_answer(answer, gold):
             return 1.0
@@ -149,12 +160,20 @@ def extract_formula(text: str) -> str | None:
     if number is not None and (formula is None or number.end() > formula.end()):
         is_only_number = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
         if formula is None and is_only_number and len(text) < 200:
-            return text.strip(" \t\n*")[:MAX_ANSWER_CHARS]
+            return LEADING_WORDS.sub("", text.strip(" \t\n*")).strip(" *")
         sign = "-" if follows_minus_word(text, number) else ""
         return f"{sign}{number.group()}"
     if formula is not None:
         return (formula["a"] or formula["b"])[:MAX_ANSWER_CHARS]
     return text.strip() if len(text) < 200 and "\n" not in text.strip() else None
+
+
+def _is_false_equation(answer: str) -> bool:
+    """True if an answer equates different integers, as "5=6". Algebra takes its last side."""
+    if "=" not in answer or "%" in answer:  # 1 = 100 %
+        return False
+    sides = [parse_bare_number(side) for side in normalize_spelling(answer).split("=")]
+    return len(set(sides)) > 1 and all(side is not None and side.denominator == 1 for side in sides)
 
 
 def _is_word(gold: str) -> bool:

@@ -33,8 +33,8 @@ class MultipleChoiceConfig(Section):
     )
 
 
-OPENING_MARKS = r"[*_(\[{\"'`$\\]{0,4}"
-CLOSING_MARKS = r"[*_)\]}\"'`$\\]{0,4}"
+OPENING_MARKS = r"[*_(\[{\"'`$\\“‘]{0,4}"
+CLOSING_MARKS = r"[*_)\]}\"'`$\\”’]{0,4}"
 TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 
@@ -46,7 +46,7 @@ class MultipleChoice(FinalAnswer):
 
     def __init__(self, config: MultipleChoiceConfig) -> None:
         self.config = config
-        letter = f"(?P<letter>[{config.letters}])(?![\\w'’-])"
+        letter = f"(?P<letter>[{config.letters}])(?![\\w-]|['’]\\w)"
         verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|would\sbe)(?:\s{0,3}:)?)?"
         noun = r"(?i:\b(?:answer|choice|option)\b)\*{0,2}"
         self._answer_pattern = re.compile(
@@ -58,9 +58,9 @@ class MultipleChoice(FinalAnswer):
             re.DOTALL,
         )
         self._next_letter_pattern = re.compile(
-            rf"{CLOSING_MARKS}\s{{0,3}}(?:[,/&;|+]|\b(?:or|and|plus)\b)\s{{0,3}}"
-            rf"(?:(?i:option|choice)\s)?"
-            rf"{OPENING_MARKS}[{config.letters}](?![\w'’-])"
+            rf"{CLOSING_MARKS}\s{{0,3}}(?:[,/&;|+]\s{{0,3}}(?:(?:or|and)\s{{1,3}})?"
+            rf"|\(?\b(?:or|and|plus)\b\s{{0,3}})(?:maybe\s)?(?:(?i:option|choice)\s)?"
+            rf"{OPENING_MARKS}[{config.letters}](?![\w-]|['’]\w)"
         )
 
     def answer(self, text: str) -> str | None:

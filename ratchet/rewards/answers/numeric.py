@@ -42,9 +42,11 @@ MAX_DIGITS = 400  # maximum characters of a number, and maximum size of an expon
 # quadratic time.
 WHOLE = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?>{WHOLE}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
+# A currency between a minus and its number: -$5, -US$5, -USD 5.
+CURRENCY = r"(?:(?:US|CA|AU|HK)?[$€£¥₹]|(?:USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|CHF)[ ]?)"
 NUMBER = re.compile(
     # A sign after a word, digit or bracket is an operator. Digits inside a word (H2O) don't count.
-    rf"""(?: (?<![\w)\]}}]) (?P<sign> [$€£¥₹]?[-+][$€£¥₹]? ) | (?<!\w) )
+    rf"""(?: (?<![\w)\]}}]) (?P<sign> [$€£¥₹]?[-+]{CURRENCY}? ) | (?<!\w) )
     (?: (?: (?P<mixed>{WHOLE})[ ] )? (?P<above>{DECIMAL}) / (?P<below>{DECIMAL})
       | (?P<plain>{DECIMAL}) (?: [eE] (?P<exponent>[-+]?[0-9]+) )? )""",
     re.VERBOSE,
@@ -59,8 +61,10 @@ EXPRESSION_AFTER = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))"
 # A minus that stands apart from its number: "- 5", "-€5", "-\text{5}". A minus after a word is a
 # dash.
 MINUS_BEFORE = re.compile(r"(?:^|[=:$({\[])\s*-(?:\\[a-zA-Z]+|[^\w+/=<>^-])*$")
-# "It is minus 5", but not the operator of "8 minus 5".
-MINUS_WORD = re.compile(r"(?:^|[=:$({\[*]|(?<![\d)\]}])\s)(?i:minus|negative)\s*[$€£¥₹]?$")
+# "It is minus 5", but not the operator of "8 minus 5". Also "x = - 5" and "<answer>- 5".
+MINUS_WORD = re.compile(
+    r"(?:(?:^|[=:>$({\[*]|(?<![\d)\]}])\s)(?i:minus|negative)\s*|[=>][ ]?-[ ])[$€£¥₹]?$"
+)
 MINUS_BEFORE_BOX = re.compile(r"(?:[=$({\[]\s*-\s*|(?:^|(?<![\d)}\]])\s)-)$")
 MINUS_SIGNS = re.compile("[−–﹣－‐‑]|\\\\textminus(?![a-zA-Z])")
 
@@ -194,7 +198,7 @@ def _read_single(text: str) -> Fraction | None:
 
 
 def follows_minus_word(text: str, number: re.Match[str]) -> bool:
-    """True if "minus" or "negative" stands before a number without a sign."""
+    """True if "minus", or a minus that stands apart, is before a number without a sign."""
     start = number.start()
     return not number["sign"] and MINUS_WORD.search(text, max(0, start - 24), start) is not None
 

@@ -218,6 +218,8 @@ def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
     main.__dict__["__file__"] = FILE_NAME
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.argv[:] = [FILE_NAME]
+    # Those of the fork server name the trainer's process and a descriptor: other ones in each slot.
+    sys.orig_argv[:] = [sys.executable, FILE_NAME]
     for name, file, mode, errors in STREAMS:
         buffering = 1 if file == 2 else -1
         options = {"encoding": "utf-8", "errors": errors, "closefd": False, "buffering": buffering}

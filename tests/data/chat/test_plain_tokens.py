@@ -5,7 +5,7 @@ import json
 from contextlib import suppress
 
 import pytest
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from ratchet.data.chat.tokenizer import Tokenizer
@@ -132,3 +132,20 @@ def test_a_token_with_an_id_that_takes_all_memory_is_refused(tmp_path):
     path.write_text(json.dumps(state))
     with pytest.raises(ModelError, match="gives a token the id 2,147,483,648, and at most"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_merges_that_spell_a_special_token_are_left_out(as_text):
+    """A BPE that was trained on a text with its own special token has merges that spell it."""
+    vocabulary = {name: i for i, name in enumerate(["<unk>", "</s>", "<", "/s>", "/", "s", ">"])}
+    vocabulary["/s"] = 7
+    merges = [("/", "s"), ("/s", ">"), ("<", "/s>")]
+    backend = Backend(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    if as_text:
+        state = json.loads(backend.to_str())
+        state["model"]["merges"] = [" ".join(merge) for merge in merges]
+        backend = Backend.from_str(json.dumps(state))
+    tokenizer = Tokenizer(backend, config={"eos_token": "</s>"})
+    assert tokenizer.encode("</s>") == [vocabulary["<"], vocabulary["/s>"]]
+    assert tokenizer.encode("</s>", allow_special=True) == [vocabulary["</s>"]]

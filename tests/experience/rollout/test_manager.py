@@ -1,5 +1,6 @@
 import asyncio
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from ratchet.testing.fakes import (
     TextOnlyMixin,
 )
 from ratchet.types import Failed, Message, Sampling, Scored, Trajectory, Truncated, Unjudged
+from ratchet.utils.user_code import run_guarded
 
 EOS = 99
 
@@ -416,3 +418,116 @@ def test_redundancy_says_how_much_shorter_is_what_was_kept():
         ).measure(groups)
         == {}
     )
+
+
+class ExitsInRepr:
+    def __repr__(self):
+        raise SystemExit(3)
+
+
+class RaisesInFloat(float):
+    def __float__(self):
+        raise RuntimeError("no number")
+
+
+class NanInFloat(float):
+    def __float__(self):
+        return float("nan")
+
+
+class HidesSize(float):
+    def __abs__(self):
+        return 0.0
+
+
+class ExitsInItems(dict):
+    def items(self):
+        raise SystemExit(3)
+
+
+class ExitsInIteration(Sequence):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise GeneratorExit
+
+
+def raise_error(error):
+    raise error
+
+
+HOSTILE_STEPS = [
+    lambda: raise_error(GeneratorExit()),
+    lambda: raise_error(SystemExit(3)),
+    ExitsInRepr,
+    lambda: Step(reward=RaisesInFloat(1), done=True),
+    lambda: Step(reward=NanInFloat(1), done=True),
+    lambda: Step(reward=HidesSize(1e300), done=True),
+    lambda: Step(reward=ExitsInRepr(), done=True),
+    lambda: Step(reward=1.0, metrics=ExitsInItems(a=1), done=True),
+    lambda: Step(reward=1.0, done=ExitsInRepr()),
+    lambda: Step(ExitsInIteration(), reward=1.0),
+]
+
+
+@pytest.mark.parametrize("answer", HOSTILE_STEPS, ids=range(len(HOSTILE_STEPS)))
+def test_nothing_that_a_step_raises_or_returns_ends_more_than_its_attempt(answer):
+    def step(task, message):
+        return answer() if int(message.text) % 2 else Step(done=True)
+
+    (task,) = tasks(1)
+    group = asyncio.run(manager(script=step).group(task, SAMPLING, group_id="g", attempts=12))
+    outcomes = [t.outcome for t in group.trajectories]
+    assert {type(outcome) for outcome in outcomes} == {Failed, Scored}
+    assert {outcome.kind for outcome in outcomes if isinstance(outcome, Failed)} == {"environment"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: raise_error(GeneratorExit()),
+        ExitsInRepr,
+        lambda: [ExitsInRepr()],
+        lambda: [Scored(ExitsInRepr())],
+        ExitsInIteration,
+    ],
+    ids=range(5),
+)
+def test_nothing_that_a_reward_raises_or_returns_ends_more_than_its_attempt(answer):
+    class Hostile(FakeReward):
+        async def score(self, trajectories, task):
+            await asyncio.sleep(0)
+            return answer()
+
+    (task,) = tasks(1)
+    hostile = manager(reward=Hostile(lambda t, task: 1.0))
+    group = asyncio.run(hostile.group(task, SAMPLING, group_id="g", attempts=2))
+    assert {t.outcome.kind for t in group.trajectories} == {"reward"}
+
+
+def test_a_call_that_is_closed_from_outside_ends_in_silence():
+    """A GeneratorExit that closes a waiting call is no error of user code."""
+
+    async def wait_forever():
+        await asyncio.Event().wait()
+
+    async def close_waiting():
+        call = run_guarded(wait_forever)
+        task = asyncio.create_task(call)
+        await asyncio.sleep(0)
+        call.close()
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(close_waiting())
+
+
+def test_an_exception_that_is_raised_again_keeps_its_size():
+    error = RuntimeError("shared")
+    (task,) = tasks(1)
+    shared = manager(script=lambda task, message: raise_error(error))
+    first, *_, last = asyncio.run(
+        shared.group(task, SAMPLING, group_id="g", attempts=20)
+    ).trajectories
+    assert len(last.outcome.detail) == len(first.outcome.detail)

@@ -41,11 +41,19 @@ PLAIN_RIGHT = [
     (r"\boxed{\text{minus }5}", "-5"),
     (r"\boxed{\text{Even}}", "even"),
     (r"\boxed{b = 2, a = 1}", "b=2, a=1"),
+    (r"\boxed{5 dollars}", r"\$5"),
+    (r"\boxed{-USD 5}", "-5"),
+    (r"\boxed{No}", "no"),
+    (r"The answer is \$5.", "5"),
+    (r"**Answer:** 5\text{ cm}", "5"),
+    (r"So the value is \frac{1}{2}.", "0.5"),
+    (r"\boxed{1 = 100\%}", r"1 = 100\%"),
 ]
 ALGEBRA_RIGHT = [
     (r"\boxed{\frac{\sqrt{8}}{2}}", r"\sqrt{2}"),
     (r"\boxed{(x+1)^2}", "x^2+2x+1"),
     (r"\boxed{3, 2}", r"\{2, 3\}"),
+    (r"\boxed{4/2 = 2}", "2"),
     (r"\boxed{[0, \infty)}", r"x \ge 0"),
     (r"\boxed{\begin{pmatrix} 2/2 \\ 2 \end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     (r"\boxed{2\pi}", r"\pi + \pi"),
@@ -111,6 +119,13 @@ WRONG = [
     (r"\boxed{(a) 5 (b) 6}", "(a) 6 (b) 5"),
     (r"\boxed{\text{(i) } 2x,\ \text{(ii) } 3}", r"\text{(i) } 3,\ \text{(ii) } 2x"),
     (r"\boxed{10⁴}", "10"),
+    (r"\boxed{5=6}", "6"),
+    (r"\boxed{x = 5 = 6}", "6"),
+    ("The answer is -USD 5.", "5"),
+    ("so x = - 5", "5"),
+    (r"So the value is \frac{1}{2}.", "2"),
+    (r"\boxed{9\text{ AM}}", r"9\text{ p.m.}"),
+    (r"\boxed{5 million}", r"5\text{ billion}"),
 ]
 
 

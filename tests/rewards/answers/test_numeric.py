@@ -67,6 +67,10 @@ def task(answer) -> Task:
         (r"- \frac{5}{2}", Fraction(-5, 2)),
         (r"-\left(5\right)", -5),
         ("minus 5", -5),
+        ("-USD 5", -5),
+        ("-US$5", -5),
+        ("−EUR 5", -5),
+        ("USD 5", 5),
         ("‑5", -5),  # U+2011
         (r"\frac12", Fraction(1, 2)),
         ("1½", Fraction(3, 2)),
@@ -146,6 +150,13 @@ def test_one_number_is_read(text, value):
         (r"- \boxed{5}", 5),  # an item of a list
         (r"8 - 3 = 8 -\boxed{5}", 5),
         ("The options are:\n- 5", 5),
+        ("so x = - 5.", -5),
+        ("x =- $5", -5),
+        ("<answer>- 5</answer>", -5),
+        ("<answer>minus 5</answer>", -5),
+        ("The answer is -USD 5.", -5),
+        ("The balance is -US$5,000", -5000),
+        ("pre-USD 5", 5),
     ],
 )
 def test_the_number_that_a_text_ends_on(text, value):
