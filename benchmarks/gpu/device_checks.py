@@ -42,9 +42,9 @@ from ratchet.learners.local import LocalLearner
 from ratchet.models.accelerator import use_accelerator
 from ratchet.models.load import init_policy
 from ratchet.models.lora.decoder import Adapter
+from ratchet.models.weights.checksums import copy_with_checksum
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import Sampling
-from ratchet.utils.checksums import copy_with_checksum
 
 SMALL = DecoderConfig(64, 128, 4, 4, 2, 32, 256, init_std=0.1)
 EXPERTS = replace(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ratchet.errors import WeightSyncError
-from ratchet.utils.checksums import as_bytes, checksum
+from ratchet.models.weights.checksums import as_bytes, checksum
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import (

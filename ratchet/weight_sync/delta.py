@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ratchet.errors import DeltaRefused, WeightSyncError
+from ratchet.models.weights.checksums import checksum, has_checksum
 from ratchet.protocols import Shard
-from ratchet.utils.checksums import checksum, has_checksum
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,
     PartReader,

@@ -16,8 +16,8 @@ import torch
 
 from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
+from ratchet.models.weights.checksums import has_checksum, prepare_checksum_check
 from ratchet.protocols import Generator, Learner, Shard
-from ratchet.utils.checksums import has_checksum, prepare_checksum_check
 from ratchet.utils.thread_pool import ThreadPool, keep_current_device
 from ratchet.weight_sync.delta import ReceivedWeights
 from ratchet.weight_sync.transport import WeightTransport

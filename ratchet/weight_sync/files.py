@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ratchet.errors import WeightSyncError
-from ratchet.utils.checksums import as_bytes, copy_with_checksum
+from ratchet.models.weights.checksums import as_bytes, copy_with_checksum
 from ratchet.utils.temp_dirs import TemporaryFolder
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport

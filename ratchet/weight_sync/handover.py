@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ratchet.utils.checksums import checksum
+from ratchet.models.weights.checksums import checksum
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import OutgoingPart, PartReader, SentPart, WeightBlock

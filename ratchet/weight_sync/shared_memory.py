@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ratchet.errors import WeightSyncError
-from ratchet.utils.checksums import copy_with_checksum
+from ratchet.models.weights.checksums import copy_with_checksum
 from ratchet.weight_sync.transaction import PushWeightSync
 from ratchet.weight_sync.transport import WeightTransport
 from ratchet.weight_sync.weight_blocks import (

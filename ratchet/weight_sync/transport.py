@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ratchet.models.weights.checksums import checksum
 from ratchet.protocols import Shard
-from ratchet.utils.checksums import checksum
 from ratchet.weight_sync import delta
 from ratchet.weight_sync.weight_blocks import (
     OutgoingPart,

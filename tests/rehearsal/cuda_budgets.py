@@ -12,7 +12,7 @@ from rehearsal.device_counts import update as count_update
 from support.pretend_cuda.counting import counting
 
 from ratchet.models.load import load_transformers_policy
-from ratchet.utils.checksums import copy_with_checksum
+from ratchet.models.weights.checksums import copy_with_checksum
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
 

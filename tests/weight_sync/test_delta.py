@@ -12,8 +12,8 @@ from weight_sync.processes import Processes
 from weight_sync.test_transfer import assert_bit_equal
 
 from ratchet.errors import DeltaRefused, WeightSyncError
+from ratchet.models.weights.checksums import checksum
 from ratchet.protocols import Shard
-from ratchet.utils.checksums import checksum
 from ratchet.weight_sync.delta import (
     ReceivedWeights,
     apply_changed_words,

@@ -31,12 +31,12 @@ from ratchet.commands.convert.verify import N_TOKENS, compute_test_logits, expla
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import copy_companions, find_model
 from ratchet.models.lora.files import StoredAdapter, load_adapter
+from ratchet.models.weights.checksums import checksum
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.observe.progress_bar import show_bar
 from ratchet.runs.run_dir import ADAPTER, MODEL
 from ratchet.utils import safe_read
 from ratchet.utils.atomic_files import write_json
-from ratchet.utils.checksums import checksum
 from ratchet.utils.summarize import summarize_names
 
 FILE_BYTES = 2**31

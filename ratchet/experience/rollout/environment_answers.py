@@ -81,8 +81,8 @@ def check_messages(messages: Any, method: str, environment: Environment) -> list
     """Return messages from user code, or raise UserCodeFailed if they are not Messages."""
     name = f"{type(environment).__name__}.{method}"
     is_sequence = isinstance(messages, tuple | list | Sequence)
-    checked = list(messages) if is_sequence else [None]
-    if not all(isinstance(message, Message) for message in checked):
+    checked: list[Message] = list(messages) if is_sequence else []
+    if not (is_sequence and all(isinstance(message, Message) for message in checked)):
         raise UserCodeFailed(f"{name} returned {show(messages)}. It must be a sequence of Messages")
     for message in checked:
         if not _is_content(message.content) or not isinstance(message.tool_call_id, str | None):

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ratchet.errors import ModelError
 from ratchet.generators.vllm.weights import PushReader, WeightCarrier, align_offset, make_entry
-from ratchet.utils.checksums import checksum, copy_with_checksum
+from ratchet.models.weights.checksums import checksum, copy_with_checksum
 
 # The arguments of `rebuild_cuda_tensor` that make up a handle: plain values, which vLLM's messages
 # carry.

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ratchet.errors import ModelError
+from ratchet.models.weights.checksums import as_bytes, checksum, has_checksum
 from ratchet.protocols import Shard
-from ratchet.utils.checksums import as_bytes, checksum, has_checksum
 from ratchet.utils.summarize import summarize_names
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"

@@ -7,7 +7,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.utils.checksums import (
+from ratchet.models.weights.checksums import (
     ROW_BYTES,
     SUMS,
     XXH3,
