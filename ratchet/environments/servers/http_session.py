@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from pydantic import Field
 from ratchet.errors import RatchetError
 from ratchet.types import is_number_not_bool
 from ratchet.utils.safe_read import parse_json
-from ratchet.web.client import NoAnswer, send_request
+from ratchet.web.client import NoAnswer, WholeAnswer, send_request
 
 SHOWN_CHARACTERS = 300  # of an answer, in an error
 
@@ -30,22 +29,10 @@ class ServerFault(RatchetError):
 
 
 @dataclass(frozen=True)
-class HTTPAnswer:
-    """An answer of the server.
-
-    Attributes:
-        url: Address of the request.
-        headers: Headers of the answer, by name in lower case.
-    """
+class HTTPAnswer(WholeAnswer):
+    """An answer of the server. url: address of the request."""
 
     url: str
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
-
-    @property
-    def text(self) -> str:
-        return self.content.decode("utf-8", "replace")
 
     @property
     def is_success(self) -> bool:
@@ -139,7 +126,7 @@ class HTTPSession:
             raise ServerFault(f"{url} did not answer within {self.timeout_s:g} s") from None
         except NoAnswer as error:
             raise ServerFault(f"{url} gave {error}") from error
-        return HTTPAnswer(url, answer.status, answer.headers, answer.content)
+        return HTTPAnswer(answer.status, answer.headers, answer.content, url)
 
 
 def ask_server(url: str, body: Any, timeout_s: float) -> Any:

@@ -165,7 +165,7 @@ def _read_result(answer: HTTPAnswer) -> ToolResult:
     if not events or events[-1][0] != "end":
         raise answer.make_fault("a stream of events without an end")
     data = "".join(data for name, data in events if name in ("chunk", "end"))
-    answer = HTTPAnswer(answer.url, answer.status, answer.headers, data.encode())
+    answer = HTTPAnswer(answer.status, answer.headers, data.encode(), answer.url)
     values = answer.read_object()
     if values.get("ok") is False and values.get("reason") in POLICY_ERRORS:
         return ToolResult(f"Error: {values.get('error')}", is_error=True)
