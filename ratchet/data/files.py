@@ -59,7 +59,9 @@ def convert_read_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{path}: can't be read: No such file or directory") from error
+        raise DataError(
+            f"{path}: can't be read: No such file or directory{_say_start(path)}"
+        ) from error
     except OSError as error:
         failed_directory = (
             error.filename
@@ -71,6 +73,12 @@ def convert_read_errors(path: str | Path) -> Iterator[None]:
         raise DataError(f"{where}: can't be read: {error.strerror or error}") from error
     except OverflowError as error:  # from a wrong offset in the file
         raise DataError(f"{path}: can't be read: {error}") from error
+
+
+def _say_start(path: str | Path) -> str:
+    """Return where a relative path starts, as the end of a sentence."""
+    is_relative = "://" not in str(path) and not Path(path).is_absolute()
+    return f". Its path starts at the working directory, {Path.cwd()}" if is_relative else ""
 
 
 def open_binary(path: str | Path) -> IO[bytes]:
