@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ratchet.errors import CheckpointError, RunDirectoryError, RunNotFound
 from ratchet.observe.progress import draw_curves, format_duration
-from ratchet.observe.sinks import MAX_VALUE, read_jsonl
+from ratchet.observe.sinks import MAX_VALUE, iter_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.resolve import fetch_run_record, list_runs_at
 from ratchet.runs.run_dir import RunDirectory, list_config_differences
@@ -29,6 +29,8 @@ from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console, shorten_text
 
 Value = TypeVar("Value")
+
+COMPARED_METRICS = ("eval/accuracy", "eval/loss", "rollout/reward", "policy/loss")
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,22 @@ def find_runs(directory: Path) -> list[RunDirectory]:
 
 def describe_run(run: RunDirectory) -> RunRow:
     """Return the row of a run, read from its files."""
-    rows = read_jsonl(run.metrics)
+    step, seconds = 0, 0.0
+    latest: dict[str, float | None] = {"eval/accuracy": None, "eval/loss": None}
+    for row in iter_jsonl(run.metrics):  # 200,000 rows would take 2 GB at once
+        step = row["step"]
+        seconds += sum(_list_finite_metrics([row], "time/step_s"))
+        for name in latest:
+            value = _find_last([row], name)
+            latest[name] = latest[name] if value is None else value
     return RunRow(
         path=str(run.path),
         state="running" if run.is_locked else "finished" if run.summary.exists() else "stopped",
-        step=rows[-1]["step"] if rows else 0,
+        step=step,
         steps=sum(_read_stage_values(run, int, "steps")),
-        seconds=sum(_list_finite_metrics(rows, "time/step_s")),
-        accuracy=_find_last(rows, "eval/accuracy"),
-        loss=_find_last(rows, "eval/loss"),
+        seconds=seconds,
+        accuracy=latest["eval/accuracy"],
+        loss=latest["eval/loss"],
         checkpoints=_measure_bytes(run.checkpoints),
     )
 
@@ -249,13 +258,15 @@ class _ComparedRun:
     Attributes:
         label: The path or address by which the user named the run.
         recipe: The resolved recipe.
-        rows: The rows of its metrics, by increasing step.
+        rows: The step and the compared metrics of each row, by increasing step.
+        digests: A hash of all numbers of each row but timings, by step.
         last_start: The first step of its last stage.
     """
 
     label: str
     recipe: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
+    digests: Mapping[int, int]
     last_start: int
 
     @classmethod
@@ -263,7 +274,12 @@ class _ComparedRun:
         run = _open_run(path)
         _read_stage_values(run, str, "name")
         start = sum(_read_stage_values(run, int, "steps")[:-1])
-        return cls(str(path), run.read_config(), read_jsonl(run.metrics), start)
+        rows, digests = [], {}
+        for row in iter_jsonl(run.metrics):
+            compared = {name: row[name] for name in row if name.endswith(COMPARED_METRICS)}
+            rows.append({"step": row["step"], **compared})
+            digests[row["step"]] = hash(json.dumps(_drop_timings(row), sort_keys=True))
+        return cls(str(path), run.read_config(), rows, digests, start)
 
 
 def _draw_metric(runs: Sequence[_ComparedRun], metric: str) -> list[str]:
@@ -311,17 +327,11 @@ def _list_recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list
     return lines
 
 
-COMPARED_METRICS = ("eval/accuracy", "eval/loss", "rollout/reward", "policy/loss")
-
-
 def _compare_pair(a: _ComparedRun, b: _ComparedRun) -> dict[str, Any]:
     """Return the differences of two runs in the form that `--json` writes."""
-    first_rows, second_rows = (
-        {row["step"]: _drop_timings(row) for row in run.rows} for run in (a, b)
-    )
-    shared_steps = sorted(first_rows.keys() & second_rows.keys())
+    shared_steps = sorted(a.digests.keys() & b.digests.keys())
     different_step = next(
-        (step for step in shared_steps if first_rows[step] != second_rows[step]), None
+        (step for step in shared_steps if a.digests[step] != b.digests[step]), None
     )
     return {
         "a": a.label,

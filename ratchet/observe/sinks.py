@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -129,28 +129,34 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path, *, last_step: int = MAX_STEP) -> list[dict[str, Any]]:
-    """Return the rows of a `metrics.jsonl` by increasing step; [] if there is no such file.
+    """Return the rows of a `metrics.jsonl`. See `iter_jsonl`."""
+    return list(iter_jsonl(path, last_step=last_step))
+
+
+def iter_jsonl(path: Path, *, last_step: int = MAX_STEP) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a `metrics.jsonl` by increasing step; none if there is no such file.
 
     Damaged lines, and steps out of order, are left out.
 
     last_step: the last step to read. Later ones are no reason to leave out others behind them.
     """
     if not path.is_file():  # reading a pipe would block
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines():
-        try:
-            row = parse_json(line, parse_constant=_reject_constant)
-        except ValueError:  # torn by a crash, or not UTF-8
-            continue
-        if (
-            isinstance(row, dict)
-            and type(row.get("step")) is int
-            and row["step"] <= last_step
-            and (not rows or row["step"] > rows[-1]["step"])
-        ):
-            rows.append(row)
-    return rows
+        return
+    step_before = None
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row = parse_json(line, parse_constant=_reject_constant)
+            except ValueError:  # torn by a crash, or not UTF-8
+                continue
+            step = row.get("step") if isinstance(row, dict) else None
+            if (
+                type(step) is int
+                and step <= last_step
+                and (step_before is None or step > step_before)
+            ):
+                step_before = step
+                yield row
 
 
 def _format_ranges(steps: Sequence[int]) -> str:

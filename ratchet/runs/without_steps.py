@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ratchet.config.schema import RunConfig
 from ratchet.errors import RunDirectoryError
-from ratchet.observe.sinks import read_jsonl
+from ratchet.observe.sinks import iter_jsonl
 from ratchet.runs.run_dir import ADAPTER, AVERAGE, MODEL, START, RunDirectory
 
 LOCK = ".lock"
@@ -163,7 +163,7 @@ def _has_results(directory: RunDirectory) -> bool:
         return True
     if any(directory.checkpoints.glob("*")) or any(directory.steps.glob("*.parquet")):
         return True
-    return any(row.get("step", 0) > 0 for row in read_jsonl(directory.metrics))
+    return any(row.get("step", 0) > 0 for row in iter_jsonl(directory.metrics))
 
 
 def _remove_empty_directories(directory: RunDirectory) -> None:

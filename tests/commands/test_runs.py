@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ratchet.cli.main import app
 from ratchet.commands import runs
 from ratchet.commands.runs import compare_runs, describe_run, find_runs, list_run_rows, prune_runs
 from ratchet.errors import DataError, RunDirectoryError
-from ratchet.observe.sinks import read_jsonl
+from ratchet.observe.sinks import iter_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.runs.without_steps import has_no_finished_step, remove_run_without_steps
@@ -125,9 +126,26 @@ def test_the_metrics_of_each_run_are_read_once(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    monkeypatch.setattr(runs, "read_jsonl", lambda path: read.append(path) or read_jsonl(path))
+    monkeypatch.setattr(runs, "iter_jsonl", lambda path: read.append(path) or iter_jsonl(path))
     said("compare", *(str(place / name) for name in "abc"))
     assert read == [place / name / "metrics.jsonl" for name in "abc"]
+
+
+def test_metrics_of_long_runs_are_not_all_held_in_memory(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "a", tmp_path / "a")
+    with (tmp_path / "a" / "metrics.jsonl").open("w") as file:
+        for step in range(5_000):
+            file.write(
+                json.dumps({"step": step + 1, **{f"name{i}": 0.5 for i in range(50)}}) + "\n"
+            )
+    tracemalloc.start()
+    try:
+        assert describe_run(RunDirectory(tmp_path / "a")).step == 5_000
+        compare_runs([str(tmp_path / "a")] * 2, as_json=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8_000_000  # all rows are 28 MB
 
 
 def test_the_curves_of_the_last_stage_are_compared(place: Path, tmp_path: Path) -> None:
