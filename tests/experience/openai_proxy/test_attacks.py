@@ -225,7 +225,7 @@ def test_a_huge_body_is_not_read_to_its_end():
 @pytest.mark.fault("S5")
 def test_a_body_that_does_not_come_is_not_waited_for():
     async def scene():
-        proxy = Proxy(replace(LIMITS, body_s=0.05))
+        proxy = Proxy(replace(LIMITS, body_s=0.5))
         async with serving(Scripted(["a"]), proxy=proxy) as (_, client):
             reader, writer = await asyncio.open_connection(
                 client.base_url.host, client.base_url.port
