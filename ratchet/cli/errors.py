@@ -155,4 +155,13 @@ def exit_with_error(error: BaseException) -> None:
         raise error
     message, status = explanation
     typer.echo(escape_controls(message), err=True)
+    _drop_unwritable_output()
     sys.exit(status)
+
+
+def _drop_unwritable_output() -> None:
+    """Discard output that can't be written: Python would try again, and exit with status 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
