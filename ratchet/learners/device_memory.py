@@ -7,7 +7,7 @@ has the same ones.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -166,17 +166,17 @@ def count_update_bytes(
 
 
 @contextmanager
-def explain_out_of_memory(largest: int) -> Iterator[None]:
+def explain_out_of_memory(count_largest: Callable[[], int]) -> Iterator[None]:
     """Add to an out-of-memory error of an update which key to lower.
 
-    largest: Tokens of the largest micro-batch.
+    count_largest: Returns the tokens of the largest micro-batch.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         cause = str(error).partition("\n")[0].partition(" GPU ")[0].rstrip(". ")
         error.args = (
-            f"{cause}, in an update by micro-batches of up to {largest} tokens. Lower "
+            f"{cause}, in an update by micro-batches of up to {count_largest()} tokens. Lower "
             "learner.micro_batch_tokens or generator.kv_cache_gib, or set "
             "learner.activation_checkpointing=true",
         )

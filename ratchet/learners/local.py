@@ -214,10 +214,12 @@ class LocalLearner(Learner):
                 mini.take(plan[number]), terms, seed=derive_mask_seed(step, number)
             )
 
+        def count_largest() -> int:
+            return max(mini.take(rows).n_tokens for rows in plan)
+
         keeps_casts = self.forwards[0].autocast and len(plan) > 1
-        lengths = mini.lengths_S.tolist()
-        largest = max((sum(lengths[row] for row in rows) for rows in plan), default=0)
-        with explain_out_of_memory(largest), keep_casts() if keeps_casts else nullcontext():
+        casts = keep_casts() if keeps_casts else nullcontext()
+        with explain_out_of_memory(count_largest), casts:
             metrics_by_micro = self._run_micros(mini, plan, run_micro_batch)
         for metrics in metrics_by_micro:
             for key, value in metrics.items():

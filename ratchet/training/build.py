@@ -327,7 +327,7 @@ def _reserve_memory(policy: Policy, roles: Mapping[str, Learner], spec: StageSpe
     n_bytes = sum(role.count_later_bytes() for role in roles.values())
     if isinstance(model, DecoderPolicy):
         kind = next(model.parameters()).device.type
-        longest = spec.sampling.max_new_tokens
+        longest = spec.sampling.max_new_tokens  # prompts are not known yet
         n_bytes += count_update_bytes(spec.learner, DecoderCost(model.shape), kind, longest)
     policy.generator.reserve_memory(n_bytes)
 

@@ -20,7 +20,7 @@ STRIDE = 16
 # Minimum length * head_dim of an attention product. Below 400 multiplications, PyTorch's `bmm` uses
 # a plain loop, which rounds differently from BLAS; 512 is the next power of two.
 MIN_MULTIPLICATIONS = 512
-MIN_SHARE = 16  # the cache has at least free GPU memory divided by this
+MIN_SHARE = 1 / 16  # of free GPU memory, which the cache has at least
 
 
 class KVCache:
@@ -147,7 +147,7 @@ def get_default_kv_bytes(device: torch.device, reserved: int = 0) -> int:
     """
     if device.type in ("cuda", "xpu"):
         free = _get_free_bytes(device)
-        return max((free - reserved) // 2, free // MIN_SHARE)
+        return max((free - reserved) // 2, int(free * MIN_SHARE))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
@@ -158,7 +158,7 @@ def get_stage_kv_bytes(device: torch.device, reserved: int) -> int:
     it is for the cache.
     """
     free = _get_free_bytes(device)
-    return max(int(free * USABLE_MEMORY_SHARE) - reserved, free // MIN_SHARE)
+    return max(int(free * USABLE_MEMORY_SHARE) - reserved, int(free * MIN_SHARE))
 
 
 def _get_free_bytes(device: torch.device) -> int:

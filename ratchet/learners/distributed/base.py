@@ -139,7 +139,7 @@ class RankLearner(ABC):
         if not micros:
             return {**metrics, "skipped_empty": 1.0}
         try:
-            with explain_out_of_memory(max(micro.n_tokens for micro in micros)):
+            with explain_out_of_memory(lambda: max(micro.n_tokens for micro in micros)):
                 metrics_by_micro = self._learn(micros, terms)
             sums = self._sum_metrics(metrics_by_micro)
             # All ranks of the last pipeline stage have this loss. `_complete_gradient` sums it over
