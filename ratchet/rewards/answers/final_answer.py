@@ -83,7 +83,7 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
 )
 # Words whose case means nothing.
 VERDICTS = ("yes", "no", "true", "false")
-SCALE = re.compile(r"(?<=[\d\s{])((?i:[ap]\.?m|thousand|million|billion|trillion))$")
+SUFFIX = re.compile(r"(?<=[\d\s{])((?i:[ap]\.?m|thousand|million|billion|trillion))$")
 # A unit at the end, as in 5\text{ cm}^2.
 UNIT = re.compile(
     r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*\\(?:text|mathrm)\{[^{}0-9,]*\}(?:\^\{?[0-9]\}?)?$"
@@ -169,14 +169,14 @@ def name_different_variables(a: str, b: str) -> bool:
     return is_single and bool(name_a and name_b) and name_a.casefold() != name_b.casefold()
 
 
-def state_different_halves(a: str, b: str) -> bool:
-    """True if both answers end with a word that is no unit, as "9 AM" and "9 PM", and they differ.
+def end_with_different_suffixes(a: str, b: str) -> bool:
+    """True if both answers end with AM or PM, or with a power of a thousand, and these differ.
 
-    Such words are the halves of a day, and powers of a thousand.
+    So "9 AM" is not "9 PM", which algebra takes for equal.
     """
-    words = [SCALE.search(text.strip(" .}$")) for text in (a, b)]
-    halves = [word[1].casefold().replace(".", "") for word in words if word]
-    return len(set(halves)) == 2
+    matches = [SUFFIX.search(text.strip(" .}$")) for text in (a, b)]
+    suffixes = [match[1].casefold().replace(".", "") for match in matches if match]
+    return len(set(suffixes)) == 2
 
 
 def _split_name(latex: str) -> tuple[str, str]:
@@ -198,7 +198,7 @@ def canonicalize(answer: str) -> str:
 
 def is_same_answer(a: str, b: str) -> bool:
     """True if two answers have the same non-empty spelling, or are the same number."""
-    if name_different_variables(a, b) or state_different_halves(a, b):
+    if name_different_variables(a, b) or end_with_different_suffixes(a, b):
         return False
     a, b = normalize_spelling(a), normalize_spelling(b)
     if a == b:

@@ -16,12 +16,12 @@ from ratchet.rewards.answers.boxed import get_gold_answer
 from ratchet.rewards.answers.final_answer import (
     MAX_ANSWER_CHARS,
     canonicalize,
+    end_with_different_suffixes,
     extract_marked_answer,
     is_same_answer,
     name_different_variables,
     normalize_spelling,
     spell_latex,
-    state_different_halves,
 )
 from ratchet.rewards.answers.numeric import (
     MINUS_SIGNS,
@@ -126,7 +126,7 @@ class Math(FinalAnswer):
         if (
             not answer
             or name_different_variables(answer, gold)
-            or state_different_halves(answer, gold)
+            or end_with_different_suffixes(answer, gold)
             or _is_false_equation(answer)
         ):
             return 0.0
