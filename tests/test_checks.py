@@ -143,6 +143,7 @@ def test_what_outlives_the_command_is_killed_and_named() -> None:
     assert not alive(int(done.stdout))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt its orphans")
 def test_overrun_fails_and_nothing_survives() -> None:
     done = budget(2 / 60, "sh", "-c", "setsid sleep 999 & echo $!; sleep 999 & echo $!; wait")
@@ -201,6 +202,7 @@ def test_a_change_touches_the_tests_that_lead_to_it(
     assert Path("tests", untouched) not in chosen
 
 
+@pytest.mark.slow
 def test_a_document_touches_no_test(changed, test_map) -> None:
     assert changed.choose([Path("docs/recipe.md")], test_map) == []
 

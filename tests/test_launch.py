@@ -125,6 +125,7 @@ def test_the_ray_script_resumes(dry_run):
     assert ["python", "-m", "ratchet", "train", "--resume", "runs/quickstart"] in calls
 
 
+@pytest.mark.slow
 @pytest.mark.needs("ray")
 def test_ray_has_the_options(dry_run):
     _, calls = dry_run(LAUNCH / "slurm-ray.sbatch", str(RECIPE))
@@ -132,6 +133,7 @@ def test_ray_has_the_options(dry_run):
     assert used <= options_of("ray.scripts.scripts", "start")
 
 
+@pytest.mark.slow
 def test_the_torchrun_script(dry_run):
     status, calls = dry_run(
         LAUNCH / "slurm-torchrun.sbatch", str(RECIPE), "learner.kind=dtensor", "learner.dp_shard=16"

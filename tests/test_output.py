@@ -25,6 +25,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_sentence():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -35,12 +36,14 @@ def test_a_full_disk_is_a_sentence():
     assert "nothing more can be written" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_broken_pipe_to_another_process_is_told():
     done = subprocess.run([sys.executable, "-c", BREAKS], capture_output=True, text=True)
     assert done.returncode == 1
     assert "the connection to another process broke" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_is_no_error():
     with subprocess.Popen(
         [*RATCHET, "explain-algorithm", "grpo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE

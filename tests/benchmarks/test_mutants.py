@@ -49,6 +49,7 @@ def mutants(repository: Path, *arguments: str | Path) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_tested_function_has_no_survivors_and_an_untested_one_has(repository, tree):
     status, lines = mutants(repository, "maths.py", "--root", tree, "--tests", "test_maths.py")
     *survivors, summary = lines
@@ -78,6 +79,7 @@ def test_a_mutant_reaches_names_that_other_modules_took_over(repository, tree):
     assert (status, json.loads(lines[-1])["killed"]) == (0, 1)
 
 
+@pytest.mark.slow
 def test_what_never_ends_counts_as_killed(repository, tree):
     (tree / "maths.py").write_text(
         "def halve(x: int) -> None:\n    while x > 0:\n        x -= 1\n", encoding="utf-8"

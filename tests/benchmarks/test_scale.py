@@ -21,6 +21,7 @@ def scale():
     return module
 
 
+@pytest.mark.slow
 def test_a_rank_receives_its_share(scale):
     few, many, twice = (scale.measure(*case) for case in ((4, 512, 1), (16, 512, 1), (16, 2048, 1)))
     assert many.rank_mib < 0.4 * few.rank_mib

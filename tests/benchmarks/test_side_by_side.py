@@ -20,6 +20,8 @@ from ratchet.config.loader import load_config
 from ratchet.kernels import build
 from ratchet.models.flops import DecoderCost
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--size", "T", "--rounds", "1", "--steps", "1", "--threads", "1", "--ours")
 GIVEN = ("--rows", "4", "--longest", "32")
 
@@ -211,7 +213,6 @@ ALONE = ["Ratchet"]
 GRPO_STEPS = [ALONE, ["Ratchet, bfloat16"]] if build.has_bfloat16_instructions() else [ALONE]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments", "records"),
     [
@@ -229,7 +230,6 @@ def test_our_side_of_a_comparison(repository, warm_environment, script, argument
     check_our_side(run(repository, script, *SMALL, *arguments, env=warm_environment), records)
 
 
-@pytest.mark.slow
 def test_our_side_of_starts(repository):
     """Interpreters start here, as that is what it measures."""
     rows = ["Ratchet", "Ratchet, evaluated before", "import torch"]
@@ -244,7 +244,6 @@ def check_our_side(lines, records):
         assert all(row["median"] > 0 for row in record["rows"].values())
 
 
-@pytest.mark.slow
 def test_scaling(repository, warm_environment):
     knobs = ["--knobs", "length", "model"]
     lines = run(repository, "scaling.py", *SMALL, "--doublings", "1", *knobs, env=warm_environment)
@@ -299,7 +298,6 @@ def test_vllms_driver_asks_for_the_workload(repository, model, tmp_path, monkeyp
     assert generate_with_vllm(repository, model)["version"] == "0"
 
 
-@pytest.mark.slow
 @pytest.mark.needs("vllm")
 def test_the_real_vllm_generates_the_workload(repository, model, monkeypatch):
     # One import of vLLM takes long enough, and nothing is timed here.

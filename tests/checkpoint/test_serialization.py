@@ -373,6 +373,7 @@ for step in (1, 2):
     assert load_state(latest.path / "policy")["x"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P10")
 def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
     code = """

@@ -12,6 +12,8 @@ from training.test_session import RECIPE, assert_equal_runs
 
 from ratchet.experience.sources.prompt_ledger import find_ledger_faults, read_ledger
 
+pytestmark = pytest.mark.slow
+
 ROLLOUTS = {
     "ready": {"max_staleness": 2, "order": "ready"},
     "issued": {"max_staleness": 0.5},
@@ -52,10 +54,7 @@ AHEAD = {
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "resampled",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ROLLOUTS if name != "resampled"),
-    ],
+    params=[*ROLLOUTS],
 )
 def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
@@ -76,7 +75,6 @@ def rows(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_the_ledger_says_that_each_prompt_was_trained_on_once_and_in_time(case):
     _, run, rollouts = case
     lines = list(read_ledger(run / "ledger.jsonl"))
@@ -111,14 +109,9 @@ def test_the_ledger_says_that_each_prompt_was_trained_on_once_and_in_time(case):
     "fault",
     [
         "step.update:7:kill",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "step.sample:9:kill",
-                "checkpoint.after_sync:8:kill",
-                "ledger.noted:20:kill",
-            )
-        ),
+        "step.sample:9:kill",
+        "checkpoint.after_sync:8:kill",
+        "ledger.noted:20:kill",
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(fault, case, tmp_path):

@@ -23,6 +23,8 @@ from ratchet.testing.kill_and_resume import (
 from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.py"
 
 
@@ -243,7 +245,6 @@ def shorten(recipe):
     return {**recipe, "stages": [*({**stage, "steps": 2} for stage in first), {**last, "steps": 3}]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "stages"])
 @pytest.mark.fault("P6")
 def test_every_failpoint(name, script, tmp_path, capsys, monkeypatch):

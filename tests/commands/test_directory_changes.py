@@ -84,6 +84,7 @@ def replace_by_another(run: Path) -> None:
     (run / "metrics.jsonl").write_text("")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P22")
 @pytest.mark.parametrize("point", ["step.update", "step.log", "checkpoint.published"])
 @pytest.mark.parametrize("interfere", [delete, move, replace_by_another])
@@ -103,6 +104,7 @@ def test_a_lost_directory_stops_the_run(interfere, point, train, tmp_path) -> No
         assert resume_run(moved, command="resume") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P23")
 def test_a_lost_lock_and_recipe_are_restored(train, tmp_path) -> None:
     def interfere(run: Path) -> None:
@@ -146,6 +148,7 @@ def test_lost_files_are_named_and_training_goes_on(name, train, tmp_path) -> Non
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P23")
 def test_lines_lost_before_a_resume_are_counted(train, tmp_path) -> None:
     assert train() == 0
@@ -201,6 +204,7 @@ def test_a_ledger_that_is_no_file_at_the_start_is_named(train, tmp_path, odd) ->
         resume_run(tmp_path / "run", command="resume")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P27")
 def test_a_full_disk_at_the_end_is_a_sentence(train, tmp_path, monkeypatch) -> None:
     def fail(*_: object) -> None:

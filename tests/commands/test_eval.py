@@ -107,6 +107,7 @@ RANKS = {"learner": {"kind": "dtensor", "dp_shard": 2}}
 LORA = {"lora": {"rank": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [{}, LORA, RANKS, pytest.param({**LORA, **RANKS}, marks=pytest.mark.slow)],
@@ -128,6 +129,7 @@ def test_a_checkpoint_has_the_weights_of_its_step(tmp_path: Path, more: dict[str
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = saved_run(tmp_path)
     (run / "model").rename(tmp_path / "elsewhere")
@@ -191,6 +193,7 @@ def test_an_api_against_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "A against B" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_asked_whole_and_has_its_subjects(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -45,6 +45,7 @@ def stage(name, algorithm, **more):
     return {"name": name, "algorithm": algorithm, "steps": 2, "batch_size": 4, **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_kind_of_algorithm_trains_an_adapter(name, tmp_path):
     """Behind a stage that trains the whole model, which the run keeps as the adapter's base."""
@@ -71,6 +72,7 @@ def test_every_kind_of_algorithm_trains_an_adapter(name, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_two_stages_with_adapters_follow_each_other(tmp_path):
     """The first one's is merged, and is the second one's base and reference."""
     run = tmp_path / "run"
@@ -114,6 +116,7 @@ def test_a_killed_run_resumes_to_the_same_bits(fault, tmp_path):
     assert rows[0] == rows[1]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_a_model_on_disk_without_a_copy_of_it(tmp_path):
     """And its adapter names that model."""
     first = tmp_path / "first"

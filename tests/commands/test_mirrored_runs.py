@@ -25,6 +25,8 @@ from ratchet.utils import failpoints as faults
 from ratchet.utils import object_store
 from ratchet.utils.object_store import put_directory
 
+pytestmark = pytest.mark.slow
+
 RECIPE = {
     "name": "probe",
     "threads": 1,
@@ -239,7 +241,6 @@ def test_what_is_no_address_is_refused_when_the_recipe_is_read(override, why, re
             resume_run(place, command="x")
 
 
-@pytest.mark.slow
 def test_a_plan_for_an_address_goes_there_with_the_run(recipe):
     address = f"memory://{uuid.uuid4().hex}/run"
     short = ["stages.sft.steps=1", "stages.rl.steps=1"]
@@ -272,7 +273,6 @@ def command(*arguments):
     return done.output
 
 
-@pytest.mark.slow
 def test_every_reading_command_takes_an_address(finished, recipe, machine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache, before = machine(), contents(finished)
@@ -310,7 +310,6 @@ def test_every_reading_command_takes_an_address(finished, recipe, machine, tmp_p
     assert contents(finished) == before  # read-only
 
 
-@pytest.mark.slow
 def test_what_is_fetched_is_fetched_once_and_again_when_it_was_changed(
     finished, machine, monkeypatch, tmp_path
 ):
@@ -424,7 +423,6 @@ def test_answers_at_an_address_are_scored(tmp_path):
     assert json.loads(line)["reward"] == 1.0
 
 
-@pytest.mark.slow
 def test_a_killed_process_goes_on_on_another_machine(whole, recipe, tmp_path, monkeypatch):
     """Through the command line, by SIGKILL in the middle of a checkpoint's upload."""
 

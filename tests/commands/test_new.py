@@ -51,6 +51,7 @@ def test_a_project_is_a_valid_recipe_on_its_own_rows_and_reward(
     sys.modules.pop("reward")  # so that no other test's module of this name is taken for it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name", "path"),
     [("environment", "MyMaze", "my_maze:MyMaze"), ("reward", "brief", "brief:brief")],

@@ -89,6 +89,7 @@ def test_the_card_has_the_figures_of_the_run(run: Path, hub: Hub) -> None:
     assert str(run.parent).encode() not in uploaded
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_push(run: Path, hub: Hub, repository: Path) -> None:
     page = (repository / "docs" / "integrations" / "hub.md").read_text(encoding="utf-8")
     lines = [line for line in page.split("```")[1].splitlines() if line.startswith("ratchet")]
@@ -192,6 +193,7 @@ def test_no_run_and_no_checkpoint_are_refused(run: Path, hub: Hub, tmp_path: Pat
     assert not hub.requests
 
 
+@pytest.mark.slow
 def test_a_model_of_the_command_loads_from_the_hub(run: Path, hub: Hub, tmp_path: Path) -> None:
     variables = {
         "HF_ENDPOINT": hub.address,

@@ -52,6 +52,7 @@ def said(*arguments: str) -> str:
     return CliRunner().invoke(app, ["runs", *arguments], catch_exceptions=False).stdout
 
 
+@pytest.mark.slow
 def test_each_is_listed(place: Path) -> None:
     found = json.loads(said("list", str(place), "--json"))
     assert [Path(row["path"]).name for row in found] == ["a", "b", "c"]
@@ -131,6 +132,7 @@ def test_the_metrics_of_each_run_are_read_once(
     assert read == [place / name / "metrics.jsonl" for name in "abc"]
 
 
+@pytest.mark.slow
 def test_metrics_of_long_runs_are_not_all_held_in_memory(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "a", tmp_path / "a")
     with (tmp_path / "a" / "metrics.jsonl").open("w") as file:
@@ -237,6 +239,7 @@ def test_names_are_whole_at_80_columns(
     assert "".join(cells) == f"{long}1{long}2"
 
 
+@pytest.mark.slow
 def test_stages_are_compared_by_name(tmp_path: Path, place: Path) -> None:
     recipe = place / "two.yaml"
     recipe.write_text(
@@ -272,6 +275,7 @@ def broken(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return Path("runs/recipe")
 
 
+@pytest.mark.slow
 def test_the_corrected_run_keeps_the_name(place: Path, broken: Path) -> None:
     assert has_no_finished_step(RunDirectory(broken))
     assert start_run(place / "recipe.yaml", ["steps=1"], None, command="train") == 0

@@ -72,6 +72,7 @@ def scores(*arguments: object) -> list[dict]:
     return [json.loads(line) for line in said(*arguments, "--json").splitlines()]
 
 
+@pytest.mark.slow
 def test_its_own_rewards_give_the_same_again(run: Path) -> None:
     lines = scores(run)
     assert [line["step"] for line in lines] == [3] * 12 + [4] * 12

@@ -49,6 +49,7 @@ def training(tmp_path, forks, name, action):
     return lambda fault="": chaos.start(folder / "run", fault)
 
 
+@pytest.mark.slow
 def test_it_saves_and_ends_with_a_status_of_its_own_and_goes_on_when_told_to(forks, tmp_path):
     paused = training(tmp_path, forks, "paused", "pause")
     assert paused() == PAUSED
@@ -68,6 +69,7 @@ def test_it_saves_and_ends_with_a_status_of_its_own_and_goes_on_when_told_to(for
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kill", ["step.log:5:kill", "checkpoint.begin:2:kill", "file.drafted:2:kill"]
 )

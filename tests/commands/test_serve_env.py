@@ -73,6 +73,7 @@ async def ask(url, *requests):
         return answers
 
 
+@pytest.mark.slow
 def test_ratchets_own_client_plays_answers_and_tools(serve):
     url = serve("sorting", "digits=3")
     prompt, _ = play(url, prompt="{text}", action_field="message")
@@ -87,6 +88,7 @@ def test_ratchets_own_client_plays_answers_and_tools(serve):
     assert [message.text for message in steps[0].messages] == ["42"]
 
 
+@pytest.mark.slow
 def test_wrong_requests_get_errors_and_harm_nothing(serve):
     url = serve("sorting", "--sessions", "1")
     answers = asyncio.run(

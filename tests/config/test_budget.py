@@ -67,6 +67,7 @@ def test_a_chain_of_recipes_shares_one_budget(tmp_path, monkeypatch):
         load_config(tmp_path / "b.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("C13")
 def test_overrides_share_the_budget_of_the_recipe(tmp_path):
     path = hostile.place(tmp_path / "r.yaml", hostile.QUICKSTART)

@@ -415,6 +415,7 @@ def test_secrets_are_redacted_in_a_saved_config(write, monkeypatch):
     assert "must be text" in message
 
 
+@pytest.mark.slow
 def test_reading_and_checking_a_recipe_imports_neither_torch_nor_transformers(write):
     path = write(QUICKSTART)
     code = (

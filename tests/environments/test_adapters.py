@@ -78,6 +78,7 @@ def echo_environment():
     return Echo
 
 
+@pytest.mark.slow
 @pytest.mark.needs("gymnasium")
 def test_frozen_lake_of_gymnasium_by_words():
     lake = GymnasiumEnvironment(GymnasiumConfig(**LAKE))
@@ -115,6 +116,7 @@ def test_what_is_shown_is_a_template_and_actions_may_be_numbers():
     assert steps[-1].reward == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.needs("gymnasium")
 def test_an_environment_of_text_is_played_in_threads_by_independent_copies():
     kind = echo_environment()

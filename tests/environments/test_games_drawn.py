@@ -46,6 +46,7 @@ def play(game, task, says):
     return asyncio.run(played())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observation", [pytest.param("image", marks=pytest.mark.slow), "both"])
 @pytest.mark.parametrize("kind", GAMES)
 def test_each_keeps_the_contract_of_environments(kind, observation):

@@ -71,6 +71,7 @@ def test_tasks_carry_their_parts_tag_and_come_by_its_share():
     assert list(itertools.islice(later, 53)) == tasks[37:]
 
 
+@pytest.mark.slow
 def test_the_kit_with_the_rewards_of_each_part():
     section = resolve("environment", {"kind": "mixture", "parts": PARTS})
     own = resolve("rewards", section.default_reward)
@@ -150,6 +151,7 @@ def test_what_the_parts_have_in_common_is_what_a_mixture_gives(tmp_path):
         load_config(tmp_path / "a.yaml")
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_on_two_domains_with_a_curve_of_each(tmp_path):
     recipe = {
         "threads": 1,

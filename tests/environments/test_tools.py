@@ -300,6 +300,7 @@ def mcp(**keys):
     return tool("mcp", command=[sys.executable, SERVER], **keys)
 
 
+@pytest.mark.slow
 def test_tools_of_an_mcp_server_are_called_by_its_own_client():
     toolbox = Toolbox(mcp())
     add, *_ = toolbox.schemas
@@ -324,6 +325,7 @@ def test_tools_of_an_mcp_server_are_called_by_its_own_client():
     assert decode_image(source, where="", limits=MediaLimits()).size == (1, 1)
 
 
+@pytest.mark.slow
 def test_an_mcp_server_that_dies_fails_the_attempt_and_is_started_again():
     toolbox = Toolbox(mcp())
     with pytest.raises(ToolUnavailable):
@@ -331,6 +333,7 @@ def test_an_mcp_server_that_dies_fails_the_attempt_and_is_started_again():
     assert answered(toolbox, "add", a=1, b=1).content == "2"
 
 
+@pytest.mark.slow
 def test_an_mcp_server_offers_what_it_is_asked_for():
     assert [found.name for found in mcp(only=["fail"])] == ["fail"]
     with pytest.raises(ConfigError, match="has no tool 'sub': it has add, draw, fail, die"):

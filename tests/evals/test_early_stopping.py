@@ -98,6 +98,7 @@ TARGET = {"optimizer": {"lr": 0.02}, "batch_size": 16}
 STOP = {"tasks": 16, "every": 1, "metric": "eval/loss", "stop_at": 2.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["", "step.sample:5:raise", "stage.end:1:raise"])
 def test_a_stage_ends_at_its_target(fault: str, tmp_path: Path):
     """Once the loss is low enough; the next stage has that from the first, and no step."""
@@ -136,6 +137,7 @@ def test_a_metric_that_nothing_reports_is_refused_before_the_first_step(tmp_path
     assert not (tmp_path / "a" / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["step.sample:4:raise", "stage.end:1:raise", "finish.summary:1:raise"]
 )
@@ -152,6 +154,7 @@ def test_patience_goes_on_where_it_was_interrupted(fault: str, tmp_path: Path):
     assert CheckpointStore(run / "checkpoints").steps() == [3, 4]
 
 
+@pytest.mark.slow
 def test_what_is_left_behind_may_be_the_best(tmp_path: Path):
     """By the loss of its batch, the highest: that is of the first step, while it learns."""
     learns: dict[str, Any] = {"optimizer": {"lr": 0.05}, "evaluation": {"tasks": 2, "every": 1}}

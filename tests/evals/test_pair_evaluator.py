@@ -166,6 +166,7 @@ def test_correlation_by_hand(a: list[float], b: list[float], expected: float | N
     assert found == (expected if expected is None else pytest.approx(expected))
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_evaluated_otherwise_does_not_begin_where_the_one_before_ended(
     tmp_path: Path,
 ):

@@ -84,6 +84,7 @@ def test_death_at_any_point_of_a_call(start, seed):
         assert error is None or (i > wanted and error.rank == 1)
 
 
+@pytest.mark.slow
 def test_death_in_a_collective(start):
     preload = ("torch", "torch.distributed")
     group = start(2, COLLECTIVE, preload=preload)
@@ -200,6 +201,7 @@ def test_a_killed_fork_server_leaves_no_folder(driver_too, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_workers_start_again_after_the_fork_server_was_killed():
     """With it all its workers die; those that are restarted come from a new one."""
     executor = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu", preload=())

@@ -28,7 +28,7 @@ from ratchet.executors.placement import Accelerator, ClusterNode, ResourceReques
 from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
 from ratchet.generators.workers.pool import GeneratorPool
 
-pytestmark = pytest.mark.needs("ray")
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.slow]
 COLLECTIVE = "executors.components:Collective"
 TINY = "executors.components:Tiny"
 
@@ -68,7 +68,6 @@ def start(executor):
         group.close()
 
 
-@pytest.mark.slow
 def test_calls_places_and_errors(start, executor):
     group = start(2)
     first, second = group.call_now("where")
@@ -91,7 +90,6 @@ def test_calls_places_and_errors(start, executor):
     assert group.call_now("environ", "RAY_AUTH_MODE") != ["disabled"] * 2
 
 
-@pytest.mark.slow
 def test_a_collective(start):
     group = start(2, COLLECTIVE)
     assert [float(tensor[0]) for tensor in group.call_now("sum")] == [3.0, 3.0]
@@ -148,7 +146,6 @@ def embedded(tmp_path_factory):
     return of
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one worker", *todays(["pp2", "fsdp2 x tp2", "ep2"], 1)])
 def test_the_quick_starts_steps_on_ray(name, executor, embedded):
     """As tests/recipes/test_ranks.py has them, where one process is meant too. What the ranks share
@@ -158,7 +155,6 @@ def test_the_quick_starts_steps_on_ray(name, executor, embedded):
     assert_alike(made(config, executor, wanted.groups, **learner), wanted)
 
 
-@pytest.mark.slow
 def test_generators_on_ray(executor, tmp_path, monkeypatch):
     """Beside learners there, and beside one in the driver; one that dies is replaced."""
     wanted = metrics_of(config(**RANKS), executor, tmp_path)
@@ -182,7 +178,6 @@ CHOSEN = {"examples": 12, "curriculum": {"memory": 0.2}}
 REPLAY = {"groups": 3, "max_age": 2, "priority": "uniform"}
 
 
-@pytest.mark.slow
 def test_a_curriculum_and_replay_on_ray(executor, tmp_path):
     """In step they choose the tasks and groups that they choose in one process; ahead of it they
     keep their bounds."""
@@ -222,7 +217,6 @@ def test_a_curriculum_and_replay_on_ray(executor, tmp_path):
     assert max(row.get("rollout/staleness_max", 0) for row in found) == REPLAY["max_age"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rollouts", "staleness"),
     [

@@ -103,6 +103,7 @@ def test_places(start):
     assert alone.call_now("environ", "CUDA_VISIBLE_DEVICES") == [""], "a rank on the CPU sees none"
 
 
+@pytest.mark.slow
 def test_arrays_and_tensors_arrive_whole_and_writable(start):
     group = start(1)
     for name, array in arrays().items():
@@ -222,6 +223,7 @@ def test_the_driver_can_read_what_a_worker_wrote(start):
     assert group.members[0].read_log_tail() == "a line"
 
 
+@pytest.mark.slow
 def test_a_recipe_chooses_the_executor():
     recipe = {
         "model": {"preset": "tiny"},

@@ -36,6 +36,7 @@ def test_the_environment_trains(run, tmp_path):
     assert '"rollout/environment/higher/found"' in metrics.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_both_ways_to_play_give_the_same(run):
     first, second = run("play.py").splitlines()
     assert first == second

@@ -142,6 +142,7 @@ def share_of_bound(seconds, groups, update_s, slots, around=5):
     return bound(groups[middle], update_s, slots) / fmean(seconds[middle])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("update_s", "least"), [(1.2, 0.9), (2.0, 0.85), (4.0, 0.98)])
 def test_a_heavy_tail_costs_little_where_few_attempts_outlast_the_steps_that_they_may_be_late(
     update_s, least, tmp_path
@@ -174,6 +175,7 @@ def ends_undisturbed(steps, update_s, slots, *, max_staleness=4, sigma=1.0):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_s", [1.2, 2.0, 4.0])
 def test_the_scheduler_comes_close_to_a_run_without_any_delay_of_its_own(update_s):
     steps, slots = 120, 16
@@ -181,6 +183,7 @@ def test_the_scheduler_comes_close_to_a_run_without_any_delay_of_its_own(update_
     assert ends_undisturbed(steps, update_s, slots)[-1] > 0.9 * sum(seconds)
 
 
+@pytest.mark.slow
 def test_two_sides_alike_can_not_both_be_busy_all_the_time_under_a_bound_on_staleness():
     """More slack brings them closer to it; without a tail they are busy but for the first step's
     requests."""
@@ -216,6 +219,7 @@ def test_attempts_that_outlast_those_steps_hold_it_up():
     assert share_of_bound(seconds, groups, 0.3, 64) < 0.5
 
 
+@pytest.mark.slow
 def test_a_part_of_a_step_ahead_gains_a_part():
     """Half of the next step's groups are under way while the learner works: they are as stale as
     with 1, and half as many."""

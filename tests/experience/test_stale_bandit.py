@@ -127,6 +127,7 @@ def trained(seed, *, max_staleness, correction):
     return float(learner.logits.detach().softmax(-1)[0]), staleness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_stale_attempts_end_at_the_wrong_arm_and_corrected_ones_at_the_best(seed):
     synchronous, _ = trained(seed, max_staleness=0, correction=None)

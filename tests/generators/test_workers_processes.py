@@ -73,6 +73,7 @@ def linked(router, learner, recipe, directory):
     return make_recovering_weight_sync(resolve("weight_sync", recipe), between, MetricsManager())
 
 
+@pytest.mark.slow
 def test_it_is_the_generator_that_the_driver_would_have(start):
     router = start(2)
     assert router.hosts == {os.uname().nodename}
@@ -141,6 +142,7 @@ def test_a_replacement_goes_on_where_the_dead_one_was(start, tmp_path, how, work
     assert router.n_restarts == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", LINKS)
 @pytest.mark.fault("P20")
 def test_deaths_around_pushes(start, tmp_path, recipe):

@@ -13,6 +13,8 @@ from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
 from ratchet.kernels import build, cpu
 from ratchet.training.from_config import build_policy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):

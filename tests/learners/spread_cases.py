@@ -256,19 +256,18 @@ class Together:
     """Cases of `spread` that the same ranks compute, one after the other: the first steps of a process
     take two seconds longer than later ones.
 
-    topologies: by the name of the case. quick: cases of the fast tests, which are computed apart.
-    make: returns a case's arguments, by its name.
+    topologies: by the name of the case. make: returns a case's arguments, by its name.
     """
 
-    def __init__(self, topologies, quick, make):
-        self.topologies, self.quick, self.make, self.found = topologies, quick, make, {}
+    def __init__(self, topologies, make):
+        self.topologies, self.make, self.found = topologies, make, {}
 
     def results(self, name):
         """The results of a case, by rank. Its group is computed when the first of it is asked for."""
         if name not in self.found:
-            group = [other for other in self.topologies if self._group(other) == self._group(name)]
+            group = [other for other in self.topologies if self._ranks(other) == self._ranks(name)]
             cases = [self.make(other) for other in group]
-            world = self._group(name)[0]
+            world = self._ranks(name)
             try:
                 each = run_ranks(world, "learners.spread_cases:spread_each", cases, timeout_s=600)
                 by_case = [list(found) for found in zip(*each, strict=True)]
@@ -280,8 +279,8 @@ class Together:
         assert not broken, "\n".join(broken)
         return self.found[name]
 
-    def _group(self, name):
-        return Topology(**self.topologies[name]).world_size, name in self.quick
+    def _ranks(self, name):
+        return Topology(**self.topologies[name]).world_size
 
 
 def assembled(results):

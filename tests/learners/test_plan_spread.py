@@ -20,6 +20,8 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.transformers.division import check_token_division
 from ratchet.models.transformers.policy import TransformersPolicy
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 SHAPE = {
     "vocab_size": VOCAB,  # odd: ranks have unequal parts of it
@@ -109,7 +111,6 @@ BY_EXPERTS = {
     "ep2 x cp2": ({"context": 2, "shards": 2, "experts": 2}, {}),
 }
 BY_MORE = {"cp3": ({"context": 3}, {}), "cp2 x tp2": ({"context": 2, "tensor": 2}, {})}
-QUICK = {("llama", "tp2"), ("gemma2", "tp2"), ("gemma3_text", "cp2"), ("qwen3_moe", "ep2")}
 # Three models in all topologies; of the others, what differs in them.
 ALL = [
     *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in TOPOLOGIES),
@@ -124,7 +125,6 @@ ALL = [
 ]
 MODELS |= OTHERS
 TOPOLOGIES |= BY_TOKENS | BY_MORE | BY_EXPERTS
-CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in ALL]
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +159,10 @@ def plain(directory):
         topology, options = TOPOLOGIES[case[1]]
         return topology, directory(case[0]), STEPS, options, torch.float64
 
-    return Together({case: TOPOLOGIES[case[1]][0] for case in ALL}, QUICK, make)
+    return Together({case: TOPOLOGIES[case[1]][0] for case in ALL}, make)
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name"), ALL)
 def test_ranks_compute_what_one_process_does(plain, expected, kind, name):
     results = plain.results((kind, name))
     # Some norms and routers of transformers round to float32 whatever comes.
@@ -181,9 +181,7 @@ ADAPTED = {  # what a plan does to a linear layer
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[] if k == "llama" else [pytest.mark.slow]) for k in ADAPTED]
-)
+@pytest.mark.parametrize("kind", ADAPTED)
 def test_ranks_train_the_adapter_that_one_process_does(directory, kind, tmp_path):
     topology, options = ADAPTED[kind]
     expected = alone(directory(kind), STEPS, adapter=ADAPTER)
@@ -204,7 +202,6 @@ def test_an_adapter_of_stacked_experts_is_refused(directory):
     assert "gate_proj" not in str(caught.value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "topology"),
     [("gpt_neox", {"shards": 2, "tensor": 2}), ("gpt_oss", {"shards": 2, "experts": 2})],
@@ -222,7 +219,6 @@ def test_muon_leaves_stacked_biases_of_experts_alone(directory):
     assert "model.model.layers.0.mlp.router.weight" in matrices
 
 
-@pytest.mark.slow
 def test_ranks_with_other_experts_go_on_from_a_checkpoint(directory, tmp_path):
     topology, later = {"shards": 4, "experts": 2}, {"shards": 4, "experts": 4}
     source = directory("qwen3_moe")
@@ -238,7 +234,6 @@ def test_ranks_with_other_experts_go_on_from_a_checkpoint(directory, tmp_path):
         torch.testing.assert_close(weight, expected[name].float(), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.slow
 def test_float32_agrees_to_rounding(directory, tmp_path):
     """With grouped matrix products, which have no float64."""
     topology = {"shards": 2, "experts": 2}
@@ -270,7 +265,6 @@ def test_a_plan_that_changes_the_model_is_refused(directory):
             assert message in error
 
 
-@pytest.mark.slow
 def test_a_division_by_tokens_that_changes_the_model_is_refused(directory):
     for said in run_ranks(2, "learners.spread_cases:refused_tokens", directory("gemma2")):
         assert "computes something else when its tokens are divided over ranks" in said

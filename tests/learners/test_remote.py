@@ -26,6 +26,8 @@ from ratchet.models.load import init_policy, load_policy
 from ratchet.models.model_source import ModelSource
 from ratchet.training.roles import make_roles
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-3, warmup_steps=1, schedule="linear", ema_decay=0.9)
 
 
@@ -126,7 +128,6 @@ def numbers_alike(found, expected):
 PPO = {"kind": "ppo", "minibatches": 2, "kl": {"coef": 0.1}}
 
 
-@pytest.mark.slow
 def test_a_critic_and_a_reference_live_on_the_same_ranks_and_checkpoints_are_read_by_any_number_of_them(
     ranks, tmp_path
 ):
@@ -278,9 +279,7 @@ def save_of_transformers(directory, kind, **shape):
     AutoModelForCausalLM.from_config(config).double().save_pretrained(directory)
 
 
-@pytest.mark.parametrize(
-    "kind", ["ours", "experts", pytest.param("gpt2", marks=pytest.mark.slow), "gemma2"]
-)
+@pytest.mark.parametrize("kind", ["ours", "experts", "gpt2", "gemma2"])
 def test_a_model_of_a_directory_is_read_into_its_ranks(ranks, tmp_path, kind):
     # With PPO the ranks copy the policy, as its reference and its critic.
     spec = PPO if kind == "gemma2" else {"kind": "sft"}

@@ -10,6 +10,8 @@ from learners.spread_cases import MUON, SHAPE, SPARSE, UNTIED, Together, alone, 
 
 from ratchet.learners.distributed.topology import Topology
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 TOPOLOGIES = {
     "fsdp2": ({"shards": 2}, {}),
@@ -43,11 +45,9 @@ OF_EXPERTS = {
     "pp2 x ep2": ({"pipeline": 2, "shards": 2, "experts": 2}, {}),
 }
 SHAPES = {"tied": SHAPE, "untied": UNTIED, "sparse": SPARSE}
-QUICK = {("tied", "fsdp2"), ("tied", "pp2"), ("untied", "tp2 sequence"), ("sparse", "ep2")}
 ALL = [(shape, name) for shape in ("tied", "untied") for name in TOPOLOGIES] + [
     ("sparse", name) for name in OF_EXPERTS
 ]
-CASES = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in ALL]
 
 
 @cache
@@ -62,17 +62,17 @@ def plain(case):
     return topology, SHAPES[kind], STEPS, options, torch.float64
 
 
-PLAIN = Together({case: plain(case)[0] for case in ALL}, QUICK, plain)
+PLAIN = Together({case: plain(case)[0] for case in ALL}, plain)
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name"), ALL)
 def test_ranks_compute_what_one_process_does(kind, name):
     results = PLAIN.results((kind, name))
     check_alike(results, plain((kind, name))[0], expected(kind))
 
 
-@pytest.mark.parametrize("kind", ["tied", pytest.param("sparse", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["fsdp2", pytest.param("pp2 x fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["tied", "sparse"])
+@pytest.mark.parametrize("name", ["fsdp2", "pp2 x fsdp2"])
 def test_under_autocast_ranks_compute_what_one_process_does_under_it(kind, name):
     """Far closer than that is to float32, from which its losses are 1e-3 away: the same numbers are
     rounded."""
@@ -106,7 +106,6 @@ MUON_CASES = [
 
 WITH_MUON = Together(
     {case: plain(case)[0] for case in MUON_CASES},
-    MUON_CASES[:1],
     lambda case: (*plain(case), None, False, None, MUON),
 )
 
@@ -118,10 +117,7 @@ def expected_of_muon(kind):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [
-        pytest.param(*case, marks=[] if case == MUON_CASES[0] else [pytest.mark.slow])
-        for case in MUON_CASES
-    ],
+    MUON_CASES,
 )
 def test_muon_on_ranks_takes_the_steps_of_one_process(kind, name):
     results = WITH_MUON.results((kind, name))

@@ -9,6 +9,8 @@ from ratchet.config.lora import LoRAConfig
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.weights.weight_layout import PEFT_PREFIX
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 ADAPTER = Adapter(LoRAConfig(rank=2, alpha=4.0), seed=5)
 ATTENTION = Adapter(
@@ -34,8 +36,6 @@ CASES = {
     "ep2 x tp2": (SPARSE, {"shards": 2, "experts": 2, "tensor": 2}, {}, ADAPTER),
 }
 
-QUICK = ["tp2", "ep2"]
-
 
 DROPS = Adapter(LoRAConfig(rank=2, alpha=4.0, dropout=0.4), seed=5)
 
@@ -56,13 +56,10 @@ def together(folder):
         shape, topology, options, adapter = CASES[name]
         return topology, shape, STEPS, options, torch.float64, folder(name), False, adapter
 
-    return Together({name: make(name)[0] for name in (*CASES, "drops", "float32")}, QUICK, make)
+    return Together({name: make(name)[0] for name in (*CASES, "drops", "float32")}, make)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_train_the_adapter_that_one_process_does(name, together, folder):
     shape, topology, _, adapter = CASES[name]
     results = together.results(name)
@@ -82,7 +79,6 @@ def test_ranks_train_the_adapter_that_one_process_does(name, together, folder):
     assert moved
 
 
-@pytest.mark.slow
 def test_ranks_drop_what_as_many_workers_do(together):
     """Both name what is dropped by the step and the micro-batch, and two ranks have the
     micro-batches of two workers."""
@@ -90,7 +86,6 @@ def test_ranks_drop_what_as_many_workers_do(together):
     check_alike(together.results("drops"), {"shards": 2}, expected, rtol=1e-11)
 
 
-@pytest.mark.slow
 def test_float32_agrees_to_rounding(together):
     expected = alone(SHAPE, STEPS, torch.float32, adapter=ADAPTER)
     check_alike(together.results("float32"), {"tensor": 2}, expected, rtol=1e-5)

@@ -209,6 +209,7 @@ def means(pattern: str, name: str) -> bool:
     return re.fullmatch(re.sub(r"<\w+>", lambda found: loose[found[0]], pattern), name) is not None
 
 
+@pytest.mark.slow
 def test_every_metric_is_listed_and_every_listed_one_is_reported(
     reported: set[str], listed: list[str]
 ):

@@ -54,6 +54,8 @@ from ratchet.types import (
     Truncated,
 )
 
+pytestmark = pytest.mark.slow
+
 NAME = "rollout/length_histogram"
 LENGTHS = Histogram(
     edges=(0.0, 1.0, 2.0, 4.0), counts=(1, 0, 2), lowest=0.5, highest=3.0, total=6.5, squares=18.25
@@ -284,10 +286,7 @@ READERS = {
 @pytest.mark.needs("wandb", "mlflow", "swanlab", "trackio")
 @pytest.mark.parametrize(
     "kind",
-    [
-        "trackio",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("wandb", "swanlab", "mlflow")),
-    ],
+    ["trackio", "wandb", "swanlab", "mlflow"],
 )
 def test_what_was_kept_offline(kind: str, tmp_path: Path) -> None:
     written_apart(kind, tmp_path, KEYS[kind])

@@ -17,6 +17,8 @@ from ratchet.training.from_config import build_policy, check_stages, start_proce
 from ratchet.training.loop import train
 from ratchet.training.stage_from_config import build_run
 
+pytestmark = pytest.mark.slow
+
 RECIPE = {
     "name": "probe",
     "threads": 1,
@@ -42,15 +44,10 @@ RANKS = {"learner": {"kind": "dtensor", "dp_shard": 2, "micro_batch_tokens": 64}
 WORKERS = {"kind": "workers", "worker": {"kind": "engine", "kv_cache_gib": 0.01}}
 LINKS = [
     {"kind": "auto"},
-    *(
-        pytest.param(link, marks=pytest.mark.slow)  # each by itself: tests/weight_sync
-        for link in (
-            {"kind": "shared_memory"},
-            {"kind": "collective"},
-            {"kind": "files"},
-            {"kind": "delta", "dtype": None},
-        )
-    ),
+    {"kind": "shared_memory"},
+    {"kind": "collective"},
+    {"kind": "files"},
+    {"kind": "delta", "dtype": None},
     {"kind": "delta", "dtype": None, "through": "shared_memory"},
 ]
 

@@ -166,6 +166,7 @@ def test_a_teacher_of_text_is_refused_where_pictures_turn_up_among_tasks_without
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_it_trains_and_all_of_its_models_see_the_same_pictures(kind, teacher, shown, tmp_path):
     algorithm = {

@@ -10,6 +10,8 @@ from ratchet.executors.config import LocalClusterConfig
 from ratchet.executors.local import LocalExecutor
 from ratchet.training.from_config import build_policy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def executor():
@@ -30,7 +32,6 @@ def embedded(tmp_path_factory):
     return of
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_the_same_steps(name, executor, embedded):
     kind, learner = TOPOLOGIES[name]
@@ -67,7 +68,6 @@ def test_a_step_is_drawn_alike_as_long_as_the_weights_are(executor, embedded):
     assert found.metrics[0]["rollout/reward"] == wanted.metrics[0]["rollout/reward"]
 
 
-@pytest.mark.slow
 def test_fewer_groups_than_ranks(executor, embedded):
     """Ranks without rows compute fillers, which weigh nothing: all of them meet in every layer."""
     config, _ = embedded("dense")

@@ -291,6 +291,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 def test_long_chains_of_calls_are_judged(reward, name):
     assert judge(reward, CHAINS[name], "def f(x): return x + 1").reward == 1.0

@@ -141,6 +141,7 @@ def test_a_model_without_a_head_is_refused_at_once(tmp_path):
         made(tmp_path / "elsewhere")
 
 
+@pytest.mark.slow
 def test_a_model_that_was_trained_to_prefer_becomes_the_reward_of_grpo(tmp_path, repository):
     """ratchet/recipes/reward_model.yaml, cut short, then a few steps of GRPO that nothing but its score
     judges."""

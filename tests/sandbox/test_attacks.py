@@ -35,6 +35,7 @@ def test_the_corpus_is_large_and_its_names_are_distinct() -> None:
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [LEVELS[0], pytest.param(LEVELS[1], marks=pytest.mark.slow)])
 @pytest.mark.fault("S9")
 def test_no_attack_passes_or_leaves_anything_behind(level: Isolation) -> None:

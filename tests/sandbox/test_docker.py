@@ -117,6 +117,7 @@ def test_what_a_container_may_do_is_written_into_it(engine, sandbox):
     assert "Binds" not in host
 
 
+@pytest.mark.slow
 def test_ends_of_every_kind(engine, sandbox):
     assert run(sandbox, "import os; os.kill(os.getpid(), 11)").signal == 11
     assert (
@@ -179,6 +180,7 @@ SHAPES = ["null", "[]", "3", '"x"', "{}", '{"Id": null}', '{"Id": "../x y"}', "[
 STATES = ['{"Running": false, "ExitCode": "a"}', '{"Running": false, "ExitCode": 4096}']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_", "answers"),
     [

@@ -163,6 +163,7 @@ def test_a_session_keeps_files_directory_and_variables(sandbox):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_code_reward_runs_there_and_a_broken_service_is_a_failure_not_a_zero(service):
     section = {"kind": "remote", "address": service.address, "offers": "namespaces", "retries": 0}
     keys = {"timeout_s": 20, "memory_mib": 1024, "language": "block"}

@@ -99,6 +99,7 @@ def test_where_commands_cannot_run_there_are_no_sessions():
     sandbox.close()
 
 
+@pytest.mark.slow
 def test_an_unprivileged_user_has_the_same_sessions_or_is_told_why_not():
     need(Isolation.NAMESPACES)
     said = as_nobody(str(Path(__file__).resolve()), "NAMESPACES")
@@ -157,6 +158,7 @@ def test_signals_that_a_command_sends_arrive(sandbox):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.fault("R20")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_command_whose_whole_service_is_stopped_runs_again(sandbox, number):

@@ -133,6 +133,7 @@ def test_a_recipe_is_still_a_recipe(tmp_path: Path):
         CliRunner().invoke(app, ["check", str(tmp_path / "absent.yaml")], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_the_directory_that_one_starts_from_is_searched(tmp_path: Path):
     source = (
         "from ratchet.algorithms.config.sft import SFTConfig\n\n\nclass Mine(SFTConfig):\n   "

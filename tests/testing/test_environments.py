@@ -346,6 +346,7 @@ def test_faults_hangs_and_leaks_are_caught(broken, deadline_s, error):
         check_environment(broken(), n=10, deadline_s=deadline_s)
 
 
+@pytest.mark.slow
 def test_one_whose_helper_may_die_passes_where_it_raises():
     check_environment(Raises(), n=10)
 

@@ -54,6 +54,7 @@ def training(forks, tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_what_has_no_time_for_another_step_saves_and_can_be_resumed(training, tmp_path):
     assert training("whole", {}) == 0
     # each process has time for one step
@@ -96,6 +97,7 @@ def test_the_best_by_a_metric_stay(metric, best, training, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_only_a_signal_asked_for_is_never_the_best(training, tmp_path):
     keys = {"every": 2, "keep": 1, "keep_best": 1, "end_with": "best", "metric": "policy/lr"}
     falling = {"optimizer": {"lr": 0.05, "schedule": "linear"}}  # the first step is the best
@@ -113,6 +115,7 @@ def test_a_checkpoint_that_only_a_signal_asked_for_is_never_the_best(training, t
 # --- beside the training
 
 
+@pytest.mark.slow
 def test_what_is_written_beside_the_training_is_the_same(training, tmp_path):
     for name, background in (("at_once", False), ("beside", True)):
         assert training(name, {"keep": 4, "background": background}) == 0
@@ -140,6 +143,7 @@ def whole(forks, tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P6")
 @pytest.mark.parametrize(
     "kill",
@@ -196,6 +200,7 @@ def test_a_kill_while_ranks_write_leaves_the_checkpoint_before_whole(
     assert list_differences(whole_on_ranks, run) == ["config.yaml differs"]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P10")
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_disk_that_is_full_beside_the_training_is_told_at_the_next_step(

@@ -66,6 +66,7 @@ def problem(**keys):
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_judge_in_its_process_is_resumed_to_the_same_bits(here):
     rewards = trained()
     assert len(set(rewards)) > 1
@@ -85,6 +86,7 @@ def test_a_run_with_a_judge_in_its_process_is_resumed_to_the_same_bits(here):
     assert parts == whole
 
 
+@pytest.mark.slow
 def test_each_file_that_rewards_read_is_held_at_a_resumption(here):
     scoring(here / "scorer")
     (here / "turns.jinja").write_text(BUILTIN_TEMPLATES["turns"])
@@ -121,6 +123,7 @@ def test_each_file_that_rewards_read_is_held_at_a_resumption(here):
     assert resume_run("runs/run", ["steps=2", without], command="test") == 0
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_scored_again_by_its_judge(here, capsys):
     trained()
     capsys.readouterr()

@@ -134,6 +134,7 @@ logging: {progress: "off", tensorboard: false}
 """
 
 
+@pytest.mark.slow
 def test_a_run_measures_itself_and_its_resumption_goes_on(tmp_path: Path):
     recipe, path = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(RECIPE)

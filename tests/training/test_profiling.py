@@ -105,6 +105,7 @@ def test_a_resumed_run_is_profiled_as_far_as_it_goes(recipe: Path, tmp_path: Pat
     assert "Nothing is profiled: stage rl has no step left." in again.stdout
 
 
+@pytest.mark.slow
 def test_a_supervised_run_is_profiled_in_its_first_stage(recipe: Path, tmp_path: Path) -> None:
     only = tmp_path / "sft.yaml"
     only.write_text(yaml.safe_dump({**RECIPE, "stages": [{**RECIPE["stages"][0], "steps": 3}]}))

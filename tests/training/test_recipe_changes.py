@@ -77,6 +77,7 @@ def changes_of(run: Path) -> list[dict]:
     return [entry for entry in entries if "changes" in entry]
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_with_more_steps_and_another_rate(longer: Path) -> None:
     # linear to 0, over 7 steps: 0.002 x (7 - t) / 7 for t = 4, 5, 6
     rates = metrics(longer, "policy/lr")
@@ -131,6 +132,7 @@ def test_steps_before_and_after_a_change_replay_bit_for_bit(
         assert verdict.is_equal, (verdict.replayed.step, verdict.differences)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_in_parts_ends_in_the_same_bits(run: Path, longer: Path) -> None:
     changes = ["stages.rl.steps=7", "stages.rl.optimizer.lr=0.002", "stages.rl.evaluation.every=2"]
     assert resume_run(run, changes, command="resume") == 0
@@ -141,6 +143,7 @@ def test_a_run_that_goes_on_in_parts_ends_in_the_same_bits(run: Path, longer: Pa
     assert len(changes_of(run)) == 1
 
 
+@pytest.mark.slow
 def test_a_change_holds_from_the_checkpoint_that_the_run_falls_back_to(run: Path) -> None:
     assert resume_run(run, ["stages.rl.steps=6"], command="resume") == 0
     for step in (7, 9):
@@ -203,6 +206,7 @@ def invoke(*arguments: str) -> tuple[int, BaseException | None]:
     return result.exit_code, result.exception
 
 
+@pytest.mark.slow
 def test_the_command_takes_keys_in_place_of_a_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "one.yaml"
     one = {key: value for key, value in RECIPE.items() if key != "stages"}

@@ -105,6 +105,7 @@ def test_a_run_starts_from_a_finished_one(folder: Path, tmp_path: Path) -> None:
     assert not (run / START).exists()
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_checkpoint_which_it_keeps(folder: Path, tmp_path: Path) -> None:
     source = shutil.copytree(folder / "first", tmp_path / "source")
     run = start(folder, tmp_path / "run", start_from=f"{source}@2")
@@ -118,6 +119,7 @@ def test_a_run_starts_from_a_checkpoint_which_it_keeps(folder: Path, tmp_path: P
     assert_same_weights(again / "model", run / "model")
 
 
+@pytest.mark.slow
 def test_model_path_takes_a_run_and_its_checkpoints(folder: Path, tmp_path: Path) -> None:
     by_option = start(folder, tmp_path / "option", start_from=f"{folder / 'first'}@2")
     recipe = {key: value for key, value in RECIPE.items() if key not in ("model", "tokenizer")}
@@ -131,6 +133,7 @@ def test_model_path_takes_a_run_and_its_checkpoints(folder: Path, tmp_path: Path
     assert_same_weights(tmp_path / "c" / "model", by_option / "model")
 
 
+@pytest.mark.slow
 def test_the_optimizer_goes_on_and_its_schedule_begins_anew(folder: Path, tmp_path: Path) -> None:
     place = f"{folder / 'first'}@2"
     fresh = start(folder, tmp_path / "fresh", start_from=place)

@@ -158,6 +158,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -207,6 +208,7 @@ def forks(tmp_path_factory):
         yield forks
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P8")
 @pytest.mark.parametrize("fault", SIGNALS)
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(

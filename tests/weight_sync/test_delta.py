@@ -27,6 +27,8 @@ from ratchet.weight_sync.files import FilesWeightSync
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 from ratchet.weight_sync.weight_blocks import describe_block
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [
     torch.float32,
     torch.bfloat16,
@@ -161,7 +163,6 @@ def test_a_position_outside_of_the_block_is_refused():
 WHOLE = 4 * 30 * 4  # bytes of four matrices
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("through", ["files", "shared_memory"])
 def test_a_push_is_whole_where_changes_would_not_apply(through, ranks, tmp_path):
     kept = Kept()

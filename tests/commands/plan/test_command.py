@@ -132,6 +132,7 @@ def test_more_models_take_more(tmp_path: Path, override: str, part: str, factor:
     )
 
 
+@pytest.mark.slow
 def test_rows_of_a_history_window_are_short_and_many(tmp_path: Path) -> None:
     games = (
         "environment={kind: frozen_lake, style: compact, min_distance: 4}",

@@ -75,6 +75,7 @@ def other(project, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_explain_of_the_same_model_says_nothing_else(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
     assert explain_step(Path("run"), 1, top=1) == 0

@@ -88,6 +88,7 @@ def played(path, *steps, changes=()):
     return asyncio.run(all_of_them())
 
 
+@pytest.mark.slow
 def test_every_step_of_sft_grpo_ppo_and_dpo_is_bit_equal(run):
     found = played(run, *range(1, 21))
     assert [str(difference) for verdict in found for difference in verdict.differences] == []
@@ -174,6 +175,7 @@ def test_what_a_changed_token_changes_is_named_and_since_when(copy):
     assert (first.diverged_step, second.diverged_step, second.is_equal) == (None, 10, False)
 
 
+@pytest.mark.slow
 def test_what_the_record_left_out_is_said(run, tmp_path):
     recipe = {**RECIPE, "stages": RECIPE["stages"][:2], "checkpoint": {"every": 0}}
     some = trained(tmp_path / "some", recipe, "record.groups=3")
@@ -191,6 +193,7 @@ def test_what_the_record_left_out_is_said(run, tmp_path):
         played(run, 21)
 
 
+@pytest.mark.slow
 def test_another_algorithm_is_shown_beside_the_step_and_changes_nothing(run):
     found = played(run, GRPO, GRPO + 1, changes=["algorithm.clip_high=0.001", "optimizer.lr=0.001"])
     assert all(verdict.is_equal for verdict in found)

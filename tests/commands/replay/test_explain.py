@@ -79,6 +79,7 @@ def found(run, step, role="policy"):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "role", "updates"),
     [(3, "policy", 1), (GRPO, "policy", 2), (PPO, "critic", 1), (DPO, "policy", 1)],
@@ -150,6 +151,7 @@ def test_a_role_that_does_not_train_is_refused(run):
         explain_step(run, GRPO, role="critic")
 
 
+@pytest.mark.slow
 def test_the_command_says_it_in_tables_or_json(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert explain_step(run, GRPO, top=2) == 0

@@ -79,6 +79,7 @@ def repaired(task, *programs, **keys):
     return asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_the_kit_where_every_try_is_judged_by_the_tests():
     check_environment(made("code_repair", problems={"kind": "programs"}), n=50)
 
@@ -123,6 +124,7 @@ def hint(meta, program, **keys):
     return step.messages[0].text
 
 
+@pytest.mark.slow
 def test_the_call_after_which_a_test_fails_is_shown():
     task = Task("h", (Message("user", HIDDEN["prompt"]),), meta=HIDDEN)
     wrong, right = repaired(task, "    return x\n", "def inc(x):\n    return x + 1\n")
@@ -172,6 +174,7 @@ LEAKS = {
 }
 
 
+@pytest.mark.slow
 def test_no_hint_holds_text_of_the_tests():
     task = Task("h", (Message("user", "?"),), meta=HIDDEN)
     steps = repaired(task, *map(TELLING.format, LEAKS.values()), tries=99, error_chars=100_000)
@@ -183,6 +186,7 @@ def test_no_hint_holds_text_of_the_tests():
         assert str(SECRET) not in told, name
 
 
+@pytest.mark.slow
 def test_one_expected_output_is_shown_and_others_must_be_found():
     shown = hint(ECHO, "print(0)")
     assert shown.endswith("this is expected:\n4")

@@ -57,6 +57,7 @@ def test_it_keeps_the_contract(make, tmp_path):
     check_environment(make(test, train=str(train)))
 
 
+@pytest.mark.slow
 def test_of_20_tasks_the_oracle_earns_1_and_nothing_earns_0(make, tmp_path):
     environment = make(write_tasks(tmp_path, 20))
     tasks = list(environment.tasks("test", seed=0))

@@ -84,10 +84,12 @@ def block(command):
     return f"I will try this.\n```sh\n{command}\n```\n"
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract_in_local_sessions(made):
     check_environment(made([row(n) for n in range(3)]))
 
 
+@pytest.mark.slow
 @pytest.mark.needs("httpx2")
 @pytest.mark.needs("nsenter")
 def test_it_keeps_the_contract_in_containers(made):

@@ -338,6 +338,7 @@ def test_an_environment_that_can_not_be_made_there_says_why():
     asyncio.run(play())
 
 
+@pytest.mark.slow
 @pytest.mark.fault("R12")
 def test_a_thread_that_hangs_in_a_cancelled_call_retires_its_process_when_the_others_there_have_ended():
     async def play():
@@ -399,6 +400,7 @@ def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_
     assert "30 more file descriptors" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.fault("P16")
 def test_the_next_process_waits_where_one_after_the_other_dies(monkeypatch):
     asked = []
@@ -426,6 +428,7 @@ def test_how_long_it_waits():
     assert [compute_backoff_s(deaths) for deaths in (0, 3, 4, 5, 40)] == [0.0, 0.0, 0.2, 0.4, 30.0]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("R2")
 def test_a_hanging_process_in_which_nobody_plays_is_killed_at_once():
     async def play():
@@ -443,6 +446,7 @@ def test_a_hanging_process_in_which_nobody_plays_is_killed_at_once():
     asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_a_new_attempt_waits_for_a_hanging_thread_only_until_it_is_given_up():
     async def play():
         hangs, new = copies(made(threads=1), 2)
@@ -507,6 +511,7 @@ def test_the_record_of_a_failed_attempt_holds_the_traceback_of_the_worker():
     assert "ValueError: boom" in failed.detail
 
 
+@pytest.mark.slow
 @pytest.mark.fault("R2")
 def test_a_deadline_reaches_an_environment_that_blocks():
     failed = rolled_out(made(), "hang", timeout_s=3.0).outcome
@@ -555,6 +560,7 @@ asyncio.run(play())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_no_process_outlives_the_driver(end):
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

@@ -527,6 +527,7 @@ def listeners(port):
     return found
 
 
+@pytest.mark.slow
 def test_ratchet_imports_without_the_extra(tmp_path):
     code = """
 import sys

@@ -162,6 +162,7 @@ print(started.pid)
     assert not alive(int(row.extras["result"]))
 
 
+@pytest.mark.slow
 def test_a_program_that_is_late_is_killed(tmp_path):
     hangs = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(1000)"
     (row,) = play(command(hangs, directory=str(tmp_path)), timeout_s=2.0)
@@ -220,6 +221,7 @@ def test_an_agent_that_is_late_fails_and_what_it_had_running_is_aborted():
     assert generator.cancelled == 1
 
 
+@pytest.mark.slow
 @pytest.mark.fault("R10")
 def test_a_thread_that_is_late_is_refused_from_then_on():
     ended, over, refused = threading.Event(), threading.Event(), []

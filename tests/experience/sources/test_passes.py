@@ -112,6 +112,7 @@ def said(*arguments: str) -> str:
     return CliRunner().invoke(app, [*arguments], catch_exceptions=False).stdout
 
 
+@pytest.mark.slow
 def test_check_and_plan_say_how_many_steps(recipe: Path) -> None:
     line = "2 passes over 30 tasks, 8 a step: 8 steps"
     text = said("check", str(recipe))

@@ -173,6 +173,7 @@ def collector() -> Iterator[tuple[str, type[_Collector]]]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_collector_receives_what_the_metrics_say(
     repository: Path, tmp_path: Path, collector: tuple[str, type[_Collector]]
 ) -> None:
@@ -237,6 +238,7 @@ def test_the_path_of_traces_is_added(endpoint: str, url: str) -> None:
     assert get_traces_url(endpoint) == url
 
 
+@pytest.mark.slow
 def test_a_run_without_it_imports_none_of_its_packages() -> None:
     code = (
         "import sys, ratchet.training.session, ratchet.experience.rollout.episode; "

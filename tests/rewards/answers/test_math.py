@@ -190,6 +190,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.needs("math_verify")
 @pytest.mark.fault("S10")
 def test_hostile_mathematics_earns_0_and_leaves_the_reward_at_work():

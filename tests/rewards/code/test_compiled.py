@@ -51,6 +51,7 @@ def judge(reward, text, task=None):
     return asyncio.run(reward.score([answered(task, text)], task))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "end"),
     [
@@ -73,6 +74,7 @@ def test_a_program_in_cpp_is_compiled_and_run(made, program, end):
     assert outcome.parts[end] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
@@ -184,6 +186,7 @@ def test_go_is_run_where_it_is_installed_and_else_refused_by_name(made):
         assert "Install the compiler there, or set compilers.go" in outcome.detail
 
 
+@pytest.mark.slow
 def test_the_language_may_be_the_rows_or_the_answers(made):
     python = "```python\nprint(int(input()) * 2)\n```"
     marked = f"```c++\n{TWICE}\n```"

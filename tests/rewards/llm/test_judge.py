@@ -444,6 +444,7 @@ def test_a_comparison_that_can_not_be_made_fails_both_attempts_and_no_others():
 # --- a remote reward
 
 
+@pytest.mark.slow
 def test_a_group_goes_out_in_one_request_and_comes_back_with_parts():
     def answer(body, number):
         return {"results": [_judged(row) for row in body["rows"]]}
