@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ratchet.rewards.answers.numeric import (
     MINUS_SIGNS,
+    SCALE,
     find_last_match,
     has_minus_before_box,
     parse_bare_number,
@@ -58,7 +59,7 @@ def _join_thousands(match: re.Match[str]) -> str:
 SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     # Dollars by another name than their sign.
     (re.compile(r"(?<![A-Za-z\\])(?:US(?=\\?\$)|USD ?(?=\\?\$?[-+]?[0-9.]))"), ""),
-    (re.compile(r"(?<=[0-9])\s?(?:USD|dollars?)$"), ""),
+    (re.compile(r"^(?P<minus>-?)[€£¥₹](?=[-+]?[0-9.])"), r"\g<minus>"),
     (
         re.compile(r"\\!|\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|(?<!\\)\$|\\\$"),
         "",
@@ -66,6 +67,10 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"(?:\\[,;:> ]|\\quad(?![a-zA-Z])|~|\s)+"), " "),
     (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
+    (
+        re.compile(r"(?:(?<=[0-9])|(?<=llion)|(?<=thousand))\s?(?:USD|dollars?|[€£¥₹]|euros?)$"),
+        "",
+    ),
     (re.compile(r"\^\{?\\circ\}?|\\degree|°|\\?%"), ""),
     (re.compile(r"\\(?:cdot|times)(?![a-zA-Z])"), "*"),
     (re.compile(r"\\(le|ge|ne)q?(?![a-zA-Z])"), r"\\\1"),
@@ -84,9 +89,11 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
 # Words whose case means nothing.
 VERDICTS = ("yes", "no", "true", "false")
 SUFFIX = re.compile(r"(?<=[\d\s{])((?i:[ap]\.?m|thousand|million|billion|trillion))$")
-# A unit at the end, as in 5\text{ cm}^2.
+# A unit at the end, as in 5\text{ cm}^2, 5 km/h and 5 miles per hour.
 UNIT = re.compile(
-    r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*\\(?:text|mathrm)\{[^{}0-9,]*\}(?:\^\{?[0-9]\}?)?$"
+    r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*(?:"
+    rf"\\(?:text|mathrm)\{{(?!\s*{SCALE})[^{{}}0-9,]*\}}(?:\^\{{?[0-9]\}}?)?"
+    r"|(?:km|mi|cm|ft|m)/(?:h|hr|s)|[A-Za-z]{4,}\sper\s[A-Za-z]{3,})$"
 )
 
 

@@ -44,11 +44,14 @@ WHOLE = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?>{WHOLE}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
 # A currency between a minus and its number: -$5, -US$5, -USD 5.
 CURRENCY = r"(?:(?:US|CA|AU|HK)?[$€£¥₹]|(?:USD|EUR|GBP|JPY|CNY|RMB|INR|CAD|AUD|CHF)[ ]?)"
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALE = rf"(?i:{'|'.join(SCALES)})(?![A-Za-z])"
 NUMBER = re.compile(
     # A sign after a word, digit or bracket is an operator. Digits inside a word (H2O) don't count.
     rf"""(?: (?<![\w)\]}}]) (?P<sign> [$€£¥₹]?[-+]{CURRENCY}? ) | (?<!\w) )
     (?: (?: (?P<mixed>{WHOLE})[ ] )? (?P<above>{DECIMAL}) / (?P<below>{DECIMAL})
-      | (?P<plain>{DECIMAL}) (?: [eE] (?P<exponent>[-+]?[0-9]+) )? )""",
+      | (?P<plain>{DECIMAL}) (?: [eE] (?P<exponent>[-+]?[0-9]+) )? )
+    (?P<scale> (?: [ ]?{SCALE} )* )""",
     re.VERBOSE,
 )
 # Text before or after a number that makes the number a part of an expression, or a bound.
@@ -82,6 +85,7 @@ LATEX_REPLACEMENTS = (
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\(?:[!,]|(?=[$%]))"), ""),
     (MINUS_SIGNS, "-"),
+    (re.compile(rf"\\(?:text|mathrm)\{{ ?({SCALE})([^{{}}]*)\}}"), r" \1\2"),
     # the power of a unit: 5 cm^2, 5\text{ m}^2
     (
         re.compile(
@@ -145,10 +149,10 @@ def extract_final_number(text: str, *, require_marker: bool = False) -> Fraction
 def read_number(text: str) -> Fraction | None:
     """Return the only number in `text`; None if there is not exactly one.
 
-    Signs, thousands commas, decimals, exponents, fractions (3/4, \\frac{3}{4}) and mixed numbers
-    (1 1/2) are read. Currency, units and per cent around it are ignored (50% is 50). A number
-    longer than MAX_DIGITS, or in a power, a root, a logarithm, a multiple of pi or a bound
-    (\\leq 5), is None.
+    Signs, thousands commas, decimals, exponents, fractions (3/4, \\frac{3}{4}), mixed numbers
+    (1 1/2) and words of scale (5 million) are read. Currency, units and per cent around it are
+    ignored (50% is 50). A number longer than MAX_DIGITS, or in a power, a root, a logarithm, a
+    multiple of pi or a bound (\\leq 5), is None.
     """
     return _read_single(_remove_latex(text))
 
@@ -249,6 +253,8 @@ def _evaluate(match: re.Match[str]) -> Fraction | None:
         value = _parse_decimal(mixed or "0") + _parse_decimal(numerator) / _parse_decimal(
             denominator
         )
+    for scale in re.findall(SCALE, match["scale"]):
+        value *= 10 ** SCALES[scale.lower()]
     return -value if is_negative else value
 
 

@@ -48,6 +48,12 @@ PLAIN_RIGHT = [
     (r"**Answer:** 5\text{ cm}", "5"),
     (r"So the value is \frac{1}{2}.", "0.5"),
     (r"\boxed{1 = 100\%}", r"1 = 100\%"),
+    (r"\boxed{5 km/h}", "5"),
+    (r"\boxed{60 miles per hour}", r"60\text{ mph}"),
+    (r"\boxed{-€5}", "-5"),
+    (r"\boxed{5 euros}", "5"),
+    (r"\boxed{5 million}", "5,000,000"),
+    (r"\boxed{5000}", r"5\text{ thousand dollars}"),
 ]
 ALGEBRA_RIGHT = [
     (r"\boxed{\frac{\sqrt{8}}{2}}", r"\sqrt{2}"),
@@ -126,6 +132,10 @@ WRONG = [
     (r"So the value is \frac{1}{2}.", "2"),
     (r"\boxed{9\text{ AM}}", r"9\text{ p.m.}"),
     (r"\boxed{5 million}", r"5\text{ billion}"),
+    (r"\boxed{5 million}", "5"),
+    (r"\boxed{5\text{ million dollars}}", "5"),
+    ("The answer is 5 thousand.", "5"),
+    (r"\boxed{5}", "5a/b"),
 ]
 
 

@@ -71,6 +71,11 @@ def task(answer) -> Task:
         ("-US$5", -5),
         ("−EUR 5", -5),
         ("USD 5", 5),
+        ("5 million people", 5_000_000),
+        ("$2 hundred thousand", 200_000),
+        (r"-\frac{3}{4} Billion", -750_000_000),
+        (r"5\text{ million dollars}", 5_000_000),
+        ("3 hundredths", 3),
         ("‑5", -5),  # U+2011
         (r"\frac12", Fraction(1, 2)),
         ("1½", Fraction(3, 2)),
