@@ -362,28 +362,25 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
         directory: A run, or a directory of runs.
         keep: The number of newest checkpoints to keep.
         confirmed: True removes the other checkpoints; False only prints them.
+
+    Raises:
+        RunDirectoryError: A run's recipe is damaged. Its checkpoints stay; the other runs are
+            pruned first.
     """
     console = make_console(soft_wrap=True)
-    freed_bytes = 0
+    freed_bytes, damages = 0, []
     for run in find_runs(directory):
         if run.is_locked:
             console.print(f"{run.path} is running, so its checkpoints are kept", markup=False)
             continue
-        keep_best, keep_every = (
-            max(_read_stage_values(run, int, "checkpoint", key))
-            for key in ("keep_best", "keep_every")
-        )
-        store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
-        with run.locked() if confirmed else nullcontext():
-            try:
-                # A damaged newest checkpoint is found here, and does not count as one to keep.
-                store.latest()
-            except CheckpointError as error:
-                console.print(f"nothing is removed: {error}", markup=False, highlight=False)
-                continue
-            sizes = {item.path: _measure_bytes(item.path) for item in store.list_surplus()}
-            if confirmed:
-                store.tidy()
+        try:
+            sizes = _prune_run(run, keep, confirmed=confirmed)
+        except RunDirectoryError as error:
+            damages.append(error)
+            continue
+        except CheckpointError as error:
+            console.print(f"nothing is removed: {error}", markup=False, highlight=False)
+            continue
         verb = "removed" if confirmed else "would remove"
         for path, size in sizes.items():
             console.print(f"{verb} {path} ({size / 2**20:,.1f} MiB)", markup=False, highlight=False)
@@ -392,6 +389,23 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
         f"{freed_bytes / 2**20:,.1f} MiB"
         + ("" if confirmed or not freed_bytes else "; add --yes to remove these checkpoints")
     )
+    if damages:
+        raise damages[0]
+
+
+def _prune_run(run: RunDirectory, keep: int, *, confirmed: bool) -> dict[Path, int]:
+    """Remove a run's checkpoints beyond `keep`, if `confirmed`; return their sizes in bytes."""
+    keep_best, keep_every = (
+        max(_read_stage_values(run, int, "checkpoint", key)) for key in ("keep_best", "keep_every")
+    )
+    store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
+    with run.locked() if confirmed else nullcontext():
+        # A damaged newest checkpoint is found here, and does not count as one to keep.
+        store.latest()
+        sizes = {item.path: _measure_bytes(item.path) for item in store.list_surplus()}
+        if confirmed:
+            store.tidy()
+    return sizes
 
 
 def clean_runs(directory: Path, *, confirmed: bool) -> None:

@@ -204,6 +204,19 @@ def test_a_damaged_newest_checkpoint_does_not_cost_the_whole_ones(
     assert store.steps() == [3, 4]
 
 
+def test_a_run_with_a_damaged_recipe_does_not_keep_the_others_from_being_pruned(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(place / "a", tmp_path / name)
+    RunDirectory(tmp_path / "a").config.write_text("stages: [")
+    with pytest.raises(RunDirectoryError, match="/a/"):
+        prune_runs(tmp_path, keep=1, confirmed=True)
+    assert f"removed {tmp_path / 'b'}" in capsys.readouterr().out
+    assert len(CheckpointStore(tmp_path / "a" / "checkpoints").steps()) > 1
+    assert len(CheckpointStore(tmp_path / "b" / "checkpoints").steps()) == 1
+
+
 def test_checkpoints_may_go_while_they_are_measured(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
