@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import rotation
 
 CI = Path(__file__).resolve().parent.parent / ".ci"
 
@@ -232,18 +231,3 @@ def test_changes_are_those_since_the_branch_left_main(changed, tmp_path, monkeyp
     assert changed.changed_files("HEAD") == late
     with pytest.raises(SystemExit, match="SINCE=nowhere is no commit"):
         changed.changed_files("nowhere")
-
-
-def test_a_week_has_each_file_of_slow_tests_once(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RATCHET_TEST_ALL", raising=False)
-    listed = [*rotation.EVERY_DAY, *(file for turn in rotation.TURNS for file in turn)]
-    assert len(set(listed)) == len(listed)
-    assert not [file for file in listed if not (repository / "tests" / file).is_file()]
-    for file, times in {"test_wheel.py": 7, "executors/test_kills.py": 1, "test_any.py": 1}.items():
-        found = 0
-        for day in range(7):
-            monkeypatch.setattr(rotation, "count_days", lambda day=day: day)
-            found += rotation.is_todays(file)
-        assert found == times
