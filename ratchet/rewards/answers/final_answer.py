@@ -88,7 +88,7 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
 )
 # Words whose case means nothing.
 VERDICTS = ("yes", "no", "true", "false")
-SUFFIX = re.compile(r"(?<=[\d\s{])((?i:[ap]\.?m|thousand|million|billion|trillion))$")
+SUFFIX = re.compile(rf"(?<=[\d\s{{])((?i:[ap]\.?m)|{SCALE})$")
 # A unit at the end, as in 5\text{ cm}^2, 5 km/h and 5 miles per hour.
 UNIT = re.compile(
     r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*(?:"
@@ -177,7 +177,7 @@ def name_different_variables(a: str, b: str) -> bool:
 
 
 def end_with_different_suffixes(a: str, b: str) -> bool:
-    """True if both answers end with AM or PM, or with a power of a thousand, and these differ.
+    """True if both answers end with AM or PM, or with a word of scale, and these differ.
 
     So "9 AM" is not "9 PM", which algebra takes for equal.
     """
