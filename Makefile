@@ -16,8 +16,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # Without compiling: tests import a small part of what is installed, and Python compiles that once.
 PIP_OPTIONS := --disable-pip-version-check --quiet --no-compile
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt
-# A pip that chooses versions three times as fast as the one that Python 3.11 brings.
-NEW_PIP := python -m pip install --disable-pip-version-check --quiet pip==26.1.2
+# The pip of constraints.txt chooses versions three times as fast as the one that Python 3.11 brings.
+NEW_PIP := python -m pip install --disable-pip-version-check --quiet -c constraints.txt pip
 CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 	ok or sys.stderr.write("Ratchet needs Python 3.11 or newer; $(PYTHON) is %d.%d. Try: make PYTHON=python3.12\n" % sys.version_info[:2]); \
 	sys.exit(not ok)
@@ -85,7 +85,7 @@ fast-tests: .venv/developer
 
 slow-parts: $(SLOW_PARTS)
 
-slow-tests:
+slow-tests: slow-parts
 	$(PYTEST) --in-turn -m "slow or hypothesis" --hypothesis-profile thorough
 
 wheel: .venv/bin/python ## build dist/, check it, and try the wheel in a new environment outside the checkout

@@ -364,11 +364,11 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
         confirmed: True removes the other checkpoints; False only prints them.
 
     Raises:
-        RunDirectoryError: A run's recipe is damaged. Its checkpoints stay; the other runs are
-            pruned first.
+        RunDirectoryError: Recipes of runs are damaged, all of which it names. Their checkpoints
+            stay; the other runs are pruned first.
     """
     console = make_console(soft_wrap=True)
-    freed_bytes, damages = 0, []
+    freed_bytes, errors = 0, []
     for run in find_runs(directory):
         if run.is_locked:
             console.print(f"{run.path} is running, so its checkpoints are kept", markup=False)
@@ -376,7 +376,7 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
         try:
             sizes = _prune_run(run, keep, confirmed=confirmed)
         except RunDirectoryError as error:
-            damages.append(error)
+            errors.append(str(error))
             continue
         except CheckpointError as error:
             console.print(f"nothing is removed: {error}", markup=False, highlight=False)
@@ -389,8 +389,8 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
         f"{freed_bytes / 2**20:,.1f} MiB"
         + ("" if confirmed or not freed_bytes else "; add --yes to remove these checkpoints")
     )
-    if damages:
-        raise damages[0]
+    if errors:
+        raise RunDirectoryError("\n".join(errors))
 
 
 def _prune_run(run: RunDirectory, keep: int, *, confirmed: bool) -> dict[Path, int]:

@@ -12,6 +12,7 @@ T = TypeVar("T")
 # Files of tests/ whose slow tests run each day: the first hour of a user, and inputs that are wrong.
 EVERY_DAY = (
     "recipes/test_quickstart.py",
+    "rewards/answers/test_math.py",
     "test_checks.py",
     "test_fuzz_inputs.py",
     "test_hostile_inputs.py",

@@ -59,7 +59,7 @@ def _join_thousands(match: re.Match[str]) -> str:
 SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     # Dollars by another name than their sign.
     (re.compile(r"(?<![A-Za-z\\])(?:US(?=\\?\$)|USD ?(?=\\?\$?[-+]?[0-9.]))"), ""),
-    (re.compile(r"^(?P<minus>-?)[€£¥₹](?=[-+]?[0-9.])"), r"\g<minus>"),
+    (re.compile(r"^(-?)[€£¥₹](?=[-+]?[0-9.])"), r"\1"),
     (
         re.compile(r"\\!|\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|(?<!\\)\$|\\\$"),
         "",
@@ -67,10 +67,7 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"(?:\\[,;:> ]|\\quad(?![a-zA-Z])|~|\s)+"), " "),
     (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
-    (
-        re.compile(r"(?:(?<=[0-9])|(?<=llion)|(?<=thousand))\s?(?:USD|dollars?|[€£¥₹]|euros?)$"),
-        "",
-    ),
+    (re.compile(rf"(?<=[0-9])((?: ?{SCALE})*) ?(?:USD|dollars?|[€£¥₹]|euros?)$"), r"\1"),
     (re.compile(r"\^\{?\\circ\}?|\\degree|°|\\?%"), ""),
     (re.compile(r"\\(?:cdot|times)(?![a-zA-Z])"), "*"),
     (re.compile(r"\\(le|ge|ne)q?(?![a-zA-Z])"), r"\\\1"),

@@ -52,6 +52,7 @@ PLAIN_RIGHT = [
     (r"\boxed{60 miles per hour}", r"60\text{ mph}"),
     (r"\boxed{-€5}", "-5"),
     (r"\boxed{5 euros}", "5"),
+    (r"\boxed{5 hundred dollars}", "500"),
     (r"\boxed{5 million}", "5,000,000"),
     (r"\boxed{5000}", r"5\text{ thousand dollars}"),
 ]
