@@ -205,7 +205,7 @@ HOSTILE = [
 @pytest.mark.needs("math_verify")
 @pytest.mark.fault("S10")
 def test_hostile_mathematics_earns_0_and_leaves_the_reward_at_work():
-    reward = Math(MathConfig(timeout_s=0.5))
+    reward = Math(MathConfig(timeout_s=1.5))
     assert rewards(reward, [(f"\\boxed{{{text}}}", r"\sqrt{2}") for text in HOSTILE]) == [
         0.0
     ] * len(HOSTILE)
