@@ -7,8 +7,8 @@ WORKERS ?= 2
 
 # Wall budgets in minutes, all of them here; together at most 73, since CI stops at 90 and installs first. What overruns is killed with
 # all it started, and fails. They are three times what the suites take on a quiet machine: some machines are that much slower.
-TEST_MINUTES := 36
-SLOW_MINUTES := 37
+TEST_MINUTES := 24
+SLOW_MINUTES := 49
 
 BUDGET := $(BIN)/python .ci/budget.py
 # A worker that dies ends the run at once: pytest-xdist can wait for ever for one that replaces it.
@@ -45,14 +45,14 @@ help: ## list the targets
 demo: .venv/user ## train the quickstart recipe and show what it reached
 	$(BIN)/ratchet train quickstart
 
-test: .venv/developer ## lint and all tests but the slow ones
+test: .venv/developer ## lint, and the tests that take less than 0.3 s each
 	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory --keep-going lint fast-tests
 
 test-changed: .venv/developer ## the tests that a change touches, without the slow ones (SINCE=COMMIT: changed since then)
 	@files=$$($(BIN)/python .ci/changed.py --since "$(SINCE)") || exit; \
 	[ -z "$$files" ] || $(PYTEST) -m "not slow" $$files || [ $$? -eq 5 ]  # 5: all of them are slow
 
-test-slow: ## real engines, full recipes, kills; most by turns of seven days (RATCHET_TEST_ALL=1: all)
+test-slow: ## all other tests: real engines, full recipes, kills; most of those by turns of seven days (RATCHET_TEST_ALL=1: all)
 	@$(MAKE) --no-print-directory --jobs 2 slow-parts
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
@@ -62,14 +62,15 @@ test-lowest: .venv/developer ## the fast tests of a wheel with the lowest versio
 test-newest: .venv/developer ## the same with the newest versions
 	$(BIN)/python .ci/versions.py newest
 
-lint: style types layers sizes names ## the checks that run no code: style, types, layers, sizes, names
+lint: .venv/developer ## the checks that run no code: style, types, layers, sizes, names
+	@$(MAKE) --no-print-directory --keep-going --jobs $(WORKERS) --output-sync=target types style layers sizes names
 
 style: .venv/developer
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
 types: .venv/developer
-	$(BIN)/pyright --threads $(WORKERS)
+	$(BIN)/pyright
 
 layers: .venv/developer
 	$(BIN)/lint-imports
@@ -81,12 +82,12 @@ names: .venv/developer
 	$(BIN)/python .ci/names.py ratchet
 
 fast-tests: .venv/developer
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not medium and not slow"
 
 slow-parts: $(SLOW_PARTS)
 
 slow-tests: slow-parts
-	$(PYTEST) --in-turn -m "slow or hypothesis" --hypothesis-profile thorough
+	$(PYTEST) --in-turn -m "medium or slow or hypothesis" --hypothesis-profile thorough
 
 wheel: .venv/bin/python ## build dist/, check it, and try the wheel in a new environment outside the checkout
 	$(BIN)/python .ci/wheel.py

@@ -133,6 +133,7 @@ def test_budget_gives_no_stdin() -> None:
     assert budget(1, "cat").returncode == 0
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt its orphans")
 def test_what_outlives_the_command_is_killed_and_named() -> None:
     # In a session of its own, and deaf to SIGTERM and SIGINT: what a process group's end would miss.

@@ -4,6 +4,7 @@ import importlib
 
 import gallery
 import papers
+import pytest
 import site_index
 
 
@@ -18,15 +19,18 @@ def test_every_page_is_in_the_navigation():
     assert pages - set(site_index.list_pages()) == set()
 
 
+@pytest.mark.medium
 def test_the_gallery_is_that_of_the_recipes():
     assert gallery.PAGE.read_text(encoding="utf-8") == gallery.make_page(), "tests/gallery.py"
     assert gallery.CHART.read_text(encoding="utf-8") == gallery.make_chart()
 
 
+@pytest.mark.medium
 def test_the_papers_are_those_of_the_source():
     assert papers.PAGE.read_text(encoding="utf-8") == papers.make_page(), "tests/papers.py"
 
 
+@pytest.mark.medium
 def test_the_hardware_tables_are_what_the_planner_computes(repository, monkeypatch):
     monkeypatch.syspath_prepend(str(repository / "benchmarks"))
     hardware = importlib.import_module("hardware")

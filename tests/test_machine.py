@@ -68,6 +68,7 @@ def test_where_sharing_every_operation_is_clearly_faster_there_is_one_worker(mon
         assert measure_worker_count(2) == expected
 
 
+@pytest.mark.medium
 def test_the_probe_really_runs():
     assert measure_worker_count(2) in (1, 2)
 
@@ -149,6 +150,7 @@ def test_a_resumed_run_prints_the_day_it_began_on(tmp_path, monkeypatch):
         config(tmp_path, tokenizer={"kind": "bytes", "date": "yesterday"})
 
 
+@pytest.mark.medium
 def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
     before, thresholds = torch.get_num_threads(), gc.get_threshold()
     gc.unfreeze()  # what the collection of tests froze

@@ -57,6 +57,7 @@ def loaded_after(code: str) -> set[str]:
 # --- imports
 
 
+@pytest.mark.medium
 def test_the_probe_sees_a_heavy_import() -> None:
     assert loaded_after("import torch") == {"torch"}
 
@@ -312,6 +313,7 @@ def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch
 OTHER_NAME = re.compile(r"(?<![\w.-])ratchet\[\w|pip install (?:-\S+ )*['\"]?ratchet(?![\w-])")
 
 
+@pytest.mark.medium
 def test_the_distribution_has_one_name(require: Callable[[str, str], None]) -> None:
     assert PYPROJECT["project"]["name"] == DISTRIBUTION
     assert OTHER_NAME.search("pip install -U 'ratchet[lora]'")
@@ -461,6 +463,7 @@ def test_documents_mention_only_make_targets_that_exist() -> None:
     assert {name: calls for name, calls in unknown.items() if calls} == {}
 
 
+@pytest.mark.medium
 def test_documents_mention_only_commands_that_exist() -> None:
     known = ratchet_commands()
     unknown = {

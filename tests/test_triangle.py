@@ -105,6 +105,7 @@ def test_three_ways_to_one_logprob(made, temperature):
     np.testing.assert_allclose(scored[trainable].numpy(), np.concatenate(expected), atol=2e-5)
 
 
+@pytest.mark.medium
 def test_greedy_tokens_are_those_of_transformers_generate(made):
     policy, model = made
     engine = EmbeddedEngine(EngineConfig(), policy)

@@ -22,6 +22,7 @@ def run(warm, *words, **options):
     )
 
 
+@pytest.mark.medium
 def test_it_has_the_modules_the_arguments_and_the_status(warm, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -366,6 +366,7 @@ def made(kind: str, options: dict[str, Any]) -> Section:
     return resolve("algorithm", {"kind": kind, **options})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("kind", "options", "key", "low", "high"), CASES)
 def test_a_key_changes_what_is_learned_or_asked_for(
     kind: str, options: dict[str, Any], key: str, low: Any, high: Any

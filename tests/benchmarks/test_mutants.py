@@ -67,6 +67,7 @@ def test_a_tested_function_has_no_survivors_and_an_untested_one_has(repository, 
     assert (counts["killed"], counts["survived"], counts["timeouts"]) == (5, 7, 0)
 
 
+@pytest.mark.medium
 def test_a_mutant_reaches_names_that_other_modules_took_over(repository, tree):
     (tree / "other.py").write_text(
         "from functools import partial\nfrom maths import distance\nfar = partial(distance, 0.0)\n"
@@ -93,6 +94,7 @@ def test_what_never_ends_counts_as_killed(repository, tree):
     assert counts["timeouts"] >= 1
 
 
+@pytest.mark.medium
 def test_tests_that_fail_as_things_are_are_no_judges(repository, tree):
     (tree / "test_maths.py").write_text("def test_broken():\n    assert False\n", encoding="utf-8")
     status, lines = mutants(repository, "maths.py", "--root", tree, "--tests", "test_maths.py")
@@ -100,6 +102,7 @@ def test_tests_that_fail_as_things_are_are_no_judges(repository, tree):
     assert "fail without a mutant" in lines[0]
 
 
+@pytest.mark.medium
 def test_listing_names_every_kind_of_edit(repository, tree):
     source = (
         "def loss(x_T: Tensor, keep_T: Tensor, clip: float) -> Tensor:\n"
@@ -139,6 +142,7 @@ def test_listing_names_every_kind_of_edit(repository, tree):
     assert not any("min=2" in edit for edit in edits)
 
 
+@pytest.mark.medium
 def test_a_part_is_one_of_equal_ones(repository, tree):
     words = ("maths.py", "--root", tree, "--tests", "test_maths.py", "--list")
     every, part = (mutants(repository, *words, *more)[1] for more in ((), ("--part", "1/3")))

@@ -134,6 +134,7 @@ CONTEXT = {**TURN, "node_id": "n1", "loss_mask": [0, 0, 0, 0]}
 TRACE = {"schema_version": 1, "turns": [TURN, CONTEXT]}
 
 
+@pytest.mark.medium
 def test_turns_of_a_training_trace_become_rows(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(json.dumps(TRACE))
     done = ratchet("data", "trajectories", tmp_path, "--out", tmp_path / "out" / "rows.jsonl")

@@ -56,6 +56,7 @@ def test_the_merged_model_computes_what_both_did_together(files):
         convert(files / "base", files / "merged", "hf", adapter=files / "adapter")
 
 
+@pytest.mark.medium
 @pytest.mark.needs("megatron")
 @pytest.mark.parametrize(
     ("before", "after"), [("hf", "megatron"), ("hf", "dcp"), ("megatron", "dcp")]
@@ -68,6 +69,7 @@ def test_the_merge_is_of_any_form_into_any(files, before, after):
     check_merged(files / "back")
 
 
+@pytest.mark.medium
 def test_weights_keep_their_dtype_and_are_added_up_in_float32(files):
     half = adapted(rslora=True).to(torch.bfloat16)
     half.save(files / "half")

@@ -118,6 +118,7 @@ def test_a_lost_lock_and_recipe_are_restored(train, tmp_path) -> None:
     assert resume_run(tmp_path / "run", command="resume") == 0
 
 
+@pytest.mark.medium
 def test_a_second_run_that_took_the_lock_ends_the_first(train, tmp_path) -> None:
     with RunDirectory(tmp_path / "other").locked():
 
@@ -129,6 +130,7 @@ def test_a_second_run_that_took_the_lock_ends_the_first(train, tmp_path) -> None
     assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [1]
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P23")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])
 def test_lost_files_are_named_and_training_goes_on(name, train, tmp_path) -> None:
@@ -162,6 +164,7 @@ def test_lines_lost_before_a_resume_are_counted(train, tmp_path) -> None:
     )
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P26")
 def test_a_ledger_that_becomes_a_directory_is_named(train) -> None:
     def interfere(run: Path) -> None:
@@ -172,6 +175,7 @@ def test_a_ledger_that_becomes_a_directory_is_named(train) -> None:
         train(interfere)
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P23")
 def test_a_finished_run_that_lost_its_only_checkpoint_does_not_begin_again(train, tmp_path) -> None:
     assert train(lambda run: None, "checkpoint.every=0") == 0
@@ -181,6 +185,7 @@ def test_a_finished_run_that_lost_its_only_checkpoint_does_not_begin_again(train
         resume_run(tmp_path / "run", command="resume")
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P23")
 def test_a_file_in_place_of_the_checkpoints_costs_no_step(train, tmp_path) -> None:
     assert train() == 0
@@ -192,6 +197,7 @@ def test_a_file_in_place_of_the_checkpoints_costs_no_step(train, tmp_path) -> No
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P26")
 @pytest.mark.parametrize("odd", ["directory", "link", "pipe"])
 def test_a_ledger_that_is_no_file_at_the_start_is_named(train, tmp_path, odd) -> None:
@@ -217,6 +223,7 @@ def test_a_full_disk_at_the_end_is_a_sentence(train, tmp_path, monkeypatch) -> N
     assert resume_run(tmp_path / "run", command="resume") == 0
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P23")
 def test_a_run_that_lost_its_checkpoints_does_not_begin_again(train, tmp_path) -> None:
     assert train() == 0

@@ -57,6 +57,7 @@ def sorts(body: Any, number: int) -> Any:
     return chat("".join(sorted(body["messages"][-1]["content"].rstrip("="))))
 
 
+@pytest.mark.medium
 def test_a_run_is_evaluated_where_its_recipe_says(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -72,6 +73,7 @@ def test_a_run_is_evaluated_where_its_recipe_says(
     assert "accuracy" in (tmp_path / "out" / "report.md").read_text()
 
 
+@pytest.mark.medium
 def test_results_are_numbered_in_the_run(run: Path):
     evaluate_target(str(run), FEW)
     evaluate_target(str(run), FEW)
@@ -147,6 +149,7 @@ def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.Capt
         evaluate_target(str(tmp_path / "elsewhere"), replace(FEW, step=2))
 
 
+@pytest.mark.medium
 def test_a_checkpoint_that_only_megatron_reads_is_refused(tmp_path: Path):
     run = saved_run(tmp_path)
     config = RunDirectory(run).read_config()
@@ -160,6 +163,7 @@ def test_a_checkpoint_that_only_megatron_reads_is_refused(tmp_path: Path):
         open_target(run, step=2)
 
 
+@pytest.mark.medium
 def test_a_bare_model_and_another_environment(run: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="add --recipe RECIPE, or --on KIND"):
         evaluate_target(str(run / "model"), FEW, out=tmp_path)
@@ -227,6 +231,7 @@ def test_a_benchmark_is_asked_whole_and_has_its_subjects(
     )  # not the 512 of a recipe
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 def test_each_held_out_row_is_parsed_once(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
@@ -254,6 +259,7 @@ def test_each_held_out_row_is_parsed_once(
     assert len(parsed) == len(set(parsed)) == 15
 
 
+@pytest.mark.medium
 def test_the_process_is_prepared_as_for_training(run: Path, tmp_path: Path):
     """It has the run's number of threads, and garbage collection does not traverse all attempts."""
     before = gc.get_threshold(), torch.get_num_threads()
@@ -268,17 +274,20 @@ def test_the_process_is_prepared_as_for_training(run: Path, tmp_path: Path):
         torch.set_num_threads(before[1])
 
 
+@pytest.mark.medium
 def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):
     evaluate_target(str(run), SORTING, out=tmp_path / "two")
     with pytest.raises(DataError, match="differs between"):
         evaluate_target(str(run), FEW, against=str(tmp_path / "two"), out=tmp_path / "three")
 
 
+@pytest.mark.medium
 def test_keys_belong_to_an_environment_that_is_named(run: Path):
     with pytest.raises(ConfigError, match="'digits=4' is a key of the environment that --on names"):
         evaluate_target(str(run), EvaluationSettings(overrides=["digits=4"]))
 
 
+@pytest.mark.medium
 def test_the_oracle_plays_the_demonstrations(tmp_path: Path):
     for _ in range(2):  # the second one replaces the results of the first
         evaluate_target("oracle", replace(SORTING, samples=2), out=tmp_path / "out")
@@ -306,6 +315,7 @@ def test_results_that_cannot_be_written_are_an_error(tmp_path: Path):
         evaluate_target("oracle", SORTING, out=tmp_path / "file" / "results")
 
 
+@pytest.mark.medium
 def test_mistakes_with_an_api(tmp_path: Path):
     with pytest.raises(ConfigError, match="--model is missing"):
         evaluate_target("http://localhost:1/v1", EvaluationSettings(on="sorting"))
@@ -329,6 +339,7 @@ def test_mistakes_with_an_api(tmp_path: Path):
         )
 
 
+@pytest.mark.medium
 def test_where_nothing_could_be_judged_the_results_are_written_and_it_is_an_error(tmp_path: Path):
     with (
         serve(lambda body, _: Answer("no", 400)) as fake,
@@ -338,6 +349,7 @@ def test_where_nothing_could_be_judged_the_results_are_written_and_it_is_an_erro
     assert json.loads((tmp_path / "results.json").read_text())["failures"] == {"endpoint": 12}
 
 
+@pytest.mark.medium
 def test_results_survive_on_their_own(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

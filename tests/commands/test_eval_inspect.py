@@ -12,6 +12,7 @@ from ratchet.commands.eval_inspect import INSPECT, InspectSettings, make_command
 from ratchet.errors import ConfigError
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

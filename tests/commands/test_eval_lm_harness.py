@@ -11,6 +11,7 @@ from ratchet.commands.eval_lm_harness import HarnessSettings, convert_options, m
 from ratchet.commands.eval_program import ServedAddress
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -29,12 +29,14 @@ def validator():
     return jsonschema.Draft7Validator(json.loads(json.dumps(schema)))
 
 
+@pytest.mark.medium
 def test_the_page_of_keys_is_current():
     assert (ROOT / "docs/recipe.md").read_text() == make_recipe_page(), (
         "run `ratchet help --markdown > docs/recipe.md`"
     )
 
 
+@pytest.mark.medium
 def test_the_page_of_symptoms_names_metrics_and_keys_that_exist():
     page, metrics = (
         (ROOT / "docs" / name).read_text(encoding="utf-8")
@@ -47,6 +49,7 @@ def test_the_page_of_symptoms_names_metrics_and_keys_that_exist():
     assert {name for name in keys_named if not any(path.endswith(name) for path in paths)} == set()
 
 
+@pytest.mark.medium
 def test_every_key_is_described_and_listed():
     entries = list_entries()
     assert [entry.path for entry in entries if not entry.description] == []
@@ -54,6 +57,7 @@ def test_every_key_is_described_and_listed():
     assert {key.name for key in keys(RunConfig)} - listed == {"stages"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -177,6 +177,7 @@ def test_bad_data_end_a_command_with_a_sentence_and_status_2(
     assert "Traceback" not in said.err
 
 
+@pytest.mark.medium
 def test_a_row_beyond_the_context_is_named_with_the_way_out(monkeypatch, capsys, tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": "x" * 99, "answer": "a"}])
     recipe = tmp_path / "r.yaml"

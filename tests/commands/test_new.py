@@ -30,6 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.medium
 def test_a_recipe_trains_at_once(here: Path) -> None:
     said = CliRunner().invoke(app, ["new", "recipe", "first-try"])
     assert said.output.split() == ["first-try.yaml", "next:", "ratchet", "train", "first-try.yaml"]
@@ -39,6 +40,7 @@ def test_a_recipe_trains_at_once(here: Path) -> None:
     assert start_run(Path("first-try.yaml"), [*SHORT, *QUIET], here / "run", command="train") == 0
 
 
+@pytest.mark.medium
 def test_a_project_is_a_valid_recipe_on_its_own_rows_and_reward(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ def test_every_line_has_a_comment_that_is_true(here: Path):
     assert 0 < stage.environment.test_share < 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rows", [1, 3, 4, 600])
 def test_few_rows_and_many_are_held_out_in_part(here: Path, rows: int):
     path = here / "some.csv"

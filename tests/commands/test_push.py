@@ -70,6 +70,7 @@ def push(run: Path | str, to: str | None = None, **options: bool) -> list[str]:
     return lines
 
 
+@pytest.mark.medium
 def test_the_card_has_the_figures_of_the_run(run: Path, hub: Hub) -> None:
     assert push(run)[0] == f"{hub.address}/ada/my-run"
     files = hub.repositories["ada/my-run"]
@@ -104,6 +105,7 @@ def test_the_commands_of_the_page_push(run: Path, hub: Hub, repository: Path) ->
     assert set(hub.repositories) == {"ada/my-run", "ada/my-model"}
 
 
+@pytest.mark.medium
 def test_a_later_push_replaces_weights_and_keeps_other_files(run: Path, hub: Hub) -> None:
     sharded = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
     hub.repositories["ada/other"] = {"LICENSE": b"mine", **sharded}
@@ -121,6 +123,7 @@ def test_a_later_push_replaces_weights_and_keeps_other_files(run: Path, hub: Hub
     assert hub.private == {"ada/new"}
 
 
+@pytest.mark.medium
 def test_an_adapter_needs_its_base_model_at_the_hub(run: Path, hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no adapter: leave out --adapter"):
         push(run, adapter=True)
@@ -144,6 +147,7 @@ def test_an_adapter_needs_its_base_model_at_the_hub(run: Path, hub: Hub, tmp_pat
         push(f"{copy}@2", adapter=True)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("to", "token", "message"),
     [
@@ -163,6 +167,7 @@ def test_what_the_hub_refuses(
     assert hub.repositories == {"carl/taken": {"model.safetensors": b"theirs"}}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("part", "status", "error", "message"),
     [
@@ -180,6 +185,7 @@ def test_a_hub_that_fails_is_named(
     assert not any(hub.repositories.values())
 
 
+@pytest.mark.medium
 def test_no_run_and_no_checkpoint_are_refused(run: Path, hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(RunNotFound, match="holds no run"):
         push(tmp_path / "typo")

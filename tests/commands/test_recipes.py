@@ -78,6 +78,7 @@ def test_train_without_a_recipe_says_what_is_there(here):
     assert result.output.endswith("next: ratchet train mine.yaml\n")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -134,6 +135,7 @@ def test_a_summary_is_the_first_sentence(here):
     assert read_summary(recipe) == ""
 
 
+@pytest.mark.medium
 def test_show_and_copy(here):
     assert call("show", "quickstart").strip() == QUICKSTART.read_text().strip()
     assert call("copy", "quickstart", "own/mine.yaml").endswith("ratchet train own/mine.yaml\n")

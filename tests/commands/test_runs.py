@@ -91,6 +91,7 @@ def test_a_damaged_recipe_is_compared_and_pruned_with_a_sentence(
     compare_runs([tmp_path, place / "a"], as_json=True)
 
 
+@pytest.mark.medium
 def test_metrics_that_are_no_numbers_are_left_out(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "a", tmp_path / "a")
     with (tmp_path / "a" / "metrics.jsonl").open("a") as metrics:
@@ -112,6 +113,7 @@ def test_a_run_under_way_says_so(place: Path) -> None:
     assert describe_run(run).state == "finished"
 
 
+@pytest.mark.medium
 def test_runs_are_compared(place: Path) -> None:
     (found,) = json.loads(said("compare", str(place / "a"), str(place / "b"), "--json"))
     assert found["recipe"] == ["stages.sft.optimizer.lr: 1e-05 -> 0.01"]
@@ -302,6 +304,7 @@ def test_the_corrected_run_keeps_the_name(place: Path, broken: Path) -> None:
         start_run(place / "recipe.yaml", [], broken, command="train")
 
 
+@pytest.mark.medium
 def test_what_a_user_put_there_and_what_is_under_way_stay(place: Path, broken: Path) -> None:
     (broken / "notes.txt").write_text("mine")
     assert not has_no_finished_step(RunDirectory(broken))
@@ -312,6 +315,7 @@ def test_what_a_user_put_there_and_what_is_under_way_stay(place: Path, broken: P
     assert Path("runs/recipe-2/model").is_dir()
 
 
+@pytest.mark.medium
 def test_no_command_removes_files_of_a_user_beside_a_run_without_steps(broken: Path) -> None:
     for name in (".git/HEAD", ".env", ".hidden.partial"):
         (broken / name).parent.mkdir(exist_ok=True)
@@ -322,6 +326,7 @@ def test_no_command_removes_files_of_a_user_beside_a_run_without_steps(broken: P
     assert (broken / ".git/HEAD").read_text() == "mine"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "name",
     ["evals/mine.json", "steps/mine.partial", "profile/mine", "base/mine", "sentinels/.mine"],
@@ -352,6 +357,7 @@ def test_a_config_of_a_user_is_no_run_without_steps(
     assert Path(".git").is_dir()
 
 
+@pytest.mark.medium
 def test_a_run_that_goes_on_while_it_is_to_be_removed_stays(place: Path, broken: Path) -> None:
     run = RunDirectory(broken)
     shutil.copytree(place / "a" / "steps", broken / "steps", dirs_exist_ok=True)
@@ -360,6 +366,7 @@ def test_a_run_that_goes_on_while_it_is_to_be_removed_stays(place: Path, broken:
     assert any(run.steps.glob("*.parquet"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kept", ["model", "checkpoints", "steps", "metrics.jsonl"])
 def test_a_run_with_any_result_has_steps(place: Path, broken: Path, kept: str) -> None:
     source, target = place / "a" / kept, broken / kept
@@ -370,6 +377,7 @@ def test_a_run_with_any_result_has_steps(place: Path, broken: Path, kept: str) -
     assert not has_no_finished_step(RunDirectory(broken))
 
 
+@pytest.mark.medium
 def test_runs_without_steps_are_removed_when_asked_to(broken: Path) -> None:
     text = said("clean", "runs")
     assert f"{broken} has no finished step" in text

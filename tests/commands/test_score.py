@@ -68,6 +68,7 @@ def test_the_keys_and_the_weight_of_a_reward(score):
     assert (line["reward"], line["parts"]) == (1.5, {"length": 0.5})
 
 
+@pytest.mark.medium
 def test_tests_of_output_and_of_functions(score):
     tests = [{"stdin": "4", "stdout": "8"}]
     found = score(
@@ -299,6 +300,7 @@ def command(monkeypatch, *words):
     return ended.value.code or 0
 
 
+@pytest.mark.medium
 def test_the_command(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(RIGHT)}\nnot a row\n{json.dumps(WRONG)}\n")

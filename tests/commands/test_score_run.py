@@ -105,6 +105,7 @@ def test_a_reward_that_breaks_fails_its_groups(run: Path) -> None:
     assert all("out of order" in line["detail"] for line in lines)
 
 
+@pytest.mark.medium
 def test_what_cant_be_judged_is_an_error(run: Path, tmp_path: Path) -> None:
     assert "step 9 is not in the record" in said(run, "--step", 9)
     assert "has recorded no attempts to judge" in said(run, "--step", 1)  # given text
@@ -114,6 +115,7 @@ def test_what_cant_be_judged_is_an_error(run: Path, tmp_path: Path) -> None:
     assert "is a directory, but not a run directory" in said(tmp_path, "--reward", "math")
 
 
+@pytest.mark.medium
 def test_what_was_cut_off_is_judged_so_and_turns_keep_their_rewards(tmp_path: Path) -> None:
     lake = {
         "tokenizer": {"kind": "characters", "alphabet": "P.OG\n!udlr", "template": "turns"},

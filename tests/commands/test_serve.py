@@ -130,6 +130,7 @@ def test_a_key_lets_in(model: Path) -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.medium
 def test_what_is_out_of_range_is_refused(model: Path) -> None:
     async def ask() -> None:
         async with served(model) as client:

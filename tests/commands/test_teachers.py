@@ -56,6 +56,7 @@ def recipe(tmp_path):
     return write
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["distill_on_policy", "on_policy_distillation"])
 def test_prompts_alone_are_enough(kind, teacher, recipe, tmp_path):
     path = recipe({"name": "d", "algorithm": {"kind": kind, "teacher": teacher}})
@@ -89,6 +90,7 @@ def test_what_reads_rewards_still_needs_them(teacher, recipe):
         load_config(recipe({"name": "d", "algorithm": algorithm}))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -162,6 +162,7 @@ def refusal(tmp_path, monkeypatch, capsys):
     return refusal
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("overrides", "message"), REFUSED)
 @pytest.mark.fault("C4", "C5")
 def test_refused_before_anything_starts(refusal, overrides, message):
@@ -171,6 +172,7 @@ def test_refused_before_anything_starts(refusal, overrides, message):
     assert "Traceback" not in said
 
 
+@pytest.mark.medium
 @pytest.mark.needs("ray")
 @pytest.mark.parametrize(("overrides", "message"), REFUSED_ON_RAY)
 def test_refused_before_ray_starts(refusal, overrides, message, monkeypatch):

@@ -109,6 +109,7 @@ def test_the_content_of_a_file_that_is_no_recipe_is_not_shown(tmp_path):
         assert "hunter2" not in str(error.value)
 
 
+@pytest.mark.medium
 def test_the_first_twenty_problems_are_told_and_the_rest_counted(tmp_path):
     path = hostile.place(
         tmp_path / "r.yaml", hostile.QUICKSTART + "".join(f"algoritm{n}: 1\n" for n in range(100))

@@ -197,6 +197,7 @@ def elsewhere(key: str) -> bool:
     )
 
 
+@pytest.mark.medium
 @pytest.mark.needs(
     "bm25s",
     "gymnasium",
@@ -416,6 +417,7 @@ def assert_knob_turns(recipe, key, low, high, what, around):
     assert a != b, f"{key.replace('__', '.')}={low} and {high} give the same {what}"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("key", "low", "high", "what", "around"), GRPO_KNOBS)
 def test_a_knob_of_rollouts_changes_what_it_says(key, low, high, what, around):
     assert_knob_turns(grpo(), key, low, high, what, around)
@@ -535,6 +537,7 @@ COSTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("key", "usual", "other", "counter", "related", "close"), COSTS)
 def test_a_knob_of_cost_reaches_its_place_and_changes_no_result(
     costs, key, usual, other, counter, related, close

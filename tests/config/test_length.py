@@ -78,6 +78,7 @@ def test_warmup_by_share(tmp_path: Path) -> None:
         load(tmp_path, optimizer={"warmup_steps": 3, "warmup_share": 0.1})
 
 
+@pytest.mark.medium
 def test_a_recipe_cut_short_is_still_one(tmp_path: Path) -> None:
     critic = {"kind": "ppo", "critic": {"warmup_steps": 10}}
     config = load(

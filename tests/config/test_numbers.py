@@ -74,6 +74,7 @@ def is_refused(section, name, value):
     return False
 
 
+@pytest.mark.medium
 @pytest.mark.fault("C14")
 def test_no_section_takes_what_is_no_number():
     assert len(numeric()) > 250

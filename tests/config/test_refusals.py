@@ -546,6 +546,7 @@ GOOD = {
 }
 
 
+@pytest.mark.medium
 @given(
     st.dictionaries(st.sampled_from(WORDS), VALUES, max_size=4),
     st.lists(

@@ -207,6 +207,7 @@ def test_a_policy_that_writes_a_placeholder_is_noticed():
     assert made.find_media_token([ids("<|video_pad|>")]) == "<|video_pad|>"
 
 
+@pytest.mark.medium
 def test_paths_stay_under_their_root(tmp_path):
     (tmp_path / "in").mkdir()
     for name in ("in/a.png", "b.png"):

@@ -180,6 +180,7 @@ def bomb(kind):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["texts", "texts in lists", "numbers"])
 def test_a_row_group_that_would_fill_memory_is_refused(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(arrow_tables, "MAX_GROUP_BYTES", 1 << 25)
@@ -192,6 +193,7 @@ def test_a_row_group_that_would_fill_memory_is_refused(kind, tmp_path, monkeypat
         table.row(0)
 
 
+@pytest.mark.medium
 def test_a_text_that_all_rows_share_is_no_bomb(tmp_path):
     shared = [{"system": "".join(map(str, range(5000))), "question": f"{i}"} for i in range(300)]
     pq.write_table(pa.Table.from_pylist(shared), tmp_path / "a.parquet")

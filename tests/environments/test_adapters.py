@@ -295,6 +295,7 @@ def words(monkeypatch):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.needs("verifiers")
 def test_a_verifiers_taskset_in_one_turn(words):
     environment = words()
@@ -310,6 +311,7 @@ def test_a_verifiers_taskset_in_one_turn(words):
         assert step.metrics["backwards"] == 2.0 * (reward == 2.5)
 
 
+@pytest.mark.medium
 @pytest.mark.needs("verifiers")
 def test_a_verifiers_environment_of_many_turns_goes_on_in_its_own_code(words):
     environment = words(options={"turns": True}, seat="speller")

@@ -180,6 +180,7 @@ def test_every_benchmark_has_a_form():
     assert set(ALIASES.values()) | set(BENCHMARKS) <= BENCHMARK_NAMES <= set(PUBLISHED)
 
 
+@pytest.mark.medium
 @pytest.mark.needs("math_verify", "langdetect")
 @pytest.mark.parametrize(
     ("name", "suffix"),

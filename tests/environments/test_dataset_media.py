@@ -107,6 +107,7 @@ def test_a_task_holds_its_image_once_and_travels_as_json(tmp_path):
     assert "base64" not in json.dumps(dict(task.meta))
 
 
+@pytest.mark.medium
 def test_the_environment_is_as_every_other(tmp_path):
     file = write(
         tmp_path / "a.parquet",

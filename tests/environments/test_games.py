@@ -54,6 +54,7 @@ def test_each_game_keeps_the_contract(game):
     check_environment(game, n=20)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("game", [game for game in GAMES if getattr(game.config, "slip", 0) == 0])
 def test_the_scripted_player_wins_every_task_and_only_its_last_move_pays(game):
     for split in ("train", "test"):
@@ -63,6 +64,7 @@ def test_the_scripted_player_wins_every_task_and_only_its_last_move_pays(game):
             assert sum(step.metrics["illegal_moves"] for step in steps) == 0
 
 
+@pytest.mark.medium
 def test_on_slippery_ice_the_best_player_often_wins_and_sometimes_not():
     """The usual game: two of three steps go astray. Where the maps are random, no bound is known;
     these are these seeds'."""
@@ -119,6 +121,7 @@ def test_a_large_board_lines_up_its_numbers():
     assert game.show(game.solved) == " 1  2  3  4\n 5  6  7  8\n 9 10 11 12\n13 14 15  _"
 
 
+@pytest.mark.medium
 def test_the_player_takes_the_fewest_moves():
     """The hardest boards of size 3 take 31 moves: Reinefeld (1993), table 1; this is one of the
     two."""

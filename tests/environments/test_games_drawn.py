@@ -53,6 +53,7 @@ def test_each_keeps_the_contract_of_environments(kind, observation):
     check_environment(made(kind, observation=observation), n=40)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("style", ["words", "compact"])
 @pytest.mark.parametrize("kind", GAMES)
 def test_the_same_games_in_the_same_splits_however_they_are_shown(kind, style):

@@ -78,6 +78,7 @@ def test_the_kit_with_the_rewards_of_each_part():
     check_environment(build(section), reward=compose_rewards((own,)))
 
 
+@pytest.mark.medium
 def test_a_part_that_runs_out_of_test_tasks_leaves_the_rest_to_the_others():
     """One digit minus one digit: 100 prompts, of which about ten are held out."""
     tags = [task.tag for task in itertools.islice(made().tasks("test", seed=0), 300)]

@@ -32,6 +32,7 @@ class Scripted(random.Random):
         return self.values.pop(0)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "config",
     [
@@ -47,6 +48,7 @@ def test_exactly_judged_environments_keep_the_contract(config):
     check_environment(environment, reward=exact_match)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "config",
     [
@@ -146,6 +148,7 @@ def test_countdown_uses_only_the_operators_and_the_template_of_its_config():
     assert set(task.answer) <= set("12345*()")
 
 
+@pytest.mark.medium
 def test_countdown_without_solvable_problems_is_an_error_and_not_a_hang():
     config = CountdownConfig(numbers=6, max_number=10_000, max_target=2, operators=("*",))
     with pytest.raises(DataError, match="found no training prompt"):

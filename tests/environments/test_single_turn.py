@@ -123,6 +123,7 @@ def test_an_episode_is_one_answer_long():
     assert (step.done, step.messages, step.reward) == (True, (), None)
 
 
+@pytest.mark.medium
 def test_environments_and_rewards_import_no_torch():
     modules = ["toy.arithmetic", "toy.sorting", "toy.countdown", "datasets.gsm8k", "build"]
     imports = (

@@ -221,6 +221,7 @@ def test_no_file_of_the_agent_decides_a_check(judge):
     assert judge([*rows, there], planted()) == {**dict.fromkeys(present, 0.0), "planted": 1.0}
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S14")
 def test_a_module_of_the_agent_does_not_decide_a_check(judge):
     rows = [row("script", *CHECKS["python by a script"])]
@@ -231,6 +232,7 @@ def test_a_module_of_the_agent_does_not_decide_a_check(judge):
     assert judge(rows, "echo 7 > sum.txt") == {"script": 1.0}
 
 
+@pytest.mark.medium
 def test_a_check_runs_the_agents_program_on_purpose(judge):
     check = 'PYTHONSAFEPATH= python3 "$WORK/double.py" < input.txt'
     rows = [row("run", check, {"input.txt": "21\n"}, expected="42\n")]
@@ -242,6 +244,7 @@ def test_a_check_runs_the_agents_program_on_purpose(judge):
     assert judge(rows, "echo 'import os; os._exit(0)' > double.py") == {"run": 0.0}
 
 
+@pytest.mark.medium
 def test_a_check_imports_the_agents_module_on_purpose(judge):
     imports = (
         "import csv, os, sys\nsys.path.append(os.environ['WORK'])\nimport "
@@ -256,6 +259,7 @@ def test_a_check_imports_the_agents_module_on_purpose(judge):
     assert judge(rows, shadow) == {"import": 0.0}
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S14")
 def test_files_that_leave_the_check_no_room_earn_0(judge):
     rows = [row("room", 'test -s "$WORK/sum.txt"', {"data.txt": "x" * 100_000})]
@@ -263,6 +267,7 @@ def test_files_that_leave_the_check_no_room_earn_0(judge):
     assert judge(rows, "echo 7 > sum.txt; head -c 300000 /dev/zero > junk") == {"room": 1.0}
 
 
+@pytest.mark.medium
 def test_a_check_that_never_names_the_agents_files_is_refused(judge):
     with pytest.raises(
         DataError, match=r'line 1: the check never names the agent\'s files.* Write "\$WORK/FILE"'

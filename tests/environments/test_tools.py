@@ -164,6 +164,7 @@ def test_a_long_answer_is_cut_and_names_are_unique():
 # --- python
 
 
+@pytest.mark.medium
 def test_programs_run_in_the_sandbox():
     toolbox = Toolbox([tool("python", timeout_s=1, workers=1)])
     assert answered(toolbox, "python", code="print(sum(range(10)))").content == "45\n"
@@ -282,6 +283,7 @@ def test_a_corpus_is_a_file_a_directory_or_a_dataset(tmp_path):
             tool("search", corpus=str(corpus), **keys)
 
 
+@pytest.mark.medium
 @pytest.mark.needs("datasets")
 def test_a_corpus_is_a_split_of_a_dataset(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

@@ -73,6 +73,7 @@ def test_what_is_best_and_since_when():
         )
 
 
+@pytest.mark.medium
 def test_a_stage_that_gets_no_better_ends_early_and_says_so(tmp_path: Path):
     stage = {"algorithm": {"kind": "sft"}}
     run, status = trained(
@@ -124,6 +125,7 @@ def test_a_stage_ends_at_its_target(fault: str, tmp_path: Path):
     assert [stage["steps"] for stage in summaries] == [steps[-1], 0]
 
 
+@pytest.mark.medium
 def test_a_model_that_is_good_enough_is_not_trained(tmp_path: Path):
     run, status = trained(tmp_path / "a", evaluation={"tasks": 2, "every": 1, "stop_at": 0})
     assert (status, [row["step"] for row in rows(run)]) == (0, [0])
@@ -131,6 +133,7 @@ def test_a_model_that_is_good_enough_is_not_trained(tmp_path: Path):
     assert not CheckpointStore(run / "checkpoints").steps()
 
 
+@pytest.mark.medium
 def test_a_metric_that_nothing_reports_is_refused_before_the_first_step(tmp_path: Path):
     with pytest.raises(ConfigError, match="eval/acuracy is not reported"):
         trained(tmp_path / "a", evaluation={**STOP, "metric": "eval/acuracy"})

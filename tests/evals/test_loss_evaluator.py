@@ -113,6 +113,7 @@ def oracle(llama: Path, run: StageRun, *, train: str) -> list[tuple[list[float],
     return rows
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("rows", "train", "weighting"),
     [
@@ -217,6 +218,7 @@ def test_rows_that_do_not_fit_are_named(llama: Path, tmp_path: Path):
         measured(run)
 
 
+@pytest.mark.medium
 def test_a_model_is_as_far_from_itself_as_nothing(llama: Path, tmp_path: Path):
     """Distillation: the divergence, on given text and on the student's own."""
     data = written(tmp_path / "rows.jsonl", ROWS)
@@ -245,6 +247,7 @@ def test_labelled_answers_have_the_loss_of_kto(llama: Path, tmp_path: Path):
     assert measured(run).loss == pytest.approx(0.5)
 
 
+@pytest.mark.medium
 def test_a_run_without_rewards_shows_its_loss(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -276,6 +279,7 @@ def test_a_run_without_rewards_shows_its_loss(
     assert losses[-1] == stage["loss_after"]
 
 
+@pytest.mark.medium
 def test_patience_ends_a_stage_whose_loss_does_not_fall(llama: Path, tmp_path: Path):
     settings = config(
         llama,

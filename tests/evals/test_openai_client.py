@@ -107,6 +107,7 @@ def test_answers_are_judged_and_counted():
         assert len({row[2]["seed"] for row in fake.seen if row[2]["temperature"]}) == 6
 
 
+@pytest.mark.medium
 def test_what_breaks_is_a_failure_and_no_prompt_is_dropped():
     broken = {
         "0?": Answer("busy", 503),

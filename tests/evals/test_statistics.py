@@ -82,6 +82,7 @@ def test_what_would_be_dear_is_sampled_and_says_so():
     assert estimate_consensus([32, 32], [1.0, 0.0], [64]).errors[0] == 0
 
 
+@pytest.mark.medium
 def test_ninety_five_of_a_hundred_intervals_hold_the_truth(monkeypatch: pytest.MonkeyPatch):
     """Prompts of mixed difficulty, four attempts each. 600 experiments: sd of the share is 0.9
     %."""
@@ -150,6 +151,7 @@ def rejected(experiments: int, prompts: int, samples: int, gain: float = 0.0) ->
     return found / experiments
 
 
+@pytest.mark.medium
 def test_models_that_are_alike_differ_in_five_of_a_hundred_experiments(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -159,6 +161,7 @@ def test_models_that_are_alike_differ_in_five_of_a_hundred_experiments(
     assert 0.032 <= rejected(1000, prompts=40, samples=8) <= 0.068
 
 
+@pytest.mark.medium
 def test_the_level_holds_where_signs_are_sampled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(statistics, "N_RESAMPLES", 2)
     monkeypatch.setattr(statistics, "MAX_EXACT_SUMS", 4)
@@ -166,6 +169,7 @@ def test_the_level_holds_where_signs_are_sampled(monkeypatch: pytest.MonkeyPatch
     assert 0.032 <= rejected(1000, prompts=40, samples=8) <= 0.068
 
 
+@pytest.mark.medium
 def test_a_better_model_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(statistics, "N_RESAMPLES", 2)
     assert rejected(50, prompts=200, samples=8, gain=0.1) > 0.95

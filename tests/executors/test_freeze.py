@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from ratchet.executors.freeze import get_peak_memory
 
 
+@pytest.mark.medium
 def test_the_peak_is_this_processs_own() -> None:
     """Not what its parent had when it started it, and not what it has now."""
     large = bytearray(b"x") * 2**28

@@ -36,6 +36,7 @@ def until(condition, limit_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P4", "P21")
 def test_a_dead_worker_is_named_with_its_last_words(start):
     group = start(2)
@@ -68,6 +69,7 @@ def test_a_worker_that_dies_between_calls_is_named_at_once(start, caplog):
         group.call_now("pid")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(3))
 def test_death_at_any_point_of_a_call(start, seed):
     group = start(2)
@@ -114,6 +116,7 @@ def test_a_stopped_worker_is_noticed_named_and_killed(start, monkeypatch):
     until(lambda: not any(alive(pid) for pid in pids))
 
 
+@pytest.mark.medium
 def test_closing_leaves_nothing(start):
     group = start(2)
     pids = [*group.call_now("pid"), *group.call_now("start_program")]
@@ -140,6 +143,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 @pytest.mark.fault("P6")
 def test_the_drivers_death_leaves_nothing(how):
@@ -168,6 +172,7 @@ def test_the_drivers_death_leaves_nothing(how):
     assert mine <= shared_before
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("driver_too", [False, True], ids=["the fork server", "both"])
 @pytest.mark.fault("P25")
 def test_a_killed_fork_server_leaves_no_folder(driver_too, tmp_path):

@@ -23,6 +23,7 @@ from ratchet.training.from_config import build_executor
 from ratchet.worker_protocols import Executor, Workers
 
 
+@pytest.mark.medium
 def test_results_come_by_rank_and_calls_in_order(start):
     group = start(2, "executors.components:plain", {"value": 10})
     assert [place.rank for place in group.call_now("where")] == [0, 1]
@@ -60,6 +61,7 @@ def other_python(tmp_path):
     return str(environment / "bin" / "python")
 
 
+@pytest.mark.medium
 def test_a_role_may_have_the_python_of_another_environment(other_python):
     executor = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu", preload=())
     roles = {"learner": None, "generator": other_python}
@@ -93,6 +95,7 @@ def test_a_python_that_can_t_serve_is_refused(script, reason, tmp_path):
         executor.plan([ResourceRequest("generator", 1, interpreter=str(program))])
 
 
+@pytest.mark.medium
 def test_places(start):
     first, second = start(2).call_now("where")
     assert (first.role, first.rank, first.world_size, first.local_rank) == ("learner", 0, 2, 0)
@@ -147,6 +150,7 @@ def test_what_cannot_be_sent_or_found(start, method, says):
     assert group.call_now("add", 1) == [1]
 
 
+@pytest.mark.medium
 def test_a_factory_that_fails(start):
     with pytest.raises(ValueError, match="can't be made"):
         start(2, "executors.components:broken")
@@ -154,6 +158,7 @@ def test_a_factory_that_fails(start):
         start(1, "executors.components:Tinny")
 
 
+@pytest.mark.medium
 def test_a_deadline_names_who_is_late_and_ends_the_group(start):
     group = start(2)
     said = r"^learner rank 1 of 2 on .* did not answer 'hang' within 0.2 s \(for the loop\)"
@@ -167,6 +172,7 @@ def test_a_deadline_names_who_is_late_and_ends_the_group(start):
     assert group.final_error is not None
 
 
+@pytest.mark.medium
 def test_an_error_does_not_wait_for_ranks_that_wait_for_it(start, monkeypatch):
     monkeypatch.setattr("ratchet.executors.worker_group.GRACE_S", 0.2)
     group = start(2)
@@ -177,6 +183,7 @@ def test_an_error_does_not_wait_for_ranks_that_wait_for_it(start, monkeypatch):
     assert isinstance(group.final_error, CallTimeout)
 
 
+@pytest.mark.medium
 def test_waits_are_in_the_table_while_they_last(start, monkeypatch):
     group = start(2)
     call = group.within(50, owner="the loop").submit("hang", 1)
@@ -192,6 +199,7 @@ def test_waits_are_in_the_table_while_they_last(start, monkeypatch):
     assert "waits for no other process" in stall_report.format_waits()
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P17")
 def test_a_busy_port_is_named(start):
     import socket
@@ -248,6 +256,7 @@ def test_a_recipe_chooses_the_executor():
         build_executor(torchrun)
 
 
+@pytest.mark.medium
 def test_what_several_ranks_are_given_is_packed_once(start, monkeypatch):
     group, packed = start(3), []
     monkeypatch.setattr(

@@ -75,6 +75,7 @@ def run_of(
     )
 
 
+@pytest.mark.medium
 def test_grpo_trains_on_it():
     seen: list[dict[str, Any]] = []
     policy, run = run_of(seen.append, steps=3)
@@ -260,6 +261,7 @@ class Revising(Copying):
         return revised, {"judged": batch.size, "note": "not a number"}
 
 
+@pytest.mark.medium
 def test_what_the_interface_changes_in_the_batch_trains():
     plain, _ = drawn_by("Copying")
     revised, metrics = drawn_by("Revising")
@@ -297,6 +299,7 @@ def test_only_the_last_row_of_an_attempt_gets_the_difference():
     assert [row.turns[0].reward for row in group.trajectories] == [0.75, 2.25]
 
 
+@pytest.mark.medium
 def test_replayed_groups_are_not_post_processed_again():
     _, run = run_of(
         lambda metrics: None,

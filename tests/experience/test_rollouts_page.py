@@ -30,6 +30,7 @@ def run(page, tmp_path):
     return partial(run_python, tmp_path)
 
 
+@pytest.mark.medium
 def test_the_environment_trains(run, tmp_path):
     run("-m", "ratchet", "train", "my_recipe.yaml")
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")

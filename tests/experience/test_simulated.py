@@ -212,6 +212,7 @@ def test_undisturbed_by_hand():
     assert ends == [4.0, 14.0, 17.0]
 
 
+@pytest.mark.medium
 def test_attempts_that_outlast_those_steps_hold_it_up():
     """Slots for two steps' requests at once: a step would take 0.5 s, and many an attempt takes
     longer than four of them."""
@@ -238,6 +239,7 @@ def test_a_part_of_a_step_ahead_gains_a_part():
     assert found[0.5][2] < 0.6 * found[1][2]
 
 
+@pytest.mark.medium
 def test_the_same_course_each_time():
     first, again = (simulate(run(12, 0.5, max_staleness=2, order="ready")) for _ in range(2))
     assert first[0] == again[0]
@@ -250,6 +252,7 @@ def seconds_in(groups):
     return [row.metrics["seconds"] for group in groups for row in group.trajectories]
 
 
+@pytest.mark.medium
 def test_what_is_ready_first_is_shorter_and_nothing_is_left_out():
     """Steps begin with short attempts, and end with the same ones as without staleness: no length
     is missing from training."""
@@ -265,6 +268,7 @@ def test_what_is_ready_first_is_shorter_and_nothing_is_left_out():
     assert everything[0] == everything[1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("redundant", "kept", "off"), [(1, 0.65, 0.1), (2, 0.52, 0.1), (4, 0.38, 0.3)]
 )
@@ -291,6 +295,7 @@ def test_the_mean_of_lengths_some_of_which_are_only_known_to_be_longer():
     )
 
 
+@pytest.mark.medium
 def test_redundant_groups_leave_out_no_more_than_so_many():
     """The slowest come again with each step and are late again; all others are trained on."""
     steps, redundant = 30, 2
@@ -310,6 +315,7 @@ def seconds_begun(groups):
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("more", "gain", "redundant_gain", "redundant_mean"),
     [(2, 1.29, 1.11, 0.98), (4, 1.37, 1.18, 0.95)],
@@ -356,6 +362,7 @@ def assert_deferred_once(path, steps):
     assert issued == trained + deferred
 
 
+@pytest.mark.medium
 def test_no_more_groups_are_replaced_than_max_replaced_says(tmp_path, caplog):
     """Where none teaches anything a step takes what there is, after so many tries."""
     for tries in (1, 3):
@@ -369,6 +376,7 @@ def test_no_more_groups_are_replaced_than_max_replaced_says(tmp_path, caplog):
         assert f"rollouts.max_replaced={tries} times" in warning
 
 
+@pytest.mark.medium
 def test_redundant_attempts_are_biased_to_what_is_short():
     """The first 4 of 8 take far less time than attempts do in the mean: whoever wants no bias sets
     max_staleness instead."""

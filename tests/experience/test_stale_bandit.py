@@ -140,6 +140,7 @@ def test_stale_attempts_end_at_the_wrong_arm_and_corrected_ones_at_the_best(seed
     assert plain < 0.01
 
 
+@pytest.mark.medium
 def test_it_is_the_lag_that_misleads():
     share, staleness = trained(0, max_staleness=1, correction=None)
     assert staleness[1:] == [1] * (STEPS - 1)

@@ -96,6 +96,7 @@ def make_trajectory(prompt, completion, temperature):
     )
 
 
+@pytest.mark.medium
 def test_completions_follow_their_grammars_and_others_are_unchanged(engine):
     grammars = [
         {"json": SCHEMA},
@@ -131,6 +132,7 @@ def test_completions_follow_their_grammars_and_others_are_unchanged(engine):
     np.testing.assert_array_equal(free.logprobs, together[4].logprobs)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.0}])
 def test_logprobs_are_exact_under_the_mask_and_the_learner_computes_them(
     engine, policy, filters, monkeypatch, tmp_path

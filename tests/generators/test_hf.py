@@ -42,6 +42,7 @@ def requests(count):
     return prompts, samplings
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
 def test_equal_seeds_give_equal_tokens_in_both_generators(twins, family):
     decoder, model = twins(family)
@@ -58,6 +59,7 @@ def test_equal_seeds_give_equal_tokens_in_both_generators(twins, family):
     assert {c.stop for c in ours} >= {StopReason.STOP_TOKEN, StopReason.LENGTH}
 
 
+@pytest.mark.medium
 def test_it_is_a_generator_around_a_model_and_around_a_policy(twins):
     _, model = twins("qwen3")
     for wrapped in (model, TransformersPolicy(model)):

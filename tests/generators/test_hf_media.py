@@ -97,6 +97,7 @@ def requests_of(renderer):
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_sampled_has_the_learners_logprobs_whoever_is_in_the_batch(world, family):
     policy, renderer = world(family)
@@ -154,6 +155,7 @@ def test_an_image_in_the_environments_answer_extends_the_prompt(world, family):
     assert pack([Group("g", Task("t", ()), (whole,))]).media_S == (both,)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", FAMILIES)
 def test_after_a_commit_the_images_are_computed_anew(world, family):
     policy, renderer = world(family)

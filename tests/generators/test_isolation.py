@@ -133,6 +133,7 @@ def columns(answers):
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.fault("R16")
 @pytest.mark.parametrize("operations", ["by PyTorch", "by compiled kernels"])
 def test_poison_of_all_kinds_changes_no_honest_bit(either, kernels, operations):
@@ -169,6 +170,7 @@ HONEST_FEW = [Sampling(max_new_tokens=30, seed=i, stop_ids=(CURSED,)) for i in r
 CURSED_PROMPT = [CURSED] * 40
 
 
+@pytest.mark.medium
 @pytest.mark.fault("R16")
 @pytest.mark.parametrize("leaves", ["at its end", "cancelled", "aborted with all"])
 def test_keys_that_are_not_finite_leave_with_their_request(untied, leaves):
@@ -239,6 +241,7 @@ def test_an_error_says_what_is_broken(untied):
         assert all(cause in str(error) for error in errors)
 
 
+@pytest.mark.medium
 @pytest.mark.fault("R16")
 def test_poison_changes_no_token_of_transformers_generator(twins, monkeypatch):
     """Batches of 8, in whose padding the poison takes part: bits may differ, tokens not."""

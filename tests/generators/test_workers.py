@@ -72,6 +72,7 @@ def test_equal_prompts_go_together_and_others_where_least_is_to_do():
     )
 
 
+@pytest.mark.medium
 def test_a_wrong_prompt_costs_nobody_else():
     router, workers = router_here(1, recovery="restart")
 
@@ -112,6 +113,7 @@ def test_abort_ends_what_runs_and_what_waits_with_what_it_has():
     asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_a_cancelled_request_leaves_its_worker():
     router, (worker,) = router_here(1)
 
@@ -131,6 +133,7 @@ def test_a_cancelled_request_leaves_its_worker():
     assert not router.queues[0].request_count_by_prompt
 
 
+@pytest.mark.medium
 def test_pause_holds_all_of_them():
     router, _ = router_here(2)
 
@@ -148,6 +151,7 @@ def test_pause_holds_all_of_them():
 # --- deaths
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.fault("P1", "R11")
 def test_deaths_lose_no_request_and_answer_none_twice(seed):
@@ -293,6 +297,7 @@ def test_pushes_reach_every_worker_and_can_be_audited():
     assert [worker.component.generator.version for worker in workers] == [4, 4, 4]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.fault("M8")
 def test_a_replacement_serves_with_the_pushed_weights_alone(workers):
@@ -318,6 +323,7 @@ def test_a_replacement_serves_with_the_pushed_weights_alone(workers):
     assert all(own.component.generator.version == 8 for own in started if own.left is None)
 
 
+@pytest.mark.medium
 def test_a_worker_that_finds_no_room_is_absent_until_a_weight_sync_finds_some(caplog):
     """The others draw the same tokens; the run ends only when nobody is left."""
     router, started = router_here(2, recovery="restart", max_restarts=3)

@@ -280,12 +280,14 @@ def test_the_work_grows_with_the_length_alone(student, teacher, text, monkeypatc
     assert work[1] < 2.1 * work[0]
 
 
+@pytest.mark.medium
 def test_a_row_of_many_thousand_tokens_has_its_spans():
     mine = tokenizer("bytes").encode("hello e\u0301 " * 2000)
     _, spans = spans_of("bytes", mine, "qwen2 nfc")
     assert [i for a, _ in spans for i in a] == list(range(len(mine)))
 
 
+@pytest.mark.medium
 def test_a_half_character_behind_fallback_bytes_costs_linear_work(monkeypatch):
     """One missing byte at the end makes U+FFFD of all bytes before it: no beginning is the
     text's."""

@@ -92,6 +92,7 @@ CASES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "fsdp2" else [pytest.mark.slow]) for name in CASES],

@@ -46,6 +46,7 @@ def close(found, expected, bound=1e-6):
         )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("train_encoders", [False, True])
 def test_micro_batches_change_nothing(family, train_encoders):
@@ -70,6 +71,7 @@ def test_micro_batches_change_nothing(family, train_encoders):
     assert still == (visual if not train_encoders else set())
 
 
+@pytest.mark.medium
 def test_a_batch_in_float32_is_scored_as_one_row_after_the_other():
     batch = batch_of("qwen2_5_vl", 0, 1, 2, 0)
     *_, together, learner = local(
@@ -117,6 +119,7 @@ def test_fsdp2_on_two_ranks_is_one_process(family, train_encoders, tmp_path):
     )
 
 
+@pytest.mark.medium
 def test_a_checkpoint_leaves_towers_at_rest_out_and_knows_them(tmp_path):
     batches = [batch_of("qwen2_5_vl", 0, 1)]
     *_, learner = local(model_directory(), False, batches)

@@ -67,6 +67,7 @@ def test_the_base_takes_its_bits_and_nothing_keeps_the_plain_one(form):
     assert not engine._staging._open_views
 
 
+@pytest.mark.medium
 def test_the_adapter_learns_over_a_base_that_rests(form):
     made = learner(form)
     base = {name: tensor.clone() for name, tensor in made.model.canonical_weights()}
@@ -98,6 +99,7 @@ def test_several_workers_and_recomputed_activations_have_the_same_gradients(form
             torch.testing.assert_close(a.grad, b.grad, msg=name)
 
 
+@pytest.mark.medium
 def test_what_samples_has_the_learners_probabilities(form):
     """In this process it reads the same codes; elsewhere it is sent what they are restored to."""
     made = learner(form)

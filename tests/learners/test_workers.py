@@ -31,6 +31,7 @@ def test_gradient_and_metrics_are_those_of_one(name, workers, fields):
         torch.testing.assert_close(others[key], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "sparse"])
 def test_a_step_can_be_repeated_bit_by_bit_and_leaves_no_gradient_behind(fields):
     batch, terms = prepared(ALGORITHMS["grpo"])
@@ -72,6 +73,7 @@ def test_a_frozen_role_needs_no_twins():
     assert frozen.forwards[0] is frozen.forwards[1]
 
 
+@pytest.mark.medium
 def test_conformance(tmp_path):
     batch, terms = prepared(ALGORITHMS["grpo"])
     make = lambda: team(2, optimizer=OptimizerConfig(lr=1e-2))  # noqa: E731

@@ -50,6 +50,7 @@ def batch_of(directory: Path) -> Batch:
     return pack([make_group(str(i), [row]) for i, row in enumerate(rows)])
 
 
+@pytest.mark.medium
 def test_packed_sequences_with_clips_are_what_transformers_makes_of_each(directory):
     policy, batch = load_policy(directory), batch_of(directory)
     assert isinstance(policy, MultimodalPolicy)
@@ -77,6 +78,7 @@ def test_packed_sequences_with_clips_are_what_transformers_makes_of_each(directo
     assert float(packed[0].std()) > 0.1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("train_encoders", [False, True])
 def test_supervised_steps_move_what_trains_however_the_batch_is_divided(directory, train_encoders):
     batch, before = batch_of(directory), dict(load_policy(directory).canonical_weights())

@@ -106,6 +106,7 @@ def test_each_kind_of_layer_keeps_its_own_rotary_section(layered):
     assert after["full_attention"]["rope_theta"] == before["full_attention"]["rope_theta"] != 1e4
 
 
+@pytest.mark.medium
 def test_a_scaled_rotary_section_divides_dimensions_as_before():
     overrides = {"text_config": {"rope_parameters": YARN}}
     policy = load_policy(model_directory("qwen2_5_vl"), overrides=overrides)

@@ -29,6 +29,7 @@ def policy_of(tmp_path, model, train_encoders=True, generator="hf"):
     return build_policy(freeze(load_config(path)))
 
 
+@pytest.mark.medium
 def test_it_brings_its_processor_and_the_limits_of_the_recipe(tmp_path):
     policy = policy_of(tmp_path, model_directory())
     assert isinstance(policy.model, MultimodalPolicy)
@@ -41,6 +42,7 @@ def test_it_brings_its_processor_and_the_limits_of_the_recipe(tmp_path):
         policy.renderer.prompt([asked(picture(1, 48))])
 
 
+@pytest.mark.medium
 def test_the_engine_does_not_run_it(tmp_path):
     with pytest.raises(ModelError, match=r"set generator\.kind to hf"):
         policy_of(tmp_path, model_directory(), generator="engine")

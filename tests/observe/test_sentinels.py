@@ -86,6 +86,7 @@ def test_a_spike_is_of_the_windows_own_deviations():
     assert series("spike", 3.0, [0.0] * 8 + [1e-9], window=4) == [], "rounding is none"
 
 
+@pytest.mark.medium
 def test_a_spike_is_found_in_noise_and_noise_is_none():
     draw = random.Random(0)
     noise = [draw.gauss(0.0, 0.1) for _ in range(2000)]

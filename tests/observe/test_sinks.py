@@ -119,6 +119,7 @@ def test_a_new_run_starts_empty(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "absent.jsonl") == []
 
 
+@pytest.mark.medium
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     code = """
 import errno, resource, sys
@@ -248,6 +249,7 @@ def test_without_tensorboard_auto_says_so_and_true_names_the_extra(
         open_tensorboard(True, tmp_path)
 
 
+@pytest.mark.medium
 def test_tensorboard_is_written_without_tensorflow_torch_or_threads(tmp_path: Path) -> None:
     code = """
 import sys, threading

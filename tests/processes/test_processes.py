@@ -207,6 +207,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_no_child_outlives_the_driver(end):
     environment = inherit_environment(PYTHONPATH=os.pathsep.join([str(TESTS.parent), str(TESTS)]))

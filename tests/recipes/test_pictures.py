@@ -119,6 +119,7 @@ def prepares_otherwise(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("make", "keys", "reason"),
     [
@@ -142,6 +143,7 @@ def test_a_teacher_that_would_see_other_pictures_or_none_is_refused_at_the_start
         start(tmp_path, {**keys, "teacher": str(make(tmp_path / "teacher"))})
 
 
+@pytest.mark.medium
 def test_a_teacher_of_text_is_refused_for_a_game_that_is_seen_as_pictures(tmp_path):
     algorithm = {"kind": "distill_on_policy", "teacher": str(reads_text(tmp_path / "teacher"))}
     seen = {"kind": "frozen_lake", "observation": "both", "size": 2}
@@ -149,6 +151,7 @@ def test_a_teacher_of_text_is_refused_for_a_game_that_is_seen_as_pictures(tmp_pa
         start(tmp_path, algorithm, f"environment={json.dumps(seen)}")
 
 
+@pytest.mark.medium
 def test_a_teacher_of_text_is_refused_where_pictures_turn_up_among_tasks_without(tmp_path):
     teacher = reads_text(tmp_path / "teacher")
     mixed = {

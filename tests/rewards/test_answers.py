@@ -315,6 +315,7 @@ def test_options_of_format():
 # --- regular expressions
 
 
+@pytest.mark.medium
 def test_a_pattern_is_searched_for_or_must_match_the_whole():
     reward = made("regex", pattern=r"(?i)answer: \d+")
     check_reward(reward, task(), good="The Answer: 12.", bad="12")
@@ -324,6 +325,7 @@ def test_a_pattern_is_searched_for_or_must_match_the_whole():
     assert earned(made("regex", pattern=r"\d+", invert=True), "none") == 1.0
 
 
+@pytest.mark.medium
 def test_a_group_of_the_last_match_is_compared_with_the_answer():
     for keys in ({"pattern": r"= *(\d+)", "group": 1}, {"pattern": r"= *(?P<n>\d+)", "group": "n"}):
         reward = made("regex", **keys)
@@ -338,6 +340,7 @@ def test_a_group_of_the_last_match_is_compared_with_the_answer():
     assert earned(made("regex", pattern="a", group=0), "a", "a") == 1.0
 
 
+@pytest.mark.medium
 def test_a_pattern_that_backtracks_without_end_fails_its_attempt_and_names_itself():
     reward = Regex(RegexConfig(pattern="(a+)+$", timeout_s=0.2))
     hanging, fine = asyncio.run(
@@ -364,6 +367,7 @@ def test_what_is_no_pattern_is_refused():
 # --- similarity
 
 
+@pytest.mark.medium
 @given(st.text("abc", max_size=8), st.text("abc", max_size=8))
 def test_the_common_subsequence_is_the_longest(one, other):
     def is_within(part, whole):

@@ -320,6 +320,7 @@ def test_no_attack_passes_and_none_escapes_its_zero(reward):
     } == wanted
 
 
+@pytest.mark.medium
 def test_no_attack_passes_where_a_share_is_paid(reward):
     """Some assertions hold for a wrong answer; those that need a right one do not."""
     shared = Code(CodeConfig(timeout_s=1, credit="share"))
@@ -358,6 +359,7 @@ STREAM_ATTACKS = {
 }
 
 
+@pytest.mark.medium
 def test_no_attack_passes_tests_of_output():
     loose = Code(CodeConfig(timeout_s=1, tolerance=0.4))
     texts = [*STREAM_ATTACKS.values(), "print(int(input()) * 2)"]

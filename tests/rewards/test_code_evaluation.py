@@ -213,6 +213,7 @@ def test_tests_that_are_not_the_same_twice_are_refused(reward, name):
     assert "task 'fun': its tests call f differently each time" in outcome.detail
 
 
+@pytest.mark.medium
 def test_a_program_that_leads_the_tests_on_earns_its_zero(reward, monkeypatch):
     """Every answer leads to another call, which is not a fault of the tests."""
     monkeypatch.setattr("ratchet.rewards.code.function_tests.MAX_ROUNDS", 5)
@@ -299,6 +300,7 @@ def test_long_chains_of_calls_are_judged(reward, name):
     assert judge(reward, CHAINS[name], "def f(x): return x + 1 if x != 250 else None").reward == 0.0
 
 
+@pytest.mark.medium
 def test_too_long_a_chain_is_refused_by_the_tasks_name(reward, monkeypatch, caplog):
     monkeypatch.setattr("ratchet.rewards.code.function_tests.MAX_ROUNDS", 5)
     chain = check("x = 0", "for _ in range(9): x = candidate(x) * 2", "assert x == 1022")

@@ -140,6 +140,7 @@ def test_programs_have_one_outcome_with_any_number_of_slots():
         assert {sources[name]: outcome for name, outcome in found.items() if outcome != right} == {}
 
 
+@pytest.mark.medium
 def test_sets_are_the_same_text_and_walks_are_foreseen():
     reward = Code(CodeConfig(workers=2, timeout_s=20))
     words = ", ".join(map(repr, WORDS[:8]))

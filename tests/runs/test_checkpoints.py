@@ -196,6 +196,7 @@ def test_the_crash_points_are_all_that_a_save_passes(root: Path) -> None:
     assert max(Counter(passed).values()) == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("point", crash_points())
 def test_killed_anywhere_the_previous_or_the_new_one_is_whole(root: Path, point: str) -> None:
     assert killed_save(root, f"{point}:kill") == -9

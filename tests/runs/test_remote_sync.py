@@ -146,6 +146,7 @@ class Died(BaseException):
     """The process, in the middle of whatever it did."""
 
 
+@pytest.mark.medium
 def test_wherever_an_upload_ends_what_is_there_can_be_gone_on_from(machine):
     """At each operation of a save's upload, with the half-written file that the store is left
     with."""

@@ -77,6 +77,7 @@ def test_a_reader_that_tries_the_lock_refuses_no_run(
         assert run.is_locked
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P14")
 def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
     process = holder(tmp_path)
@@ -92,6 +93,7 @@ def test_a_second_run_is_refused_and_told_by_whom(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.medium
 def test_a_second_run_in_the_same_process_is_refused(tmp_path: Path) -> None:
     with (
         RunDirectory(tmp_path).locked(),
@@ -111,6 +113,7 @@ def test_what_a_killed_run_left_is_taken_over(tmp_path: Path) -> None:
     assert (tmp_path / ".lock").read_text() == ""
 
 
+@pytest.mark.medium
 def test_a_holder_that_has_not_said_who_it_is(tmp_path: Path) -> None:
     with RunDirectory(tmp_path).locked():
         (tmp_path / ".lock").write_text("")

@@ -67,6 +67,7 @@ def outputs(source: str | list[str], level: Isolation, limits: Limits = PATIENT)
     return printed
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", [Isolation.NAMESPACES, Isolation.LANDLOCK])
 @pytest.mark.fault("R18")
 def test_a_program_sees_the_same_in_every_slot(
@@ -84,6 +85,7 @@ def test_a_program_sees_the_same_in_every_slot(
     assert printed.pop().count(b"\n") >= 4
 
 
+@pytest.mark.medium
 @pytest.mark.fault("R18")
 def test_a_command_sees_the_same_in_every_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     need(Isolation.NAMESPACES)
@@ -104,6 +106,7 @@ print("granted, and got none")
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", [Isolation.NAMESPACES, Isolation.LANDLOCK])
 def test_locks_carry_nothing_between_programs(level: Isolation, tmp_path) -> None:
     """A lock that the test holds stands for that of a program beside: both lock the same file of

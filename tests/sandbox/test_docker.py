@@ -65,6 +65,7 @@ def run(sandbox, program, stdin=b"", limits=PATIENT):
     return soon(sandbox.run(program, stdin, limits))
 
 
+@pytest.mark.medium
 def test_programs_and_commands_run_each_in_a_container_of_its_own(engine, sandbox):
     assert output_matches(run(sandbox, "print(int(input()) * 2)", b"21\n"), "42")
     said = run(sandbox, "import sys\nsys.stdout.write('out')\nsys.stderr.write('err')\nsys.exit(3)")
@@ -156,6 +157,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("request_", "fault"), BROKEN)
 def test_what_breaks_once_is_tried_again_and_what_stays_broken_is_no_verdict(
     engine, sandbox, request_, fault
@@ -168,6 +170,7 @@ def test_what_breaks_once_is_tried_again_and_what_stays_broken_is_no_verdict(
     assert not engine.containers
 
 
+@pytest.mark.medium
 def test_an_engine_that_hangs_is_given_up(engine):
     with_patience = DockerSandbox(config(engine, timeout_s=0.3))
     engine.faults[r"POST /containers/\w+/exec"] = ["hang", "hang"]
@@ -206,6 +209,7 @@ def test_an_engine_that_describes_itself_wrongly_is_refused(engine, answer):
                 DockerSandbox(config(engine))
 
 
+@pytest.mark.medium
 def test_an_answer_that_drips_is_given_up_after_the_time_limit(engine):
     impatient = DockerSandbox(config(engine, timeout_s=0.3))
     engine.faults["POST /containers/create"] = ["drip", "drip"]
@@ -247,6 +251,7 @@ async def _said(sandbox, image, command):
     return result.stdout
 
 
+@pytest.mark.medium
 def test_no_engine_and_engines_that_are_too_old_or_too_weak_are_refused_at_once(engine, tmp_path):
     with pytest.raises(SandboxError, match=r"no Docker engine answers at unix://.*is it running"):
         DockerSandbox(DockerSandboxConfig(address=f"unix://{tmp_path}/nothing.sock"))
@@ -283,6 +288,7 @@ def test_settings_that_cannot_work_are_refused(keys, why):
         DockerSandboxConfig(**keys)
 
 
+@pytest.mark.medium
 def test_a_session_keeps_its_directory_variables_and_files(engine, sandbox):
     async def main():
         session = await sandbox.open(limits=PATIENT)
@@ -351,6 +357,7 @@ def test_a_cancelled_caller_leaves_no_container(engine, sandbox):
     soon(main())
 
 
+@pytest.mark.medium
 def test_when_the_trainer_dies_its_containers_end_and_those_never_started_are_reaped(engine):
     script = (
         "import asyncio, sys\nfrom ratchet.sandbox.docker import DockerSandbox\n"
@@ -385,6 +392,7 @@ async def _gone(engine):
     return True
 
 
+@pytest.mark.medium
 def test_the_code_reward_runs_there_and_a_broken_engine_is_a_failure_not_a_zero(engine):
     keys = {"kind": "docker", "address": engine.address, "python": PYTHON}
     reward = build(resolve("rewards", {"kind": "code", "sandbox": keys, "timeout_s": 20}))

@@ -196,6 +196,7 @@ def test_executions_share_no_state_and_no_secrets(sandbox: LocalSandbox) -> None
     assert first.stdout != second.stdout
 
 
+@pytest.mark.medium
 def test_limits_say_which_of_them_stopped_a_program(sandbox: LocalSandbox) -> None:
     def reason(source: str, limits: Limits) -> Reason:
         return run(sandbox, source, b"", limits).reason

@@ -48,6 +48,7 @@ def run(
     return asyncio.run(sandbox.run(program, stdin, limits))
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S12")
 def test_weaker_than_declared_is_refused_with_the_level_the_reason_and_the_fix() -> None:
     before = descendants(os.getpid())
@@ -63,6 +64,7 @@ def test_weaker_than_declared_is_refused_with_the_level_the_reason_and_the_fix()
     assert descendants(os.getpid()) == before
 
 
+@pytest.mark.medium
 def test_the_level_and_its_mechanisms_are_named(sandbox: LocalSandbox) -> None:
     assert sandbox.isolation >= Isolation.LANDLOCK
     assert {"seccomp", "resource limits", "no capabilities"} <= set(sandbox.strength.mechanisms)
@@ -99,6 +101,7 @@ def test_limits_that_make_no_sense_are_refused(limits: dict[str, float]) -> None
         Limits(**limits)  # type: ignore[arg-type]
 
 
+@pytest.mark.medium
 def test_commands_run_where_there_are_namespaces(sandbox: LocalSandbox) -> None:
     need(Isolation.NAMESPACES)
     assert (
@@ -119,6 +122,7 @@ def test_commands_run_where_there_are_namespaces(sandbox: LocalSandbox) -> None:
     assert piped.stdout == b"b'3\\n'\n"
 
 
+@pytest.mark.medium
 def test_files_are_executed_where_the_limits_allow_it(sandbox: LocalSandbox) -> None:
     need(Isolation.NAMESPACES)
     copied = "import os, shutil\nshutil.copy('/bin/echo', 'e')\nos.execv('./e', ['e', 'hello'])"
@@ -138,6 +142,7 @@ def test_commands_and_processes_are_refused_where_nobody_could_end_them_all() ->
     sandbox.close()
 
 
+@pytest.mark.medium
 def test_memory_of_all_processes_together_is_bounded(sandbox: LocalSandbox) -> None:
     need(Isolation.NAMESPACES)
     hungry = (
@@ -161,6 +166,7 @@ def test_readable_directories_can_be_read_and_imported_from_but_not_written(tmp_
     assert os.listdir(tmp_path) == ["helper.py"]
 
 
+@pytest.mark.medium
 def test_many_callers_from_several_event_loops_get_their_own_answers() -> None:
     sandbox = LocalSandbox(slots=2)
 
@@ -176,6 +182,7 @@ def test_many_callers_from_several_event_loops_get_their_own_answers() -> None:
     sandbox.close()
 
 
+@pytest.mark.medium
 def test_large_programs_and_inputs_arrive_whole(sandbox: LocalSandbox) -> None:
     source = (
         "x = '" + "y" * 3_000_000 + "'\nimport sys\nprint(len(x), len(sys.stdin.buffer.read()))"
@@ -197,6 +204,7 @@ def test_a_cancelled_caller_stops_its_program_and_frees_the_slot(sandbox: LocalS
     assert soon(main()).stdout == b"next\n"
 
 
+@pytest.mark.medium
 def test_a_fork_server_that_dies_is_replaced_and_the_program_runs_again(
     sandbox: LocalSandbox,
 ) -> None:
@@ -228,6 +236,7 @@ def is_confined(pid: int) -> bool:
     return False
 
 
+@pytest.mark.medium
 @pytest.mark.fault("R20")
 def test_a_program_killed_from_outside_is_not_judged(sandbox: LocalSandbox) -> None:
     """The kernel does that where memory runs out, and to programs first."""
@@ -268,6 +277,7 @@ os.kill(os.getpid(), {int(number)})
     assert run(sandbox, program).stdout == b"handled\n"
 
 
+@pytest.mark.medium
 def test_closing_in_the_middle_is_no_verdict_and_leaves_no_process() -> None:
     before, files = descendants(os.getpid()), open_files()
     sandbox = LocalSandbox(slots=2)
@@ -306,6 +316,7 @@ def test_it_may_be_collected_in_one_of_its_own_threads() -> None:
     assert descendants(os.getpid()) == before
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("level", [Isolation.NAMESPACES, Isolation.LANDLOCK])
 def test_when_the_trainer_is_killed_everything_it_started_ends(level: Isolation) -> None:
     """Even while a process that it forked holds copies of all its descriptors, and programs have

@@ -49,6 +49,7 @@ def run(sandbox, program, stdin=b"", limits=PATIENT):
     return asyncio.run(asyncio.wait_for(sandbox.run(program, stdin, limits), 60))
 
 
+@pytest.mark.medium
 def test_programs_and_commands_run(service, sandbox):
     assert output_matches(run(sandbox, "print(int(input()) * 2)", b"21\n"), "42")
     said = run(sandbox, "import sys; print('out'); sys.exit('why')")
@@ -68,6 +69,7 @@ def test_programs_and_commands_run(service, sandbox):
     )
 
 
+@pytest.mark.medium
 def test_ends_of_every_kind(sandbox):
     assert run(sandbox, "while True: pass", limits=Limits(wall_s=0.5)).reason is Reason.WALL
     assert run(sandbox, "import os; os.kill(os.getpid(), 11)").signal == 11
@@ -102,6 +104,7 @@ def test_a_request_that_is_at_fault_is_not_repeated(service, sandbox):
         run(sandbox, "pass", b"\xff")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fault", ["hang", "drip"])
 def test_a_service_that_hangs_is_given_up(service, fault):
     sandbox = made(service, retries=0, timeout_s=20)
@@ -112,6 +115,7 @@ def test_a_service_that_hangs_is_given_up(service, fault):
     sandbox.close()
 
 
+@pytest.mark.medium
 def test_absent_and_weak_services_are_refused_at_once(service, tmp_path):
     with pytest.raises(SandboxError, match="by landlock only, weaker than the declared namespaces"):
         made(service, offers="landlock")
@@ -138,6 +142,7 @@ def test_the_token_comes_from_a_file(service, tmp_path):
         made(service, token_file=tmp_path / "absent")
 
 
+@pytest.mark.medium
 def test_a_session_keeps_files_directory_and_variables(sandbox):
     async def main():
         session = await sandbox.open(limits=PATIENT)

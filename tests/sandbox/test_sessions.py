@@ -53,12 +53,14 @@ async def talk(sandbox):
     }, sorted(files)
 
 
+@pytest.mark.medium
 def test_a_session_keeps_files_directory_and_variables(sandbox):
     said, files = asyncio.run(talk(sandbox))
     assert list(said.values()) == [[0, "alpha"], [0, ""], [3, "x y\none\ndeep\n"]]
     assert files == ["deep/f", "in/a"]
 
 
+@pytest.mark.medium
 def test_commands_that_end_badly_leave_the_session_usable(sandbox):
     async def main():
         session = await sandbox.open(limits=PATIENT)
@@ -81,6 +83,7 @@ def test_commands_that_end_badly_leave_the_session_usable(sandbox):
     asyncio.run(main())
 
 
+@pytest.mark.medium
 def test_one_session_sees_nothing_of_another(sandbox):
     async def main():
         first, second = await sandbox.open(), await sandbox.open()
@@ -122,6 +125,7 @@ if __name__ == "__main__":
     sys.stdout.write(json.dumps(report))
 
 
+@pytest.mark.medium
 def test_a_session_finds_programs_by_their_alternatives(sandbox):
     if not Path("/etc/alternatives/awk").exists():
         pytest.skip("this system has no alternatives")
@@ -134,6 +138,7 @@ def test_a_session_finds_programs_by_their_alternatives(sandbox):
     assert result.stdout == b"42\n", result
 
 
+@pytest.mark.medium
 def test_signals_that_a_command_sends_arrive(sandbox):
     """The fork server ignores SIGTERM and SIGHUP, and what is ignored is inherited."""
 
@@ -188,6 +193,7 @@ def command_line(pid):
     return ""
 
 
+@pytest.mark.medium
 @pytest.mark.fault("R20")
 def test_a_command_beside_which_memory_ran_out_is_not_judged(sandbox, monkeypatch):
     kills = itertools.count()

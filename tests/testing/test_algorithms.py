@@ -165,6 +165,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", KINDS["algorithm"])
 def test_every_built_in_algorithm_passes_with_its_defaults(kind: str):
     check_algorithm(build_builtin(kind))
@@ -214,6 +215,7 @@ def fails(algo: Algorithm, message: str, *names: str) -> None:
         check_algorithm(algo)
 
 
+@pytest.mark.medium
 def test_an_algorithm_of_ones_own_passes():
     assert set(verdicts(algorithm()).values()) == {"holds"}
     assert list(verdicts(algorithm())) == [*INVARIANCES, "learns", *PROPERTIES]
@@ -242,6 +244,7 @@ def baseline_here(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]
     return -centred_S[batch.sequence_T] * out.need("logprobs"), {}
 
 
+@pytest.mark.medium
 def test_statistics_of_the_group_inside_a_term_are_found():
     fails(
         algorithm(baseline_here),
@@ -274,6 +277,7 @@ def metric_of_the_batch(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, T
     return x_T, {"count": torch.full_like(x_T, batch.n_sequences).detach()}
 
 
+@pytest.mark.medium
 def test_a_metric_that_depends_on_the_cut_is_found():
     fails(algorithm(metric_of_the_batch), "metric mine/count is", "micro_batches", "packing")
 
@@ -284,6 +288,7 @@ def first_token(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return x_T - 0 * x_T.max().detach(), {}
 
 
+@pytest.mark.medium
 def test_a_term_that_needs_rows_is_found():
     fails(algorithm(first_token), "a rank without rows can't compute the loss", "shards")
 
@@ -293,6 +298,7 @@ def upside_down(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return -x_T, metrics
 
 
+@pytest.mark.medium
 def test_a_wrong_sign_is_found_and_nothing_else():
     algo = algorithm(upside_down)
     fails(algo, "on policy, the gradient of term 'mine' by logprobs is not -weight", "on_policy")
@@ -305,6 +311,7 @@ def stale_ratio(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return x_T, {"ratio": (out.need("logprobs") - out.need("logprobs").roll(1)).exp().detach()}
 
 
+@pytest.mark.medium
 def test_a_wrong_ratio_is_found():
     fails(algorithm(stale_ratio), "has ratios other than 1", "on_policy")
 
@@ -313,6 +320,7 @@ def no_gradient(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return -batch.need("advantages") * out.need("logprobs").detach(), {}
 
 
+@pytest.mark.medium
 def test_a_term_that_teaches_nothing_is_found():
     fails(algorithm(no_gradient), "no batch gives role policy a gradient", "learns")
 
@@ -339,6 +347,7 @@ def first_come(batch: Batch, state: AlgoState) -> Batch:
     return broadcast_to_tokens(batch, rewards_S - rewards_S[0])
 
 
+@pytest.mark.medium
 def test_an_estimator_that_goes_by_order_is_found():
     fails(
         algorithm(advantage=first_come),
@@ -358,6 +367,7 @@ def nearly_nothing(batch: Batch, state: AlgoState) -> Batch:
     )
 
 
+@pytest.mark.medium
 def test_an_estimator_that_normalises_rounding_is_found():
     fails(
         algorithm(advantage=nearly_nothing),
@@ -375,6 +385,7 @@ def compared(out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     return batch.group_sum(gain_S).square(), {}
 
 
+@pytest.mark.medium
 def test_a_false_claim_is_found():
     """Whole groups stay together, so that all invariances hold; rows are not isolated, and nobody
     said so."""
@@ -386,6 +397,7 @@ def test_a_false_claim_is_found():
     check_algorithm(replace(algo, exempt=honest))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_false_exemption_is_found(name: str):
     fails(
@@ -395,6 +407,7 @@ def test_a_false_exemption_is_found(name: str):
     )
 
 
+@pytest.mark.medium
 def test_an_exemption_for_want_of_advantages_is_held_to_that():
     fails(
         algorithm(exempt={"equal_rewards": "no advantages: none"}),
@@ -419,6 +432,7 @@ def constant(batch: Batch, state: AlgoState, *, value: float) -> Batch:
     )
 
 
+@pytest.mark.medium
 def test_true_exemptions_pass():
     never_zero = {"equal_rewards": "always the same", "lone_attempt": "always the same"}
     algo = algorithm(

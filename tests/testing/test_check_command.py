@@ -118,6 +118,7 @@ def test_the_table_has_a_line_for_each_invariance_and_property():
     ]
 
 
+@pytest.mark.medium
 def test_the_command_ends_with_1_where_something_fails():
     good = CliRunner().invoke(app, ["check", "algorithms_for_test:MINE"])
     assert (good.exit_code, "mine: rows" in good.output) == (0, True)

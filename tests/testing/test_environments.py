@@ -206,6 +206,7 @@ def test_closing_twice_must_work():
         check_environment(ClosesOnce(), n=10)
 
 
+@pytest.mark.medium
 def test_good_environments_pass():
     check_environment(Good(), reward=exact)
     check_environment(Guessing(), reward=exact)
@@ -322,6 +323,7 @@ class Unpicklable(Good):
 check = lambda text: True  # noqa: E731
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("broken", "deadline_s", "error"),
     [

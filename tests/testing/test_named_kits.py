@@ -35,6 +35,7 @@ class Halves:
         return [Scored(0.5) for _ in trajectories][:1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "words", "status", "said"),
     [

@@ -65,10 +65,12 @@ def test_what_has_no_time_for_another_step_saves_and_can_be_resumed(training, tm
     assert "no time for another step" in (tmp_path / "limited" / "run" / "run.log").read_text()
 
 
+@pytest.mark.medium
 def test_a_limit_that_is_far_off_changes_nothing(training):
     assert training("run", {"limit_s": 10_000}) == 0
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P10")
 def test_where_the_disk_is_full_the_run_ends_and_can_be_resumed(training, forks, tmp_path):
     assert training("run", {}, "checkpoint.after_write:2:enospc") == 1
@@ -77,6 +79,7 @@ def test_where_the_disk_is_full_the_run_ends_and_can_be_resumed(training, forks,
     assert training("run", {}) == 0
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P10")
 def test_or_goes_on_and_warns_where_the_recipe_says_so(training, tmp_path):
     assert training("run", {"on_error": "warn"}, "checkpoint.after_write:2:enospc") == 0
@@ -84,6 +87,7 @@ def test_or_goes_on_and_warns_where_the_recipe_says_so(training, tmp_path):
     assert "step 2 can't be written" in (tmp_path / "run" / "run" / "run.log").read_text()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("metric", "best"), [("policy/grad_norm", max), ("-policy/grad_norm", min)]
 )
@@ -218,6 +222,7 @@ def test_a_disk_that_is_full_beside_the_training_is_told_at_the_next_step(
     assert f"step {at} can't be written" in (run / "run.log").read_text()
 
 
+@pytest.mark.medium
 def test_a_signal_while_it_is_written_waits_for_both(training, tmp_path):
     assert (
         training("run", {"background": True, "keep": 4}, "checkpoint.after_write:2:interrupt")

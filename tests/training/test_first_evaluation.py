@@ -36,6 +36,7 @@ def recipe(tmp_path, monkeypatch):
     return Path("mine.yaml")
 
 
+@pytest.mark.medium
 def test_the_run_stops_before_the_first_step_and_names_the_users_line(recipe, tmp_path):
     with pytest.raises(TrainingError) as caught:
         start_run(recipe, [], None, command="test")
@@ -51,5 +52,6 @@ def test_the_run_stops_before_the_first_step_and_names_the_users_line(recipe, tm
     assert "Traceback (most recent call last)" in log
 
 
+@pytest.mark.medium
 def test_a_run_that_allows_every_failure_goes_on(recipe):
     assert start_run(recipe, ["rollouts.max_failed_share=1.0"], None, command="test") == 0

@@ -156,6 +156,7 @@ def test_a_run_measures_itself_and_its_resumption_goes_on(tmp_path: Path):
     assert tracks == {"steps", "policy"}
 
 
+@pytest.mark.medium
 def test_what_is_not_wanted_is_left_out(tmp_path: Path):
     recipe, path = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(RECIPE)

@@ -116,6 +116,7 @@ def test_each_step_has_the_recipe_that_it_was_trained_by(longer: Path) -> None:
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("lost", [False, True])
 def test_steps_before_and_after_a_change_replay_bit_for_bit(
     longer: Path, tmp_path: Path, lost: bool
@@ -181,12 +182,14 @@ def test_steps_that_are_done_cant_be_taken_back(run: Path) -> None:
         resume_run(run, ["stages.rl.steps=3"], command="resume")
 
 
+@pytest.mark.medium
 def test_keys_that_stay_as_they_are_change_nothing(run: Path) -> None:
     same = ["stages.rl.steps=4", "stages.rl.optimizer.kind=adamw", "model.preset=tiny"]
     assert resume_run(run, same, command="resume") == 0
     assert not changes_of(run)
 
 
+@pytest.mark.medium
 def test_of_a_section_only_the_changed_keys_count(run: Path) -> None:
     config = load_changed_config(
         run / "config.yaml", ["stages.rl.optimizer={kind: adamw, lr: 0.5}"], run=run
@@ -220,6 +223,7 @@ def test_the_command_takes_keys_in_place_of_a_recipe(tmp_path: Path) -> None:
     assert "give a recipe, or --resume" in str(error)
 
 
+@pytest.mark.medium
 def test_a_stage_that_patience_ended_goes_on_with_more_of_it(tmp_path: Path) -> None:
     recipe = tmp_path / "one.yaml"
     one = {key: value for key, value in RECIPE.items() if key != "stages"}

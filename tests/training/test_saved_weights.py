@@ -70,6 +70,7 @@ def losses(run: Path) -> list[float]:
     return [row["policy/loss"] for row in rows if row.get("policy/loss") is not None]
 
 
+@pytest.mark.medium
 def test_a_run_and_its_checkpoint_are_planned_as_the_model_that_they_are(folder: Path) -> None:
     shape = read_shape(load_config(folder / "recipe.yaml"))
     for place in (folder / "first", f"{folder / 'first'}@2"):
@@ -98,6 +99,7 @@ def test_a_run_without_a_model_names_its_checkpoints(folder: Path, tmp_path: Pat
         find_saved(run)
 
 
+@pytest.mark.medium
 def test_a_run_starts_from_a_finished_one(folder: Path, tmp_path: Path) -> None:
     run = start(folder, tmp_path / "run", start_from=str(folder / "first"))
     assert load_config(run / "config.yaml").model.path == str(folder / "first" / "model")
@@ -176,6 +178,7 @@ def test_an_optimizer_that_cant_go_on(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.medium
 def test_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer differs"):
         start(
@@ -186,6 +189,7 @@ def test_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.medium
 @pytest.mark.needs("peft")
 def test_an_adapter_of_a_checkpoint_is_merged(folder: Path, tmp_path: Path) -> None:
     run = start(folder, tmp_path / "run", "lora={rank: 2}", start_from=f"{folder / 'first'}@2")
@@ -201,6 +205,7 @@ def invoke(*arguments: str) -> str:
     return f"{result.exception or ''}{result.stdout}"
 
 
+@pytest.mark.medium
 def test_every_checkpoint_converts_to_a_model(folder: Path, tmp_path: Path) -> None:
     first = folder / "first"
     said = invoke("convert", f"{first}@4", str(tmp_path / "a"))
@@ -217,6 +222,7 @@ def test_every_checkpoint_converts_to_a_model(folder: Path, tmp_path: Path) -> N
     assert "has no checkpoint of step 3" in invoke("convert", f"{first}@3", str(tmp_path / "d"))
 
 
+@pytest.mark.medium
 def test_options_that_do_not_go_together(folder: Path) -> None:
     first = str(folder / "first")
     for option in ("--from", "--run-dir"):

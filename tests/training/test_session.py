@@ -251,6 +251,7 @@ def test_evaluations_that_signals_put_off_are_made_up(forks, tmp_path):
     assert 1 < len(losses) < 6, "the run should end early"
 
 
+@pytest.mark.medium
 def test_resuming_a_finished_run_changes_nothing(whole, tmp_path):
     run, _ = whole
     before = {p: p.read_bytes() for p in (run / "model").iterdir()}
@@ -293,6 +294,7 @@ def test_a_configuration_that_no_run_wrote_is_refused(recipe, tmp_path):
         resume_run(tmp_path, command="")
 
 
+@pytest.mark.medium
 def test_eval_and_chat_read_the_run(whole):
     run, _ = whole
     evaluated = ratchet("eval", run, "--tasks", 8, "--samples", 2)
@@ -302,6 +304,7 @@ def test_eval_and_chat_read_the_run(whole):
     assert said.returncode == 0, said.stderr
 
 
+@pytest.mark.medium
 def test_check_and_doctor(recipe):
     checked = ratchet("check", recipe)
     assert checked.returncode == 0

@@ -77,6 +77,7 @@ async def ask(server: Server, data: bytes = GET) -> bytes:
     return answer
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S15")
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\nhost:"], ids=["silent", "half a head"])
 def test_an_honest_client_gets_in_beside_silent_ones(data: bytes) -> None:
@@ -157,6 +158,7 @@ def test_the_body_of_an_answer_does_not_wait_for_the_client() -> None:
     assert asyncio.run(scene())
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S15")
 def test_a_client_that_does_not_read_is_dropped() -> None:
     async def scene() -> None:
@@ -395,6 +397,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S15")
 def test_few_descriptors_and_many_connections() -> None:
     """Of 120 silent connections to a process with 64 descriptors none is in the way, and accepting

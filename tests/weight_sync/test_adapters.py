@@ -50,6 +50,7 @@ def furthest(made, generator):
     return float((found - torch.from_numpy(completion.logprobs)).abs().max())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", LINKS)
 def test_later_pushes_carry_the_adapter_alone(kind, tmp_path):
     made, generator = learner(), EmbeddedEngine(ENGINE, init_policy(SHAPE, seed=9))

@@ -132,6 +132,7 @@ print(*sorted(name for name in sys.modules if name in {"torch", "safetensors"} o
 """
 
 
+@pytest.mark.medium
 def test_shared_weights_need_no_transport():
     done = subprocess.run(
         [sys.executable, "-c", SHARED], capture_output=True, text=True, check=True

@@ -74,6 +74,7 @@ def push_then_fail(link, kept, ranks, version=2, **match):
     return failed.value
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("at", [0, 31, 59])
 def test_a_flipped_bit_in_the_segment_is_refused(at, ranks):
     kept = Kept()
@@ -119,6 +120,7 @@ def test_a_file_that_is_cut_off_or_gone_is_refused(ranks, tmp_path):
     assert len(list(tmp_path.glob("*/push-*"))) == 1, "old pushes are removed"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", LINKS)
 @pytest.mark.fault("P20")
 def test_a_rank_killed_in_the_middle_of_sending_is_named(kind, tmp_path):
@@ -294,6 +296,7 @@ def test_no_memory_is_left_behind_by_a_driver_that_was_killed():
     ]
 
 
+@pytest.mark.medium
 def test_a_receiver_that_was_killed_is_named_and_another_gets_everything(ranks):
     receivers = Processes(1, "weight_sync.components:KeptIntake")
     link = SharedMemoryWeightSync(ranks, receivers, changes_only=True)

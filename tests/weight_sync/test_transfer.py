@@ -232,6 +232,7 @@ def test_files_of_a_user_in_the_directory_stay(tmp_path):
     assert left == sorted(tmp_path / name for name in names)
 
 
+@pytest.mark.medium
 def test_several_receivers_get_the_same(tmp_path):
     ranks = Processes(2, "weight_sync.components:RowsRank")
     receivers = Processes(2, "weight_sync.components:KeptIntake")

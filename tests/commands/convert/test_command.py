@@ -71,6 +71,7 @@ def test_every_direction(written, tmp_path, before, after):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.needs("megatron")
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "qwen3_moe-dense-first"])
 def test_every_family_goes_to_megatron_and_back(written, tmp_path, model):
@@ -83,6 +84,7 @@ def test_every_family_goes_to_megatron_and_back(written, tmp_path, model):
     assert_same_model(tmp_path / "back", written(model))
 
 
+@pytest.mark.medium
 def test_what_was_interrupted_goes_on(written, tmp_path, monkeypatch):
     form, write, made = FORMATS["dcp"], type(FORMATS["dcp"]).write, []
 
@@ -105,6 +107,7 @@ def test_what_was_interrupted_goes_on(written, tmp_path, monkeypatch):
     assert_same_model(tmp_path / "back", written("llama"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_corrupted_weight_is_found_and_written_again(written, tmp_path, monkeypatch, to):
     finish = type(FORMATS[to]).finish
@@ -168,6 +171,7 @@ def test_what_was_begun_from_another_source_is_not_mixed(written, tmp_path, monk
         run(tmp_path / "source", tmp_path / "made", "dcp")
 
 
+@pytest.mark.medium
 def test_a_trainers_own_checkpoint_is_read_beside_a_config(written, tmp_path):
     model = load_file(written("llama") / "model.safetensors")
     optimizer = {f"{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in model.items()}
@@ -210,6 +214,7 @@ def test_the_model_of_a_run_is_converted(written, tmp_path):
     assert "(hf) ->" in run(tmp_path / "run", tmp_path / "made", "dcp")
 
 
+@pytest.mark.medium
 def test_layers_for_the_prediction_of_several_tokens_are_left_out_and_named(written, tmp_path):
     shutil.copytree(written("deepseek_v3"), tmp_path / "source")
     weights = load_file(tmp_path / "source" / "model.safetensors")
@@ -295,6 +300,7 @@ def test_no_file_of_a_user_is_in_the_way(written, tmp_path):
     assert (tmp_path / ".made.source/mine").read_text() == "mine"
 
 
+@pytest.mark.medium
 def test_the_command_of_the_page_is_what_it_does(
     written, tmp_path, monkeypatch, capsys, repository
 ):

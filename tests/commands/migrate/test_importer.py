@@ -436,6 +436,7 @@ def test_what_cannot_be_taken_out_is_written_and_told(tmp_path: Path) -> None:
 # --- the command
 
 
+@pytest.mark.medium
 def test_the_command_writes_once_and_lists(tmp_path: Path) -> None:
     out = tmp_path / "mine.yaml"
     arguments = ["import", str(FILES / "nemo_grpo.yaml"), "--out", str(out)]

@@ -122,6 +122,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.fault("I4")
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_file_is_one_sentence(tmp_path: Path, name: str) -> None:
@@ -339,6 +340,7 @@ def test_what_a_script_only_writes_is_no_command() -> None:
     assert script("env A=2 python -m x a.b=1\n").nested == {"a": {"b": 1}}
 
 
+@pytest.mark.medium
 @pytest.mark.fault("I4")
 def test_a_script_that_multiplies_its_variables_or_has_no_end_is_read_in_time() -> None:
     doubling = "A=xxxx\n" + "A=$A$A\n" * 60

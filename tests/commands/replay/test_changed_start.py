@@ -85,6 +85,7 @@ def test_explain_of_the_same_model_says_nothing_else(project, monkeypatch, capsy
     assert (explanation["equal"], explanation["differences"]) == (True, [])
 
 
+@pytest.mark.medium
 @pytest.mark.fault("M15")
 def test_explain_first_says_that_the_step_is_another(project, other, capsys):
     assert explain_step(project / "run", 1, top=1) == 1
@@ -104,6 +105,7 @@ def test_explain_first_says_that_the_step_is_another(project, other, capsys):
     assert "holds other weights" in explanation["changed_start"]
 
 
+@pytest.mark.medium
 @pytest.mark.fault("M15")
 def test_replay_with_changes_first_says_so_too(project, other, capsys):
     assert replay_steps(project / "run", [1], changes=["optimizer.lr=0.1"]) == 1
@@ -112,10 +114,12 @@ def test_replay_with_changes_first_says_so_too(project, other, capsys):
     assert "holds other weights than the run started from" in cause
 
 
+@pytest.mark.medium
 def test_a_step_after_a_checkpoint_needs_no_start_model(project, other):
     assert explain_step(project / "run", 3) == 0
 
 
+@pytest.mark.medium
 @pytest.mark.fault("M15")
 def test_a_run_without_checkpoint_resumes_from_no_other_model(project, other, monkeypatch):
     run = shutil.copytree(project / "killed", other / "killed")
@@ -127,6 +131,7 @@ def test_a_run_without_checkpoint_resumes_from_no_other_model(project, other, mo
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.medium
 @pytest.mark.fault("M15")
 def test_a_relative_model_path_elsewhere_is_explained(project, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

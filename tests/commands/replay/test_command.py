@@ -111,6 +111,7 @@ def test_steps_of_products_in_bfloat16_are_bit_equal(tmp_path):
     assert [verdict.start_step for verdict in found] == [0] * 12 + [19]
 
 
+@pytest.mark.medium
 def test_a_step_is_played_from_the_nearest_checkpoint_before_it(run):
     (last,) = played(run, DPO)
     assert (last.start_step, last.is_equal) == (19, True)
@@ -122,6 +123,7 @@ def flip(file: Path, at: float = 0.5) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.medium
 def test_a_bit_of_the_record_or_of_the_checkpoint_is_noticed(copy):
     flip(copy / "checkpoints/step-00000019/policy/state.safetensors")
     with pytest.raises(CheckpointError, match="damaged"):
@@ -132,6 +134,7 @@ def test_a_bit_of_the_record_or_of_the_checkpoint_is_noticed(copy):
     assert played(copy, 8)[0].is_equal
 
 
+@pytest.mark.medium
 def test_a_digit_of_a_metric_is_noticed(copy):
     metrics = copy / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -142,6 +145,7 @@ def test_a_digit_of_a_metric_is_noticed(copy):
     assert difference.what == "policy/loss"
 
 
+@pytest.mark.medium
 def test_what_a_changed_token_changes_is_named_and_since_when(copy):
     """Here with checksums that fit, as if the run had learned from something else than it wrote
     down."""
@@ -205,6 +209,7 @@ def test_another_algorithm_is_shown_beside_the_step_and_changes_nothing(run):
     assert clipped not in before or before[clipped] != after[clipped]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -218,6 +223,7 @@ def test_changes_that_mean_nothing_are_refused(run, change, why):
         played(run, GRPO, changes=[change])
 
 
+@pytest.mark.medium
 def test_a_key_of_one_part_of_the_algorithm_needs_no_path(run):
     replay = Replay(run)
     asyncio.run(replay.advance_to(GRPO))
@@ -227,6 +233,7 @@ def test_a_key_of_one_part_of_the_algorithm_needs_no_path(run):
     )
 
 
+@pytest.mark.medium
 def test_a_learner_in_other_processes_is_refused_with_the_reason(copy):
     config = RunDirectory(copy).read_config()
     for stage in config["stages"]:
@@ -237,6 +244,7 @@ def test_a_learner_in_other_processes_is_refused_with_the_reason(copy):
         played(copy, 3)
 
 
+@pytest.mark.medium
 def test_the_command_says_what_it_found(run, copy, capsys):
     assert replay_steps(run, [GRPO]) == 0
     assert (

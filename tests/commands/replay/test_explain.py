@@ -99,6 +99,7 @@ def test_the_parts_of_the_groups_make_up_the_gradient(run, step, role, updates):
     )
 
 
+@pytest.mark.medium
 def test_a_group_whose_attempts_are_equal_moves_nothing(run):
     _, played, told = found(run, GRPO)
     rewards = {group.id: {row.reward for row in group.trajectories} for group in played.groups}
@@ -107,6 +108,7 @@ def test_a_group_whose_attempts_are_equal_moves_nothing(run):
     assert all(row["direction"] == row["norm"] == row["loss"] == 0 for row in silent)
 
 
+@pytest.mark.medium
 def test_a_tokens_pull_is_its_weighted_advantage_where_nothing_was_updated_yet(run):
     _, played, told = found(run, GRPO)
     batch, first = played.batch, set(played.batch.group_ids[:3])  # of the first optimizer step
@@ -123,6 +125,7 @@ def test_a_tokens_pull_is_its_weighted_advantage_where_nothing_was_updated_yet(r
     assert sum(token["pull_share"] for token in told["tokens"]) == pytest.approx(1.0)
 
 
+@pytest.mark.medium
 def test_the_right_answer_is_pulled_up_and_the_wrong_one_down(run):
     _, _, told = found(run, DPO)
     sign = {
@@ -132,18 +135,21 @@ def test_the_right_answer_is_pulled_up_and_the_wrong_one_down(run):
     assert sign == {0: {True}, 1: {False}}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("step", "role"), [(3, "policy"), (PPO, "critic"), (DPO, "policy")])
 def test_an_explained_step_is_bit_equal_to_the_recorded_one(run, step, role, capsys):
     assert explain_step(run, step, role=role, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["differences"] == []
 
 
+@pytest.mark.medium
 def test_to_look_changes_nothing(run):
     replay, _, _ = found(run, GRPO)
     played = asyncio.run(replay.replay_next())
     assert played.fingerprints == replay.record.steps[GRPO + 1].fingerprints
 
 
+@pytest.mark.medium
 def test_a_role_that_does_not_train_is_refused(run):
     with pytest.raises(
         ConfigError, match="stage grpo does not train the role critic: give one of policy"

@@ -181,6 +181,7 @@ def test_every_rollout_has_its_numbers_and_words(reader):
     assert arrays["reward"].dtype == np.float32
 
 
+@pytest.mark.medium
 def test_only_new_files_are_sent_to_who_knows_the_others(reader):
     known = unpacked(reader.rollouts.pack_columns())[0]["files"]
     grow(reader.directory, [7, 8])
@@ -264,6 +265,7 @@ def test_search_finds_messages_the_newest_first(reader):
     assert reader.rollouts.search("add 0", limit=3) == ([(7, 0), (7, 1), (7, 2)], 7)
 
 
+@pytest.mark.medium
 def test_a_sample_is_whole_groups_of_the_same_tasks(tmp_path):
     runs = [RunReader(make_run(tmp_path / name).path) for name in "ab"]
     samples = [run.rollouts.sample(12, 10**6) for run in runs]
@@ -278,6 +280,7 @@ def test_a_sample_is_whole_groups_of_the_same_tasks(tmp_path):
     assert all(sum(1 for s, _, _ in chosen[0] if s == step) == 4 for step in (1, 3, 6))
 
 
+@pytest.mark.medium
 def test_a_sample_has_no_more_tokens_than_it_may(reader):
     length = sum(len(detail["tokens"]["id"]) for detail in reader.rollouts.sample(100, 120))
     assert 0 < length <= 120

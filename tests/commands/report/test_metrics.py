@@ -108,6 +108,7 @@ def held(steps: int, path: Path) -> tuple[int, int]:
     return peak, stays
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S17")
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     peak, stays = held(300, tmp_path / "short")

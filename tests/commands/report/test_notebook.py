@@ -17,6 +17,7 @@ def run(tmp_path_factory):
     return RunView(make_run(tmp_path_factory.mktemp("runs") / "<b>", say=HOSTILE).path)
 
 
+@pytest.mark.medium
 def test_a_run_shows_its_curves(run):
     steps, rewards = run.read_curves()["reward"]
     assert steps.tolist() == [1, 2, 3, 4, 5, 6]
@@ -45,6 +46,7 @@ def test_a_group_shows_its_attempts_coloured_by_token(run):
     assert f"title='logprob {least}' style='background:{color}'" in page
 
 
+@pytest.mark.medium
 def test_no_text_of_a_run_is_markup(run):
     pages = [run._repr_html_(), run.show_group(1)._repr_html_(), run.show_report()._repr_html_()]
     assert not any("<img" in page for page in pages)

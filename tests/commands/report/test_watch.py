@@ -100,6 +100,7 @@ def test_numbers_whose_sums_are_infinite_are_left_out(tmp_path, n_steps):
     assert (answer["progress"]["step"], answer["progress"]["accuracy"]) == (79, None)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [["--once"], []])  # a run that has ended has one frame
 def test_the_command_prints_a_frame(tmp_path, options):
     result = CliRunner().invoke(app, ["watch", str(make_run(tmp_path / "run").path), *options])

@@ -86,6 +86,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.fault("M13")
 @pytest.mark.parametrize("source", STEPS.values(), ids=STEPS)
 def test_a_template_without_end_is_refused_by_steps(source):
@@ -93,6 +94,7 @@ def test_a_template_without_end_is_refused_by_steps(source):
         render(source)
 
 
+@pytest.mark.medium
 @pytest.mark.fault("M13")
 @pytest.mark.parametrize("source", SIZES.values(), ids=SIZES)
 def test_what_multiplies_lengths_is_refused_before(source):

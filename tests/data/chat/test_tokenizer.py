@@ -365,6 +365,7 @@ def test_special_tokens_that_swallow_spaces_or_stand_alone_act_as_in_the_library
     assert Tokenizer(backend).encode(text, allow_special=True) == ids
 
 
+@pytest.mark.medium
 def test_special_tokens_are_searched_in_linear_time():
     backend = Backend.from_str(BYTES._backend.to_str())
     backend.add_special_tokens([AddedToken("<l>", lstrip=True)])
@@ -432,6 +433,7 @@ def test_wrong_settings_say_what_to_change(tmp_path):
         build_byte_bpe(ByteBPEConfig(texts=(tmp_path / "none.txt",)), None)
 
 
+@pytest.mark.medium
 def test_configuration_needs_no_tokenizer_and_rendering_no_torch():
     script = (
         "import sys, ratchet.data.tokenizer_config; assert not {'tokenizers', 'torch', 'jinja2'} & "

@@ -43,6 +43,7 @@ def red_values(frames):
     return [frame.getpixel((5, 5))[0] for frame in frames]
 
 
+@pytest.mark.medium
 @pytest.mark.needs("av")
 @pytest.mark.parametrize(("form", "codec"), FORMS)
 def test_the_frames_of_a_file_in_order_and_evenly_spaced(form, codec):

@@ -153,6 +153,7 @@ def test_an_address_that_nothing_should_read_is_refused(reference: str) -> None:
         fetch(reference, where=WHERE, limits=LIMITS)
 
 
+@pytest.mark.medium
 @pytest.mark.fault("D12")
 def test_an_address_of_the_web_is_fetched_only_where_that_was_asked_for() -> None:
     class Once(http.server.BaseHTTPRequestHandler):
@@ -419,6 +420,7 @@ def test_channels_are_averaged() -> None:
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.needs("soundfile")
 @pytest.mark.parametrize("wanted", [4000, 7000, 16000, 44100])
 def test_another_rate_as_scipy_resamples(wanted: int) -> None:

@@ -160,5 +160,6 @@ def test_only_a_class_with_a_reward_judges():
     assert section("Silent", reward_funcs=[f"{FILE}:words_said"]).returns_rewards
 
 
+@pytest.mark.medium
 def test_it_keeps_the_contract_of_environments():
     check_environment(build(section(problems={"kind": "arithmetic"})))

@@ -73,6 +73,7 @@ def run_cells(*cells, **keys):
     return texts, dict(steps[-1].metrics or {})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("inline", [True, False])
 def test_the_kit_with_the_reward_of_the_problems(inline):
     made = section(system="Use code.", inline=inline)
@@ -82,6 +83,7 @@ def test_the_kit_with_the_reward_of_the_problems(inline):
     assert [message.role for message in task.messages] == ["system", "user"]
 
 
+@pytest.mark.medium
 def test_results_continue_the_turn_and_belong_to_the_environment():
     turns = ("<code>x = 37</code>", "So <code>x * 48</code>", "1776")
     trajectory, script = played(build(section()), *turns)
@@ -105,6 +107,7 @@ def test_results_continue_the_turn_and_belong_to_the_environment():
     assert (trajectory.metrics["cells"], trajectory.metrics["cell_errors"]) == (2, 0)
 
 
+@pytest.mark.medium
 def test_without_inline_the_result_is_a_message_of_the_user():
     trajectory, _ = played(build(section(inline=False)), "<code>37*48</code>", "1776")
     assert trajectory.reward == 1.0
@@ -169,6 +172,7 @@ def test_inline_text_stands_alone():
         check_environment(TooMuch())
 
 
+@pytest.mark.medium
 def test_cells_share_a_namespace_and_failed_ones_keep_what_they_did():
     texts, metrics = run_cells(
         "<code>x = 3; y = 4</code>",
@@ -186,6 +190,7 @@ def test_cells_share_a_namespace_and_failed_ones_keep_what_they_did():
     assert metrics == {"cells": 1, "cell_errors": 1}
 
 
+@pytest.mark.medium
 def test_killed_cells_are_undone_and_limits_hold():
     texts, _ = run_cells(
         "<code>x = 1</code>",
@@ -223,6 +228,7 @@ def test_cells_reach_nothing_outside(code, seen):
     assert "1776" not in text
 
 
+@pytest.mark.medium
 def test_replayed_cells_give_the_same_values():
     cells = ("<code>import random; a = random.random()</code>", "<code>a, random.random()</code>")
     assert run_cells(*cells)[0] == run_cells(*cells)[0]

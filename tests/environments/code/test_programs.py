@@ -23,6 +23,7 @@ def made(kind, **keys):
     return build(resolve("environment", {"kind": kind, **keys}))
 
 
+@pytest.mark.medium
 def test_made_up_programs_keep_the_kit_and_their_demonstrations_pass_their_tests():
     environment = made("programs", operations=2)
     check_environment(environment, reward=CODE)
@@ -50,6 +51,7 @@ def rows(tmp_path, *extra):
     return path
 
 
+@pytest.mark.medium
 def test_programs_come_from_a_file(tmp_path):
     environment = made("programs", train=str(rows(tmp_path)))
     check_environment(environment, reward=CODE)
@@ -84,6 +86,7 @@ def test_the_kit_where_every_try_is_judged_by_the_tests():
     check_environment(made("code_repair", problems={"kind": "programs"}), n=50)
 
 
+@pytest.mark.medium
 def test_what_a_program_printed_is_shown_and_the_second_one_passes():
     task = Task("t", (Message("user", "double it"),), meta=ECHO)
     wrong, right = repaired(
@@ -100,6 +103,7 @@ def test_what_a_program_printed_is_shown_and_the_second_one_passes():
     )
 
 
+@pytest.mark.medium
 def test_a_crash_is_shown_by_the_end_of_its_traceback_and_tries_are_bounded():
     task = Task("t", (Message("user", "double it"),), meta=ECHO)
     first, second = repaired(task, "int('x')", "print(", tries=2, error_chars=100)

@@ -203,6 +203,7 @@ def test_every_preset_is_shown_in_its_form():
     assert set(FORMS) == set(PRESETS)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_published_set_is_read_in_the_form_that_it_has(name, tmp_path):
     row, messages, answer, learnt = FORMS[name]

@@ -457,6 +457,7 @@ def many(n=60):
         ][i % 4]
 
 
+@pytest.mark.medium
 @pytest.mark.fault("D6")
 def test_one_file_keeps_the_contract_and_lines_with_one_prompt_fall_into_one_split(tmp_path):
     environment = Preferences(PreferencesConfig(train=write(tmp_path / "all.jsonl", many())))
@@ -467,6 +468,7 @@ def test_one_file_keeps_the_contract_and_lines_with_one_prompt_fall_into_one_spl
         assert set(Counter(task.messages for task in split).values()) == {2}
 
 
+@pytest.mark.medium
 def test_two_files_keep_the_contract(tmp_path):
     test_file = write(
         tmp_path / "test.jsonl", [{**LABELLED, "prompt": f"other {i}"} for i in range(3)]

@@ -70,6 +70,7 @@ def test_of_20_tasks_the_oracle_earns_1_and_nothing_earns_0(make, tmp_path):
     assert asyncio.run(play_all(lambda _: [Message("assistant", "Done.")])) == [0.0] * 20
 
 
+@pytest.mark.medium
 def test_the_agent_sees_its_files_but_no_tests_and_no_solution(make, tmp_path):
     reward, seen = run_commands(
         make(write_task(tmp_path)),
@@ -83,6 +84,7 @@ def test_the_agent_sees_its_files_but_no_tests_and_no_solution(make, tmp_path):
     assert reward == 1.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "command",
     [
@@ -101,6 +103,7 @@ def test_tampering_earns_nothing(make, tmp_path, command):
     assert reward == 0.0
 
 
+@pytest.mark.medium
 def test_reward_written_by_a_program_that_kills_the_tests_fails(make, tmp_path):
     tests = "#!/bin/bash\nsh /app/main.sh\necho 0 >/logs/verifier/reward.txt\n"
     environment = make(write_task(tmp_path, **{"tests/test.sh": tests}))
@@ -111,6 +114,7 @@ def test_reward_written_by_a_program_that_kills_the_tests_fails(make, tmp_path):
         )
 
 
+@pytest.mark.medium
 def test_a_reward_file_that_tests_never_name_is_ignored(make, tmp_path):
     """Programs that the tests run could have written it."""
     tests = "sh /app/main.sh\necho 0 >/logs/verifier/reward.txt\n"
@@ -121,6 +125,7 @@ def test_a_reward_file_that_tests_never_name_is_ignored(make, tmp_path):
     assert reward == 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("last_line", "sentence"),
     [("exit 1", "wrote no reward file"), ("sleep 9", r"did not end by themselves \(wall\)")],
@@ -154,6 +159,7 @@ def test_a_reward_file_without_a_number_is_an_error(name, text, sentence):
         read_reward("t", {f"logs/verifier/{name}": text.encode()}, {}, "reward")
 
 
+@pytest.mark.medium
 def test_reward_json_gives_a_reward_and_metrics(make, tmp_path):
     line = 'echo \'{"reward": 0.5, "speed": 2}\' >/logs/verifier/reward.json\nexit 1\n'
     environment = make(write_task(tmp_path, **{"tests/test.sh": line}))
@@ -167,6 +173,7 @@ def test_reward_json_gives_a_reward_and_metrics(make, tmp_path):
     assert (step.reward, step.metrics) == (0.5, {"commands": 0.0, "tests/speed": 2.0})
 
 
+@pytest.mark.medium
 def test_removed_files_stay_removed_and_artifacts_are_taken(make, tmp_path):
     files = {
         "task.toml": f'artifacts = ["/logs/other/out.txt"]\n{OFFLINE}',
@@ -181,6 +188,7 @@ def test_removed_files_stay_removed_and_artifacts_are_taken(make, tmp_path):
     assert reward == 1.0
 
 
+@pytest.mark.medium
 def test_separate_tests_get_the_artifacts_alone(make, tmp_path):
     manifest = OFFLINE.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')
     files = {
@@ -192,12 +200,14 @@ def test_separate_tests_get_the_artifacts_alone(make, tmp_path):
     assert run_commands(environment, "echo 6 >sum.txt; touch other; rm numbers.txt")[0] == 1.0
 
 
+@pytest.mark.medium
 def test_the_agents_timeout_ends_commands_and_the_tests_judge(make, tmp_path):
     manifest = OFFLINE.replace("[agent]\ntimeout_sec = 20.0", "[agent]\ntimeout_sec = 0.5")
     environment = make(write_task(tmp_path, **{"task.toml": manifest}))
     assert run_commands(environment, "echo 6 >sum.txt; sleep 9")[0] == 1.0
 
 
+@pytest.mark.medium
 @pytest.mark.needs("httpx2")
 @pytest.mark.needs("nsenter")
 def test_containers_are_built_from_the_tasks_image(make, tmp_path):
@@ -239,6 +249,7 @@ COPY data /app/data
 """
 
 
+@pytest.mark.medium
 def test_a_waived_image_leaves_its_copied_files(make, tmp_path):
     files = {"environment/Dockerfile": DOCKERFILE, "environment/data/deep/a.txt": "a"}
     write_task(tmp_path, **files)
@@ -249,6 +260,7 @@ def test_a_waived_image_leaves_its_copied_files(make, tmp_path):
     assert seen == ["./data/deep/a.txt\n./numbers.txt\n"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
@@ -285,6 +297,7 @@ def test_wrong_keys_are_refused(tmp_path):
         resolve("environment", {"kind": "harbor", "test": str(tmp_path), "sandbox": remote})
 
 
+@pytest.mark.medium
 def test_a_directory_without_tasks_is_refused(make, tmp_path):
     with pytest.raises(DataError, match="has no task directories"):
         make(tmp_path).rows("test")

@@ -81,6 +81,7 @@ def test_an_episode_of_tool_calls(server):
         asyncio.run(play(environment, call("slow")))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -121,6 +122,7 @@ def test_sessions_are_apart_and_closed(server):
     assert (server.n_opened, server.n_open) == (3, 0)
 
 
+@pytest.mark.medium
 def test_a_full_server_is_asked_again(server):
     server.capacity = 1
     environment = make(server)
@@ -142,6 +144,7 @@ def test_a_full_server_is_asked_again(server):
     asyncio.run(wait_for_a_session())
 
 
+@pytest.mark.medium
 def test_what_can_not_be_played_is_refused(server, tmp_path):
     with pytest.raises(ConfigError, match="has the fields text, note, and requires text"):
         make(server, action_field="note").tasks("test", seed=0)
@@ -182,6 +185,7 @@ PACKAGE = {
 }
 
 
+@pytest.mark.medium
 def test_a_packages_server_starts_and_ends_with_the_trainer(tmp_path):
     for name, text in PACKAGE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

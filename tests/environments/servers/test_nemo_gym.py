@@ -111,6 +111,7 @@ def test_the_verifier_judges_the_calls_of_a_session(play):
     assert environment.has_tools
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [

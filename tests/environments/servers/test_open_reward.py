@@ -104,6 +104,7 @@ def test_a_conversation_and_images_are_read(play):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [

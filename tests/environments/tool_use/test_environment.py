@@ -70,6 +70,7 @@ def played(environment, task, *turns, reward=None):
     return group.trajectories[-1], script
 
 
+@pytest.mark.medium
 def test_the_kit_with_the_reward_of_the_problems():
     made = section(system="Use the calculator.")
     reward = compose_rewards((resolve("rewards", {"kind": made.default_reward}),))

@@ -105,6 +105,7 @@ def test_it_keeps_the_contract_in_containers(made):
     engine.close()
 
 
+@pytest.mark.medium
 def test_the_goal_reached_earns_1_and_anything_else_0(made):
     environment = made([row(4)])
     assert play(environment, block("cat numbers.txt"), block("echo 7 > sum.txt"), "Done.") == (
@@ -115,6 +116,7 @@ def test_the_goal_reached_earns_1_and_anything_else_0(made):
     assert play(environment, "I give up.")[0] == 0.0
 
 
+@pytest.mark.medium
 def test_the_tool_does_what_a_block_does(made):
     environment = made([row(4)])
     calls = (
@@ -127,6 +129,7 @@ def test_the_tool_does_what_a_block_does(made):
     assert tool["function"]["name"] == "bash"
 
 
+@pytest.mark.medium
 def test_the_check_is_out_of_reach(made):
     """Neither its files nor its tools are the agent's: what was put over them, or waits for them,
     is not there any more."""
@@ -148,12 +151,14 @@ def test_the_check_is_out_of_reach(made):
     assert play(environment, block("echo 7 > sum.txt"), "Done.")[0] == 1.0
 
 
+@pytest.mark.medium
 def test_the_number_of_commands_and_their_time_are_bounded(made):
     environment = made([row(4)], commands=2, command_timeout_s=0.5)
     reward, seen = play(environment, block("sleep 1000"), block("echo 7 > sum.txt"), "never said")
     assert (reward, seen) == (1.0, ["[wall]"])
 
 
+@pytest.mark.medium
 def test_a_check_that_says_it_by_its_exit_code(made):
     environment = made([row(4, expected=None, check='test -s "$WORK/sum.txt"')])
     assert [
@@ -162,6 +167,7 @@ def test_a_check_that_says_it_by_its_exit_code(made):
     ] == [1.0, 0.0]
 
 
+@pytest.mark.medium
 def test_a_broken_sandbox_is_raised_and_never_a_reward(made):
     environment = made([row(4)])
     environment.sandbox.close()
@@ -169,6 +175,7 @@ def test_a_broken_sandbox_is_raised_and_never_a_reward(made):
         play(environment, block("ls"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("bad", "why"),
     [

@@ -44,6 +44,7 @@ def test_it_is_an_environment_as_every_other():
     check_environment(made())
 
 
+@pytest.mark.medium
 def test_the_splits_share_no_picture_and_a_seed_gives_the_same_tasks():
     environment = made(grid=2, things=[1, 1], jitter=0.0, size=16, questions=["count", "colour"])
     test = {task.messages[0].content[0].value for task in tasks(environment, 500, "test")}
@@ -56,6 +57,7 @@ def test_the_splits_share_no_picture_and_a_seed_gives_the_same_tasks():
     assert tasks(made(), 20, "test", seed=0) == tasks(made(), 20, "test", seed=1)
 
 
+@pytest.mark.medium
 def test_the_picture_shows_the_things_of_the_task():
     environment = made(
         size=48, jitter=1.0, things=[1, 6], shapes=["circle", "square", "triangle", "cross"]

@@ -55,6 +55,7 @@ def write_zoom(row, column):
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("actions", ["text", "tools"])
 def test_the_kit(actions):
     environment = made(actions=actions)
@@ -63,6 +64,7 @@ def test_the_kit(actions):
     )
 
 
+@pytest.mark.medium
 def test_the_overview_hides_the_digit_that_a_zoom_shows():
     environment = made()
     problem = environment.sample(random.Random(0))

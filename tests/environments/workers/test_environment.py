@@ -107,6 +107,7 @@ async def episode(environment, task, says):
     return seen
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", GAMES)
 @hypothesis_settings(max_examples=25)
 @given(data=st.data())
@@ -139,6 +140,7 @@ def test_the_kit(games, kind):
 # --- who plays where
 
 
+@pytest.mark.medium
 def test_processes_start_when_they_are_needed_and_new_attempts_go_where_the_fewest_play():
     async def play():
         environment = made(processes=2, threads=2)
@@ -161,6 +163,7 @@ def test_processes_start_when_they_are_needed_and_new_attempts_go_where_the_fewe
     asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_one_attempt_needs_one_process_and_an_instance_keeps_its_place_and_begins_anew():
     async def play():
         environment = made(processes=3)
@@ -176,6 +179,7 @@ def test_one_attempt_needs_one_process_and_an_instance_keeps_its_place_and_begin
     asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_attempts_that_block_do_so_side_by_side():
     async def play():
         one, other = copies(made(threads=2), 2)
@@ -186,6 +190,7 @@ def test_attempts_that_block_do_so_side_by_side():
     asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_more_attempts_than_threads_share_them():
     async def play():
         environment = made(threads=2)
@@ -207,6 +212,7 @@ def test_more_attempts_than_threads_share_them():
     asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_a_worker_is_light_and_does_not_write_to_the_drivers_output():
     async def play():
         environment = made()
@@ -216,6 +222,7 @@ def test_a_worker_is_light_and_does_not_write_to_the_drivers_output():
     assert asyncio.run(play()) == ["False", "1", "True"]
 
 
+@pytest.mark.medium
 def test_a_part_of_a_mixture_can_be_played_by_workers():
     own = {"kind": "workers", "worker": {"kind": "number_guessing"}, "processes": 1, "tag": "far"}
     mixed = build(
@@ -235,6 +242,7 @@ def test_a_part_of_a_mixture_can_be_played_by_workers():
 # --- what goes wrong
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("says", "message"),
     [
@@ -262,6 +270,7 @@ def test_what_it_raises_arrives_with_its_traceback_and_costs_no_other_attempt(sa
     asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_what_is_no_step_is_judged_by_the_driver():
     async def play():
         environment = made()
@@ -271,6 +280,7 @@ def test_what_is_no_step_is_judged_by_the_driver():
     assert asyncio.run(play()) is None
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P21")
 def test_a_process_that_dies_takes_its_own_attempts_along_and_no_others():
     async def play():
@@ -295,6 +305,7 @@ def test_a_process_that_dies_takes_its_own_attempts_along_and_no_others():
     asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_a_task_of_the_environments_own_that_exits_ends_the_process():
     async def play():
         environment = made()
@@ -305,6 +316,7 @@ def test_a_task_of_the_environments_own_that_exits_ends_the_process():
     asyncio.run(play())
 
 
+@pytest.mark.medium
 @pytest.mark.fault("P2")
 def test_a_process_killed_from_outside_between_two_turns():
     async def play():
@@ -324,6 +336,7 @@ def test_a_process_killed_from_outside_between_two_turns():
     asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_an_environment_that_can_not_be_made_there_says_why():
     async def play():
         environment = made(broken=True)
@@ -372,6 +385,7 @@ def test_a_thread_that_hangs_in_a_cancelled_call_retires_its_process_when_the_ot
     asyncio.run(play())
 
 
+@pytest.mark.medium
 @pytest.mark.fault("R12")
 def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_over(
     monkeypatch, caplog
@@ -489,6 +503,7 @@ def rolled_out(environment, says, *, retries=0, timeout_s=None):
     return asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_a_death_is_a_failure_of_the_infrastructure_that_is_played_again(tmp_path):
     environment = made(marker=str(tmp_path / "died"))
     played = rolled_out(environment, "end", retries=1)
@@ -504,6 +519,7 @@ def test_a_death_is_a_failure_of_the_infrastructure_that_is_played_again(tmp_pat
     )
 
 
+@pytest.mark.medium
 def test_the_record_of_a_failed_attempt_holds_the_traceback_of_the_worker():
     failed = rolled_out(made(), "raise boom").outcome
     assert isinstance(failed, Failed)
@@ -522,6 +538,7 @@ def test_a_deadline_reaches_an_environment_that_blocks():
 # --- the end
 
 
+@pytest.mark.medium
 @pytest.mark.fault("R12")
 def test_processes_end_with_the_last_instance():
     async def play():
@@ -599,6 +616,7 @@ def test_it_offers_what_the_environment_offers_and_nothing_else():
     assert arithmetic.steps(task) == arithmetic.local.steps(task)
 
 
+@pytest.mark.medium
 def test_tools_and_stop_strings_are_those_of_the_instance_that_plays():
     async def play():
         environment = made("environments.troublesome:Offering")
@@ -635,6 +653,7 @@ def test_its_section_is_judged_as_the_environments_own():
         section(worker={"kind": "sokoban"}, threads=0)
 
 
+@pytest.mark.medium
 def test_the_credentials_of_the_run_are_there_too(monkeypatch):
     monkeypatch.setattr(credentials, "_environment", {"KEY": "secret"})
 
@@ -662,6 +681,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.medium
 @hypothesis_settings(max_examples=50)
 @given(answer=VALUES, meta=st.dictionaries(st.text(), VALUES))
 def test_a_task_arrives_as_it_was(answer, meta):
@@ -689,6 +709,7 @@ def test_what_can_not_travel_is_refused_by_its_name():
     asyncio.run(play())
 
 
+@pytest.mark.medium
 def test_a_program_that_a_worker_judges_pauses_the_drivers_deadline():
     async def main():
         environment = made()

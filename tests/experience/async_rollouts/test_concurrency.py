@@ -130,6 +130,7 @@ def played(update_s, max_staleness, path=None, steps=60, **options):
 FAST, SLOW = 0.5, 8.0  # seconds of an update; of an attempt 2 s in the mean
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("update_s", "max_staleness", "target", "seconds", "behind"),
     [
@@ -154,6 +155,7 @@ def test_what_a_step_takes_and_how_stale_it_is(
     assert not find_ledger_faults(read_ledger(path), max_staleness=max_staleness)
 
 
+@pytest.mark.medium
 def test_the_same_course_each_time_and_never_more_than_the_bound_allows():
     found = [
         simulate(run(30, 0.5, max_staleness=0.5, player=InParts, targets={"staleness": 0.4}))

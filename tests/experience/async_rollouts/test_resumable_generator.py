@@ -42,6 +42,7 @@ async def in_issue(issue, coroutine):
     return await coroutine
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("after", [0, 1, 7, 18])
 def test_an_interrupted_completion_ends_as_if_it_had_not_been(after):
     """After so many steps of the engine; a request whose journal comes from elsewhere does the

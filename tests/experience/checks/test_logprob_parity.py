@@ -97,6 +97,7 @@ def test_a_sampler_with_the_learners_weights_passes():
     assert numbers["mean"] <= numbers["max"] < 1e-5
 
 
+@pytest.mark.medium
 def test_the_first_tensor_that_differs_is_named():
     world = World()
     {shard.name: shard.tensor for shard in world.generator.weights()}[DOWN].mul_(-1)
@@ -104,6 +105,7 @@ def test_the_first_tensor_that_differs_is_named():
     assert f"the cause is: weights (1 tensors differ, the first is {DOWN})" in text
 
 
+@pytest.mark.medium
 @pytest.mark.fault("M7")
 def test_weights_that_were_never_pushed_are_found():
     world = World()
@@ -113,6 +115,7 @@ def test_weights_that_were_never_pushed_are_found():
     assert "the cause is: weights" in world.refused(world.batch())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("recorded", "said"), [(1.0, "ignores it"), (0.25, "applies twice it")])
 def test_a_temperature_that_the_sampler_gets_wrong_is_found(recorded, said):
     world = World()
@@ -160,6 +163,7 @@ def test_a_kernel_is_suspected_last_with_the_places_where_it_differs():
     assert "alone or together" in text
 
 
+@pytest.mark.medium
 def test_a_logprob_that_is_not_a_number_is_above_every_threshold():
     world = World(threshold=100.0)
     batch = world.batch()

@@ -45,6 +45,7 @@ EOS_TEXT = TOKENIZER.special_tokens["eos_token"]
 BOTH = [run_multi_turn_rollout, run_async_multi_turn_rollout]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("shape", [FakeGenerator, Batched, BatchedAsync, AsyncAlone])
 def test_sync_and_async_agree_on_everything(shape, seed):

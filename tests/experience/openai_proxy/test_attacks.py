@@ -205,6 +205,7 @@ def test_a_parameter_that_says_what_is_so_anyway_is_taken():
     assert status == 200
 
 
+@pytest.mark.medium
 def test_typed_control_tokens_are_characters():
     async def scene():
         async with serving(Scripted(["a"])) as (session, client):
@@ -222,6 +223,7 @@ def test_a_huge_body_is_not_read_to_its_end():
     assert (status, answer["error"]["code"], strands) == (413, "body_too_large", [])
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S5")
 def test_a_body_that_does_not_come_is_not_waited_for():
     async def scene():
@@ -244,6 +246,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
     assert "body_too_slow" in answer
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S6")
 def test_another_path_is_not_found():
     for path in ("/embeddings", "/../admin", "/openapi.json"):
@@ -285,6 +288,7 @@ CONTROL = (
 )
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S6")
 def test_a_key_that_samples_moves_no_weights():
     """Whatever a generator, a router or another engine's server calls it, and wherever below the
@@ -420,6 +424,7 @@ def test_a_client_that_leaves_aborts_its_request_and_leaves_no_tokens(stream):
     assert only(asyncio.run(scene())).metrics["turns"] == 1.0
 
 
+@pytest.mark.medium
 def test_the_end_of_a_session_aborts_what_runs():
     async def scene(stream):
         generator = Scripted(["a"])

@@ -134,6 +134,7 @@ def test_limits_and_stop_strings_of_a_request():
     assert [(s.max_new_tokens, s.stop) for s in asked] == [(3, ("x",)), (6, ("y",))]
 
 
+@pytest.mark.medium
 def test_seeds_depend_on_the_attempt_and_the_conversation_alone():
     async def seeds(attempt, order, **more):
         generator = Scripted(["a"])

@@ -52,6 +52,7 @@ def play_chat() -> Trajectory:
     return only(asyncio.run(scene()))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", ["anthropic", "responses", "responses by id"])
 def test_every_dialect_records_the_tokens_of_the_chat(dialect: str, stream: bool) -> None:
@@ -330,6 +331,7 @@ def test_an_agent_that_cannot_be_changed_may_send_what_the_recipe_ignores() -> N
     asyncio.run(scene())
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S15")
 @pytest.mark.parametrize("path", ["/v1/chat/completions", *PATHS])
 def test_a_hundred_streams_that_break_off_leave_nothing(path: str) -> None:
@@ -510,6 +512,7 @@ WRONG_RESPONSES: list[dict[str, Any]] = [
 BYTES = (b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"model": "\\ud800"}')
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S15")
 @pytest.mark.parametrize(
     ("path", "changes"),

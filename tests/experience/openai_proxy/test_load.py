@@ -127,6 +127,7 @@ def post(body: Any, generator: Scripted, **options: Any) -> tuple[int, dict[str,
     return asyncio.run(scene())
 
 
+@pytest.mark.medium
 @pytest.mark.fault("S5")
 def test_too_many_messages_are_refused_by_name() -> None:
     for count in (MAX_MESSAGES + 1, 20_000):

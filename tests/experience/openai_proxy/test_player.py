@@ -135,6 +135,7 @@ def test_a_program_plays_an_attempt(tmp_path):
     assert row.extras["result"].strip() == str(tmp_path)
 
 
+@pytest.mark.medium
 def test_a_program_that_fails_floods_or_does_not_read_costs_its_attempt():
     (row,) = play(command(PROGRAM + "\nsys.exit('broken')"))
     assert row.outcome.kind == "agent"
@@ -213,6 +214,7 @@ def test_an_agent_that_asks_nothing_fails():
     assert len(row) == 1
 
 
+@pytest.mark.medium
 def test_an_agent_that_is_late_fails_and_what_it_had_running_is_aborted():
     generator = Scripted(["a"])
     generator.hold = asyncio.Event()
@@ -243,6 +245,7 @@ def test_a_thread_that_is_late_is_refused_from_then_on():
     assert refused == ["APIConnectionError"]
 
 
+@pytest.mark.medium
 def test_used_up_budgets_truncate_even_where_the_agent_breaks_of_it():
     async def endless(task, base_url, api_key):
         messages = [{"role": "user", "content": "hi"}]
@@ -280,6 +283,7 @@ def test_an_abort_cancels_the_attempt_and_the_generators_errors_go_up():
         play(ask, Broken())
 
 
+@pytest.mark.medium
 def test_groups_of_agents_are_judged_with_their_results():
     from experience.openai_proxy.talk import RENDERER
 
@@ -330,6 +334,7 @@ def test_nothing_that_an_agent_raises_ends_more_than_its_attempt():
         assert row.outcome.kind == "agent", act
 
 
+@pytest.mark.medium
 def test_an_agent_that_catches_its_cancellation_is_cancelled_again(monkeypatch):
     def catching(most):
         async def act(task, base_url, api_key):

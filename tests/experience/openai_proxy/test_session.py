@@ -233,6 +233,7 @@ def test_a_stop_string_is_sampled_and_not_shown():
     )
 
 
+@pytest.mark.medium
 def test_three_turns_in_many_sessions_at_once_stay_apart():
     from ratchet.experience.openai_proxy.server import Proxy
 

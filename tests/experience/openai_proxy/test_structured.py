@@ -204,6 +204,7 @@ def test_calls_follow_their_schema_and_other_text_stays_free(marks, is_forced):
         assert follows == is_allowed, text
 
 
+@pytest.mark.medium
 def test_with_tools_and_a_format_an_answer_is_either(served):
     formatted = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
     body = {"messages": HI, "tools": tools_with(), "response_format": formatted}

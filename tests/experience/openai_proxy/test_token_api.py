@@ -51,6 +51,7 @@ async def post(client: AsyncOpenAI, path: str, body: dict[str, object]) -> tuple
         return answer.status_code, answer.json()
 
 
+@pytest.mark.medium
 def test_a_chat_answer_has_the_recorded_token_ids() -> None:
     async def scene() -> None:
         async with serving(Scripted(["It is 7."])) as (session, client):

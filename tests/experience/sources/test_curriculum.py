@@ -69,6 +69,7 @@ def known(**keys):
     return stream
 
 
+@pytest.mark.medium
 def test_tasks_come_as_often_as_their_success_rates_say():
     learnable = [d / 9 * (1 - d / 9) for d in range(10)]
     hard = [1 - d / 9 for d in range(10)]
@@ -171,6 +172,7 @@ def test_what_waits_keeps_its_tasks_whatever_was_learned_since():
     asyncio.run(run())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("prefer", "teach"), [(None, 0.3), ("learnable", 0.88), ("hard", 0.27)])
 def test_more_groups_teach(prefer, teach):
     """Of ten tasks five never succeed, two always, three half of the time. The share of groups of 8

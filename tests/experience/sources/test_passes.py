@@ -91,6 +91,7 @@ def test_keys_are_checked_again_with_the_steps(recipe: Path) -> None:
         resolve_passes(late)
 
 
+@pytest.mark.medium
 def test_a_run_keeps_its_steps_and_resumes_with_them(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_check_tells_why_it_can_not_count(recipe: Path) -> None:
     assert "steps 1 to" not in text
 
 
+@pytest.mark.medium
 def test_a_try_has_so_many_steps_and_says_what_it_clipped(recipe: Path) -> None:
     overrides = ["optimizer.warmup_steps=6", "checkpoint.every=4"]
     assert start_run(recipe, overrides, "run", command="train", try_steps=2) == 0

@@ -109,6 +109,7 @@ def test_chances_go_by_the_spread_of_rewards():
     assert [count / 600 for count in counts] == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6], abs=0.05)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("key", "low", "high"),
     [("groups", 1, 2), ("max_age", 1, 3), ("capacity", 3, 20), ("priority", "uniform", "spread")],

@@ -93,6 +93,7 @@ def test_it_is_the_decoders_forward(shape, threads):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one width")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_is_for_processors_without_avx512(shape, kernels, monkeypatch):
@@ -109,6 +110,7 @@ def test_it_is_for_processors_without_avx512(shape, kernels, monkeypatch):
         assert torch.equal(alone, found[:rows])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_rows_bits_depend_on_no_other(shape):
     decoder, (tokens, positions) = decoder_of(shape), fed(75)

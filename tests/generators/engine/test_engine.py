@@ -83,6 +83,7 @@ async def ticks(n):
 # --- against transformers
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "qwen3_moe", "mixtral"])
 def test_greedy_tokens_are_those_of_transformers(twins, family):
     decoder, model = twins(family)
@@ -132,6 +133,7 @@ def test_cached_decoding_equals_a_forward_per_token(either):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("operations")
 def test_cached_decoding_stays_right_over_many_tiles_and_grown_slots():
     """900 tokens pass several capacities of the cache, and several tiles of the attention."""
@@ -161,6 +163,7 @@ def test_a_result_does_not_depend_on_the_batch(either):
             assert_same(a, b)
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("operations")
 def test_a_result_does_not_depend_on_who_arrives_when(either):
     prompts, samplings = prompts_of(51, seed=1), mixed_samplings(51)
@@ -204,6 +207,7 @@ def test_kept_mass_is_zero_in_the_log_where_nothing_is_cut_and_exact_where_somet
         np.testing.assert_allclose(completion.log_kept_mass, expected, atol=1e-5)
 
 
+@pytest.mark.medium
 def test_equal_prompts_that_wait_together_are_computed_once(either):
     generator = engine(either)
     group = [replace(SAMPLED, seed=i) for i in range(8)]
@@ -235,6 +239,7 @@ def test_ended_requests_leave_and_waiting_ones_enter_at_once(decoder):
     assert generator.core.runner.decoded_tokens == sum(lengths) - 4
 
 
+@pytest.mark.medium
 def test_a_padding_multiple_of_one_changes_rounding_only(either):
     prompts, samplings = prompts_of(12), mixed_samplings(12)
     padded = engine(either).generate_all(prompts, samplings)
@@ -330,6 +335,7 @@ def test_wrong_requests_are_refused_and_leave_nothing_behind(decoder):
         assert not generator.core.busy
 
 
+@pytest.mark.medium
 def test_a_bounded_cache_limits_how_many_run_and_refuses_what_never_fits(decoder):
     per_token = 2 * 2 * 2 * 32 * 4  # k and v, layers, KV heads, head_dim, float32
     prompts, samplings = prompts_of(40), mixed_samplings(40)
@@ -372,6 +378,7 @@ def test_abort_returns_what_there_is(decoder):
     assert_same(generator.generate_all(prompts_of(3)[:1], [SAMPLED])[0], whole)
 
 
+@pytest.mark.medium
 def test_a_paused_generator_stands_still_and_goes_on_where_it_was(decoder):
     async def run():
         generator = engine(decoder)
@@ -491,6 +498,7 @@ def test_a_learners_own_tensors_are_not_copied_and_strange_weights_are_refused(d
         asyncio.run(generator.receive(iter([Shard(name, (1,), (0,), weight)])))
 
 
+@pytest.mark.medium
 def test_a_cancelled_caller_frees_its_slot(decoder):
     async def run():
         generator = engine(decoder, max_running=2)
@@ -510,6 +518,7 @@ def test_a_cancelled_caller_frees_its_slot(decoder):
         assert_same(completion, engine(decoder).generate_all([prompt], [SAMPLED])[0])
 
 
+@pytest.mark.medium
 def test_prompts_of_others_hold_up_neither_the_event_loop_nor_a_running_request(
     decoder, monkeypatch
 ):
@@ -543,6 +552,7 @@ def test_prompts_of_others_hold_up_neither_the_event_loop_nor_a_running_request(
     assert_same(completion, engine(decoder).generate_all([[1, 2]], [SAMPLED])[0])
 
 
+@pytest.mark.medium
 def test_an_error_in_a_step_reaches_every_caller_and_the_generator_recovers(decoder):
     generator = engine(decoder, max_running=2)
     good = generator.generate_all([[1, 2]], [SAMPLED])[0]
@@ -566,6 +576,7 @@ def test_an_error_in_a_step_reaches_every_caller_and_the_generator_recovers(deco
     assert_same(generator.generate_all([[1, 2]], [SAMPLED])[0], good)
 
 
+@pytest.mark.medium
 def test_an_error_in_an_admission_costs_those_that_enter(decoder, monkeypatch):
     """The first runs, two enter when it happens, and the last waits for a slot, then enters too."""
     generator = engine(decoder, max_running=3)
@@ -610,6 +621,7 @@ def test_an_abort_that_fails_loses_nobody(decoder):
     assert [type(result) for result in asyncio.run(run())] == [ModelError] * 2
 
 
+@pytest.mark.medium
 def test_it_serves_several_event_loops_one_after_the_other(decoder):
     generator = engine(decoder)
 

@@ -76,6 +76,7 @@ def test_an_adapter_that_is_not_finite_is_refused(adapters, tmp_path):
         engine.add_adapter("bad", saved(made, tmp_path))
 
 
+@pytest.mark.medium
 def test_adapters_at_once_give_what_each_gives_alone(adapters):
     engine = EmbeddedEngine(CONFIG, policy())
     for name, (directory, _) in adapters.items():
@@ -93,6 +94,7 @@ def test_adapters_at_once_give_what_each_gives_alone(adapters):
     )
 
 
+@pytest.mark.medium
 def test_a_request_without_one_has_the_same_bits_beside_others(adapters):
     engine = EmbeddedEngine(CONFIG, policy())
     alone = [ask(engine, [None], [prompt])[0] for prompt in PROMPTS]
@@ -166,6 +168,7 @@ def test_names_that_are_not_there_and_adapters_that_do_not_fit(adapters, tmp_pat
         engine.add_adapter("wide", saved(wide, tmp_path))
 
 
+@pytest.mark.medium
 @torch.no_grad()
 def test_adapters_of_experts_sample_with_the_learners_logprobs_alone_and_beside_others(tmp_path):
     """The policy's own, a named one, and the base, for equal and other prompts."""

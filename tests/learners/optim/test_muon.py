@@ -170,6 +170,7 @@ def test_conformance(tmp_path):
     asyncio.run(check_learner(make, batch, terms, tmp_path / "state"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("section", [OptimizerConfig, MuonConfig])
 def test_it_learns_a_few_rows_by_heart_as_adamw_does(section):
     batch, terms = prepared(build_sft(SFTConfig()))

@@ -36,6 +36,7 @@ def by_megatron(written):
     )[0]
 
 
+@pytest.mark.medium
 @pytest.mark.needs("megatron")
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_those_of_transformers(written, by_megatron, model):

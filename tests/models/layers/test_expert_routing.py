@@ -113,6 +113,7 @@ def gap(policy, batch, **options):
     return float((found - batch.rollout_logprobs_T)[batch.predicted_T].abs().max())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_with_replay_the_learner_agrees_with_the_sampler_though_its_routers_would_choose_otherwise(
     shape,
@@ -268,6 +269,7 @@ def uneven(dtype=torch.float64):
     return DecoderPolicy(decoder)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tokens", [1, 40, 10_000])
 def test_the_balance_loss_is_the_same_however_micro_batches_are_cut(tokens, checkpointing):
@@ -294,6 +296,7 @@ def test_the_balance_loss_is_the_same_however_micro_batches_are_cut(tokens, chec
         torch.testing.assert_close(found[name], gradient, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.medium
 def test_even_routing_has_balance_one_and_the_loss_lowers_the_load_of_the_busiest():
     batch, terms = weighed(pack(sampled(uneven(torch.float32), routes=False)), balance_coef=1.0)
     made = LocalLearner(

@@ -86,6 +86,7 @@ def test_what_is_shared_by_hand():
     assert MIN_SHARED_LENGTH == 4
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "sparse"])
 @settings(max_examples=40, deadline=None)
 @given(rows=families())
@@ -127,6 +128,7 @@ def test_sharing_is_used_where_it_pays(monkeypatch: pytest.MonkeyPatch):
     assert calls == [1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "sparse"])
 @settings(max_examples=40, deadline=None)
 @given(rows=families(), data=st.data())

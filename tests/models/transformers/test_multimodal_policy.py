@@ -66,6 +66,7 @@ def reference_logits(policy, trajectory):
     ).logits[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
 def test_packed_logits_are_the_model_s_own_of_each_sequence_alone(family, dtype, tolerance):
@@ -89,6 +90,7 @@ def test_an_encoder_keeps_an_attention_of_its_own():
     assert (model.config._attn_implementation, encoder._attn_implementation) == ("sdpa", "eager")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_that_does_not_pack_runs_each_sequence_alone(family):
     policy, batch = policy_of(family, torch.float64), batch_of(family)
@@ -98,6 +100,7 @@ def test_a_model_that_does_not_pack_runs_each_sequence_alone(family):
         assert torch.allclose(hidden_of(policy, batch), packed, rtol=0, atol=1e-10)
 
 
+@pytest.mark.medium
 def test_the_probe_notices_a_model_whose_packed_sequences_see_each_other(monkeypatch):
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
@@ -129,6 +132,7 @@ def test_the_probe_notices_an_encoder_that_mixes_images(monkeypatch):
     assert not policy_of("qwen2_5_vl").packs
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_a_packed_batch_are_those_of_its_sequences_added_up(family):
     policy = policy_of(family, torch.float64, train_encoders=True)
@@ -174,6 +178,7 @@ def test_a_picture_that_several_sequences_show_is_encoded_once(family, monkeypat
     assert len(seen) == 1, "text alone has nothing to encode"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", FAMILIES)
 def test_towers_rest_unless_they_are_asked_to_train(family):
     frozen, trained = policy_of(family), policy_of(family, train_encoders=True)
@@ -197,6 +202,7 @@ def test_towers_rest_unless_they_are_asked_to_train(family):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_is_of_the_language_model_alone(family):
     policy, batch = policy_of(family, torch.float64), batch_of(family)
@@ -225,6 +231,7 @@ def test_an_adapter_is_of_the_language_model_alone(family):
     assert all(not p.requires_grad for _, p in policy.tower_parameters()), "merging wakes no tower"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_saved_is_the_model_with_its_processor(family, tmp_path):
     from transformers import AutoModelForImageTextToText
@@ -254,6 +261,7 @@ def test_what_is_saved_is_the_model_with_its_processor(family, tmp_path):
     assert [one.span for one in make_probe_images(tmp_path, theirs)] == [24, 12]
 
 
+@pytest.mark.medium
 def test_threads_share_a_model_as_one_would_run_it():
     policy, batches = (
         policy_of("qwen3_vl"),

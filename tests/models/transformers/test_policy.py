@@ -101,6 +101,7 @@ def test_a_token_s_work_is_that_of_the_products(loaded):
     assert work.forward_flop(7, seen) == counter.get_total_flops() + 7 * 2 * grouped
 
 
+@pytest.mark.medium
 def test_an_adapter_is_no_part_of_the_work(reference):
     policy = TransformersPolicy(reference("qwen3", head_dim=8))
     before = policy.token_cost

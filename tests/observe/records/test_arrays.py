@@ -42,6 +42,7 @@ def test_half_a_surrogate_pair_is_no_text():
         make_array(["\ud800"], pa.string())
 
 
+@pytest.mark.medium
 def test_pandas_is_not_imported():
     program = (
         "import pyarrow as pa, sys\n"

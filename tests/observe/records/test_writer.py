@@ -243,6 +243,7 @@ def record(directory, steps, config=None, *, keep_through=0, groups=None, in_bac
     return Record(directory)
 
 
+@pytest.mark.medium
 def test_the_bytes_are_the_same_whoever_makes_the_tables(tmp_path):
     """Of more steps than a file has."""
     for name, in_background in {"thread": True, "training": False}.items():
@@ -309,6 +310,7 @@ def test_a_record_of_before_a_turns_field_lacks_it_alone(tmp_path):
     assert read == [[{**turn, "cut": None} for turn in row] for row in turns]
 
 
+@pytest.mark.medium
 def test_a_run_that_goes_on_has_the_bytes_of_one_that_was_not_interrupted(tmp_path):
     def session(directory, steps, after=0):
         made = Recorder(RecordConfig(), directory, seed=3, keep_through=after)
@@ -467,6 +469,7 @@ def test_a_medium_that_is_gone_or_was_changed_says_so(tmp_path):
     assert found.table(["reward"]).num_rows == 3  # what has no need of them goes on
 
 
+@pytest.mark.medium
 def test_media_go_with_the_oldest_files(tmp_path):
     found = recorded_pictures(tmp_path, 5, size=2**20, max_gib=8 / 2**10)
     assert [file.name for file in found.files] == [

@@ -195,6 +195,7 @@ def one_step(made: Profiler) -> None:
     made.end_step()
 
 
+@pytest.mark.medium
 def test_steps_before_and_after_are_not_in_the_trace(tmp_path: Path) -> None:
     made = profiler(tmp_path, asked=2, left=6)
     shown: list[str] = []
@@ -217,6 +218,7 @@ def test_steps_before_and_after_are_not_in_the_trace(tmp_path: Path) -> None:
     assert names.count("update") == 2
 
 
+@pytest.mark.medium
 def test_threads_that_were_there_before_are_in_it(tmp_path: Path) -> None:
     crew = ThreadPool(2)
     crew.run([lambda: None] * 2)
@@ -229,6 +231,7 @@ def test_threads_that_were_there_before_are_in_it(tmp_path: Path) -> None:
     assert made.profile.phases["update"].flop == 2 * 2 * 5 * 12 * 3
 
 
+@pytest.mark.medium
 def test_what_a_signal_leaves_is_told(tmp_path: Path) -> None:
     made = profiler(tmp_path, asked=3, left=9)
     for _ in range(4):

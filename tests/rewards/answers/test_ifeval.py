@@ -255,6 +255,7 @@ def test_every_instruction_of_the_paper_has_a_row():
     assert {row[0] for row in ROWS} == set(CHECKS)
 
 
+@pytest.mark.medium
 @pytest.mark.needs("langdetect")
 @pytest.mark.parametrize(
     ("instruction", "arguments", "good", "bad", "edge", "holds"), ROWS, ids=[row[0] for row in ROWS]

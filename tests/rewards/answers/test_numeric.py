@@ -247,6 +247,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_text_earns_0_and_never_raises(text):
     """A pattern that backtracked quadratically would take minutes on these."""

@@ -90,6 +90,7 @@ def test_a_compilation_has_limits_of_its_own(made, program):
     assert outcome.parts["limit"] + outcome.parts["crashed"] == 1.0
 
 
+@pytest.mark.medium
 def test_a_program_sees_neither_files_of_others_nor_the_network(made):
     program = f"""{HEAD}#include <sys/socket.h>
     int main() {{
@@ -101,6 +102,7 @@ def test_a_program_sees_neither_files_of_others_nor_the_network(made):
     assert judge(made(credit="share"), program).reward == 0.5
 
 
+@pytest.mark.medium
 def test_a_missing_or_broken_compiler_fails_the_attempt(made):
     for command in ("no-such-compiler -O2", "true", "g++ --no-such-option"):
         outcome = judge(made(compilers={"cpp": command}), TWICE)
@@ -174,6 +176,7 @@ def test_a_sandbox_without_processes_fails_the_attempt():
     assert isinstance(judge(reward, TWICE), Failed)
 
 
+@pytest.mark.medium
 def test_go_is_run_where_it_is_installed_and_else_refused_by_name(made):
     reward = made(language="go")
     outcome = judge(reward, PROBES["go"].replace("Println(n)", "Println(2 * n)"))
@@ -206,6 +209,7 @@ def test_the_language_may_be_the_rows_or_the_answers(made):
     assert find_language(f"{python}\n{marked}", "first") == "python"
 
 
+@pytest.mark.medium
 def test_tests_of_functions_are_of_python_alone(made):
     meta = {"prompt": "", "entry_point": "f", "test": "def check(c):\n    assert c(1) == 2"}
     task = Task("fun", (), meta=meta)

@@ -89,6 +89,7 @@ def grade(text, task, **keys):
     return asyncio.run(CODE_REWARDS[key].grade(text, task))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case_type", CASES)
 def test_a_right_program_passes_and_wrong_ones_fail(case_type):
     program = READS if case_type == "input" else ADD
@@ -113,12 +114,14 @@ ATTACKS = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case_type", ["assert", "pytest", "check_based"])
 @pytest.mark.parametrize("program", ATTACKS)
 def test_programs_can_not_cheat(program, case_type):
     assert grade(program, row(case_type)).reward == 0.0
 
 
+@pytest.mark.medium
 def test_shares_count_assertions():
     outcome = grade("def add(a, b):\n    return 3\n", row("assert"), credit="share")
     assert 0 < outcome.reward < 1
@@ -308,6 +311,7 @@ SEVERAL = {
 SEVERAL["check_based"][1]["import_prefix"] = "two = 2"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case_type", SEVERAL)
 def test_rows_may_test_several_functions(case_type):
     task = row(case_type, SEVERAL[case_type])
@@ -385,6 +389,7 @@ def test_malformed_columns_are_named():
         grade("x", task)
 
 
+@pytest.mark.medium
 def test_kodcode_rows_are_judged_by_their_pytest_tests(tmp_path):
     values = {
         "question_id": "a",
@@ -414,6 +419,7 @@ def test_kodcode_rows_are_judged_by_their_pytest_tests(tmp_path):
     assert "The tests call `def add(a, b):`, `def negate`." in prompt
 
 
+@pytest.mark.medium
 def test_rolls_file_is_read_by_programs_and_dataset(tmp_path):
     rows = [{"id": str(n), "prompt": f"Write add {n}.", **row("pytest").meta} for n in range(3)]
     file = tmp_path / "roll.jsonl"

@@ -158,6 +158,7 @@ def test_a_bad_end_is_no_right_output():
     )
 
 
+@pytest.mark.medium
 def test_the_share_and_all_or_nothing(made):
     wrong_at_0 = "x = int(input())\nprint(x * 2 or 1)"
     assert judge(made(), STREAM, "print(int(input()) * 2)") == Scored(1.0, parts(passed=1.0))
@@ -173,6 +174,7 @@ def test_the_share_and_all_or_nothing(made):
     )
 
 
+@pytest.mark.medium
 def test_a_program_that_overruns_a_limit_earns_nothing(made):
     assert judge(made(), STREAM, "while True: pass") == Scored(0.0, parts(limit=1 / 3))
     assert judge(made(output_kib=1), STREAM, "print('42\\n' * 1000)") == Scored(
@@ -186,6 +188,7 @@ def test_a_program_that_overruns_a_limit_earns_nothing(made):
     )
 
 
+@pytest.mark.medium
 def test_the_contract_of_rewards(made):
     check_reward(made(), STREAM, good="```python\nprint(int(input()) * 2)\n```", bad="print(42)")
     check_reward(
@@ -211,6 +214,7 @@ def test_an_answer_without_the_block_that_is_required(made):
 # --- tests of functions
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("body", "test", "end"),
     [
@@ -319,6 +323,7 @@ def test_a_prompt_in_prose_is_no_part_of_the_program(made):
     assert judge(made(), task, "```python\ndef f(x): return 2 * x\n```").reward == 1.0
 
 
+@pytest.mark.medium
 def test_a_share_of_the_assertions(made):
     test = (
         "def check(c):\n    assert True\n    assert c(1) == 2\n    assert c(2) == 4, 'two'\n   "
@@ -336,6 +341,7 @@ def test_a_share_of_the_assertions(made):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("answer", "share"),
     [
@@ -389,6 +395,7 @@ def test_a_sandbox_that_fails_is_no_zero():
         assert "this sandbox is closed" in outcome.detail
 
 
+@pytest.mark.medium
 def test_the_attempts_of_a_group_find_out_once_what_is_called(made):
     reward = made(workers=2)
     task = function("def check(c):\n    for i in range(20): assert c(i) == i")
@@ -483,6 +490,7 @@ def within(reward, task, answer, seconds, took):
         assert set(standing) == {None}
 
 
+@pytest.mark.medium
 def test_a_slow_program_is_a_wrong_answer_within_a_deadline(made):
     task = Task("t", (), meta={"tests": [{"stdin": str(i), "stdout": str(i)} for i in range(5)]})
     echo, chain = (

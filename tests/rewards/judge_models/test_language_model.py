@@ -51,6 +51,7 @@ def test_a_judge_compares_answers_too(tmp_path):
     assert [outcome.reward for outcome in wins] == [1.0, 0.0]
 
 
+@pytest.mark.medium
 def test_a_draw_depends_on_the_seed_and_the_question_alone(spoken):
     texts = [str(n) for n in range(12)]
 

@@ -285,6 +285,7 @@ def test_a_key_comes_from_the_named_variable_and_stands_in_no_file():
         assert fake.seen[0][1]["authorization"] == "Bearer s3cret"
 
 
+@pytest.mark.medium
 def test_what_may_pass_is_tried_again():
     trouble = [Answer("slow down", 429, {"retry-after": "0"}), Answer("oops", 500), "<html>", HANG]
 
@@ -296,6 +297,7 @@ def test_what_may_pass_is_tried_again():
         assert len(fake.seen) == 5
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("given", "keys", "requests", "why"),
     [
@@ -393,6 +395,7 @@ def longer_wins(body, number=0):
     return chat("Better: tie" if len(a) == len(b) else f"Better: {'A' if len(a) > len(b) else 'B'}")
 
 
+@pytest.mark.medium
 def test_the_reward_is_the_share_of_comparisons_won():
     with serve(longer_wins) as fake:
         reward = made("pairwise_judge", fake)

@@ -32,6 +32,7 @@ def test_arguments_and_results_travel_whole_and_chatter_does_not_count():
     assert called("echo", *odd) == odd
 
 
+@pytest.mark.medium
 def test_a_call_that_never_ends_is_killed_and_the_next_one_served():
     async def both():
         workers = RewardWorkers("targets:spin", cpu_s=0.2, size=1)
@@ -42,6 +43,7 @@ def test_a_call_that_never_ends_is_killed_and_the_next_one_served():
     assert asyncio.run(both()) == "done"
 
 
+@pytest.mark.medium
 def test_a_regular_expression_that_backtracks_for_ever_is_killed_inside_c_code():
     with pytest.raises(ProcessorTimeExceeded):
         called("backtrack", "(a+)+$", "a" * 60 + "b")
