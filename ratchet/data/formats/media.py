@@ -12,6 +12,7 @@ import binascii
 import io
 import struct
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,7 +20,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 OBJECT_STORES = (*PACKAGE_BY_SCHEME, "hf", "memory")
 SHOWN_CHARS = 80
+CHUNK_BYTES = 2**16  # of a download
 # Media types by the first bytes of a file. A `data:` URL needs the media type.
 SIGNATURES = (
     (b"\x89PNG\r\n", "image/png"),
@@ -184,15 +186,30 @@ def _download(reference: str, name: str, limits: MediaLimits) -> bytes:
             f"{name}: web addresses are not fetched: set urls: true under media, or "
             "download the files"
         )
+    deadline = time.monotonic() + limits.timeout_s
     try:
         # fetch() passes only http(s) addresses
         with urllib.request.urlopen(reference, timeout=limits.timeout_s) as response:
-            return _read_within_limit(response, name, limits)
+            return _read_body(response, name, limits, deadline)
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
         reason = (error.reason if isinstance(error, urllib.error.URLError) else None) or error
         raise DataError(
             f"{name}: can't be fetched ({_get_first_line(reason)}): download it, or drop the row"
         ) from error
+
+
+def _read_body(response: HTTPResponse, name: str, limits: MediaLimits, deadline: float) -> bytes:
+    """Return a whole body. Raise TimeoutError at the deadline (of time.monotonic)."""
+    content = bytearray()
+    while chunk := response.read1(CHUNK_BYTES):  # what has arrived
+        content += chunk
+        if len(content) > limits.max_mib * 2**20:
+            _refuse_size(name, limits)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it did not arrive whole within {limits.timeout_s:g} s")
+    if response.length:
+        raise HTTPException(f"{response.length:,} of its bytes did not arrive")
+    return bytes(content)
 
 
 def _read_within_limit(file: IO[bytes], name: str, limits: MediaLimits) -> bytes:

@@ -10,8 +10,10 @@ import random
 import struct
 import sys
 import threading
+import time
 import wave
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -153,35 +155,55 @@ def test_an_address_that_nothing_should_read_is_refused(reference: str) -> None:
         fetch(reference, where=WHERE, limits=LIMITS)
 
 
-@pytest.mark.medium
-@pytest.mark.fault("D12")
-def test_an_address_of_the_web_is_fetched_only_where_that_was_asked_for() -> None:
-    class Once(http.server.BaseHTTPRequestHandler):
+@pytest.fixture
+def web() -> Iterator[str]:
+    """The address of a server with a file, a file that is cut off, and one without end."""
+
+    class Files(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/a.png" else 404)
+            self.send_response(404 if self.path == "/b.png" else 200)
+            if self.path == "/cut.png":
+                self.send_header("Content-Length", "10")
             self.end_headers()
-            self.wfile.write(b"abc" if self.path == "/a.png" else b"")
+            self.wfile.write(b"" if self.path == "/b.png" else b"abc")
+            with suppress(OSError):  # until the client leaves
+                while self.path == "/endless.png":
+                    self.wfile.write(b"d")
+                    time.sleep(0.01)
 
         def log_message(self, *_: object) -> None: ...
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Once)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    try:
-        with pytest.raises(
-            DataError, match=r"a\.png: web addresses are not fetched: set urls: true"
-        ):
-            fetch(f"{address}/a.png", where=WHERE, limits=LIMITS)
-        assert fetch(f"{address}/a.png", where=WHERE, limits=MediaLimits(urls=True)) == b"abc"
-        with pytest.raises(
-            DataError, match=rf"^{WHERE}: http.*/b\.png: can't be fetched \(Not Found\)"
-        ):
-            fetch(f"{address}/b.png", where=WHERE, limits=MediaLimits(urls=True))
-    finally:
-        server.shutdown()
-        server.server_close()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Files)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.fault("D12")
+def test_an_address_of_the_web_is_fetched_only_where_that_was_asked_for(web: str) -> None:
+    with pytest.raises(DataError, match=r"a\.png: web addresses are not fetched: set urls: true"):
+        fetch(f"{web}/a.png", where=WHERE, limits=LIMITS)
+    assert fetch(f"{web}/a.png", where=WHERE, limits=MediaLimits(urls=True)) == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("b.png", r"\(Not Found\)"),
+        ("cut.png", r"\(7 of its bytes did not arrive\)"),
+        ("endless.png", r"\(it did not arrive whole within 0\.1 s\)"),
+    ],
+)
+def test_what_is_not_whole_after_its_time_is_refused(web: str, name: str, reason: str) -> None:
+    limits = MediaLimits(urls=True, timeout_s=0.1)
+    with pytest.raises(DataError, match=rf"^{WHERE}: http.*: can't be fetched {reason}"):
+        fetch(f"{web}/{name}", where=WHERE, limits=limits)
+
+
+def test_an_address_where_nobody_answers_is_refused() -> None:
     with pytest.raises(DataError, match=r"can't be fetched .*refused"):
-        fetch(f"{address}/a.png", where=WHERE, limits=MediaLimits(urls=True))
+        fetch("http://127.0.0.1:1/a.png", where=WHERE, limits=MediaLimits(urls=True))
 
 
 def test_errors_do_not_hold_the_file_itself() -> None:
