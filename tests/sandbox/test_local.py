@@ -21,7 +21,7 @@ from sandbox.test_attacks import need
 
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result, Sandbox, SandboxError
 from ratchet.sandbox.base import Strength
-from ratchet.sandbox.inside import seccomp
+from ratchet.sandbox.inside import seccomp, zygote
 
 T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
@@ -147,6 +147,25 @@ def test_memory_of_all_processes_together_is_bounded(sandbox: LocalSandbox) -> N
     )
     result = run(sandbox, hungry, b"", Limits(wall_s=60, cpu_s=30, memory_mib=128, processes=8))
     assert (result.reason, result.exit, result.signal) == (Reason.MEMORY, None, None)
+
+
+def test_processes_that_end_while_they_are_measured_leave_no_open_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fork server that kept them ran out of descriptors, and no program could start."""
+
+    def read(file: int, size: int) -> bytes:
+        raise ProcessLookupError
+
+    proc = os.open("/proc", os.O_RDONLY)
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "read", read)
+            assert zygote.measure_resident_kib(proc) == 0
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        os.close(proc)
 
 
 def test_readable_directories_can_be_read_and_imported_from_but_not_written(tmp_path: Path) -> None:
