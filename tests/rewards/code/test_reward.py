@@ -499,3 +499,24 @@ def test_a_slow_program_is_a_wrong_answer_within_a_deadline(made):
         0.0, parts(limit=1.0)
     )
     assert within(made(), steps, "def f(x): return x + 1", 100, 1).reward == 1.0
+
+
+def test_answers_that_make_the_tests_slow_in_every_round_end_as_a_limit(made):
+    reward, ran = made(), []
+    run = reward.sandbox.run
+
+    async def with_slow_tests(script, stdin, limits):
+        ran.append(script)
+        is_tests = script == reward.function_judge._tests_script
+        return replace(await run(script, stdin, limits), seconds=40.0 if is_tests else 0.01)
+
+    chain = "x = 0\n    for _ in range(20): x = candidate(x) + 1"
+    task = function(f"def check(candidate):\n    {chain}\n    assert x == 40")
+    reward.sandbox.run = with_slow_tests
+    try:
+        outcome = judge(reward, task, "def f(x): return x + 1")
+    finally:
+        reward.sandbox.run = run
+    assert outcome == Scored(0.0, parts(limit=1.0))
+    # The limit of 3 s by the clock allows 90 s: the first look at the tests, then three rounds.
+    assert len(ran) == 1 + 3 * 2
