@@ -417,6 +417,11 @@ def test_where_the_tests_come_from():
     assert get_tests(function("T", "P")).entry_point == "f"
     assert parse_io_tests(json.dumps(DOUBLE), "t")[0] == (b"21\n", "42\n")
     assert parse_io_tests([{"stdout": "x"}], "t") == [(b"", "x")]
+    assert parse_io_tests([{"stdin": None, "stdout": "x"}], "t") == [(b"", "x")]
+    # Columns of other rows of the same file are empty here.
+    assert get_tests(Task("t", (), {"tests": DOUBLE}, {"tests": None}))["tests"] == DOUBLE
+    mixed = replace(function("T", "P"), meta={**function("T", "P").meta, "tests": None})
+    assert get_tests(mixed).entry_point == "f"
 
 
 @pytest.mark.parametrize(
@@ -428,6 +433,19 @@ def test_where_the_tests_come_from():
             Task("t", (), meta={"test": "x", "prompt": "p"}),
             "its entry_point is None: it must be text",
         ),
+        (
+            Task("t", (), meta={"test": "x", "prompt": "p", "entry_point": "f("}),
+            r"entry_point='f\(' must be the name of a function",
+        ),
+        (Task("t", (), meta={"tests": None, "test": None}), "task 't' has no tests"),
+        (
+            Task("t", (), meta={"case_type": "input", "test_cases": []}),
+            "test_cases must be a list of tests with at least one",
+        ),
+        (
+            Task("t", (), meta={"case_type": "input", "test_cases": [{"stdin": "1"}]}),
+            r"test_cases\[0\] has no expected_stdout",
+        ),
     ],
 )
 def test_a_task_without_tests_says_so(task, why):
@@ -436,11 +454,22 @@ def test_a_task_without_tests_says_so(task, why):
 
 
 @pytest.mark.parametrize(
-    "tests",
-    [[], "x", None, 5, {"stdin": "x"}, [5], [{"stdin": "x"}], [{"stdin": 1, "stdout": "x"}]],
+    ("tests", "why"),
+    [
+        ([], "tests must be a list"),
+        ("x", r"tests must be a list of \{stdin, stdout\} .* not 'x'"),
+        (None, "tests must be a list"),
+        (5, "tests must be a list"),
+        ({"stdin": "x"}, "tests must be a list"),
+        ([5], r"tests\[0\] must be \{stdin, stdout\}, not 5"),
+        ([{"stdin": "x"}], r"tests\[0\] has no stdout"),
+        ([{"input": "x", "output": "y"}], r"tests\[0\] has no stdout.* not \{'input'"),
+        ([{"stdin": 1, "stdout": "x"}], r"tests\[0\].stdin must be text, not 1: write '1'"),
+        ([{"stdout": "x"}, {"stdout": ["x"]}], r"tests\[1\].stdout must be text, not \['x'\]$"),
+    ],
 )
-def test_tests_of_the_wrong_shape_are_refused(tests):
-    with pytest.raises(DataError, match="tests"):
+def test_tests_of_the_wrong_shape_are_refused(tests, why):
+    with pytest.raises(DataError, match=why):
         parse_io_tests(tests, "t")
 
 
