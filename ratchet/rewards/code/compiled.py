@@ -120,7 +120,8 @@ class Compiler:
             f"the sandbox can't compile and run a known {language} program by "
             f"'{self.commands[language]}' ({result.reason}, exit {result.exit}, "
             f"{result.stderr[-300:].decode('utf-8', 'replace')!r}). Install the compiler there, "
-            f"or set compilers.{language}"
+            f"or set compilers.{language}; with language=block you may also leave {language} out "
+            "of block_languages"
         )
 
     async def _compile(self, source: str, language: str, runner: ProgramRunner) -> CompiledProgram:

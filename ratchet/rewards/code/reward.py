@@ -62,6 +62,13 @@ class CodeConfig(Section):
         description="Language of the programs. block: as the answer marks its block, as in ROLL; "
         "column: the row's column `language`. Tests of functions are of Python alone.",
     )
+    block_languages: list[Literal["python", "cpp", "go"]] = Field(
+        ["python", "cpp", "go"],
+        min_length=1,
+        description="Languages that an answer's block may have with language=block; an answer in "
+        "another one earns 0. Leave out those without a compiler in the sandbox: their answers "
+        "fail instead of earning 0.",
+    )
     compilers: dict[Literal["cpp", "go"], str] = Field(
         default_factory=dict[Literal["cpp", "go"], str],
         description="Command of each compiler in the sandbox, by language; left out: "
@@ -109,6 +116,11 @@ class CodeConfig(Section):
     @model_validator(mode="after")
     def _check_compiler_keys(self) -> CodeConfig:
         language = self.language
+        if language != "block" and "block_languages" in self.changed:
+            raise ValueError(
+                f"block_languages is not read with language={language}: set language=block, or "
+                "remove block_languages"
+            )
         if language == "python":
             unread = [name for name in COMPILER_KEYS if name in self.changed]
             unread += ["compilers"] if self.compilers else []
@@ -216,7 +228,7 @@ class Code(AnswerReward):
             return (
                 "python"
                 if isinstance(tests, FunctionTask)
-                else find_language(text, self.config.blocks)
+                else find_language(text, self.config.blocks, self.config.block_languages)
             )
         if language == "column":
             name = task.meta.get("language", _parse_row(task.answer).get("language"))

@@ -186,6 +186,18 @@ def test_go_is_run_where_it_is_installed_and_else_refused_by_name(made):
         assert "Install the compiler there, or set compilers.go" in outcome.detail
 
 
+def test_a_language_that_blocks_may_not_have_earns_nothing_instead_of_failing(made):
+    """A policy that marks its blocks so must not be spared the 0, where there is no compiler."""
+    go, python = f"```go\n{PROBES['go']}\n```", "```python\nprint(int(input()) * 2)\n```"
+    keys = {"language": "block", "compilers": {"go": "no-such-go build"}}
+    allowed = made(block_languages=["python", "cpp"], **keys)
+    assert judge(allowed, go).parts["crashed"] > 0
+    assert judge(allowed, f"{python}\n{go}").reward == 1.0
+    assert find_language("no block", "last", ["cpp", "go"]) == "cpp"
+    with pytest.raises(ValidationError, match="block_languages is not read with language=cpp"):
+        made(block_languages=["cpp"])
+
+
 @pytest.mark.slow
 def test_the_language_may_be_the_rows_or_the_answers(made):
     python = "```python\nprint(int(input()) * 2)\n```"
