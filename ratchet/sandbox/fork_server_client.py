@@ -82,7 +82,11 @@ class ForkServerSlot:
     """
 
     def __init__(self, *, at_most: Isolation, readable: Sequence[str]) -> None:
-        self._options = {"at_most": int(at_most), "readable": list(readable)}
+        self._options = {
+            "at_most": int(at_most),
+            "readable": list(readable),
+            "trainer_directory": get_working_directory(),
+        }
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._stderr_file = -1
@@ -348,6 +352,14 @@ def make_result(report: dict[str, Any], outputs: RunOutputs, limits: Limits) -> 
         report["seconds"],
         reason,
     )
+
+
+def get_working_directory() -> str:
+    """Return the working directory of this process; "" if it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def seal_in_memory(data: bytes) -> int:

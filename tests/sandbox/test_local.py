@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from sandbox.test_attacks import need
 
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result, Sandbox, SandboxError
 from ratchet.sandbox.base import Strength
-from ratchet.sandbox.inside import seccomp
+from ratchet.sandbox.inside import launch, rootfs, seccomp, zygote
 
 T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
@@ -152,6 +153,63 @@ def test_memory_of_all_processes_together_is_bounded(sandbox: LocalSandbox) -> N
     )
     result = run(sandbox, hungry, b"", Limits(wall_s=60, cpu_s=30, memory_mib=128, processes=8))
     assert (result.reason, result.exit, result.signal) == (Reason.MEMORY, None, None)
+
+
+def test_a_project_below_usr_is_hidden_from_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests of its tasks lie there, as in images whose working directory is /usr/src/app."""
+    need(Isolation.NAMESPACES)
+    share = Path("/usr/share")
+    project = next(
+        (
+            path
+            for path in share.iterdir()
+            if path.is_dir() and not path.is_symlink() and any(path.iterdir())
+        ),
+        None,
+    )
+    if project is None:
+        pytest.skip("no directory below /usr to stand for a project")
+    monkeypatch.chdir(project)
+    listing = ["ls", "-A", str(project), "/usr/src", "/usr/local/src"]
+    sandbox = LocalSandbox(slots=1)
+    try:
+        listed, shared = (run(sandbox, words) for words in (listing, ["ls", str(share)]))
+    finally:
+        sandbox.close()
+    names = [line for line in listed.stdout.decode().split("\n") if line and line[0] != "/"]
+    assert names == []
+    assert project.name in shared.stdout.decode().split()
+
+
+def test_what_the_system_or_python_needs_is_not_hidden() -> None:
+    def hide(directory: str, *readable: str) -> list[str]:
+        found = launch.list_hidden_paths(directory, ["/usr", sys.base_prefix], readable)
+        return [path for path in found if path not in rootfs.SOURCE_PATHS]
+
+    lib = sysconfig.get_path("stdlib")
+    for needed in ("/usr", "/usr/bin", "/usr/local", sys.base_prefix, str(Path(lib).parent)):
+        assert hide(needed) == []
+    assert hide("/no/such/place") == hide("") == hide("/") == hide("/usr/src/app") == []
+    assert hide("/usr/share/doc", "/usr/share/doc/python") == []
+
+
+def test_processes_that_end_while_they_are_measured_leave_no_open_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fork server that kept them ran out of descriptors, and no program could start."""
+
+    def read(file: int, size: int) -> bytes:
+        raise ProcessLookupError
+
+    proc = os.open("/proc", os.O_RDONLY)
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "read", read)
+            assert zygote.measure_resident_kib(proc) == 0
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        os.close(proc)
 
 
 def test_readable_directories_can_be_read_and_imported_from_but_not_written(tmp_path: Path) -> None:

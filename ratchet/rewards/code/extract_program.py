@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from ratchet.sandbox.base import Result
@@ -40,14 +41,15 @@ def extract_program(
     return "\n\n".join(programs) if blocks == "all" else programs[0 if blocks == "first" else -1]
 
 
-def find_language(text: str, blocks: Blocks) -> str:
+def find_language(text: str, blocks: Blocks, allowed: Sequence[str] = tuple(LANGUAGE_MARKS)) -> str:
     """Return the language of the answer's last block, or of its first if `blocks` says so.
 
-    Blocks of other languages do not count. Without a marked block it is Python.
+    Blocks of other languages than the allowed ones do not count. Without a marked block it is the
+    first of those.
     """
     marks = [mark for mark, _ in find_fenced_blocks(text)]
-    languages = [language for mark in marks if (language := read_language(mark))]
-    return languages[0 if blocks == "first" else -1] if languages else "python"
+    languages = [language for mark in marks if (language := read_language(mark)) in allowed]
+    return str(languages[0 if blocks == "first" else -1]) if languages else allowed[0]
 
 
 def read_language(name: str) -> str | None:

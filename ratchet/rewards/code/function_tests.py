@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 MAX_ROUNDS = 512  # maximum number of rounds: each runs the program, then the tests
 # Maximum number of answered calls whose arguments come from earlier answers.
 MAX_FOLLOW_UP_CALLS = 5000
-MAX_WALL_MULTIPLE = 30  # maximum wall time of all rounds, as a multiple of one execution's limit
+# Maximum wall time of the program in all rounds, as a multiple of one execution's limit; also that
+# of the tests, which a program's answers can make slow.
+MAX_WALL_MULTIPLE = 30
 MAX_PLANS = 1024  # maximum number of tasks whose calls are remembered
 TESTS_CPU_S, TESTS_OUTPUT_KIB = 10.0, 16384
 LIMIT_REASONS = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)
@@ -153,13 +155,15 @@ class FunctionJudge:
         answers = []
         n_certain = 0
         n_follow_up_calls = 0
-        runner = ProgramRunner(self.sandbox, MAX_WALL_MULTIPLE * self.limits.wall_s)
+        runner, tests_runner = (
+            ProgramRunner(self.sandbox, MAX_WALL_MULTIPLE * self.limits.wall_s) for _ in range(2)
+        )
         for _ in range(MAX_ROUNDS):
             request = {**_get_program_columns(task), "text": text, "calls": calls}
             result = await runner.run(self._answer_script, _encode_request(request), self.limits)
             # Answers that the tests have already used stay, whatever the program returns this time.
             answers = answers[:n_certain] + _get_complete_lines(result)[n_certain : len(calls)]
-            outcome = await self._run_tests(task, calls, answers)
+            outcome = await self._run_tests(task, calls, answers, tests_runner)
             # These answers made the tests run out of time or memory.
             if outcome is None:
                 return CodeVerdict("limit")
@@ -176,7 +180,7 @@ class FunctionJudge:
                     AWAITED_MARK in call for call in calls[n_certain : outcome["n_certain"]]
                 )
                 calls, n_certain = outcome["calls"], outcome["n_certain"]
-                if runner.has_expired:
+                if runner.has_expired or tests_runner.has_expired:
                     return CodeVerdict("limit")
                 if n_follow_up_calls > MAX_FOLLOW_UP_CALLS:
                     break
@@ -244,7 +248,7 @@ class FunctionJudge:
                 f"{evaluation}. Compare the value instead, because a program could make such tests "
                 "pass."
             )
-        outcome = await self._run_tests(task, [], [])
+        outcome = await self._run_tests(task, [], [], ProgramRunner(self.sandbox))
         if outcome is None:
             raise DataError(
                 f"task '{task.label}': its tests ended before their first verdict, or ran out of "
@@ -258,7 +262,7 @@ class FunctionJudge:
         return CallPlan(outcome["calls"], outcome["n_ahead"])
 
     async def _run_tests(
-        self, task: FunctionTask, calls: list[str], answers: list[str]
+        self, task: FunctionTask, calls: list[str], answers: list[str], runner: ProgramRunner
     ) -> dict[str, Any] | None:
         """Return the result of `AssertionJudge.run`; None if the tests did not end."""
         request = {
@@ -268,9 +272,7 @@ class FunctionJudge:
             "answers": answers,
             "share": self.share,
         }
-        result = await ProgramRunner(self.sandbox).run(
-            self._tests_script, _encode_request(request), self._tests_limits
-        )
+        result = await runner.run(self._tests_script, _encode_request(request), self._tests_limits)
         if not result.ok or not result.stdout:
             return None
         outcome = json.loads(result.stdout)

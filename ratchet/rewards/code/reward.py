@@ -62,6 +62,13 @@ class CodeConfig(Section):
         description="Language of the programs. block: as the answer marks its block, as in ROLL; "
         "column: the row's column `language`. Tests of functions are of Python alone.",
     )
+    block_languages: list[Literal["python", "cpp", "go"]] = Field(
+        ["python", "cpp", "go"],
+        min_length=1,
+        description="Languages that an answer's block may have with language=block; an answer in "
+        "another one earns 0. Leave out those without a compiler in the sandbox: their answers "
+        "fail instead of earning 0.",
+    )
     compilers: dict[Literal["cpp", "go"], str] = Field(
         default_factory=dict[Literal["cpp", "go"], str],
         description="Command of each compiler in the sandbox, by language; left out: "
@@ -109,6 +116,11 @@ class CodeConfig(Section):
     @model_validator(mode="after")
     def _check_compiler_keys(self) -> CodeConfig:
         language = self.language
+        if language != "block" and "block_languages" in self.changed:
+            raise ValueError(
+                f"block_languages is not read with language={language}: set language=block, or "
+                "remove block_languages"
+            )
         if language == "python":
             unread = [name for name in COMPILER_KEYS if name in self.changed]
             unread += ["compilers"] if self.compilers else []
@@ -216,7 +228,7 @@ class Code(AnswerReward):
             return (
                 "python"
                 if isinstance(tests, FunctionTask)
-                else find_language(text, self.config.blocks)
+                else find_language(text, self.config.blocks, self.config.block_languages)
             )
         if language == "column":
             name = task.meta.get("language", _parse_row(task.answer).get("language"))
@@ -300,13 +312,16 @@ class Code(AnswerReward):
 
 
 def get_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
-    """Return the row that holds the task's tests. Raises DataError if there is none."""
+    """Return the row that holds the task's tests. Raises DataError if there is none.
+
+    An empty column is a missing one: in files with rows of several kinds every row has all columns.
+    """
     for row in (task.meta, _parse_row(task.answer)):
-        if "tests" in row:
+        if row.get("tests") is not None:
             return row
-        if row.get("case_type"):  # empty in ROLL's rows of other domains
+        if row.get("case_type"):
             return _read_cases(row, task.id)
-        if "test" in row or "entry_point" in row:
+        if row.get("test") is not None or row.get("entry_point") is not None:
             values = {name: row.get(name) for name in FUNCTION_COLUMNS}
             for name, value in values.items():
                 if not isinstance(value, str):
@@ -314,6 +329,12 @@ def get_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
                         f"task '{task.id}' has tests of a function, but its {name} is {value!r}: "
                         "it must be text"
                     )
+            # No program defines such a name, so each would earn 0.
+            if not str(values["entry_point"]).isidentifier():
+                raise DataError(
+                    f"task '{task.id}': entry_point={values['entry_point']!r:.80} must be the name "
+                    "of a function, such as 'solve'"
+                )
             return FunctionTask(**values, label=task.id)  # pyright: ignore[reportArgumentType]
     raise DataError(
         f"task '{task.id}' has no tests, in its meta or its answer: give it tests=[{{stdin, "
@@ -324,45 +345,50 @@ def get_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
 def _read_cases(row: Mapping[str, Any], label: str) -> FunctionTask | Mapping[str, Any]:
     """Return the tests in ROLL's columns `case_type` and `test_cases`."""
     cases = _parse_if_text(row.get("test_cases"))
-    if not isinstance(cases, Sequence) or isinstance(cases, str):
+    if not isinstance(cases, Sequence) or isinstance(cases, str) or not cases:
         raise DataError(
-            f"task '{label}': test_cases must be a list of tests, or its JSON text, not "
-            f"{row.get('test_cases')!r:.80}"
+            f"task '{label}': test_cases must be a list of tests with at least one, or its JSON "
+            f"text, not {row.get('test_cases')!r:.80}"
         )
     if row["case_type"] != "input":
         return convert_tests(row["case_type"], cases, label)
-    return {
-        "tests": [
-            {"stdin": case.get("stdin", ""), "stdout": case.get("expected_stdout")}
-            if isinstance(case, Mapping)
-            else case
-            for case in cases
-        ]
-    }
+    pairs = [
+        _read_io_test(case, f"task '{label}', test_cases[{index}]", "expected_stdout")
+        for index, case in enumerate(cases)
+    ]
+    return {"tests": [{"stdin": stdin, "stdout": stdout} for stdin, stdout in pairs]}
 
 
 def parse_io_tests(tests: Any, label: str) -> list[tuple[bytes, str]]:
     """Return the (stdin, expected stdout) of each test. Raises DataError if they are malformed."""
-    tests = _parse_if_text(tests)
-    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
+    parsed = _parse_if_text(tests)
+    if not isinstance(parsed, Sequence) or isinstance(parsed, str) or not parsed:
         raise DataError(
-            f"task '{label}': tests must be a list of {{stdin, stdout}} with at least one, not "
-            f"{tests!r:.100}"
+            f"task '{label}': tests must be a list of {{stdin, stdout}} with at least one, or its "
+            f"JSON text, not {tests!r:.100}"
         )
     pairs: list[tuple[bytes, str]] = []
-    for index, test in enumerate(tests):
-        values = (
-            (test.get("stdin", ""), test.get("stdout"))
-            if isinstance(test, Mapping)
-            else (None, None)
-        )
-        if not all(isinstance(value, str) for value in values):
-            raise DataError(
-                f"task '{label}', tests[{index}] must have the texts stdin and stdout, not "
-                f"{test!r:.100}"
-            )
-        pairs.append((str(values[0]).encode("utf-8", "surrogatepass"), str(values[1])))
+    for index, test in enumerate(parsed):
+        stdin, stdout = _read_io_test(test, f"task '{label}', tests[{index}]", "stdout")
+        pairs.append((stdin.encode("utf-8", "surrogatepass"), stdout))
     return pairs
+
+
+def _read_io_test(test: Any, place: str, output: str) -> tuple[str, str]:
+    """Return the (stdin, expected stdout) of a test, whose key for the latter is `output`."""
+    if not isinstance(test, Mapping):
+        raise DataError(f"{place} must be {{stdin, {output}}}, not {test!r:.100}")
+    if test.get(output) is None:
+        raise DataError(
+            f"{place} has no {output}, the output that is expected: it must be "
+            f"{{stdin, {output}}}, not {test!r:.100}"
+        )
+    stdin = "" if test.get("stdin") is None else test["stdin"]
+    for name, value in (("stdin", stdin), (output, test[output])):
+        if not isinstance(value, str):
+            fix = f": write '{value}'" if isinstance(value, int | float) else ""
+            raise DataError(f"{place}.{name} must be text, not {value!r:.100}{fix}")
+    return stdin, test[output]
 
 
 def _parse_row(answer: Any) -> Mapping[str, Any]:

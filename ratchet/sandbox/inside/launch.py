@@ -47,8 +47,8 @@ def main(control: int, options: dict[str, Any]) -> None:
 
     Args:
         control: Descriptor of the control socket.
-        options: `trainer_pid`; `at_most`, the highest level to try; `readable`,
-            paths that programs may read besides the library.
+        options: `trainer_pid`; `trainer_directory`, its working directory; `at_most`, the highest
+            level to try; `readable`, paths that programs may read besides the library.
     """
     channel = socket.socket(fileno=control)
     try:
@@ -58,7 +58,8 @@ def main(control: int, options: dict[str, Any]) -> None:
         zygote.ignore_stop_signals()
         readable = tuple(options["readable"])
         sources = list_bound_paths(readable)
-        level, refused = find_strongest_level(options["at_most"], sources)
+        hidden = list_hidden_paths(options["trainer_directory"], sources, readable)
+        level, refused = find_strongest_level(options["at_most"], sources, hidden)
         if level == 0:
             raise RuntimeError("; ".join(refused))
         # Cache the filter, so that forked programs need not build it.
@@ -77,7 +78,7 @@ def main(control: int, options: dict[str, Any]) -> None:
                 channel.close()
                 wait_for_zygote(zygote_pid, trainer)  # does not return
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-        proc = rootfs.build(sources) if level >= 3 else None
+        proc = rootfs.build(sources, hidden) if level >= 3 else None
         channel.send(
             json.dumps(
                 {"level": level, "refused": refused, "by": list_mechanisms(granted)}
@@ -132,6 +133,34 @@ def list_bound_paths(readable: Sequence[str]) -> list[str]:
     return paths
 
 
+def list_hidden_paths(
+    trainer_directory: str, sources: Sequence[str], readable: Sequence[str]
+) -> list[str]:
+    """Return the directories inside bound paths that programs must find empty.
+
+    These are directories of sources, and the trainer's working directory: a project below /usr
+    holds the tests of its tasks. A directory that the system, Python or `readable` needs is not
+    hidden.
+    """
+    system = [
+        f"{root}/{name}"
+        for root in ("/usr", "/usr/local", sys.base_prefix)
+        for name in ("bin", "sbin", "lib", "lib64", "libexec", "include", "share")
+    ]
+    needed = [*system, *list_library_paths(), sys.base_prefix, *readable]
+    hidden: list[str] = []
+    for path in (*rootfs.SOURCE_PATHS, trainer_directory):
+        if (
+            os.path.isdir(path)
+            and not os.path.islink(path)
+            and any(path.startswith(source + "/") for source in sources)
+            and not any(other == path or other.startswith(path + "/") for other in needed)
+            and not any(path == outer or path.startswith(outer + "/") for outer in hidden)
+        ):
+            hidden.append(path)
+    return hidden
+
+
 def list_library_paths() -> tuple[str, ...]:
     """Return the paths that a program must be able to read.
 
@@ -146,7 +175,9 @@ def list_library_paths() -> tuple[str, ...]:
     )
 
 
-def find_strongest_level(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
+def find_strongest_level(
+    at_most: int, sources: list[str], hidden: list[str]
+) -> tuple[int, list[str]]:
     """Return the strongest level up to `at_most` that is granted, and why others were refused."""
     if not seccomp.is_available():
         machines = " and ".join(seccomp.NUMBERS_BY_MACHINE)
@@ -155,7 +186,7 @@ def find_strongest_level(at_most: int, sources: list[str]) -> tuple[int, list[st
     if reason := try_in_child(try_filter):
         return 0, [f"seccomp: {reason}"]
     if at_most >= 3:
-        reason = try_in_child(lambda: try_namespaces(sources))
+        reason = try_in_child(lambda: try_namespaces(sources, hidden))
         if not reason:
             return 3, refused
         refused.append(f"namespaces: {reason}")
@@ -189,9 +220,9 @@ def try_filter() -> None:
     seccomp.install(seccomp.build_filter(os.getpid(), 1, False))
 
 
-def try_namespaces(sources: list[str]) -> None:
+def try_namespaces(sources: list[str], hidden: list[str]) -> None:
     def inside() -> None:
-        rootfs.build(sources)
+        rootfs.build(sources, hidden)
         rootfs.mount_scratch(1, 0, executable=False)
 
     rootfs.enter()

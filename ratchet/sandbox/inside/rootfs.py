@@ -14,6 +14,8 @@ LINKED_PATHS = ("/app", "/workspace", "/tests", "/solution", "/logs")
 DEVICES = ("null", "zero", "random", "urandom")
 # Debian's awk is a link into /etc/alternatives, which holds only links.
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
+# Sources are no part of the running system, and images of Python put the user's project there.
+SOURCE_PATHS = ("/usr/src", "/usr/local/src")
 # Where the new root is assembled: a directory that always exists and that `build` never mounts.
 STAGING_DIRECTORY = "/proc"
 INNER_UID = 1000
@@ -43,8 +45,10 @@ def enter() -> None:
     socket.sethostname("sandbox")
 
 
-def build(sources: list[str]) -> int | None:
+def build(sources: list[str], hidden: list[str]) -> int | None:
     """Build the root directory. Call it in the first process inside the namespaces.
+
+    The directories `hidden`, which lie inside `sources`, are empty in it.
 
     Returns a descriptor of the new process namespace's /proc, or None if a container hides parts of
     /proc.
@@ -63,6 +67,9 @@ def build(sources: list[str]) -> int | None:
             os.makedirs(STAGING_DIRECTORY + path, exist_ok=True)
             syscalls.mount(path, STAGING_DIRECTORY + path, None, MS_BIND | MS_REC)
             syscalls.make_read_only(STAGING_DIRECTORY + path, recursive=True)
+    for path in hidden:
+        syscalls.mount("hidden", STAGING_DIRECTORY + path, "tmpfs", MS_NOSUID | MS_NODEV, "size=4k")
+        syscalls.make_read_only(STAGING_DIRECTORY + path, recursive=False)
     os.makedirs(STAGING_DIRECTORY + "/dev", exist_ok=True)
     for device in DEVICES:
         target = f"{STAGING_DIRECTORY}/dev/{device}"

@@ -199,10 +199,12 @@ def measure_resident_kib(proc: int) -> int:
     total = 0
     for name in os.listdir(proc):
         if name.isdecimal() and name != "1":
-            with contextlib.suppress(OSError):  # the process has ended
+            with contextlib.suppress(OSError):  # the process has ended, perhaps since the opening
                 file = os.open(f"{name}/statm", os.O_RDONLY, dir_fd=proc)
-                total += int(os.read(file, 200).split()[1])
-                os.close(file)
+                try:
+                    total += int(os.read(file, 200).split()[1])
+                finally:
+                    os.close(file)
     return total * PAGE_KIB
 
 

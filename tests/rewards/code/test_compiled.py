@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 
 import pytest
 from pydantic import ValidationError
@@ -12,7 +13,7 @@ from sandbox.test_attacks import need
 
 from ratchet.config.resolve import resolve
 from ratchet.errors import DataError
-from ratchet.rewards.code.compiled import COMPILE_COMMANDS, PROBES, Compiler
+from ratchet.rewards.code.compiled import COMPILE_COMMANDS, PROBE_NUMBER, PROBES, Compiler
 from ratchet.rewards.code.extract_program import find_language
 from ratchet.rewards.code.reward import Code, CodeConfig
 from ratchet.rewards.deadline import CURRENT_DEADLINE, ProgramRunner
@@ -170,6 +171,26 @@ def test_all_that_wait_for_a_compilers_check_pause_their_deadlines():
     assert [deadline.n_pauses for deadline in deadlines] == [0, 0]
 
 
+def test_a_large_executable_does_not_hold_up_other_attempts(monkeypatch):
+    threads = []
+
+    class SandboxWithCompiler:
+        async def run(self, program, stdin, limits):
+            return Result(0, None, PROBE_NUMBER + b"==", b"", 0.1, Reason.EXIT)
+
+    def compress(data, level):
+        threads.append(threading.current_thread())
+        return data
+
+    monkeypatch.setattr("ratchet.rewards.code.compiled.zlib.compress", compress)
+    sandbox = SandboxWithCompiler()
+    compiler = Compiler(sandbox, COMPILE_COMMANDS, Limits(), Limits())
+    program = asyncio.run(compiler._compile(TWICE, "cpp", ProgramRunner(sandbox)))
+    assert program.runner is not None
+    assert threads
+    assert threading.main_thread() not in threads
+
+
 def test_a_sandbox_without_processes_fails_the_attempt():
     reward = Code(CodeConfig.model_validate({"language": "cpp", "isolation": "seccomp"}))
     reward.sandbox.close()
@@ -187,6 +208,18 @@ def test_go_is_run_where_it_is_installed_and_else_refused_by_name(made):
         assert isinstance(outcome, Failed)
         assert "go: not found" in outcome.detail
         assert "Install the compiler there, or set compilers.go" in outcome.detail
+
+
+def test_a_language_that_blocks_may_not_have_earns_nothing_instead_of_failing(made):
+    """A policy that marks its blocks so must not be spared the 0, where there is no compiler."""
+    go, python = f"```go\n{PROBES['go']}\n```", "```python\nprint(int(input()) * 2)\n```"
+    keys = {"language": "block", "compilers": {"go": "no-such-go build"}}
+    allowed = made(block_languages=["python", "cpp"], **keys)
+    assert judge(allowed, go).parts["crashed"] > 0
+    assert judge(allowed, f"{python}\n{go}").reward == 1.0
+    assert find_language("no block", "last", ["cpp", "go"]) == "cpp"
+    with pytest.raises(ValidationError, match="block_languages is not read with language=cpp"):
+        made(block_languages=["cpp"])
 
 
 @pytest.mark.slow

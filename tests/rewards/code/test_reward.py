@@ -424,6 +424,11 @@ def test_where_the_tests_come_from():
     assert get_tests(function("T", "P")).entry_point == "f"
     assert parse_io_tests(json.dumps(DOUBLE), "t")[0] == (b"21\n", "42\n")
     assert parse_io_tests([{"stdout": "x"}], "t") == [(b"", "x")]
+    assert parse_io_tests([{"stdin": None, "stdout": "x"}], "t") == [(b"", "x")]
+    # Columns of other rows of the same file are empty here.
+    assert get_tests(Task("t", (), {"tests": DOUBLE}, {"tests": None}))["tests"] == DOUBLE
+    mixed = replace(function("T", "P"), meta={**function("T", "P").meta, "tests": None})
+    assert get_tests(mixed).entry_point == "f"
 
 
 @pytest.mark.parametrize(
@@ -435,6 +440,19 @@ def test_where_the_tests_come_from():
             Task("t", (), meta={"test": "x", "prompt": "p"}),
             "its entry_point is None: it must be text",
         ),
+        (
+            Task("t", (), meta={"test": "x", "prompt": "p", "entry_point": "f("}),
+            r"entry_point='f\(' must be the name of a function",
+        ),
+        (Task("t", (), meta={"tests": None, "test": None}), "task 't' has no tests"),
+        (
+            Task("t", (), meta={"case_type": "input", "test_cases": []}),
+            "test_cases must be a list of tests with at least one",
+        ),
+        (
+            Task("t", (), meta={"case_type": "input", "test_cases": [{"stdin": "1"}]}),
+            r"test_cases\[0\] has no expected_stdout",
+        ),
     ],
 )
 def test_a_task_without_tests_says_so(task, why):
@@ -443,11 +461,22 @@ def test_a_task_without_tests_says_so(task, why):
 
 
 @pytest.mark.parametrize(
-    "tests",
-    [[], "x", None, 5, {"stdin": "x"}, [5], [{"stdin": "x"}], [{"stdin": 1, "stdout": "x"}]],
+    ("tests", "why"),
+    [
+        ([], "tests must be a list"),
+        ("x", r"tests must be a list of \{stdin, stdout\} .* not 'x'"),
+        (None, "tests must be a list"),
+        (5, "tests must be a list"),
+        ({"stdin": "x"}, "tests must be a list"),
+        ([5], r"tests\[0\] must be \{stdin, stdout\}, not 5"),
+        ([{"stdin": "x"}], r"tests\[0\] has no stdout"),
+        ([{"input": "x", "output": "y"}], r"tests\[0\] has no stdout.* not \{'input'"),
+        ([{"stdin": 1, "stdout": "x"}], r"tests\[0\].stdin must be text, not 1: write '1'"),
+        ([{"stdout": "x"}, {"stdout": ["x"]}], r"tests\[1\].stdout must be text, not \['x'\]$"),
+    ],
 )
-def test_tests_of_the_wrong_shape_are_refused(tests):
-    with pytest.raises(DataError, match="tests"):
+def test_tests_of_the_wrong_shape_are_refused(tests, why):
+    with pytest.raises(DataError, match=why):
         parse_io_tests(tests, "t")
 
 
@@ -507,3 +536,24 @@ def test_a_slow_program_is_a_wrong_answer_within_a_deadline(made):
         0.0, parts(limit=1.0)
     )
     assert within(made(), steps, "def f(x): return x + 1", 100, 1).reward == 1.0
+
+
+def test_answers_that_make_the_tests_slow_in_every_round_end_as_a_limit(made):
+    reward, ran = made(), []
+    run = reward.sandbox.run
+
+    async def with_slow_tests(script, stdin, limits):
+        ran.append(script)
+        is_tests = script == reward.function_judge._tests_script
+        return replace(await run(script, stdin, limits), seconds=40.0 if is_tests else 0.01)
+
+    chain = "x = 0\n    for _ in range(20): x = candidate(x) + 1"
+    task = function(f"def check(candidate):\n    {chain}\n    assert x == 40")
+    reward.sandbox.run = with_slow_tests
+    try:
+        outcome = judge(reward, task, "def f(x): return x + 1")
+    finally:
+        reward.sandbox.run = run
+    assert outcome == Scored(0.0, parts(limit=1.0))
+    # The limit of 3 s by the clock allows 90 s: the first look at the tests, then three rounds.
+    assert len(ran) == 1 + 3 * 2
