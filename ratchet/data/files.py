@@ -6,6 +6,7 @@ Object stores are s3://, gs://, hf://, memory:// and all others that fsspec supp
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import tempfile
 import zlib
@@ -192,7 +193,11 @@ def _find_files_at(location: str | Path) -> list[str | Path]:
                 if has_pattern and not path.is_dir()
                 else _list_files_below(path)
             )
-    files = [name for name in names if has_pattern or str(name).endswith(SUFFIXES)]
+    files: Sequence[str | Path] = [
+        name for name in names if has_pattern or str(name).endswith(SUFFIXES)
+    ]
+    if not has_pattern:
+        files = _select_saved_rows(location, files)
     if not files:
         reason = (
             "no file matches this pattern"
@@ -200,7 +205,41 @@ def _find_files_at(location: str | Path) -> list[str | Path]:
             else f"the directory holds no {', '.join(SUFFIXES)}"
         )
         raise DataError(f"{location}: {reason}: name the files")
+    return list(files)
+
+
+def _select_saved_rows(location: str | Path, files: Sequence[str | Path]) -> Sequence[str | Path]:
+    """Leave out what `save_to_disk` of the package `datasets` writes beside the files with rows.
+
+    Its state.json names the files that count: those of an earlier save with more files stay there.
+
+    Raises DataError for several splits, because one location is one split.
+    """
+    names = set(map(str, files))
+    parents = {name.rpartition("/")[0] for name in names}
+    for parent in parents:
+        if f"{parent}/dataset_dict.json" in names:
+            splits = sorted(other for other in parents if other.startswith(f"{parent}/"))
+            raise DataError(
+                f"{location}: a saved DatasetDict of several splits: name the directory of one: "
+                f"{', '.join(splits)}"
+            )
+        state = f"{parent}/state.json"
+        if {state, f"{parent}/dataset_info.json"} <= names:
+            kept = {f"{parent}/{name}" for name in _read_saved_names(state)}
+            files = [f for f in files if str(f).rpartition("/")[0] != parent or str(f) in kept]
     return files
+
+
+def _read_saved_names(state: str) -> list[str]:
+    """Return the names of files with rows that a saved dataset's state.json lists."""
+    with open_binary(state) as file:
+        try:
+            return [str(entry["filename"]) for entry in json.load(file)["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{state}: lists no `_data_files`: save the dataset again, or name its .arrow files"
+            ) from error
 
 
 def _list_files_below(directory: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from ratchet.algorithms.base import Algorithm
 from ratchet.algorithms.properties import render_properties
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
+from ratchet.config.peer_names import find_reward_kind
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import build, import_object, resolve
 from ratchet.errors import ConfigError
@@ -58,7 +59,8 @@ def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:
 def _find_slot(target: object) -> str:
     """Return the slot of an object by its methods.
 
-    A function of (trajectory, task, ...) is a reward.
+    A function of (trajectory, task, ...) or with the parameters of another library's reward
+    functions is a reward.
     """
     inspected = target
     if inspect.isclass(target) and issubclass(target, Section) and target.builds:
@@ -67,9 +69,10 @@ def _find_slot(target: object) -> str:
         return "environment"
     if hasattr(inspected, "score") or hasattr(inspected, "judge"):
         return "rewards"
-    if inspect.isfunction(inspected) and list(inspect.signature(inspected).parameters)[1:2] == [
-        "task"
-    ]:
+    if inspect.isfunction(inspected) and (
+        list(inspect.signature(inspected).parameters)[1:2] == ["task"]
+        or find_reward_kind(inspected) is not None
+    ):
         return "rewards"
     return "algorithm"
 
@@ -127,7 +130,10 @@ def find_algorithm(path: str, overrides: Sequence[str] = ()) -> Algorithm:
         )
     algorithm = build(section_from_words("algorithm", path, overrides))
     if not isinstance(algorithm, Algorithm):
-        raise ConfigError(f"'{path}' makes {_name_type(algorithm)}, not an Algorithm")
+        raise ConfigError(
+            f"'{path}' makes {_name_type(algorithm)}, not an Algorithm. A reward takes "
+            "(trajectory, task)"
+        )
     return algorithm
 
 

@@ -117,7 +117,7 @@ def test_a_bad_row_costs_itself_alone(score):
         ),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0] must have a role"),
         ({"messages": ["x"]}, "messages[0] must have a role"),
-        ({"response": "4"}, "has no answer to compare with"),
+        ({"response": "4"}, "no answer to compare with: add a column `answer` to its row"),
     ]
     found = score([RIGHT, *(row for row, _ in bad), WRONG], "boxed")
     assert [line["line"] for line in found] == [*range(1, len(bad) + 3)]
@@ -126,6 +126,17 @@ def test_a_bad_row_costs_itself_alone(score):
         assert (line["outcome"], line["reward"], line["parts"]) == ("failed", None, {})
         assert why in line["detail"]
         assert f"line {line['line']}" in line["detail"]
+
+
+def test_a_function_of_another_library_needs_no_kind(score, tmp_path, monkeypatch):
+    (tmp_path / "verl_score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(solution_str == ground_truth)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = [{"response": "4", "answer": "4"}, {"response": "5", "answer": "4"}]
+    found = score(rows, "verl_score:compute_score")
+    assert [line["reward"] for line in found] == [1.0, 0.0]
 
 
 def test_bytes_that_are_no_text_cost_their_row(tmp_path, capsys):

@@ -149,6 +149,38 @@ def test_patterns_and_directories_stand_for_their_files(tmp_path):
         find_files([tmp_path / "*.csv"])
 
 
+def write_saved_dataset(path, rows=ROWS):
+    """Write what `datasets.Dataset.save_to_disk` does, with a file of an earlier save beside it."""
+    path.mkdir(parents=True)
+    for name in ("data-00000-of-00001.arrow", "data-00001-of-00002.arrow"):
+        with pa.ipc.new_stream(path / name, pa.Table.from_pylist(rows).schema) as file:
+            file.write_table(pa.Table.from_pylist(rows))
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": None}
+    (path / "state.json").write_text(json.dumps(state, indent=2))
+    (path / "dataset_info.json").write_text('{\n  "citation": ""\n}')
+
+
+def test_a_saved_dataset_is_read_from_the_files_that_it_lists(tmp_path):
+    write_saved_dataset(tmp_path / "train")
+    write_saved_dataset(tmp_path / "test")
+    (found,) = find_files([tmp_path / "train"])
+    assert open_table(found).row(3).values == ROWS[3]
+    address = f"memory://saved-{next(numbers)}"
+    for path in (tmp_path / "train").iterdir():
+        with fsspec.open(f"{address}/{path.name}", "wb") as file:
+            file.write(path.read_bytes())
+    assert len(find_files([address])) == 1
+    # Both splits together would train on the rows held out.
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(
+        DataError, match=r"several splits: name the directory of one: .*/test, .*n$"
+    ):
+        find_files([tmp_path])
+    (tmp_path / "test" / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"test/state.json: lists no `_data_files`"):
+        find_files([tmp_path / "test"])
+
+
 @pytest.mark.parametrize("place", ["", "**/*.jsonl", "*/*.jsonl", "d*/*.jsonl", "dee[p]/a.jsonl"])
 def test_a_folder_that_cannot_be_listed_is_named(place, tmp_path, monkeypatch):
     for name in ("a/a.jsonl", "deep/a.jsonl"):

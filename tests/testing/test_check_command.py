@@ -118,6 +118,27 @@ def test_the_table_has_a_line_for_each_invariance_and_property():
     ]
 
 
+def test_reward_functions_of_other_libraries_are_checked_as_rewards(tmp_path, monkeypatch):
+    (tmp_path / "library_rewards.py").write_text(
+        "def of_trl(completions, **kwargs):\n    return [1.0 for _ in completions]\n\n\n"
+        "def of_verl(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n\n\n"
+        "def short(completions, **kwargs):\n    return [1.0]\n\n\n"
+        "def number():\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("of_trl", "of_verl"):
+        table, holds = check_named(f"library_rewards:{name}")
+        assert holds, table
+        assert f"{name}: a reward" in table
+    table, holds = check_named("library_rewards:short")
+    assert (holds, "returned 1 rewards for 3 completions" in " ".join(table.split())) == (
+        False,
+        True,
+    )
+    with pytest.raises(ConfigError, match=r"not an Algorithm. A reward takes \(trajectory, task\)"):
+        check_named("library_rewards:number")
+
+
 @pytest.mark.medium
 def test_the_command_ends_with_1_where_something_fails():
     good = CliRunner().invoke(app, ["check", "algorithms_for_test:MINE"])

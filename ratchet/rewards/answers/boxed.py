@@ -7,8 +7,12 @@ from typing import ClassVar
 from pydantic import Field
 
 from ratchet.config.base import Section
-from ratchet.errors import DataError
-from ratchet.rewards.answers.final_answer import canonicalize, extract_boxed, is_same_answer
+from ratchet.rewards.answers.final_answer import (
+    canonicalize,
+    extract_boxed,
+    is_same_answer,
+    make_no_answer_error,
+)
 from ratchet.rewards.base import FinalAnswer
 from ratchet.types import Task
 
@@ -51,5 +55,5 @@ def get_gold_answer(task: Task) -> str:
     boxed = extract_boxed(gold)
     gold = gold if boxed is None else boxed
     if not gold:
-        raise DataError(f"task '{task.id}' has no answer to compare with")
+        raise make_no_answer_error(task)
     return gold

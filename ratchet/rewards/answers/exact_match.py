@@ -7,8 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from ratchet.config.base import Section
-from ratchet.errors import DataError
-from ratchet.rewards.answers.final_answer import extract_marked_answer
+from ratchet.rewards.answers.final_answer import extract_marked_answer, make_no_answer_error
 from ratchet.rewards.base import FinalAnswer
 from ratchet.types import Task
 
@@ -41,7 +40,7 @@ class ExactMatch(FinalAnswer):
 
     def grade(self, text: str, task: Task) -> float:
         if task.answer is None:
-            raise DataError(f"task '{task.id}' has no answer to compare with")
+            raise make_no_answer_error(task)
         return float(self.answer(text) == self._normalize(str(task.answer)))
 
     def _normalize(self, answer: str) -> str:

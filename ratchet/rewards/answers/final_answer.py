@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from ratchet.errors import DataError
 from ratchet.rewards.answers.numeric import (
     MINUS_SIGNS,
     SCALE,
@@ -16,6 +17,7 @@ from ratchet.rewards.answers.numeric import (
     parse_bare_number,
     spell_symbols,
 )
+from ratchet.types import Task
 
 # A longer \boxed{} counts as not closed. Longer answers with other marks are cut off.
 MAX_ANSWER_CHARS = 2000
@@ -49,6 +51,14 @@ SYMBOLS = str.maketrans(
     }
 )
 ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+|[A-Za-z]))")
+
+
+def make_no_answer_error(task: Task) -> DataError:
+    """Return the error of a task without an answer, with the key of a recipe that names one."""
+    return DataError(
+        f"task '{task.id}' has no answer to compare with: add a column `answer` to its row, or "
+        "name yours, environment.columns={answer: ...}"
+    )
 
 
 def _join_thousands(match: re.Match[str]) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
+from ratchet.rewards.answers.final_answer import make_no_answer_error
 from ratchet.rewards.base import AnswerReward
 from ratchet.types import Task
 
@@ -54,7 +55,7 @@ class Similarity(AnswerReward):
         every text without words would equal it.
         """
         if task.answer is None:
-            raise DataError(f"task '{task.id}' has no answer to compare with")
+            raise make_no_answer_error(task)
         units = self._split_units(text)
         answer = str(task.answer).strip()
         reference = self._split_units(answer)
