@@ -1,5 +1,6 @@
 """Commands whose output can't be written, and pipes that are not their output."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,16 @@ def test_a_path_that_is_too_long_is_no_bug():
     assert message.startswith("a path is too long (")
     assert "): shorten xxx" in message
     assert status == 2
+
+
+def test_too_many_open_files_are_no_bug():
+    message, status = explain_error(OSError(errno.EMFILE, "Too many open files", "a.txt")) or (
+        "",
+        0,
+    )
+    assert message.startswith("too many files are open (")
+    assert "Raise `ulimit -n`" in message
+    assert status == 1
 
 
 def test_windows_is_refused_with_the_way_to_linux():

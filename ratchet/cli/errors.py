@@ -110,6 +110,13 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             f"a smaller model or batch. {link_symptom('out-of-memory')}",
             WRONG_INPUT,
         )
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            f"too many files are open ({_locate(error)}): {get_first_line(str(error))}. Raise "
+            "`ulimit -n`, or close the files that a reward, an environment or an agent of yours "
+            "leaves open",
+            FAILED,
+        )
     if any(text in str(error) for text in DISK_FULL_TEXTS):
         return (
             f"nothing more can be written ({_locate(error)}): {get_first_line(str(error))}. Make "
