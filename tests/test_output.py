@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ratchet.cli.errors import explain_error
+from ratchet.errors import CheckpointError
 
 RATCHET = [sys.executable, "-m", "ratchet.cli.main"]
 BREAKS = """
@@ -59,6 +60,16 @@ def test_a_library_in_rust_gives_the_text_of_the_error_alone():
     )
     assert explanation is not None
     assert "nothing more can be written" in explanation[0]
+
+
+def test_an_error_of_a_full_disk_says_how_to_go_on():
+    error = CheckpointError("'state' can't be written: [Errno 28] No space left on device")
+    message, status = explain_error(error) or ("", 0)
+    assert message.startswith("CheckpointError: 'state' can't be written")
+    assert message.endswith(
+        "Make room where the output goes. See docs/by-symptom.md#the-disk-is-full"
+    )
+    assert status == 1
 
 
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "CUDA out of memory. Tried 2 GiB."])

@@ -42,6 +42,7 @@ MAX_CHARS = 10_000  # longest message that is printed
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors are recognised by these texts, because libraries in Rust raise them without an errno.
 DISK_FULL_TEXTS = tuple(os.strerror(number) for number in DISK_FULL_ERRNOS)
+MAKE_ROOM = "Make room where the output goes"
 PACKAGE = Path(__file__).parents[1]
 # Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
 # common type.
@@ -82,7 +83,11 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
     """
     if isinstance(error, RatchetError):
         status = WRONG_INPUT if isinstance(error, WRONG_INPUT_ERRORS) else FAILED
-        return f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}", status
+        message = f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}"
+        # The error says what could not be written; the way out is the same for all of them.
+        if any(text in message for text in DISK_FULL_TEXTS) and MAKE_ROOM not in message:
+            message += f". {MAKE_ROOM}. {link_symptom('the-disk-is-full')}"
+        return message, status
     if isinstance(error, RecursionError):
         return (
             f"an input is nested too deeply ({_locate(error)}): nest it less, or report this as a "
@@ -119,8 +124,8 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
         )
     if any(text in str(error) for text in DISK_FULL_TEXTS):
         return (
-            f"nothing more can be written ({_locate(error)}): {get_first_line(str(error))}. Make "
-            f"room where the output goes. {link_symptom('the-disk-is-full')}",
+            f"nothing more can be written ({_locate(error)}): {get_first_line(str(error))}. "
+            f"{MAKE_ROOM}. {link_symptom('the-disk-is-full')}",
             FAILED,
         )
     return None
