@@ -1,6 +1,7 @@
 """Commands whose output can't be written, and pipes that are not their output."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,17 @@ def test_too_many_open_files_are_no_bug():
     )
     assert message.startswith("too many files are open (")
     assert "Raise `ulimit -n`" in message
+    assert status == 1
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_place_that_refuses_files_is_no_bug(number):
+    error = OSError(number, os.strerror(number), "somewhere/a.py")
+    message, status = explain_error(error) or ("", 0)
+    assert message.startswith("somewhere/a.py can't be used (")
+    assert message.endswith(
+        f"{os.strerror(number)}. Choose another place, or allow this user to use it"
+    )
     assert status == 1
 
 

@@ -42,6 +42,7 @@ MAX_CHARS = 10_000  # longest message that is printed
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors are recognised by these texts, because libraries in Rust raise them without an errno.
 DISK_FULL_TEXTS = tuple(os.strerror(number) for number in DISK_FULL_ERRNOS)
+REFUSED_ERRNOS = (errno.EROFS, errno.EACCES)  # a read-only disk, or missing permissions
 MAKE_ROOM = "Make room where the output goes"
 PACKAGE = Path(__file__).parents[1]
 # Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
@@ -120,6 +121,13 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             f"too many files are open ({_locate(error)}): {get_first_line(str(error))}. Raise "
             "`ulimit -n`, or close the files that a reward, an environment or an agent of yours "
             "leaves open",
+            FAILED,
+        )
+    if isinstance(error, OSError) and error.errno in REFUSED_ERRNOS and error.filename is not None:
+        path = shorten_text(str(error.filename), 200)
+        return (
+            f"{path} can't be used ({_locate(error)}): {error.strerror}. Choose another place, or "
+            "allow this user to use it",
             FAILED,
         )
     if any(text in str(error) for text in DISK_FULL_TEXTS):
