@@ -1,5 +1,7 @@
 """Commands whose output can't be written, and pipes that are not their output."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from ratchet.cli.errors import explain_error
+from ratchet.errors import CheckpointError
 
 RATCHET = [sys.executable, "-m", "ratchet.cli.main"]
 BREAKS = """
@@ -60,6 +63,16 @@ def test_a_library_in_rust_gives_the_text_of_the_error_alone():
     assert "nothing more can be written" in explanation[0]
 
 
+def test_an_error_of_a_full_disk_says_how_to_go_on():
+    error = CheckpointError("'state' can't be written: [Errno 28] No space left on device")
+    message, status = explain_error(error) or ("", 0)
+    assert message.startswith("CheckpointError: 'state' can't be written")
+    assert message.endswith(
+        "Make room where the output goes. See docs/by-symptom.md#the-disk-is-full"
+    )
+    assert status == 1
+
+
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "CUDA out of memory. Tried 2 GiB."])
 def test_the_section_about_memory_is_a_sentence_of_its_own(text):
     message, status = explain_error(torch.OutOfMemoryError(text)) or ("", 0)
@@ -82,6 +95,27 @@ def test_a_path_that_is_too_long_is_no_bug():
     assert message.startswith("a path is too long (")
     assert "): shorten xxx" in message
     assert status == 2
+
+
+def test_too_many_open_files_are_no_bug():
+    message, status = explain_error(OSError(errno.EMFILE, "Too many open files", "a.txt")) or (
+        "",
+        0,
+    )
+    assert message.startswith("too many files are open (")
+    assert "Raise `ulimit -n`" in message
+    assert status == 1
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_place_that_refuses_files_is_no_bug(number):
+    error = OSError(number, os.strerror(number), "somewhere/a.py")
+    message, status = explain_error(error) or ("", 0)
+    assert message.startswith("somewhere/a.py can't be used (")
+    assert message.endswith(
+        f"{os.strerror(number)}. Choose another place, or allow this user to use it"
+    )
+    assert status == 1
 
 
 def test_windows_is_refused_with_the_way_to_linux():

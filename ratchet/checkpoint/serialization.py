@@ -108,7 +108,7 @@ def _write(directory: Path, name: str, structure: Any, tensors: Mapping[str, Ten
         )
         failpoints.point("checkpoint.between_files")
         save_tensors(_unshare_memory(tensors), directory / f"{name}.safetensors")
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
+    except OSError as error:
         raise CheckpointError(f"'{name}' can't be written to {directory}: {error}") from error
 
 

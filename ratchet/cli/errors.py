@@ -42,6 +42,8 @@ MAX_CHARS = 10_000  # longest message that is printed
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors are recognised by these texts, because libraries in Rust raise them without an errno.
 DISK_FULL_TEXTS = tuple(os.strerror(number) for number in DISK_FULL_ERRNOS)
+REFUSED_ERRNOS = (errno.EROFS, errno.EACCES)  # a read-only disk, or missing permissions
+MAKE_ROOM = "Make room where the output goes"
 PACKAGE = Path(__file__).parents[1]
 # Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
 # common type.
@@ -82,7 +84,11 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
     """
     if isinstance(error, RatchetError):
         status = WRONG_INPUT if isinstance(error, WRONG_INPUT_ERRORS) else FAILED
-        return f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}", status
+        message = f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}"
+        # The error says what could not be written; the way out is the same for all of them.
+        if any(text in message for text in DISK_FULL_TEXTS) and MAKE_ROOM not in message:
+            message += f". {MAKE_ROOM}. {link_symptom('the-disk-is-full')}"
+        return message, status
     if isinstance(error, RecursionError):
         return (
             f"an input is nested too deeply ({_locate(error)}): nest it less, or report this as a "
@@ -110,10 +116,24 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             f"a smaller model or batch. {link_symptom('out-of-memory')}",
             WRONG_INPUT,
         )
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return (
+            f"too many files are open ({_locate(error)}): {get_first_line(str(error))}. Raise "
+            "`ulimit -n`, or close the files that a reward, an environment or an agent of yours "
+            "leaves open",
+            FAILED,
+        )
+    if isinstance(error, OSError) and error.errno in REFUSED_ERRNOS and error.filename is not None:
+        path = shorten_text(str(error.filename), 200)
+        return (
+            f"{path} can't be used ({_locate(error)}): {error.strerror}. Choose another place, or "
+            "allow this user to use it",
+            FAILED,
+        )
     if any(text in str(error) for text in DISK_FULL_TEXTS):
         return (
-            f"nothing more can be written ({_locate(error)}): {get_first_line(str(error))}. Make "
-            f"room where the output goes. {link_symptom('the-disk-is-full')}",
+            f"nothing more can be written ({_locate(error)}): {get_first_line(str(error))}. "
+            f"{MAKE_ROOM}. {link_symptom('the-disk-is-full')}",
             FAILED,
         )
     return None

@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import math
-import traceback
+import os
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,13 @@ from ratchet.types import (
     Truncated,
     is_finite_number,
 )
-from ratchet.utils.user_code import get_current_task, is_closing, is_user_error
+from ratchet.utils.user_code import (
+    end_forked_copy,
+    format_user_error,
+    get_current_task,
+    is_closing,
+    is_user_error,
+)
 from ratchet.utils.user_parts import add_missing_members
 
 # The parts of a mapping sum to the reward; the parts of Scored need not.
@@ -78,17 +84,20 @@ class PerTrajectory(Reward):
     async def _judge_one(self, trajectory: Trajectory, task: Task) -> Outcome:
         if isinstance(trajectory.outcome, Failed | Cancelled):
             return trajectory.outcome
-        running_task = get_current_task()
+        owner, running_task = os.getpid(), get_current_task()
         try:
-            verdict = self.judge(trajectory, task)
-            if not isinstance(verdict, float) and inspect.isawaitable(verdict):
-                verdict = await verdict
+            try:
+                verdict = self.judge(trajectory, task)
+                if not isinstance(verdict, float) and inspect.isawaitable(verdict):
+                    verdict = await verdict
+            finally:
+                end_forked_copy(owner, f"reward {self.label}")
             total, parts = self._check_verdict(verdict)
         # Users write rewards: a bug in one must cost an attempt, not the run.
         except BaseException as error:
             if not is_user_error(error) or is_closing(error, running_task):
                 raise
-            text = traceback.format_exc()
+            text = format_user_error()
             # An exception that a reward keeps and raises again gathers the frames of every attempt.
             error.__traceback__ = None
             return Failed("reward", f"reward {self.label}, task '{task.id}':\n{text}")

@@ -63,6 +63,8 @@ class RunDirectory:
         self.sentinels = path / "sentinels"  # evidence of alarms
         self.status = path / ".status"  # socket address of the process while a run is under way
         self._lock = path / ".lock"
+        # The working directory when the run began; `path` may be relative to it.
+        self._working_directory = ""
         # Descriptors of the directory and its lock while this process holds it.
         self._directory_fd = self._lock_fd = -1
 
@@ -77,6 +79,8 @@ class RunDirectory:
             RunDirectoryError: The directory can't be created or written, or another run is in it.
         """
         self._lock_fd = self._open_lock()
+        self._working_directory = _get_working_directory()
+        _holders.add(self)
         try:
             self._directory_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -86,11 +90,14 @@ class RunDirectory:
                     yield
                 finally:
                     # Don't delete the lock file: another run may have just opened it.
-                    os.ftruncate(self._lock_fd, 0)
+                    if self._lock_fd >= 0:  # else this is a forked process
+                        os.ftruncate(self._lock_fd, 0)
             finally:
                 os.close(self._directory_fd)
         finally:
-            os.close(self._lock_fd)
+            _holders.discard(self)
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
             self._directory_fd = self._lock_fd = -1
 
     def verify(self, config: Mapping[str, Any]) -> None:
@@ -107,6 +114,7 @@ class RunDirectory:
             RunDirectoryError: The path is gone or is another directory, another process locked it,
             or a lost file can't be restored.
         """
+        self._return_to_working_directory()
         if not _is_same_file(self.path, self._directory_fd):
             raise RunDirectoryError(
                 f"{self.path} was deleted, moved or replaced while this run was in it, so the run "
@@ -212,6 +220,31 @@ class RunDirectory:
                 f"{self.path} holds no readable config.yaml, so it is not a run directory: {error}"
             ) from error
 
+    def _return_to_working_directory(self) -> None:
+        """Undo a change of the working directory, by a reward or an environment say."""
+        place = _get_working_directory()
+        if place == self._working_directory or not self._working_directory:
+            return
+        try:
+            os.chdir(self._working_directory)
+        except OSError:  # it is gone, and then so is what lay in it
+            return
+        log.warning(
+            "the working directory was changed to %s, by a reward, an environment or a library, and"
+            " is %s again: let that code use absolute paths instead",
+            place or "a deleted directory",
+            self._working_directory,
+        )
+
+    def close_lock_of_parent(self) -> None:
+        """Close the descriptor of the lock in a forked process; the parent still holds the lock.
+
+        Otherwise a process that a reward forks, such as a pool's, would hold the lock after the run
+        was killed, and the run could not be resumed.
+        """
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
     def _write_config(self, config: Mapping[str, Any]) -> None:
         try:
             replace_text(self.config, write_text(dict(config)))
@@ -262,6 +295,24 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path} can't be locked: {error}; choose another --run-dir"
             ) from error
+
+
+def _release_in_forked_process() -> None:
+    for directory in _holders:
+        directory.close_lock_of_parent()
+    _holders.clear()
+
+
+_holders: set[RunDirectory] = set()  # the directories that this process has locked
+os.register_at_fork(after_in_child=_release_in_forked_process)
+
+
+def _get_working_directory() -> str:
+    """Return the working directory; "" if it was deleted."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def _lock_exclusively(descriptor: int) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import os
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
+
+KEPT_CHARS = 50_000  # of the beginning and of the end of a traceback
 
 
 class UserCodeFailed(Exception):
@@ -60,6 +64,16 @@ def get_current_task() -> asyncio.Task[Any] | None:
         return None
 
 
+def format_user_error() -> str:
+    """Return the traceback of the exception that is being handled, without the middle of a very
+    long one: its message may be a model's answer, and each failed attempt keeps the text."""
+    text = traceback.format_exc()
+    if len(text) <= 2 * KEPT_CHARS:
+        return text
+    left_out = len(text) - 2 * KEPT_CHARS
+    return f"{text[:KEPT_CHARS]}\n... {left_out:,} characters ...\n{text[-KEPT_CHARS:]}"
+
+
 def to_future_error(error: BaseException) -> BaseException:
     """Return an error that a future accepts: a RuntimeError in place of a StopIteration.
 
@@ -72,16 +86,40 @@ def to_future_error(error: BaseException) -> BaseException:
     return replacement
 
 
+def end_forked_copy(owner: int, code: str) -> None:
+    """End this process if user code forked it and then returned or raised in it.
+
+    Such a process is a copy of the whole run: it would train too, and write into the same files.
+
+    Args:
+        owner: Id of the process in which the call of the user code began.
+        code: The name of the user code, for the message.
+    """
+    if os.getpid() == owner:
+        return
+    message = (
+        f"{code} forked process {os.getpid()} and returned in it, so that process ends here: "
+        "let it end by os._exit, or use subprocess or multiprocessing\n"
+    )
+    with contextlib.suppress(OSError):
+        os.write(2, message.encode("utf-8", "replace"))
+    os._exit(1)  # exit handlers and open files are the run's
+
+
 async def call_in_thread(
     function: Callable[Parameters, T], *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> T:
     """Call user code in a thread. Raises what it raises, but StopIteration as a RuntimeError."""
+
+    owner = os.getpid()
 
     def call() -> T:
         try:
             return function(*arguments, **keywords)
         except StopIteration as error:
             raise to_future_error(error) from error
+        finally:
+            end_forked_copy(owner, get_qualified_name(function) or "user code")
 
     return await asyncio.to_thread(call)
 
@@ -92,16 +130,20 @@ async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
     If user code runs as its own task, call run_guarded inside that task: a SystemExit that leaves a
     task stops the event loop instead of reaching the awaiting code.
 
-    A cancellation of the current task is raised unchanged.
+    A cancellation of the current task is raised unchanged. A process that user code forks and that
+    comes back here ends.
     """
-    task = get_current_task()
+    owner, task = os.getpid(), get_current_task()
     try:
-        return await call()
+        try:
+            return await call()
+        finally:
+            end_forked_copy(owner, get_qualified_name(call) or "user code")
     except UserCodeFailed:
         raise
     except BaseException as error:
         if not is_user_error(error) or is_closing(error, task):
             raise
-        text = traceback.format_exc()
+        text = format_user_error()
         # An exception that user code keeps and raises again gathers the frames of every attempt.
         raise UserCodeFailed(text) from error.with_traceback(None)

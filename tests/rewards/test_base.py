@@ -1,5 +1,7 @@
 import asyncio
 import functools
+import os
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
 from ratchet.rewards.base import FunctionReward, answer_text, as_reward
 from ratchet.testing import answered, check_reward, conversation
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated
+from ratchet.utils.user_frames import describe_user_error
 
 TASK = Task("t/0", (Message("user", "say hello"),), answer="hello")
 
@@ -174,6 +177,37 @@ def test_a_trajectory_without_an_answer_fails_instead_of_earning_0():
     (outcome,) = asyncio.run(reward.score([conversation(TASK.messages)], TASK))
     assert isinstance(outcome, Failed)
     assert "no assistant message" in outcome.detail
+
+
+@pytest.mark.parametrize("end", [os.getpid, lambda: sys.exit(0)])
+def test_a_process_that_a_reward_forks_does_not_come_back_as_a_second_run(end, capfd):
+    """It would train and write into the run's files too."""
+    children = []
+
+    def fork(trajectory, task):
+        child = os.fork()
+        if not child:
+            end()
+        else:
+            children.append(child)
+        return 1.0
+
+    back = judge(fork, "a")
+    if not children:
+        os._exit(7)  # the forked process did come back
+    assert back == [Scored(1.0, {"fork": 1.0})]
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 1
+    assert "forked process" in capfd.readouterr().err
+
+
+def test_a_long_message_is_kept_in_part():
+    def fail(trajectory, task):
+        raise ValueError("x" * 1_000_000)
+
+    (outcome,) = judge(fail, "a")
+    assert isinstance(outcome, Failed)
+    assert len(outcome.detail) < 200_000
+    assert len(describe_user_error(outcome.detail)) < 5000
 
 
 def test_functions_keep_the_contract_of_rewards():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -53,6 +54,45 @@ def test_locked_creates_the_directory(tmp_path: Path) -> None:
         assert run.path.is_dir()
     with run.locked():  # and again, after it was released
         pass
+
+
+def test_a_process_that_the_run_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """User code may fork, as `multiprocessing` does; such a process can outlive a killed run."""
+    run, other = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    with run.locked():
+        child = os.fork()
+        if not child:
+            signal.pause()
+        with pytest.raises(RunDirectoryError, match="is in use by process"), other.locked():
+            pass
+    try:
+        with other.locked():
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_changed_working_directory_is_changed_back(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_deleted: bool,
+) -> None:
+    """A reward may change it, and the run's path may be relative."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    run = RunDirectory(Path("run"))
+    with run.locked():
+        run.write_or_check_config(CONFIG)
+        os.chdir("elsewhere")
+        if is_deleted:
+            (tmp_path / "elsewhere").rmdir()
+        run.verify(CONFIG)
+        assert Path.cwd() == tmp_path
+        run.verify(CONFIG)
+    assert caplog.text.count("the working directory was changed to") == 1
 
 
 def test_a_reader_that_tries_the_lock_refuses_no_run(

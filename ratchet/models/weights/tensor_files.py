@@ -7,6 +7,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,10 +25,12 @@ def save_tensors(
         metadata: Text fields of the file's header.
 
     Raises:
-        OSError: The file can't be written.
-        SafetensorError: The file can't be written, for example because the disk is full.
+        OSError: The file can't be written, for example because the disk is full.
     """
-    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    try:
+        save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    except SafetensorError as error:  # a full disk, without the file's name
+        raise OSError(f"{path} can't be written: {error}") from error
     probe = path.with_name(f".{path.name}.mode")
     try:
         with probe.open("w") as file:

@@ -15,6 +15,7 @@ from ratchet.models.weights.hf_weights import (
     read_config,
     save_decoder,
 )
+from ratchet.models.weights.tensor_files import save_tensors
 
 VARIANTS = {
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -273,3 +274,9 @@ def test_a_missing_shard_or_weight_names_the_directory(tmp_path):
     rewrite(tmp_path / "whole", {"model.norm.weight": None})
     with pytest.raises(ModelError, match=r"whole: weights are missing: model\.norm\.weight"):
         load_decoder(tmp_path / "whole")
+
+
+def test_a_file_that_can_not_be_written_is_named(tmp_path):
+    """The library's own error has no path: a full disk was told without the file's name."""
+    with pytest.raises(OSError, match=r"missing/a\.safetensors can't be written: .*No such file"):
+        save_tensors({"a": torch.ones(2)}, tmp_path / "missing" / "a.safetensors")
