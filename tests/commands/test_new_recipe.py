@@ -167,6 +167,32 @@ def test_every_line_has_a_comment_that_is_true(here: Path):
     assert 0 < stage.environment.test_share < 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.parametrize("like", ["sft", "grpo"])
+def test_rows_that_the_model_can_not_hold_are_left_out_and_counted(here: Path, like: str):
+    rows = [{"question": q, "answer": a} for q, a in SUMS]
+    rows[3] = {"question": "9" * 999, "answer": "9"}
+    write_rows(here / "long.jsonl", rows)
+    reward = ["--reward", "mine.py:right"] if like == "grpo" else []
+    new("--like", like, "--data", "long.jsonl", "--model", "llama", *reward)
+    (line,) = [text for text in Path(f"{like}.yaml").read_text().splitlines() if "too_long" in text]
+    assert line.startswith("  too_long: drop")
+    assert "# 1 of the first 5" in line
+    assert line.endswith(" rows have more tokens than the model's 256")
+    load_config(f"{like}.yaml")
+
+
+def test_the_recipe_says_which_column_is_the_answer_or_that_none_is(here: Path):
+    verl = {"prompt": [{"role": "user", "content": "1 + 1?"}], "reward_model": {"ground_truth": 2}}
+    grpo = ["--like", "grpo", "--reward", "mine.py:right", "--model", "llama"]
+    for name, row, said in (
+        ("verl", verl, "prompt is the prompt, reward_model.ground_truth the answer"),
+        ("other", {"prompt": "1 + 1?", "truth": "2"}, "prompt is the prompt, no column the answer"),
+    ):
+        write_rows(here / f"{name}.jsonl", [row] * 8)
+        new(name, "--data", f"{name}.jsonl", *grpo)
+        assert said in Path(f"{name}.yaml").read_text()
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize("rows", [1, 3, 4, 600])
 def test_few_rows_and_many_are_held_out_in_part(here: Path, rows: int):

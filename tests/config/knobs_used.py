@@ -378,7 +378,8 @@ def judged_in_other_sandboxes() -> None:
     service.faults = ["500"]
     try:
         for sandbox in (docker, remote):
-            assert isinstance(judged("code", "print(1)", "B", sandbox=sandbox), Scored)
+            score = judged("code", "print(1)", "B", sandbox=sandbox, language="block")
+            assert isinstance(score, Scored)
     finally:
         engine.close()
         service.close()
@@ -477,7 +478,8 @@ def with_tools(questions: str) -> None:
     rows = [{"prompt": f"Print {n}.", "tests": [{"stdin": "", "stdout": f"{n}"}]} for n in range(9)]
     printed = {"kind": "programs", "train": lines("printed.jsonl", *rows)}
     for problems, program in (({"kind": "programs"}, "1/0"), (printed, "print(-1)")):
-        played(*[program] * 3, kind="code_repair", problems=problems)
+        judge = {"language": "block"}
+        played(*[program] * 3, kind="code_repair", problems=problems, judge=judge)
     arithmetic = {"kind": "arithmetic"}
     played("<code>1</code>", "1", kind="code_interpreter", problems=arithmetic, system="Code.")
 

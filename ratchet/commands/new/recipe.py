@@ -27,8 +27,8 @@ from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.tables import open_table
 from ratchet.environments.datasets.dataset import Dataset
-from ratchet.environments.datasets.usual_columns import list_candidates
-from ratchet.errors import ConfigError, DataError
+from ratchet.environments.datasets.usual_columns import find_reference, list_candidates
+from ratchet.errors import ConfigError, DataError, RowTooLong
 from ratchet.experience.sources.offline import TextRenderer
 from ratchet.recipes import list_recipes
 from ratchet.runs.run_dir import MODEL
@@ -88,6 +88,7 @@ class _Data:
     split_sizes: tuple[int, int]  # (training rows, held-out rows)
     # Tokens of the longest prompt in a sample of rows; 0 unless the algorithm samples rollouts.
     max_prompt_tokens: int = 0
+    too_long: str = ""  # how many rows of the sample the model does not hold; "" for none
 
 
 def write_recipe(name: str, request: RecipeRequest) -> str:
@@ -227,7 +228,7 @@ def _read_model(model: str) -> _Model:
 def _read_data(request: RecipeRequest, source: str, model: _Model) -> _Data:
     """Return the content of the data file.
 
-    Raises DataError if the algorithm can't train on it.
+    Raises DataError if the algorithm can't train on it, or if the model holds none of its rows.
     """
     data_path = request.data
     if not is_address(data_path) and not Path(data_path).exists() and "*" not in data_path:
@@ -249,18 +250,36 @@ def _read_data(request: RecipeRequest, source: str, model: _Model) -> _Data:
         return _Data(description, held_out_share, split_sizes)
     renderer = Renderer(model.tokenizer, None if model.has_template else "turns")
     text_renderer = TextRenderer(renderer, max_context=model.max_context or sys.maxsize)
-    max_prompt_tokens = 0
+    max_prompt_tokens, n_too_long = 0, 0
     for task, row_answers in zip(tasks, answers_by_task, strict=True):
-        for answer in row_answers:
-            text_renderer.row(task, answer)  # raises DataError for a row that exceeds the context
-        if source == "rollouts":
-            max_prompt_tokens = max(max_prompt_tokens, len(renderer.prompt(task.messages)))
-    if model.max_context is not None and max_prompt_tokens >= model.max_context:
-        raise DataError(
-            f"a prompt of {data_path} has {max_prompt_tokens} tokens, but the model holds "
-            f"{model.max_context}: shorten or drop it"
+        try:
+            for answer in row_answers:
+                text_renderer.row(task, answer)
+            if source == "rollouts":
+                n_tokens = _count_prompt_tokens(task, renderer, text_renderer.max_context)
+                max_prompt_tokens = max(max_prompt_tokens, n_tokens)
+        except RowTooLong:
+            n_too_long += 1
+            if n_too_long == len(tasks):
+                raise
+    too_long = (
+        f"{n_too_long} of the first {len(tasks)} rows have more tokens than the model's "
+        f"{model.max_context}"
+        if n_too_long
+        else ""
+    )
+    return _Data(description, held_out_share, split_sizes, max_prompt_tokens, too_long)
+
+
+def _count_prompt_tokens(task: Task, renderer: Renderer, max_context: int) -> int:
+    """Return the number of a prompt's tokens. Raises RowTooLong if no token of an answer fits."""
+    n_tokens = len(renderer.prompt(task.messages))
+    if n_tokens >= max_context:
+        raise RowTooLong(
+            f"{task.where}: a prompt of {n_tokens} tokens, but the model holds {max_context}: "
+            "shorten or drop it"
         )
-    return _Data(description, held_out_share, split_sizes, max_prompt_tokens)
+    return n_tokens
 
 
 def _open_dataset(data_path: str, share: float, *, scan: bool = True) -> Dataset:
@@ -320,7 +339,10 @@ def _describe_columns(columns: Mapping[str, Any]) -> str:
     prompt = ", ".join(list_candidates("prompt", columns))
     if not prompt:
         return "text is plain text"
-    answer = "solution" if "solution" in columns else ", ".join(list_candidates("answer", columns))
+    answer = ", ".join(list_candidates("answer", columns)) or find_reference(columns)[0]
+    answer = "solution" if "solution" in columns else answer
+    if not answer and "completions" not in columns:
+        answer = "no column"
     return f"{prompt} is the prompt" + (f", {answer} the answer" if answer else "")
 
 
@@ -365,6 +387,7 @@ def _make_lines(
             f"  test_share: {data.held_out_share:g}",
             f"share held out for evaluation: {n_test:,} rows",
         ),
+        *([("  too_long: drop", data.too_long)] if data.too_long else []),
         (f"algorithm: {write_flow(algorithm)}", f"`ratchet explain-algorithm {algorithm['kind']}`"),
     ]
     if reward is not None:

@@ -26,6 +26,7 @@ from ratchet.environments.datasets.usual_columns import (
     INPUT_COLUMN,
     explain_ambiguous,
     explain_no_prompt,
+    find_reference,
     join_input,
     list_candidates,
     summarize_columns,
@@ -188,7 +189,10 @@ class _RowParser:
         answer = self.parse_answer()
         if answer is not None:
             return RowContents(prompt=prompt, answer=answer, **common)
-        return RowContents(prompt=prompt, **self.parse_response(), **common)
+        contents = self.parse_response()
+        if (reference := self.parse_reference()) is not None:
+            contents["answer"] = reference
+        return RowContents(prompt=prompt, **contents, **common)
 
     # --- Kinds of rows.
 
@@ -219,7 +223,7 @@ class _RowParser:
                 f"{self.where}: column 'tools' would not be read: declare it, columns: {{tools: "
                 f"tools}}, or rename it"
             )
-        answer = self.parse_answer()
+        answer = self.parse_answer() or self.parse_reference()
         if answer is None and has_solution:
             answer = messages[-1].text.strip() or None
         return RowContents(
@@ -382,6 +386,14 @@ class _RowParser:
                 "in `columns`"
             )
         return self.cut_at_marker(str(value), f"column '{self.reader.column_names['answer']}'")
+
+    def parse_reference(self) -> str | None:
+        """Return the answer from a column that has the name of another library."""
+        reader = self.reader
+        if not reader.accepts_alternative_names or "answer" in reader.declared_usual_names:
+            return None
+        name, text = find_reference(self.row.values)
+        return self.cut_at_marker(text, f"column '{name}'") if text.strip() else None
 
     def cut_at_marker(self, text: str, column: str) -> str:
         """Return the text after the marker `answer_after`, or all of it if no marker is configured.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ratchet.data.jsonl import is_text_or_number
 from ratchet.utils.summarize import summarize_names
 
 # Names that files use instead of the usual name. A file with two of them is ambiguous.
@@ -13,6 +14,9 @@ ALTERNATIVE_NAMES: Mapping[str, tuple[str, ...]] = {
     "answer": ("output", "response", "completion"),
     "messages": ("conversations",),
 }
+# Columns of other libraries (TRL, NeMo RL, verl) with what a reward compares with: the answer, but
+# no response.
+REFERENCE_COLUMNS = ("ground_truth", "expected_answer", "reward_model.ground_truth")
 # In rows with an instruction, this column has the text that the instruction is about. It may be
 # empty.
 INPUT_COLUMN = "input"
@@ -44,6 +48,21 @@ def list_candidates(
         if name in columns and name not in used_columns
     )
     return tuple(name for name in names if name != INPUT_COLUMN) or names
+
+
+def find_reference(values: Mapping[str, Any]) -> tuple[str, str]:
+    """Return name and text of the column of another library with what a reward compares with.
+
+    Both are "" if there is none, or only one without text, such as the tests of a program.
+    """
+    for name in REFERENCE_COLUMNS:
+        column, _, key = name.partition(".")
+        value = values.get(column)
+        if key:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if is_text_or_number(value):
+            return name, str(value)
+    return "", ""
 
 
 def join_input(

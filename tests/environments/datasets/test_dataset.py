@@ -292,6 +292,35 @@ def test_columns_are_named_and_found_inside_values(tmp_path):
     assert environment.demonstration(task) == (assistant("7"),)
 
 
+def test_what_other_libraries_call_the_answer_is_the_answer(tmp_path):
+    prompt = [{"role": "user", "content": "1 + 1?"}]
+    verl = {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "2"}}
+    rows = [
+        (verl, "2"),
+        ({"prompt": "1 + 1?", "ground_truth": 2}, "2"),
+        ({"prompt": "1 + 1?", "expected_answer": "2", "response": "1 and 1 are 2."}, "2"),
+        (
+            {
+                "messages": [*prompt, {"role": "assistant", "content": "It is 2."}],
+                "ground_truth": "2",
+            },
+            "2",
+        ),
+        ({"prompt": "1 + 1?", "answer": "two", "ground_truth": "2"}, "two"),
+        ({"prompt": "1 + 1?", "ground_truth": {"inputs": [1]}}, None),  # of a program
+        ({"prompt": "1 + 1?", "ground_truth": ""}, None),
+        ({**verl, "reward_model": {"style": "model"}}, None),
+    ]
+    for row, answer in rows:
+        environment = made(train=write(tmp_path / "rows.jsonl", [row]), test_share=0)
+        (task,) = tasks(environment)
+        assert task.answer == answer
+    written = write(tmp_path / "rows.jsonl", [rows[2][0]])
+    environment = made(train=written, test_share=0)
+    (message,) = environment.demonstration(tasks(environment)[0])
+    assert message.text == "1 and 1 are 2."
+
+
 def test_a_template_makes_the_prompt_of_columns_and_nothing_else(tmp_path):
     rows = [{"a": "{b} and {0.__class__}", "b": 2.5, "answer": "x"}]
     (task,) = tasks(
