@@ -36,6 +36,9 @@ SHAPES = {
     "tied": SHAPE,
     "five": replace(SHAPE, n_layers=5),
     "untied": replace(SHAPE, tied=False, qk_norm=False, qkv_bias=True, family="qwen2"),
+    "biased": replace(
+        SHAPE, family="llama", qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True
+    ),
     "sparse": replace(
         SHAPE,
         family="qwen3_moe",

@@ -78,6 +78,7 @@ class Dimensions:
     head: int = 0  # size of one head
     qkv_bias: bool = False  # True if the query, key and value matrices have biases
     out_bias: bool = False  # True if the attention's output projection has a bias
+    mlp_bias: bool = False  # True if the matrices of MLPs without experts have biases
     has_sinks: bool = False  # True if each head has an attention sink
     qk_norm: bool = False  # True if the queries and keys of each head are normalised
     # DeepSeek's multi-head latent attention (MLA):
@@ -135,16 +136,7 @@ class Dimensions:
 
     @classmethod
     def from_config(cls, config: DecoderConfig) -> Dimensions:
-        """Return the sizes of a built-in decoder.
-
-        Raises ModelError if it has biases that Megatron can't represent.
-        """
-        if config.out_bias or config.mlp_bias:
-            key = "attention_bias" if config.out_bias else "mlp_bias"
-            raise ModelError(
-                f"Megatron has no biases in the attention's output projection or in MLPs: {key} "
-                "must be false"
-            )
+        """Return the sizes of a built-in decoder."""
         return cls(
             family=config.family,
             layers=config.n_layers,
@@ -157,6 +149,8 @@ class Dimensions:
             keys=config.n_kv_heads * config.head_dim,
             head=config.head_dim,
             qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            mlp_bias=config.mlp_bias,
             qk_norm=config.qk_norm,
             experts=config.n_experts,
             expert_width=config.expert_intermediate_size,

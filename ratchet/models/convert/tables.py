@@ -75,6 +75,10 @@ MLP = {
     ),
     "mlp.linear_fc2.weight": columns("mlp.down_proj.weight [hidden, width]"),
 }
+MLP_BIAS = {
+    "mlp.linear_fc1.bias": rows("mlp.gate_proj.bias [width]", "mlp.up_proj.bias [width]"),
+    "mlp.linear_fc2.bias": whole("mlp.down_proj.bias [hidden]"),
+}
 EXPERTS = {
     "mlp.router.weight": whole("mlp.gate.weight [experts, hidden]"),
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": rows(
@@ -146,14 +150,16 @@ def find_layer_rules(dimensions: Dimensions, layer: int) -> Rules:
         rules |= LATENT_QUERIES if dimensions.q_rank else FULL_QUERIES
     else:
         rules |= ATTENTION
+    is_sparse = dimensions.is_sparse(layer)
+    rules |= SPARSE_MLPS[dimensions.family] if is_sparse else MLP
     for is_there, part in (
         (dimensions.qkv_bias, QKV_BIAS),
         (dimensions.out_bias, OUT_BIAS),
         (dimensions.qk_norm, QK_NORM),
         (dimensions.has_sinks, SINKS),
+        (dimensions.mlp_bias and not is_sparse, MLP_BIAS),
     ):
         rules |= part if is_there else {}
-    rules |= SPARSE_MLPS[dimensions.family] if dimensions.is_sparse(layer) else MLP
     return rules
 
 

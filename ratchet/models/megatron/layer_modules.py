@@ -137,6 +137,19 @@ class MegatronLayer(TransformerLayer):
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
 
 
+def add_bias(linear: type[nn.Module]) -> Any:
+    """Return a class of linear layers that have a bias, whatever Megatron's configuration says.
+
+    The configuration can only give biases to all linear layers, or to none but the fused QKV.
+    """
+
+    class Biased(linear):
+        def __init__(self, *arguments: Any, **keys: Any) -> None:
+            super().__init__(*arguments, **{**keys, "bias": True})
+
+    return Biased
+
+
 def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> ModuleSpec:
     """Return the specification of a layer.
 
@@ -150,7 +163,10 @@ def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> Module
         if fp8
         else (ColumnLinear, RowLinear)
     )
-    mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    mlp = MLPSubmodules(
+        linear_fc1=add_bias(column) if shape.mlp_bias else column,
+        linear_fc2=add_bias(row) if shape.mlp_bias else row,
+    )
     norm = MegatronRMSNorm if shape.qk_norm else IdentityOp
     if shape.is_sparse(layer):
         experts = ModuleSpec(module=SequentialMLP, submodules=mlp)
@@ -164,7 +180,7 @@ def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> Module
     attention = SelfAttentionSubmodules(
         linear_qkv=column,
         core_attention=core,
-        linear_proj=row,
+        linear_proj=add_bias(row) if shape.out_bias else row,
         q_layernorm=norm,
         k_layernorm=norm,
     )

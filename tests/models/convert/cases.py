@@ -60,6 +60,10 @@ LATENT = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": False}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": (
+        "llama",
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    ),
     "mistral": ("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),

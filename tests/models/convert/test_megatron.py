@@ -243,9 +243,3 @@ def test_a_model_of_other_parameters_is_refused(written):
 def test_an_architecture_without_a_map_is_refused(config, message):
     with pytest.raises(ModelError, match=message):
         Dimensions.from_hf(config)
-
-
-def test_biases_that_megatron_has_no_place_for_are_refused(written):
-    config = json.loads((written("llama") / "config.json").read_text())
-    with pytest.raises(ModelError, match="attention_bias must be false"):
-        Dimensions.from_hf(config | {"attention_bias": True})
