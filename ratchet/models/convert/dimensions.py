@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.errors import ModelError
 
 SIZE_KEYS = (
@@ -136,7 +137,9 @@ class Dimensions:
 
     @classmethod
     def from_config(cls, config: DecoderConfig) -> Dimensions:
-        """Return the sizes of a built-in decoder."""
+        """Return the sizes of a decoder of the learner."""
+        if isinstance(config, MegatronDecoderConfig):
+            return cls.from_hf(config.hf)
         return cls(
             family=config.family,
             layers=config.n_layers,

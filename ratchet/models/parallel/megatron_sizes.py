@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.errors import ConfigError, MissingDependency, ModelError
-from ratchet.models.parallel.sharding import ModelShard, ShardIndex
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex, check_even
 
 
 def require_megatron() -> None:
@@ -146,6 +147,9 @@ class MegatronSizes:
         )
         # Unlike the built-in decoder, Megatron has biases under tensor parallelism too.
         shard.check(replace(shape, out_bias=False, mlp_bias=False))
+        if isinstance(shape, MegatronDecoderConfig):
+            width = shape.shared_intermediate_size
+            check_even(self.tensor, {"columns of shared experts": width})
         if self.chunks > 1 and self.pipeline == 1:
             raise ModelError(
                 "learner.pipeline_chunks interleaves the stages of a pipeline: set "
