@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
+from ratchet.config.model_shape.megatron_decoder import read_megatron_decoder
 from ratchet.models.load import (
     Backend,
     find_model,
@@ -22,7 +23,7 @@ from ratchet.models.load import (
     read_model_config,
 )
 from ratchet.models.policy import PolicyModel
-from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config
+from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config, read_json
 from ratchet.models.weights.weight_layout import cut_blocks, list_pieces
 
 # A function that reads a block of a weight to the CPU: (canonical name, offsets, sizes) -> tensor.
@@ -57,6 +58,16 @@ class ModelSource:
         if self.backend == "transformers" or unsupported_reason(hf):
             return None
         return read_config(self.directory(), hf)
+
+    def read_megatron_shape(self) -> DecoderConfig | None:
+        """Return the model's shape if Megatron Core has its layers; None if it has not."""
+        shape = self.read_decoder_shape()
+        if shape is not None:
+            return shape
+        generation = self.directory() / "generation_config.json"
+        return read_megatron_decoder(
+            self.read_config(), read_json(generation) if generation.exists() else None
+        )
 
     def read_config(self) -> dict[str, Any]:
         """Return the content of the model's `config.json` with the overrides."""

@@ -333,7 +333,7 @@ class DecoderPolicy(PolicyModel):
         }
 
     @property
-    def token_cost(self) -> TokenCost:
+    def token_cost(self) -> TokenCost | None:
         return DecoderCost(self.shape).token_cost
 
     @property

@@ -24,7 +24,7 @@ from ratchet.learners.compute.microbatching import plan_microbatches, select_wei
 from ratchet.learners.config import LocalConfig, MegatronConfig
 from ratchet.learners.distributed.role_spec import RoleSpec
 from ratchet.learners.local import LocalLearner
-from ratchet.models.load import init_policy
+from ratchet.models.load import init_policy, load_policy
 from ratchet.models.model_source import ModelSource
 from ratchet.models.scalar_head import ScalarHead
 
@@ -36,6 +36,9 @@ SHAPES = {
     "tied": SHAPE,
     "five": replace(SHAPE, n_layers=5),
     "untied": replace(SHAPE, tied=False, qk_norm=False, qkv_bias=True, family="qwen2"),
+    "biased": replace(
+        SHAPE, family="llama", qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True
+    ),
     "sparse": replace(
         SHAPE,
         family="qwen3_moe",
@@ -76,7 +79,7 @@ def wanted(kind):
 
 def alone(shape, kind, steps, adapter=None, autocast=False):
     """What one process makes of it: (metrics by step, weights, columns)."""
-    policy = init_policy(SHAPES[shape], seed=SEED)
+    policy = init_policy(SHAPES[shape], seed=SEED) if shape in SHAPES else load_policy(Path(shape))
     if adapter is not None:
         policy.attach(adapter)
     head = ScalarHead(policy.hidden_size) if kind == "ppo" else None
@@ -113,12 +116,19 @@ def run(rank, cases):
     return found
 
 
+def source(shape):
+    """shape: a key of SHAPES, or a Hugging Face directory."""
+    if shape in SHAPES:
+        return ModelSource(shape=SHAPES[shape], seed=SEED)
+    return ModelSource(path=shape)
+
+
 def made(shape, kind, options, adapter=None):
     from ratchet.learners.megatron.models import MegatronModels
 
     section = MegatronConfig(micro_batch_tokens=MICRO, **options)
     models = MegatronModels(section, torch.device("cpu"), torch.float32)
-    policy = models.load(ModelSource(shape=SHAPES[shape], seed=SEED))
+    policy = models.load(source(shape))
     optimizer = {"kind": "adamw", **OPTIMIZER.model_dump(mode="json", exclude={"kind"})}
     spec = RoleSpec(
         optimizer=optimizer,
@@ -145,6 +155,7 @@ def one(
     loaded_from=None,
     adapter=None,
     takes_turns=False,
+    exported_to=None,
 ):
     """takes_turns: the learner is offloaded before and after each step, and saved offloaded."""
     from ratchet.models.megatron.build import destroy_process_groups
@@ -165,6 +176,8 @@ def one(
     blocks = [(b.name, b.shape, b.offsets, b.tensor.clone()) for b in learner.weights()]
     if saved_to is not None:
         learner.save(Path(saved_to))
+    if exported_to is not None:
+        learner.export(Path(exported_to))
     destroy_process_groups()
     return metrics, blocks, [micro.rows for micro in micros] if columns else [], columns
 

@@ -21,6 +21,8 @@ CASES = {
     "dp2 distributed optimizer": ("untied", {"data_parallel": 2, "overlap_gradients": True}),
     "tp2": ("tied", {"tensor_parallel": 2}),
     "tp2 sequence": ("untied", {**SEQUENCE, "recompute": "full"}),
+    "biases tp2": ("biased", {"tensor_parallel": 2}),
+    "biases tp2 sequence": ("biased", SEQUENCE),
     "pp2": ("tied", {"pipeline_parallel": 2, "recompute": "attention"}),
     "pp2 interleaved": (
         "untied",
@@ -186,7 +188,8 @@ def test_routes_are_replayed_and_losses_of_routers_reach_them():
 
 
 @pytest.mark.parametrize(
-    ("shape", "distributed"), [("tied", True), ("sparse", True), ("untied", False)]
+    ("shape", "distributed"),
+    [("tied", True), ("sparse", True), ("untied", False), ("biased", True)],
 )
 def test_a_checkpoint_of_tp2_goes_on_with_any_division(shape, distributed, tmp_path):
     written = str(tmp_path)

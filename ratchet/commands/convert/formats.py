@@ -25,6 +25,12 @@ from ratchet.commands.convert.dcp import Chunk, DcpFiles, write_chunks, write_in
 from ratchet.errors import CheckpointError, ModelError
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import MegatronShard, megatron_layout
+from ratchet.models.convert.packed_experts import (
+    find_packed_name,
+    pack_shapes,
+    read_packed_experts,
+    read_single_experts,
+)
 from ratchet.models.model_source import ReadBlock
 from ratchet.models.weights.hf_weights import (
     HEAD,
@@ -220,20 +226,29 @@ class Megatron(Dcp):
         return (directory / megatron_format.FORMAT).exists()
 
     def open(self, directory: Path, config: Config) -> Weights:
-        files = megatron_format.MegatronFiles(directory, Dimensions.from_hf(config))
+        dimensions = Dimensions.from_hf(config)
+        files = megatron_format.MegatronFiles(directory, dimensions)
+        if not dimensions.has_packed_experts:
+            dtypes = {name: files.dtype(name) for name in files.shapes}
+            return Weights(files.shapes, dtypes, files.block)
         return Weights(
-            files.shapes, {name: files.dtype(name) for name in files.shapes}, files.block
+            pack_shapes(files.shapes, dimensions.experts),
+            {find_packed_name(name): files.dtype(name) for name in files.shapes},
+            read_packed_experts(files.block),
         )
 
     def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
         dimensions = Dimensions.from_hf(config)
         layout = megatron_layout(dimensions, MegatronShard())
-        _check_weights(
-            weights, {piece.name: piece.shape for pieces in layout.values() for piece in pieces}
-        )
+        expected = {piece.name: piece.shape for pieces in layout.values() for piece in pieces}
+        read, find_name = weights.read, str
+        if dimensions.has_packed_experts:
+            expected = pack_shapes(expected, dimensions.experts)
+            read, find_name = read_single_experts(read), find_packed_name
+        _check_weights(weights, expected)
         for parameter, pieces in layout.items():
             shape = (pieces[-1].rows.stop, *pieces[0].shape[1:])
-            names = tuple(dict.fromkeys(piece.name for piece in pieces))
+            names = tuple(dict.fromkeys(find_name(piece.name) for piece in pieces))
             for location in megatron_format.list_written_locations(parameter, dimensions):
                 yield WriteEntry(
                     location.key,
@@ -242,7 +257,7 @@ class Megatron(Dcp):
                     (*(1 for _ in location.stack_sizes), *shape),
                     weights.dtypes[names[0]],
                     names,
-                    lambda pieces=pieces: _join_pieces(weights, pieces),
+                    lambda pieces=pieces: _join_pieces(read, pieces),
                 )
 
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
@@ -310,11 +325,10 @@ def _yield_whole_weights(weights: Weights) -> Iterator[WriteEntry]:
         )
 
 
-def _join_pieces(weights: Weights, pieces: Sequence[WeightPiece]) -> Tensor:
+def _join_pieces(read: ReadBlock, pieces: Sequence[WeightPiece]) -> Tensor:
     """Read the pieces of a parameter and concatenate them by rows."""
     blocks = [
-        weights.read(piece.name, piece.offsets, (len(piece.rows), *piece.shape[1:]))
-        for piece in pieces
+        read(piece.name, piece.offsets, (len(piece.rows), *piece.shape[1:])) for piece in pieces
     ]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 

@@ -21,7 +21,7 @@ from ratchet.commands.convert.dcp import DcpFiles
 from ratchet.errors import CheckpointError
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import Layout, MegatronShard, megatron_layout
-from ratchet.models.convert.tables import EMBEDDING, FUSED, HEAD, find_family_table
+from ratchet.models.convert.tables import EMBEDDING, FUSED, HEAD, find_layer_rules
 from ratchet.models.weights.weight_layout import WeightPiece
 from ratchet.utils.atomic_files import write_json
 
@@ -204,7 +204,7 @@ def list_written_locations(parameter: str, dimensions: Dimensions) -> Iterator[P
     match = LAYER_PARAMETER.fullmatch(parameter)
     if match is None or match[2] not in FUSED:
         return
-    rules = find_family_table(dimensions).layer(dimensions.is_sparse(int(match[1])))
+    rules = find_layer_rules(dimensions, int(match[1]))
     if f"{FUSED[match[2]]}.weight" in rules:
         yield make_location(list_possible_names(parameter)[1], dimensions, stacked=stacked)
 

@@ -290,8 +290,8 @@ class DecoderConfig:
             init_std=float(hf.get("initializer_range", 0.02)),
             rope=_read_rope(hf, family),
             bos_id=None if (bos := hf.get("bos_token_id", family.bos_id)) is None else int(bos),
-            eos_ids=_read_ids((generation or {}).get("eos_token_id"))
-            or _read_ids(hf.get("eos_token_id", family.eos_id)),
+            eos_ids=read_ids((generation or {}).get("eos_token_id"))
+            or read_ids(hf.get("eos_token_id", family.eos_id)),
             **_read_experts(hf, family),
         )
 
@@ -393,7 +393,7 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
         return sliding
     if moe and (experts := _explain_experts(hf, moe)):
         return experts
-    return _explain_rope(hf)
+    return explain_rope(hf)
 
 
 def _explain_sliding_window(hf: Mapping[str, Any], family: ModelFamily) -> str | None:
@@ -448,7 +448,7 @@ def _read_experts(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     }
 
 
-def _explain_rope(hf: Mapping[str, Any]) -> str | None:
+def explain_rope(hf: Mapping[str, Any]) -> str | None:
     rope = read_rope_section(hf)
     if any(isinstance(value, Mapping) for value in rope.values()):
         return "its rotary embedding differs between layers (nested rope_parameters)"
@@ -483,7 +483,7 @@ def _read_rope(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     return rope
 
 
-def _read_ids(value: Any) -> tuple[int, ...]:
+def read_ids(value: Any) -> tuple[int, ...]:
     """Return token ids as a tuple. Raises ModelError if `value` is neither an id nor a list."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(type(token_id) is int for token_id in ids):

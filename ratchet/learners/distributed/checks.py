@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import read_megatron_decoder
 from ratchet.errors import ConfigError, ModelError
 from ratchet.learners.config import DTensorConfig, MegatronConfig
 from ratchet.learners.distributed.topology import build_first_shard, build_megatron_sizes
@@ -24,14 +26,28 @@ def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
     Raises MissingDependency if Megatron is not installed.
     """
     require_megatron()
-    if not isinstance(model, DecoderPolicy):
-        raise ModelError(
-            "learner.kind=megatron supports models of Ratchet's own decoder, but transformers runs "
-            "this model. Set learner.kind=dtensor."
-        )
-    build_megatron_sizes(section).check(model.shape)
+    shape = _find_megatron_shape(model)
+    build_megatron_sizes(section).check(shape)
     if section.fp8 is not None:
-        Fp8Format(section.fp8, section.fp8_recipe).check_shape(model.shape, section.tensor_parallel)
+        Fp8Format(section.fp8, section.fp8_recipe).check_shape(shape, section.tensor_parallel)
+
+
+def _find_megatron_shape(model: PolicyModel) -> DecoderConfig:
+    """Return the shape of a model. Raises ModelError if Megatron Core has no layers for it."""
+    if isinstance(model, DecoderPolicy):
+        return model.shape
+    # This import takes seconds unless such a model is loaded already.
+    from ratchet.models.transformers.policy import TransformersPolicy
+
+    hf = model.saved_config.to_dict() if isinstance(model, TransformersPolicy) else {}
+    shape = None if model.reads_media else read_megatron_decoder(hf)
+    if shape is None:
+        raise ModelError(
+            "learner.kind=megatron supports the families of Ratchet's own decoder, qwen2_moe and "
+            f"glm4_moe, but transformers runs this model ({hf.get('model_type', 'unknown')}). Set "
+            "learner.kind=dtensor."
+        )
+    return shape
 
 
 def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:

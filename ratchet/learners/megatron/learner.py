@@ -27,6 +27,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from ratchet.batch import Batch
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.config.schema import OptimizerConfig
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.config import MegatronConfig
@@ -43,6 +44,7 @@ from ratchet.learners.megatron.state import load_state, save_state
 from ratchet.learners.optim.step_rules import OptimizerStepRules
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.megatron import MegatronShard, megatron_layout
+from ratchet.models.convert.stacked_experts import stack_block
 from ratchet.models.layers.expert_routing import RouterMonitor
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.megatron.blocks import is_model_weight
@@ -52,6 +54,7 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.weight_layout import cut_blocks
 from ratchet.protocols import ExportedPart, LossTerm, Shard
 
+ROUTER_BIAS = "e_score_correction_bias"  # the end of the name of a router's bias in files
 # A function that the last pipeline stage calls with (index of the micro-batch, its final hidden
 # states [T, d]). Megatron's schedule gets its result.
 OutputFunction = Callable[[int, Tensor], Any]
@@ -245,7 +248,13 @@ class MegatronLearner(RankLearner):
 
     def weights(self) -> Iterator[Shard]:
         is_frozen = self.model.adapter is not None
-        yield from (replace(block, is_frozen=is_frozen) for block in self.blocks("base"))
+        for block in self.blocks("base"):
+            if isinstance(self.model.shape, MegatronDecoderConfig):
+                # Generators run the model by transformers, and the biases of routers never change.
+                if block.name.endswith(ROUTER_BIAS):
+                    continue
+                block = stack_block(block, self.model.shape.n_experts)
+            yield replace(block, is_frozen=is_frozen)
         yield from (block for block in self.blocks("adapter") if block.name != HEAD)
 
     def blocks(self, part: ExportedPart = "all") -> Iterator[Shard]:

@@ -36,7 +36,7 @@ class MegatronModels:
 
         Raises ModelError if Megatron has no layers for its architecture.
         """
-        shape = origin.read_decoder_shape()
+        shape = origin.read_megatron_shape()
         if shape is None:
             raise ModelError(
                 "learner.kind=megatron has no layers for this architecture. Set "
@@ -56,6 +56,8 @@ class MegatronModels:
             sources = dict(policy.named_parameters())
             for name, parameter in model.named_parameters():
                 parameter.copy_(sources[name])
+            for copied, original in zip(model.buffers(), policy.buffers(), strict=True):
+                copied.copy_(original)
         return model
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> MegatronLearner:

@@ -5,30 +5,62 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.errors import ModelError
 
-DEEPSEEK = "deepseek_v3"
-LATENT_KEYS = (
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "n_routed_experts",
-    "moe_intermediate_size",
-)
-REQUIRED_KEYS = (
+SIZE_KEYS = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "intermediate_size",
-    *LATENT_KEYS,
 )
+# The keys that a config.json must have, of families that only the converter knows.
+REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
+    "qwen2_moe": (
+        *SIZE_KEYS,
+        "num_key_value_heads",
+        "num_experts",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+    ),
+    "glm4_moe": (
+        *SIZE_KEYS,
+        "num_key_value_heads",
+        "n_routed_experts",
+        "moe_intermediate_size",
+    ),
+    "gpt_oss": (*SIZE_KEYS, "num_key_value_heads", "num_local_experts"),
+    "deepseek_v3": (
+        *SIZE_KEYS,
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "n_routed_experts",
+        "moe_intermediate_size",
+    ),
+}
+# What Megatron Core 0.16 lacks for a family, by `model_type`.
+GEMMA_2 = (
+    "Megatron Core 0.16 has no norms behind attention and MLP, no scaled embeddings and no soft "
+    "caps of logits"
+)
+GEMMA_3 = (
+    "Megatron Core 0.16 has no norms behind attention and MLP, no scaled embeddings and no rotary "
+    "embedding that differs between layers"
+)
+LACKS: Mapping[str, str] = {
+    "gemma2": GEMMA_2,
+    "gemma3": GEMMA_3,
+    "gemma3_text": GEMMA_3,
+    "qwen3_next": "Megatron Core 0.16 runs its gated delta layers only with fla's CUDA kernels",
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +77,11 @@ class Dimensions:
     queries: int  # rows of the query matrix, for all heads
     keys: int = 0  # rows of the key matrix, for all heads
     head: int = 0  # size of one head
+    qkv_bias: bool = False  # True if the query, key and value matrices have biases
+    out_bias: bool = False  # True if the attention's output projection has a bias
+    mlp_bias: bool = False  # True if the matrices of MLPs without experts have biases
+    has_sinks: bool = False  # True if each head has an attention sink
+    qk_norm: bool = False  # True if the queries and keys of each head are normalised
     # DeepSeek's multi-head latent attention (MLA):
     values: int = 0  # columns of the output projection
     keys_values: int = 0  # rows of the matrix from latent states to keys and values
@@ -55,13 +92,14 @@ class Dimensions:
     expert_width: int = 0  # intermediate size of an expert
     shared_width: int = 0  # intermediate size of the shared experts together
     dense_layers: tuple[int, ...] = ()  # indices of layers without experts
+    has_packed_experts: bool = False  # True if files have experts as in `packed_experts`
     tied: bool = False  # True if the head is the embedding
     # rows of Megatron's embedding over all ranks, including padding; 0: not set
     padded_vocabulary: int = 0
 
     def size(self, name: str) -> int:
-        """Return the size in the field `name`."""
-        return getattr(self, name)
+        """Return the size in the field `name`, or the number that `name` spells."""
+        return int(name) if name.isdigit() else getattr(self, name)
 
     def padded_size(self, name: str) -> int:
         """Return the size in the field `name`; for "vocabulary", the size with its padding."""
@@ -82,27 +120,26 @@ class Dimensions:
         Raises ModelError if its weights can't be mapped to Megatron.
         """
         family = str(hf.get("model_type"))
-        if family == DEEPSEEK:
-            return _from_deepseek(hf)
-        if family not in FAMILIES:
-            families = ", ".join((*FAMILIES, DEEPSEEK))
+        if family in READERS:
+            _check_config(family, hf)
+            return READERS[family](hf)
+        if family in FAMILIES:
+            return cls.from_config(DecoderConfig.from_hf(hf))
+        if family in LACKS:
             raise ModelError(
-                f"model_type '{family}' can't be converted to Megatron: use a model of {families}"
+                f"model_type '{family}' can't be converted to Megatron: {LACKS[family]}. Train it "
+                "by learner.kind=dtensor, which needs no conversion."
             )
-        return cls.from_config(DecoderConfig.from_hf(hf))
+        families = ", ".join((*FAMILIES, *READERS))
+        raise ModelError(
+            f"model_type '{family}' can't be converted to Megatron: use a model of {families}"
+        )
 
     @classmethod
     def from_config(cls, config: DecoderConfig) -> Dimensions:
-        """Return the sizes of a built-in decoder.
-
-        Raises ModelError if it has biases that Megatron can't represent.
-        """
-        if config.out_bias or config.mlp_bias:
-            key = "attention_bias" if config.out_bias else "mlp_bias"
-            raise ModelError(
-                f"Megatron has no biases in the attention's output projection or in MLPs: {key} "
-                "must be false"
-            )
+        """Return the sizes of a decoder of the learner."""
+        if isinstance(config, MegatronDecoderConfig):
+            return cls.from_hf(config.hf)
         return cls(
             family=config.family,
             layers=config.n_layers,
@@ -114,6 +151,10 @@ class Dimensions:
             queries=config.n_heads * config.head_dim,
             keys=config.n_kv_heads * config.head_dim,
             head=config.head_dim,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            mlp_bias=config.mlp_bias,
+            qk_norm=config.qk_norm,
             experts=config.n_experts,
             expert_width=config.expert_intermediate_size,
             dense_layers=config.dense_layers,
@@ -121,37 +162,115 @@ class Dimensions:
         )
 
 
-def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
-    if missing := [key for key in REQUIRED_KEYS if hf.get(key) is None]:
-        raise ModelError(f"the config.json of this {DEEPSEEK} model lacks {', '.join(missing)}")
+def _check_config(family: str, hf: Mapping[str, Any]) -> None:
+    """Raise ModelError unless a config.json has all sizes, and the weights are not quantized."""
+    if missing := [key for key in REQUIRED_KEYS[family] if hf.get(key) is None]:
+        raise ModelError(f"the config.json of this {family} model lacks {', '.join(missing)}")
     if hf.get("quantization_config") is not None:
         raise ModelError(
-            f"the weights of this {DEEPSEEK} model are quantized (quantization_config): convert a "
+            f"the weights of this {family} model are quantized (quantization_config): convert a "
             "checkpoint in bfloat16 or float32"
         )
+
+
+def _read_sizes(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes that all families have under the same keys."""
+    return {
+        "family": hf["model_type"],
+        "layers": hf["num_hidden_layers"],
+        "heads": hf["num_attention_heads"],
+        "vocabulary": hf["vocab_size"],
+        "hidden": hf["hidden_size"],
+        "width": hf["intermediate_size"],
+        "tied": bool(hf.get("tie_word_embeddings", False)),
+    }
+
+
+def _read_grouped_heads(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of grouped-query attention."""
+    heads, kv_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
+    head = hf.get("head_dim") or hf["hidden_size"] // heads
+    return {"kv_heads": kv_heads, "head": head, "queries": heads * head, "keys": kv_heads * head}
+
+
+def _from_qwen2_moe(hf: Mapping[str, Any]) -> Dimensions:
+    layers = range(hf["num_hidden_layers"])
+    dense, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step", 1)
+    return Dimensions(
+        **_read_sizes(hf),
+        **_read_grouped_heads(hf),
+        qkv_bias=bool(hf.get("qkv_bias", True)),
+        experts=hf["num_experts"],
+        expert_width=hf["moe_intermediate_size"],
+        shared_width=hf["shared_expert_intermediate_size"],
+        dense_layers=tuple(n for n in layers if n in dense or (n + 1) % step),
+    )
+
+
+def _from_glm4_moe(hf: Mapping[str, Any]) -> Dimensions:
+    return Dimensions(
+        **_read_sizes(hf),
+        **_read_grouped_heads(hf),
+        qkv_bias=bool(hf.get("attention_bias", False)),
+        qk_norm=bool(hf.get("use_qk_norm", False)),
+        **_read_deepseek_experts(hf, default_dense=1),
+    )
+
+
+def _from_gpt_oss(hf: Mapping[str, Any]) -> Dimensions:
+    if not hf.get("attention_bias", True):
+        raise ModelError(
+            "Megatron has biases in all linear layers, or in none: attention_bias of a gpt_oss "
+            "model, whose experts have biases, must be true"
+        )
+    return Dimensions(
+        **_read_sizes(hf),
+        **_read_grouped_heads(hf),
+        qkv_bias=True,
+        out_bias=True,
+        has_sinks=True,
+        experts=hf["num_local_experts"],
+        expert_width=hf["intermediate_size"],
+        has_packed_experts=True,
+    )
+
+
+def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
     if hf.get("attention_bias"):
         raise ModelError("Megatron's MLA has no biases: attention_bias must be false")
     heads = hf["num_attention_heads"]
-    layers = hf["num_hidden_layers"]
     rope = hf["qk_rope_head_dim"]
-    n_dense = min(hf.get("first_k_dense_replace", 3), layers)
     return Dimensions(
-        family=DEEPSEEK,
-        layers=layers,
-        heads=heads,
+        **_read_sizes(hf),
         kv_heads=heads,
-        vocabulary=hf["vocab_size"],
-        hidden=hf["hidden_size"],
-        width=hf["intermediate_size"],
         queries=heads * (hf["qk_nope_head_dim"] + rope),
         values=heads * hf["v_head_dim"],
         keys_values=heads * (hf["qk_nope_head_dim"] + hf["v_head_dim"]),
         latent_keys=hf["kv_lora_rank"] + rope,
         q_rank=hf.get("q_lora_rank") or 0,
         kv_rank=hf["kv_lora_rank"],
-        experts=hf["n_routed_experts"],
-        expert_width=hf["moe_intermediate_size"],
-        shared_width=hf["moe_intermediate_size"] * hf.get("n_shared_experts", 1),
-        dense_layers=tuple(range(n_dense)),
-        tied=bool(hf.get("tie_word_embeddings", False)),
+        **_read_deepseek_experts(hf, default_dense=3),
     )
+
+
+def _read_deepseek_experts(hf: Mapping[str, Any], *, default_dense: int) -> dict[str, Any]:
+    """Return the sizes of experts, under DeepSeek's keys.
+
+    default_dense: the number of layers without experts, if config.json has no such key.
+    """
+    n_dense = min(hf.get("first_k_dense_replace", default_dense), hf["num_hidden_layers"])
+    return {
+        "experts": hf["n_routed_experts"],
+        "expert_width": hf["moe_intermediate_size"],
+        "shared_width": hf["moe_intermediate_size"] * hf.get("n_shared_experts", 1),
+        "dense_layers": tuple(range(n_dense)),
+    }
+
+
+# The functions that read the sizes of families which only the converter knows.
+READERS: Mapping[str, Callable[[Mapping[str, Any]], Dimensions]] = {
+    "qwen2_moe": _from_qwen2_moe,
+    "glm4_moe": _from_glm4_moe,
+    "gpt_oss": _from_gpt_oss,
+    "deepseek_v3": _from_deepseek,
+}

@@ -29,7 +29,7 @@ from ratchet.models.convert.tables import (
     HEAD,
     TIED_HEAD,
     Rules,
-    find_family_table,
+    find_layer_rules,
 )
 from ratchet.models.model_source import ReadBlock
 from ratchet.models.parallel.sharding import (
@@ -121,9 +121,8 @@ def _list_parameters(
 
     if shard.is_first:
         yield from apply_rules(EMBEDDING)
-    table = find_family_table(dimensions)
     for local_layer, layer in enumerate(shard.pipeline.range(dimensions.layers)):
-        rules = table.layer(dimensions.is_sparse(layer))
+        rules = find_layer_rules(dimensions, layer)
         for name, rule in rules.items():
             module_name, shard_index = _locate_parameter(name, rules, shard)
             for local_expert, expert in enumerate(

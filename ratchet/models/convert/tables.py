@@ -1,4 +1,4 @@
-"""Tables of the Hugging Face weights in each Megatron Core 0.16 parameter, by model family.
+"""Tables of the Hugging Face weights in each Megatron Core 0.16 parameter.
 
 A key is the name of a Megatron parameter, relative to its layer. The value lists the Hugging Face
 weights in the parameter, and how tensor parallelism divides it. Both directions of the conversion
@@ -11,7 +11,6 @@ what differs in Transformer Engine's layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.convert.rules import Rule, columns, groups, rows, whole
@@ -45,6 +44,8 @@ QKV_BIAS = {
         "self_attn.v_proj.bias [keys]",
     ),
 }
+OUT_BIAS = {"self_attention.linear_proj.bias": whole("self_attn.o_proj.bias [hidden]")}
+SINKS = {"self_attention.core_attention.softmax_offset": rows("self_attn.sinks [heads]")}
 QK_NORM = {
     "self_attention.q_layernorm.weight": whole("self_attn.q_norm.weight [head]"),
     "self_attention.k_layernorm.weight": whole("self_attn.k_norm.weight [head]"),
@@ -73,6 +74,10 @@ MLP = {
         "mlp.gate_proj.weight [width, hidden]", "mlp.up_proj.weight [width, hidden]"
     ),
     "mlp.linear_fc2.weight": columns("mlp.down_proj.weight [hidden, width]"),
+}
+MLP_BIAS = {
+    "mlp.linear_fc1.bias": rows("mlp.gate_proj.bias [width]", "mlp.up_proj.bias [width]"),
+    "mlp.linear_fc2.bias": whole("mlp.down_proj.bias [hidden]"),
 }
 EXPERTS = {
     "mlp.router.weight": whole("mlp.gate.weight [experts, hidden]"),
@@ -104,44 +109,58 @@ SHARED_EXPERTS = {
         "mlp.shared_experts.down_proj.weight [hidden, shared_width]"
     ),
 }
-
-
-@dataclass(frozen=True)
-class FamilyTable:
-    """The rules of one model family."""
-
-    common: Rules  # rules of every layer
-    dense: Rules = field(default_factory=lambda: MLP)  # rules of layers without experts
-    sparse: Rules = field(default_factory=dict)  # rules of layers with experts
-
-    def layer(self, sparse: bool) -> Rules:
-        """Return the rules of a layer: of one with experts if `sparse` is True."""
-        return {**self.common, **(self.sparse if sparse else self.dense)}
-
-
-LLAMA = FamilyTable(NORMS | ATTENTION)
-TABLES: Mapping[str, FamilyTable] = {
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "qwen2": FamilyTable(NORMS | ATTENTION | QKV_BIAS),
-    "qwen3": FamilyTable(NORMS | ATTENTION | QK_NORM),
-    "qwen3_moe": FamilyTable(NORMS | ATTENTION | QK_NORM, sparse=EXPERTS),
-    "mixtral": FamilyTable(NORMS | ATTENTION, sparse=MIXTRAL_EXPERTS),
-    "deepseek_v3": FamilyTable(
-        NORMS | LATENT_ATTENTION | LATENT_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
+GATED_SHARED_EXPERT = {  # Qwen2-MoE
+    "mlp.shared_experts.gate_weight": whole("mlp.shared_expert_gate.weight [1, hidden]"),
+    "mlp.shared_experts.linear_fc1.weight": rows(
+        "mlp.shared_expert.gate_proj.weight [shared_width, hidden]",
+        "mlp.shared_expert.up_proj.weight [shared_width, hidden]",
+    ),
+    "mlp.shared_experts.linear_fc2.weight": columns(
+        "mlp.shared_expert.down_proj.weight [hidden, shared_width]"
     ),
 }
-# The table of DeepSeek models whose queries are not low-rank.
-DEEPSEEK_WITHOUT_Q_RANK = FamilyTable(
-    NORMS | LATENT_ATTENTION | FULL_QUERIES, sparse=EXPERTS | ROUTER_BIAS | SHARED_EXPERTS
-)
+GPT_OSS_EXPERTS = {  # The names of experts are those of `packed_experts`.
+    **EXPERTS,
+    "mlp.router.weight": whole("mlp.router.weight [experts, hidden]"),
+    "mlp.router.bias": whole("mlp.router.bias [experts]"),
+    "mlp.experts.local_experts.{expert}.linear_fc1.bias": rows(
+        "mlp.experts.{expert}.gate_proj.bias [expert_width]",
+        "mlp.experts.{expert}.up_proj.bias [expert_width]",
+    ),
+    "mlp.experts.local_experts.{expert}.linear_fc2.bias": whole(
+        "mlp.experts.{expert}.down_proj.bias [hidden]"
+    ),
+}
+# The rules of the MLPs of layers with experts, by model family.
+SPARSE_MLPS: Mapping[str, Rules] = {
+    "qwen3_moe": EXPERTS,
+    "mixtral": MIXTRAL_EXPERTS,
+    "qwen2_moe": EXPERTS | GATED_SHARED_EXPERT,
+    "glm4_moe": EXPERTS | ROUTER_BIAS | SHARED_EXPERTS,
+    "gpt_oss": GPT_OSS_EXPERTS,
+    "deepseek_v3": EXPERTS | ROUTER_BIAS | SHARED_EXPERTS,
+}
 
 
-def find_family_table(dimensions: Dimensions) -> FamilyTable:
-    """Return the table of a model's family."""
-    if dimensions.kv_rank and not dimensions.q_rank:
-        return DEEPSEEK_WITHOUT_Q_RANK
-    return TABLES[dimensions.family]
+def find_layer_rules(dimensions: Dimensions, layer: int) -> Rules:
+    """Return the rules of a model's layer, counted from 0."""
+    rules: dict[str, Rule] = {**NORMS}
+    if dimensions.kv_rank:
+        rules |= LATENT_ATTENTION
+        rules |= LATENT_QUERIES if dimensions.q_rank else FULL_QUERIES
+    else:
+        rules |= ATTENTION
+    is_sparse = dimensions.is_sparse(layer)
+    rules |= SPARSE_MLPS[dimensions.family] if is_sparse else MLP
+    for is_there, part in (
+        (dimensions.qkv_bias, QKV_BIAS),
+        (dimensions.out_bias, OUT_BIAS),
+        (dimensions.qk_norm, QK_NORM),
+        (dimensions.has_sinks, SINKS),
+        (dimensions.mlp_bias and not is_sparse, MLP_BIAS),
+    ):
+        rules |= part if is_there else {}
+    return rules
 
 
 # Transformer Engine fuses these norms with the linear layer after them (norm -> linear layer).
@@ -154,7 +173,9 @@ FUSED: Mapping[str, str] = {
 # Transformer Engine has all experts of a layer in one module.
 GROUPED: Mapping[str, str] = {
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
+    "mlp.experts.local_experts.{expert}.linear_fc1.bias": "mlp.experts.linear_fc1.bias{expert}",
     "mlp.experts.local_experts.{expert}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
+    "mlp.experts.local_experts.{expert}.linear_fc2.bias": "mlp.experts.linear_fc2.bias{expert}",
 }
 # Transformer Engine does not divide these projections to MLA's latent states: each tensor-parallel
 # rank holds the whole matrix.

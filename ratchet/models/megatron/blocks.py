@@ -22,6 +22,7 @@ from ratchet.models.parallel.megatron_sizes import MegatronSizes
 from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.weights.weight_layout import WeightPiece
 
+ROUTER_BIAS = ".expert_bias"  # the end of the name of a router's bias
 SCALAR = "scalar."  # prefix of the scalar head's parameters in a stage
 
 
@@ -30,7 +31,7 @@ class StageParameter:
     """A parameter of a stage with its blocks."""
 
     name: str  # name in its stage
-    parameter: nn.Parameter
+    parameter: Tensor  # a parameter, or the bias of a router, which is a buffer
     pieces: tuple[WeightPiece, ...]
     is_owner: bool  # True if this rank saves and sends the parameter
 
@@ -63,7 +64,7 @@ def list_stage_parameters(
     """Yield all parameters of the stages, in order."""
     for stage in stages:
         layout = {**make_stage_layout(stage, sizes), **make_adapter_layout(stage)}
-        for name, parameter in stage.named_parameters():
+        for name, parameter in list_weights(stage):
             pieces = (
                 _make_whole_piece(f"head.{name[len(SCALAR) :]}", parameter)
                 if name.startswith(SCALAR)
@@ -77,10 +78,16 @@ def list_stage_parameters(
 def fill_stages(stages: Sequence[MegatronStage], sizes: MegatronSizes, read: ReadBlock) -> None:
     """Copy every block of the model weights from `read` into the stages."""
     for stage in stages:
-        tensors: dict[str, Tensor] = {
-            name: p for name, p in stage.named_parameters() if is_model_weight(name)
-        }
+        tensors = {name: weight for name, weight in list_weights(stage) if is_model_weight(name)}
         fill_parameters(tensors, make_stage_layout(stage, sizes), read)
+
+
+def list_weights(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all parameters, and of the biases of routers, which are buffers."""
+    yield from stage.named_parameters()
+    for name, buffer in stage.named_buffers():
+        if name.endswith(ROUTER_BIAS):
+            yield name, buffer
 
 
 def is_model_weight(name: str) -> bool:
@@ -88,7 +95,7 @@ def is_model_weight(name: str) -> bool:
     return not (is_adapter_parameter(name) or name.startswith(SCALAR))
 
 
-def _is_owner(parameter: nn.Parameter) -> bool:
+def _is_owner(parameter: Tensor) -> bool:
     """True if this rank is the first of the ranks that hold the same parameter."""
     data_rank = (
         parallel_state.get_expert_data_parallel_rank()

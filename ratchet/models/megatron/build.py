@@ -7,6 +7,7 @@ sequence parallelism), d = hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.layers.rope import RotaryTable
@@ -97,7 +99,11 @@ class MegatronStage(GPTModel):
         self.layers = layers  # indices of the layers in this stage
         # The head of a critic or a reward model, on the last stage.
         self.scalar: ScalarHead | None = None
-        self.rotary = RotaryTable(shape)
+        self.rotary = RotaryTable(
+            replace(shape, head_dim=shape.rotary_dim)
+            if isinstance(shape, MegatronDecoderConfig)
+            else shape
+        )
         self.tensor: Any = (
             parallel_state.get_tensor_model_parallel_group() if sizes.tensor > 1 else None
         )
@@ -105,6 +111,7 @@ class MegatronStage(GPTModel):
             if isinstance(module.mlp, MoELayer):
                 router: Any = module.mlp.router
                 router.sparse_index = shape.sparse_layers.index(layer)
+                router.shape = shape
 
     @property
     def head_weight(self) -> Tensor:
@@ -267,7 +274,12 @@ def _make_expert_options(shape: DecoderConfig, dtype: torch.dtype) -> dict[str, 
     """Return Megatron's options of a mixture of experts."""
     if not shape.n_experts:
         return {}
+    shared: dict[str, Any] = {}
+    if isinstance(shape, MegatronDecoderConfig):
+        shared["moe_shared_expert_intermediate_size"] = shape.shared_intermediate_size
+        shared["moe_shared_expert_gate"] = shape.has_shared_gate
     return {
+        **shared,
         "num_moe_experts": shape.n_experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.expert_intermediate_size,

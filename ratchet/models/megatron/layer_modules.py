@@ -23,12 +23,14 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor, nn
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.models.decoder import AttentionFn
 from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.lora.layers import SeededDropout
@@ -75,10 +77,19 @@ class PackedCoreAttention(nn.Module):
         assert packed.cos_T1D is not None
         assert packed.sin_T1C is not None
         q_THD, k_TKD = (
-            rotate(x.to(packed.cos_T1D.dtype), packed.cos_T1D, packed.sin_T1C).to(x.dtype)
+            _rotate_first(x.to(packed.cos_T1D.dtype), packed.cos_T1D, packed.sin_T1C).to(x.dtype)
             for x in (q_THD, k_TKD)
         )
         return packed.attend(self.layer, q_THD, k_TKD, v_TKD).flatten(1)
+
+
+def _rotate_first(x_THD: Tensor, cos_T1R: Tensor, sin_T1C: Tensor) -> Tensor:
+    """Rotate the first R = 2 C dimensions of each head, and keep the others."""
+    rotated = cos_T1R.shape[-1]
+    if rotated == x_THD.shape[-1]:
+        return rotate(x_THD, cos_T1R, sin_T1C)
+    first = rotate(x_THD[..., :rotated].contiguous(), cos_T1R, sin_T1C)
+    return torch.cat([first, x_THD[..., rotated:]], dim=-1)
 
 
 class MegatronRMSNorm(nn.Module):
@@ -124,6 +135,50 @@ class ReplayableRouter(TopKRouter):
         return weights_TE.to(logits.dtype), chosen_TE
 
 
+class SigmoidRouter(ReplayableRouter):
+    """The router of GLM-4-MoE, as transformers computes it.
+
+    A sigmoid of each logit weighs an expert. A bias of each expert, which no gradient reaches,
+    changes which experts are chosen.
+    """
+
+    shape: MegatronDecoderConfig  # set when the model is built
+    expert_bias: Tensor
+
+    def __init__(self, config: TransformerConfig, **keys: Any) -> None:
+        super().__init__(config=config, **keys)
+        # Megatron's own bias would be changed after each step by its own rule.
+        del self.expert_bias
+        self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts or 0))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (weights [T, E], 0 for other experts; mask of the chosen experts [T, E])."""
+        logits_TE = logits.view(-1, logits.shape[-1])
+        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        scores_TE = logits_TE.sigmoid()
+        experts_Tk = self._choose(scores_TE.detach() + self.expert_bias)
+        if self.route is not None:
+            experts_Tk = self.route(self.sparse_index, logits_TE, experts_Tk)
+        weights_Tk = scores_TE.gather(1, experts_Tk)
+        if self.shape.renormalise:
+            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
+        weights_Tk = weights_Tk * self.shape.routed_scale
+        weights_TE = torch.zeros_like(scores_TE).scatter(1, experts_Tk, weights_Tk)
+        chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, experts_Tk, True)
+        return weights_TE.to(logits.dtype), chosen_TE
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """Return the experts [T, k] of the groups whose two best experts have the largest sums."""
+        n_groups, used = self.shape.n_expert_groups, self.shape.groups_per_token
+        if used < n_groups:
+            scores_TGe = scores_TE.view(len(scores_TE), n_groups, -1)
+            groups_Tg = scores_TGe.topk(2, dim=-1).values.sum(-1).topk(used, dim=-1).indices
+            is_used_TG = torch.zeros_like(scores_TGe[..., 0], dtype=torch.bool)
+            is_used_TG = is_used_TG.scatter(1, groups_Tg, True)
+            scores_TE = scores_TGe.masked_fill(~is_used_TG[..., None], float("-inf")).flatten(1)
+        return scores_TE.topk(self.topk, dim=-1).indices
+
+
 class MegatronLayer(TransformerLayer):
     """A layer that passes `route` to its router and `seed` to its adapters."""
 
@@ -135,6 +190,19 @@ class MegatronLayer(TransformerLayer):
             if isinstance(module, SeededDropout):
                 module.seed = packed_seq_params.seed
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
+
+
+def add_bias(linear: type[nn.Module]) -> Any:
+    """Return a class of linear layers that have a bias, whatever Megatron's configuration says.
+
+    The configuration can only give biases to all linear layers, or to none but the fused QKV.
+    """
+
+    class Biased(linear):
+        def __init__(self, *arguments: Any, **keys: Any) -> None:
+            super().__init__(*arguments, **{**keys, "bias": True})
+
+    return Biased
 
 
 def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> ModuleSpec:
@@ -150,13 +218,18 @@ def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> Module
         if fp8
         else (ColumnLinear, RowLinear)
     )
-    mlp = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    mlp = MLPSubmodules(
+        linear_fc1=add_bias(column) if shape.mlp_bias else column,
+        linear_fc2=add_bias(row) if shape.mlp_bias else row,
+    )
     norm = MegatronRMSNorm if shape.qk_norm else IdentityOp
     if shape.is_sparse(layer):
         experts = ModuleSpec(module=SequentialMLP, submodules=mlp)
-        block = ModuleSpec(
-            module=MoELayer, submodules=MoESubmodules(experts=experts, router=ReplayableRouter)
-        )
+        submodules = MoESubmodules(experts=experts, router=ReplayableRouter)
+        if isinstance(shape, MegatronDecoderConfig):
+            submodules.shared_experts = ModuleSpec(module=SharedExpertMLP, submodules=mlp)
+            submodules.router = SigmoidRouter if shape.has_sigmoid_router else ReplayableRouter
+        block = ModuleSpec(module=MoELayer, submodules=submodules)
     else:
         block = ModuleSpec(module=MLP, submodules=mlp)
     core: Any = PackedCoreAttention
@@ -164,7 +237,7 @@ def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> Module
     attention = SelfAttentionSubmodules(
         linear_qkv=column,
         core_attention=core,
-        linear_proj=row,
+        linear_proj=add_bias(row) if shape.out_bias else row,
         q_layernorm=norm,
         k_layernorm=norm,
     )

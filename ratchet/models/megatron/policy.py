@@ -17,6 +17,9 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
+from ratchet.errors import ConfigError
+from ratchet.models.flops import TokenCost
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.lora.decoder import Adapter
@@ -71,6 +74,11 @@ class MegatronPolicy(DistributedPolicy):
     @property
     def shape(self) -> DecoderConfig:
         return self._shape
+
+    @property
+    def token_cost(self) -> TokenCost | None:
+        is_decoder = not isinstance(self._shape, MegatronDecoderConfig)
+        return super().token_cost if is_decoder else None
 
     @property
     def chunks(self) -> list[MegatronStage]:
@@ -143,6 +151,11 @@ class MegatronPolicy(DistributedPolicy):
             return hidden_nd.to(dtype) @ weight_Vd.to(dtype).T
 
     def attach(self, adapter: Adapter) -> None:
+        if isinstance(self._shape, MegatronDecoderConfig):
+            raise ConfigError(
+                f"learner.kind=megatron adapts no model of the family {self._shape.family}: remove "
+                "lora, or set learner.kind=dtensor"
+            )
         attach(self.chunks, self.sizes, adapter)
         self.adapter = adapter
 

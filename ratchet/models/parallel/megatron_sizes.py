@@ -5,12 +5,13 @@ This module does not import Megatron.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
 from ratchet.errors import ConfigError, MissingDependency, ModelError
-from ratchet.models.parallel.sharding import ModelShard, ShardIndex
+from ratchet.models.parallel.sharding import ModelShard, ShardIndex, check_even
 
 
 def require_megatron() -> None:
@@ -141,20 +142,20 @@ class MegatronSizes:
     def check(self, shape: DecoderConfig) -> None:
         """Raise ModelError if Megatron Core can't divide or build the decoder."""
         stages = self.pipeline * self.chunks
-        ModelShard(
+        shard = ModelShard(
             ShardIndex(0, self.tensor), ShardIndex(0, stages), ShardIndex(0, self.experts)
-        ).check(shape)
+        )
+        # Unlike the built-in decoder, Megatron has biases under tensor parallelism too.
+        shard.check(replace(shape, out_bias=False, mlp_bias=False))
+        if isinstance(shape, MegatronDecoderConfig):
+            width = shape.shared_intermediate_size
+            check_even(self.tensor, {"columns of shared experts": width})
         if self.chunks > 1 and self.pipeline == 1:
             raise ModelError(
                 "learner.pipeline_chunks interleaves the stages of a pipeline: set "
                 "learner.pipeline_parallel too"
             )
         self._check_stage_layers(shape.n_layers)
-        if shape.out_bias or shape.mlp_bias:
-            raise ModelError(
-                "Megatron has no biases in the attention's output projection or in gated MLPs, but "
-                "this model has such biases: set learner.kind=dtensor"
-            )
         if shape.n_experts and self.tensor > 1 and not self.sequence:
             raise ModelError(
                 "experts under tensor parallelism need learner.sequence_parallel=true: without it "

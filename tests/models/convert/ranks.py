@@ -36,6 +36,7 @@ def _policy(directory, **sizes):
 
 def logits_alone(rank, directories):
     """By directory: the logits [T, V] of one rank of Megatron that has the whole model."""
+    from ratchet.config.model_shape.decoder_config import FAMILIES
     from ratchet.models.megatron.build import init_process_groups
     from ratchet.models.parallel.megatron_sizes import MegatronSizes
     from ratchet.models.weights.hf_weights import read_json
@@ -46,7 +47,7 @@ def logits_alone(rank, directories):
         for directory in directories:
             hf = read_json(Path(directory) / "config.json")
             found[directory] = (
-                _latent(directory, hf) if hf["model_type"] == "deepseek_v3" else _ours(directory)
+                _ours(directory) if hf["model_type"] in FAMILIES else _by_core(directory, hf)
             ).numpy()
     return found
 
@@ -56,22 +57,22 @@ def _ours(directory):
     return policy.logits(policy.hidden(sample(), torch.arange(TOKENS), [TOKENS]))
 
 
-def _latent(directory, hf):
-    from models.convert.latent import latent_model
+def _by_core(directory, hf):
+    from models.convert.cases import reader
+    from models.convert.core_models import core_model
 
     from ratchet.models.convert.dimensions import Dimensions
     from ratchet.models.convert.megatron import MegatronShard, fill_parameters, megatron_layout
-    from ratchet.models.weights.hf_weights import WeightFiles
 
-    model = latent_model(hf)
+    model = core_model(hf)
     biases = {
         name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")
     }
-    layout = megatron_layout(Dimensions.from_hf(hf), MegatronShard())
+    dimensions = Dimensions.from_hf(hf)
     fill_parameters(
         {**dict(model.named_parameters()), **biases},
-        layout,
-        WeightFiles.find(Path(directory)).block,
+        megatron_layout(dimensions, MegatronShard()),
+        reader(Path(directory), dimensions),
     )
     return model(sample()[None], torch.arange(TOKENS)[None], None)[0]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models.convert.cases import MODELS, empty, places
+from models.convert.cases import BASE, MODELS, SPARSE, empty, places, reader
 
 from ratchet.errors import ModelError
 from ratchet.models.convert.dimensions import Dimensions
@@ -17,6 +17,11 @@ from ratchet.models.convert.megatron import (
     fill_parameters,
     list_blocks,
     megatron_layout,
+)
+from ratchet.models.convert.packed_experts import (
+    pack_shapes,
+    read_packed_experts,
+    read_single_experts,
 )
 from ratchet.models.parallel.megatron_sizes import MegatronSizes
 from ratchet.models.parallel.sharding import ShardIndex
@@ -36,7 +41,8 @@ DIVISIONS = {
     "TP2 x EP2, experts whole": {"tensor": 2, "experts": 2, "expert_tensor": ShardIndex()},
     "TP2, Transformer Engine": {"tensor": 2, "has_te_layers": True},
 }
-SPARSE_TOO = ("mixtral", "deepseek_v3", "deepseek_v3-full-queries")
+CONFIG = {**BASE, **SPARSE}
+SPARSE_TOO = ("mixtral", "gpt_oss", "deepseek_v3", "deepseek_v3-full-queries")
 
 
 def _dimensions(directory) -> Dimensions:
@@ -53,22 +59,48 @@ def _dimensions(directory) -> Dimensions:
     ],
 )
 def test_there_and_back_is_bit_exact(written, weights, model, division):
-    dimensions, read = _dimensions(written(model)), WeightFiles.find(written(model)).block
-    back = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights(model).items()}
+    dimensions = _dimensions(written(model))
+    read = reader(written(model), dimensions)
+    back: dict[str, torch.Tensor] = {}
     for place in places(**DIVISIONS[division]):
         layout = megatron_layout(dimensions, place)
         parameters = empty(layout, place, dimensions)
         fill_parameters(parameters, layout, read)
         assert not any(tensor.isnan().any() for tensor in parameters.values())
         for block in list_blocks(parameters, layout):
-            assert block.shape == back[block.name].shape
+            whole = back.setdefault(block.name, torch.full(block.shape, float("nan")))
             sizes = block.tensor.shape
             at = tuple(slice(a, a + n) for a, n in zip(block.offsets, sizes, strict=True))
-            before = back[block.name][at]
+            before = whole[at]
             assert before.isnan().all() or torch.equal(before, block.tensor), "ranks disagree"
-            back[block.name][at] = block.tensor
-    for name, tensor in weights(model).items():
-        assert torch.equal(back[name], tensor), name
+            whole[at] = block.tensor
+    hf = weights(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in back.items()}
+    given = _read_given(back)
+    if dimensions.has_packed_experts:
+        shapes, given = pack_shapes(shapes, dimensions.experts), read_packed_experts(given)
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in hf.items()}
+    for name, tensor in hf.items():
+        assert torch.equal(given(name, (0,) * tensor.dim(), tensor.shape), tensor), name
+
+
+def test_any_block_of_packed_experts_can_be_read(written, weights):
+    name, hf = "model.layers.1.mlp.experts.gate_up_proj", weights("gpt_oss")
+    again = read_packed_experts(read_single_experts(_read_given(hf)))
+    for offsets, sizes in (
+        ((1, 3, 5), (2, 4, 9)),
+        ((3, 0, 4), (1, 32, 2)),
+        ((0, 31, 0), (4, 1, 1)),
+    ):
+        expected = _read_given(hf)(name, offsets, sizes)
+        assert torch.equal(again(name, offsets, sizes), expected)
+    assert torch.equal(again(f"{name}_bias", (2, 7), (1, 3)), hf[f"{name}_bias"][2:3, 7:10])
+
+
+def _read_given(tensors):
+    return lambda name, offsets, sizes: tensors[name][
+        tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+    ]
 
 
 def test_matrices_of_heads_and_mlps_lie_as_megatron_reads_them(written, weights):
@@ -195,14 +227,19 @@ def test_a_model_of_other_parameters_is_refused(written):
             "model_type 'gpt2' can't be converted to Megatron: use a model of llama, .*deepseek_v3",
         ),
         ({"model_type": "deepseek_v3"}, "lacks vocab_size"),
+        (
+            {"model_type": "gpt_oss", **CONFIG, "quantization_config": {"quant_method": "mxfp4"}},
+            "gpt_oss model are quantized",
+        ),
+        ({"model_type": "gpt_oss", **CONFIG, "attention_bias": False}, "must be true"),
+        ({"model_type": "qwen2_moe", "vocab_size": 50}, "qwen2_moe model lacks hidden_size"),
+        (
+            {"model_type": "gemma3_text"},
+            r"has no norms behind attention and MLP.* by learner.kind=dtensor",
+        ),
+        ({"model_type": "qwen3_next"}, "only with fla's CUDA kernels"),
     ],
 )
 def test_an_architecture_without_a_map_is_refused(config, message):
     with pytest.raises(ModelError, match=message):
         Dimensions.from_hf(config)
-
-
-def test_biases_that_megatron_has_no_place_for_are_refused(written):
-    config = json.loads((written("llama") / "config.json").read_text())
-    with pytest.raises(ModelError, match="attention_bias must be false"):
-        Dimensions.from_hf(config | {"attention_bias": True})
