@@ -188,6 +188,13 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None, optimizer=OPT
     def read(name, offsets, sizes):
         return weights[name][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
+    if isinstance(shape, Path) and adapter is None:
+        # A division keeps the bits that were loaded, under the names that they have in files.
+        for shard in learner.param_shards:
+            for block in shard.blocks(shard.local) if not shard.name.startswith("head.") else ():
+                assert torch.equal(
+                    block.tensor, read(block.name, block.offsets, block.tensor.shape)
+                )
     fill_param_shards(learner.param_shards, read)
     return learner
 
@@ -345,7 +352,7 @@ def precisions(rank, shape):
 
 def refusals(rank, directory, changes):
     """What a rank says of a model whose plan is changed by each of these tables of rules; None
-    takes a rule away."""
+    takes a rule away, and {} changes nothing."""
     from ratchet.models.transformers.division import divide_by_plan
     from ratchet.models.transformers.policy import TransformersPolicy
 
