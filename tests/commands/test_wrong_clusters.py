@@ -314,11 +314,12 @@ LAYER = {
             {"expert_parallel": 2},
             "LlamaForCausalLM has no experts that learner.expert_parallel=2 can divide .* set learner",
         ),
+        ("gemma2", {}, {"tensor_parallel": 2, "sequence_parallel": True}, None),
         (
-            "gemma2",
-            {},
+            "mixtral",
+            {"num_local_experts": 2},
             {"tensor_parallel": 2, "sequence_parallel": True},
-            r"learner.sequence_parallel needs .*\. Remove learner",
+            "is a mixture of experts, which learner.sequence_parallel does not .*: remove learner",
         ),
     ],
 )

@@ -117,6 +117,15 @@ TOPOLOGIES = {
     ),
     "hsdp2 x tp2": ({"replicas": 2, "tensor": 2}, {}),
 }
+SEQUENCE = {"sequence_parallel": True}
+BY_SEQUENCE = {
+    "tp2 sequence": ({"tensor": 2}, SEQUENCE),
+    "fsdp2 x tp2 sequence": (
+        {"shards": 2, "tensor": 2},
+        {"activation_checkpointing": True, **SEQUENCE},
+    ),
+    "cp2 x tp2 sequence": ({"context": 2, "tensor": 2}, SEQUENCE),
+}
 BY_TOKENS = {
     "cp2": ({"context": 2}, {}),
     "cp2 x fsdp2": ({"context": 2, "shards": 2}, {"activation_checkpointing": True}),
@@ -142,6 +151,8 @@ OF_MIXTURES = {
 ALL = [
     *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in TOPOLOGIES),
     *((model, name) for model in ("qwen3", "olmo2") for name in ("tp2", "fsdp2 x tp2")),
+    *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in BY_SEQUENCE),
+    *((model, "tp2 sequence") for model in ("qwen3", "olmo2")),
     *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in BY_TOKENS),
     *(("gemma2", name) for name in BY_MORE),
     ("gemma3_text", "cp2"),
@@ -155,7 +166,7 @@ ALL = [
     ("deepseek_v3", "ep2 x tp2"),
 ]
 MODELS |= OTHERS
-TOPOLOGIES |= BY_TOKENS | BY_MORE | BY_EXPERTS | OF_MIXTURES
+TOPOLOGIES |= BY_SEQUENCE | BY_TOKENS | BY_MORE | BY_EXPERTS | OF_MIXTURES
 
 
 @pytest.fixture(scope="module")
@@ -216,9 +227,13 @@ OF_LATENTS = LoRAConfig(
 )
 
 
-@pytest.mark.parametrize("kind", ADAPTED)
-def test_ranks_train_the_adapter_that_one_process_does(directory, kind, tmp_path):
-    topology, options = ADAPTED[kind]
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(kind, {}) for kind in ADAPTED] + [(kind, SEQUENCE) for kind in ("llama", "olmo2")],
+)
+def test_ranks_train_the_adapter_that_one_process_does(directory, kind, options, tmp_path):
+    topology, own_options = ADAPTED[kind]
+    options = own_options | options
     adapter = Adapter(OF_LATENTS, seed=5) if kind == "deepseek_v2" else ADAPTER
     expected = alone(directory(kind), STEPS, adapter=adapter)
     arguments = (topology, directory(kind), STEPS, options, torch.float64, tmp_path, False, adapter)
@@ -325,6 +340,23 @@ def test_a_plan_that_changes_the_model_is_refused(directory, kind, changes):
     for said in run_ranks(2, "learners.spread_cases:refusals", directory(kind), rules):
         for error, message in zip(said, messages, strict=True):
             assert message in error
+
+
+def test_a_block_that_divided_tokens_change_is_refused(directory):
+    """Its outputs stay whole where a rank has some tokens."""
+    rules = {"model.layers.*.mlp.down_proj": "colwise_gather_output"}
+    arguments = (
+        directory("llama"),
+        [
+            rules
+            | {"model.layers.*.mlp.gate_proj": "colwise_rep"}
+            | {"model.layers.*.mlp.up_proj": "colwise_rep"}
+        ],
+        True,
+    )
+    for said in run_ranks(2, "learners.spread_cases:refusals", *arguments):
+        assert "learner.sequence_parallel, c" in said[0]
+        assert said[0].endswith("): remove learner.sequence_parallel")
 
 
 def test_a_division_by_tokens_that_changes_the_model_is_refused(directory):

@@ -23,6 +23,8 @@ from ratchet.models.transformers.expert_parallel import (
     find_stacked_experts,
 )
 from ratchet.models.transformers.policy import PROBE_LENGTHS, TransformersPolicy, is_close
+from ratchet.models.transformers.sequence_parallel import REMEDY as SEQUENCE_REMEDY
+from ratchet.models.transformers.sequence_parallel import TokenShards
 from ratchet.models.transformers.tensor_parallel import divide_model
 from ratchet.models.transformers.tp_plan import REMEDY, TPPlan
 
@@ -51,36 +53,61 @@ def make_plan(policy: TransformersPolicy, ranks: int) -> TPPlan:
     return plan
 
 
-def divide_by_plan(policy: TransformersPolicy, group: Group, device: torch.device | str) -> None:
+def check_sequence_division(policy: TransformersPolicy) -> None:
+    """Raise ModelError if ranks can't divide hidden states between the blocks of a model."""
+    reason = None
+    if find_stacked_experts(policy.model):
+        reason = "is a mixture of experts"
+    elif not policy.packs:
+        reason = "can't pack sequences"
+    if reason is not None:
+        raise ModelError(
+            f"{type(policy.model).__name__} {reason}, which learner.sequence_parallel does not "
+            f"support where transformers runs the model: {SEQUENCE_REMEDY}"
+        )
+
+
+def divide_by_plan(
+    policy: TransformersPolicy,
+    group: Group,
+    device: torch.device | str,
+    *,
+    sequence: bool = False,
+) -> None:
     """Reduce a model to this rank's tensor-parallel shard, on the device.
+
+    sequence: True to divide hidden states too (sequence parallelism).
 
     Raises ModelError if the ranks together don't compute the same as the whole model.
     """
     plan, experts = make_plan(policy, group.size()), _ExpertsProbe(policy)
     with experts.replay_routes():
         whole_probe = _probe(policy)
-    division = divide_model(policy.model, plan, group)
+    tokens, plan_name = None, f"the plan of {type(policy.model).__name__} for tensor parallelism"
+    remedy = REMEDY
+    if sequence:
+        check_sequence_division(policy)
+        tokens, remedy = TokenShards(group, plan, policy.layers()), SEQUENCE_REMEDY
+        plan_name = f"{plan_name}, with learner.sequence_parallel,"
+    division = divide_model(policy.model, plan, group, tokens)
     policy.tp_division = division
     nn.Module.to(policy.model, device)
-    plan_name = f"the plan of {type(policy.model).__name__} for tensor parallelism"
-    experts.check(plan_name, REMEDY)
+    experts.check(plan_name, remedy)
     try:
         with experts.replay_routes():
             shard_probe = _probe(policy)
     except (AttributeError, TypeError, RuntimeError) as error:
-        raise ModelError(f"{plan_name} can't be followed ({error}): {REMEDY}") from None
+        raise ModelError(f"{plan_name} can't be followed ({error}): {remedy}") from None
     for name, computed in shard_probe.items():
         expected = whole_probe[name].to(computed)
         if name == "logits" and division.vocab_parallel is not None:
             rows = division.vocab_parallel.rows
             expected = expected[:, rows.start : rows.stop]
-        if name in division.partial_gradients:
-            computed = all_reduce_sum(computed, group)
         # The gradient of a divided parameter has only this rank's entries.
         if name not in division.divided_pieces and not is_close(
             computed, expected, policy.model.dtype, PROBE_ROUNDING
         ):
-            raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")
+            raise ModelError(f"{plan_name} changes what the model computes ({name}): {remedy}")
 
 
 def check_token_division(policy: TransformersPolicy) -> None:
@@ -227,6 +254,10 @@ def _probe(
         )
     with torch.no_grad():
         outputs = {"hidden states": hidden.detach(), "logits": policy.logits(hidden)}
-    return outputs | {
-        name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None
-    }
+    found = {name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None}
+    division = policy.tp_division
+    if division is not None:
+        for name in found:
+            if name in division.partial_gradients:
+                found[name] = all_reduce_sum(found[name], division.group)
+    return outputs | found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ratchet.errors import ModelError
-from ratchet.models.lora.transformers import ADAPTER_NAME
+from ratchet.models.lora.transformers import ADAPTER_NAME, get_canonical_name
 from ratchet.models.parallel.collectives import (
     Group,
     gather_columns,
@@ -27,6 +28,7 @@ from ratchet.models.parallel.collectives import (
 )
 from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
+from ratchet.models.transformers.sequence_parallel import TokenShards
 from ratchet.models.transformers.tp_plan import (
     BY_COLUMNS,
     BY_ROWS,
@@ -57,6 +59,7 @@ class TPDivision:
     partial_gradients: names of the parameters that each rank has as a whole, but whose gradient
       must be summed over ranks.
     vocab_parallel: the operations on the divided logits; None if each rank has all logits.
+    tokens: the division of hidden states between blocks (sequence parallelism); None: not divided.
     """
 
     group: Group
@@ -64,10 +67,15 @@ class TPDivision:
     divided_pieces: Mapping[str, WeightPieces]
     partial_gradients: frozenset[str]
     vocab_parallel: VocabParallelLogits | None
+    tokens: TokenShards | None = None
 
 
-def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
+def divide_model(
+    model: nn.Module, plan: TPPlan, group: Group, tokens: TokenShards | None = None
+) -> TPDivision:
     """Replace a model's weights by this rank's blocks, and make its modules communicate.
+
+    tokens: see `TPDivision`.
 
     Raises ModelError if modules share a weight, but the plan divides only some of these modules.
     """
@@ -94,25 +102,37 @@ def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
         elif isinstance(module, nn.Embedding) and module.weight not in pieces:
             pieces |= _divide_embedding(module, shard_index, group)
         elif isinstance(module, nn.Linear) and path != plan.head:
+            if style in BY_COLUMNS and tokens is not None and module.bias is not None:
+                partially_used.add(module.bias)  # added to this rank's tokens
             if style in BY_ROWS:
                 pieces |= _divide_outputs(
-                    module, shard_index, group, gather_outputs=style in GATHERED_OUTPUTS
+                    module,
+                    shard_index,
+                    group,
+                    gather_outputs=style in GATHERED_OUTPUTS,
+                    sum_gradient=tokens is None,
                 )
             else:
+                add = _make_sum(group, tokens)
                 pieces |= _divide_inputs(
-                    module, shard_index, group, split_input=style in SPLIT_INPUTS
+                    module, shard_index, group, add, split_input=style in SPLIT_INPUTS
                 )
     parameters = dict(model.named_parameters())
     if len(parameters) != n_parameters:
         raise ModelError(
             f"the plan of {type(model).__name__} divides weights that other modules share: {REMEDY}"
         )
+    partial_names = {name for name, p in parameters.items() if p in partially_used}
+    if tokens is not None:
+        tokens.install(model)
+        partial_names |= tokens.list_partial(model)
     return TPDivision(
         group,
         plan,
         {name: _name(pieces[p], name) for name, p in parameters.items() if p in pieces},
-        frozenset(name for name, p in parameters.items() if p in partially_used),
+        frozenset(partial_names),
         vocab_parallel,
+        tokens,
     )
 
 
@@ -124,10 +144,10 @@ def divide_adapters(model: nn.Module, division: TPDivision) -> TPDivision:
     factors are whole, and so are their gradients, and where the outputs end in the rotary part of
     all heads' keys.
     """
-    group = division.group
+    group, tokens = division.group, division.tokens
     shard_index = ShardIndex(group.rank(), group.size())
     pieces = dict(division.divided_pieces)
-    partial = set(division.partial_gradients)
+    partial_names = set(division.partial_gradients)
     modules = dict(model.named_modules())
     for path, style in division.plan.styles.items():
         layer: Any = modules.get(path)
@@ -141,29 +161,47 @@ def divide_adapters(model: nn.Module, division: TPDivision) -> TPDivision:
         if style in BY_COLUMNS:
             a.weight, cut_pieces = _cut_block(a.weight, Cut(1), shard_index)
             pieces[a_name] = _name(cut_pieces, a_name)
-            a.forward = _sum_outputs(a.forward, group, split_input=style in SPLIT_INPUTS)
-        elif style not in GATHERED_OUTPUTS:
-            a.forward = _sum_input_gradient(a.forward, group)
-            partial.add(a_name)
+            a.forward = _sum_outputs(
+                a.forward, group, _make_sum(group, tokens), split_input=style in SPLIT_INPUTS
+            )
+            if tokens is not None:
+                partial_names.add(b_name)
+        elif style in GATHERED_OUTPUTS:
+            if tokens is not None and group.rank() > 0:
+                # All ranks have the same gradient of the block's input, of which they have the sum.
+                a.forward = _drop_input_gradient(a.forward)
+        else:
+            if tokens is None:
+                a.forward = _sum_input_gradient(a.forward, group)
+            partial_names.add(a_name)
             if style in OUTPUTS:
                 b.weight, cut_pieces = _cut_block(b.weight, Cut(0), shard_index)
                 pieces[b_name] = _name(cut_pieces, b_name)
             else:
-                partial.add(b_name)
-    return replace(division, divided_pieces=pieces, partial_gradients=frozenset(partial))
+                partial_names.add(b_name)
+    if tokens is not None:
+        outside = tokens.list_partial(model)
+        partial_names |= {get_canonical_name(name) for name in outside} - pieces.keys()
+    return replace(division, divided_pieces=pieces, partial_gradients=frozenset(partial_names))
 
 
 Forward = Callable[[Tensor], Tensor]
 
 
-def _sum_outputs(forward: Forward, group: Group, *, split_input: bool) -> Forward:
+def _make_sum(group: Group, tokens: TokenShards | None) -> Forward:
+    """Return the sum over ranks, of all tokens or of this rank's."""
+    return partial(sum_forward, group=group) if tokens is None else tokens.leave
+
+
+def _sum_outputs(forward: Forward, group: Group, add: Forward, *, split_input: bool) -> Forward:
     """Return a forward that sums its outputs over ranks, each of which has a part of the input.
 
+    add: the sum.
     split_input: True to take this rank's part of an input that all ranks have whole.
     """
 
     def sum_outputs(input: Tensor) -> Tensor:
-        return sum_forward(forward(take_own_columns(input, group) if split_input else input), group)
+        return add(forward(take_own_columns(input, group) if split_input else input))
 
     return sum_outputs
 
@@ -175,6 +213,15 @@ def _sum_input_gradient(forward: Forward, group: Group) -> Forward:
         return forward(sum_backward(input, group))
 
     return sum_input_gradient
+
+
+def _drop_input_gradient(forward: Forward) -> Forward:
+    """Return a forward without a gradient of its input."""
+
+    def drop_input_gradient(input: Tensor) -> Tensor:
+        return forward(input.detach())
+
+    return drop_input_gradient
 
 
 def _sum_last_gradients(forward: Forward, n: int, group: Group) -> Forward:
@@ -254,9 +301,17 @@ def _divide_experts(
 
 
 def _divide_outputs(
-    linear: nn.Linear, shard_index: ShardIndex, group: Group, *, gather_outputs: bool = False
+    linear: nn.Linear,
+    shard_index: ShardIndex,
+    group: Group,
+    *,
+    gather_outputs: bool = False,
+    sum_gradient: bool = True,
 ) -> CutPieces:
-    """Divide a linear layer by its outputs (column parallelism)."""
+    """Divide a linear layer by its outputs (column parallelism).
+
+    sum_gradient: True to sum the ranks' gradients of the input.
+    """
     linear.weight, cut_pieces = _cut_block(linear.weight, Cut(0), shard_index)
     pieces: CutPieces = {linear.weight: cut_pieces}
     if linear.bias is not None:
@@ -265,7 +320,7 @@ def _divide_outputs(
     plain_forward = linear.forward
 
     def forward(input: Tensor) -> Tensor:
-        out = plain_forward(sum_backward(input, group))
+        out = plain_forward(sum_backward(input, group) if sum_gradient else input)
         return gather_columns(out, group) if gather_outputs else out
 
     linear.forward = forward
@@ -273,14 +328,14 @@ def _divide_outputs(
 
 
 def _divide_inputs(
-    linear: nn.Linear, shard_index: ShardIndex, group: Group, *, split_input: bool
+    linear: nn.Linear, shard_index: ShardIndex, group: Group, add: Forward, *, split_input: bool
 ) -> CutPieces:
-    """Divide a linear layer by its inputs (row parallelism)."""
+    """Divide a linear layer by its inputs (row parallelism); `add` sums the ranks' outputs."""
     linear.weight, cut_pieces = _cut_block(linear.weight, Cut(1), shard_index)
 
     def forward(input: Tensor) -> Tensor:
         local_input = take_own_columns(input, group) if split_input else input
-        out = sum_forward(F.linear(local_input, linear.weight), group)
+        out = add(F.linear(local_input, linear.weight))
         return out if linear.bias is None else out + linear.bias
 
     linear.forward = forward
