@@ -280,9 +280,22 @@ LAYER = {
         ),
         (
             "mixtral",
+            {"num_local_experts": 2, "intermediate_size": 12, "num_key_value_heads": 8}
+            | {"num_attention_heads": 8},
+            {"tensor_parallel": 8},
+            "8 doesn't divide .* 12 columns of an expert .model.layers.0.mlp.experts.gate_up_proj.: ",
+        ),
+        (
+            "mixtral",
             {"num_local_experts": 2},
+            {"tensor_parallel": 2, "expert_parallel": 2, "dp_shard": 2},
+            None,
+        ),
+        (
+            "gpt_oss",
+            {"num_local_experts": 2, "num_experts_per_tok": 2},
             {"tensor_parallel": 2},
-            "divides .*.experts in the style 'moe_tp_experts', which is not supported: set",
+            "GptOssForCausalLM has no plan for tensor parallelism: set learner.tensor_parallel to 1",
         ),
         (
             "gemma2",
@@ -303,11 +316,12 @@ LAYER = {
             {"expert_parallel": 2},
             "LlamaForCausalLM has no experts that learner.expert_parallel=2 can divide .* set learner",
         ),
+        ("gemma2", {}, {"tensor_parallel": 2, "sequence_parallel": True}, None),
         (
-            "gemma2",
-            {},
+            "mixtral",
+            {"num_local_experts": 2},
             {"tensor_parallel": 2, "sequence_parallel": True},
-            r"learner.sequence_parallel needs .*\. Remove learner",
+            "is a mixture of experts, which learner.sequence_parallel does not .*: remove learner",
         ),
     ],
 )

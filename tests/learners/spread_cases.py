@@ -153,7 +153,8 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None, optimizer=OPT
         # An adapter is attached once the model is divided.
         policy = whole if adapter is None else first(shape, dtype)[0]
         if mesh.tensor is not None:
-            division.divide_by_plan(policy, mesh.tensor, "cpu")
+            sequence = config.sequence_parallel
+            division.divide_by_plan(policy, mesh.tensor, "cpu", sequence=sequence)
         if mesh.context is not None:
             division.divide_by_tokens(policy, mesh.context)
         if mesh.experts is not None:
@@ -188,6 +189,13 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None, optimizer=OPT
     def read(name, offsets, sizes):
         return weights[name][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
+    if isinstance(shape, Path) and adapter is None:
+        # A division keeps the bits that were loaded, under the names that they have in files.
+        for shard in learner.param_shards:
+            for block in shard.blocks(shard.local) if not shard.name.startswith("head.") else ():
+                assert torch.equal(
+                    block.tensor, read(block.name, block.offsets, block.tensor.shape)
+                )
     fill_param_shards(learner.param_shards, read)
     return learner
 
@@ -343,9 +351,9 @@ def precisions(rank, shape):
     return seen, {item.local.dtype for item in learner.param_shards}
 
 
-def refusals(rank, directory, changes):
+def refusals(rank, directory, changes, sequence=False):
     """What a rank says of a model whose plan is changed by each of these tables of rules; None
-    takes a rule away."""
+    takes a rule away, and {} changes nothing."""
     from ratchet.models.transformers.division import divide_by_plan
     from ratchet.models.transformers.policy import TransformersPolicy
 
@@ -355,7 +363,7 @@ def refusals(rank, directory, changes):
         changed = {**policy.model.tp_plan, **rules}
         policy.model.tp_plan = {rule: style for rule, style in changed.items() if style is not None}
         with pytest.raises(ModelError) as caught:
-            divide_by_plan(policy, group, "cpu")
+            divide_by_plan(policy, group, "cpu", sequence=sequence)
         said.append(str(caught.value))
     return said
 

@@ -88,6 +88,25 @@ OTHERS = {
         **LATENT,
         **EXPERTS,
     },
+    # Keys of all heads share a rotary part.
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        **LATENT,
+        **EXPERTS,
+    },
+    "mixtral": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # gathers queries and keys
+    # The plan leaves experts whole.
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 12,
+    },
 }
 TOPOLOGIES = {
     "fsdp2": ({"shards": 2}, {}),
@@ -97,6 +116,15 @@ TOPOLOGIES = {
         {"activation_checkpointing": True, "logprob_chunk_mib": 1},
     ),
     "hsdp2 x tp2": ({"replicas": 2, "tensor": 2}, {}),
+}
+SEQUENCE = {"sequence_parallel": True}
+BY_SEQUENCE = {
+    "tp2 sequence": ({"tensor": 2}, SEQUENCE),
+    "fsdp2 x tp2 sequence": (
+        {"shards": 2, "tensor": 2},
+        {"activation_checkpointing": True, **SEQUENCE},
+    ),
+    "cp2 x tp2 sequence": ({"context": 2, "tensor": 2}, SEQUENCE),
 }
 BY_TOKENS = {
     "cp2": ({"context": 2}, {}),
@@ -111,10 +139,20 @@ BY_EXPERTS = {
     "ep2 x cp2": ({"context": 2, "shards": 2, "experts": 2}, {}),
 }
 BY_MORE = {"cp3": ({"context": 3}, {}), "cp2 x tp2": ({"context": 2, "tensor": 2}, {})}
+# Each rank has some columns of every expert.
+OF_MIXTURES = {
+    "tp2": ({"tensor": 2}, {}),
+    "fsdp2 x tp2": TOPOLOGIES["fsdp2 x tp2"],
+    "ep2 x tp2": ({"shards": 2, "experts": 2, "tensor": 2}, {"activation_checkpointing": True}),
+    "ep2 of hsdp2 x tp2": ({"replicas": 2, "shards": 2, "experts": 2, "tensor": 2}, {}),
+    "cp2 x tp2": ({"context": 2, "tensor": 2}, {}),
+}
 # Three models in all topologies; of the others, what differs in them.
 ALL = [
     *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in TOPOLOGIES),
     *((model, name) for model in ("qwen3", "olmo2") for name in ("tp2", "fsdp2 x tp2")),
+    *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in BY_SEQUENCE),
+    *((model, "tp2 sequence") for model in ("qwen3", "olmo2")),
     *((model, name) for model in ("llama", "gemma2", "gpt_neox") for name in BY_TOKENS),
     *(("gemma2", name) for name in BY_MORE),
     ("gemma3_text", "cp2"),
@@ -122,9 +160,13 @@ ALL = [
     ("qwen3_5_text", "fsdp2"),
     *(("qwen3_moe", name) for name in BY_EXPERTS),
     *((model, "ep2 x fsdp2") for model in ("glm4_moe", "gpt_oss", "deepseek_v3")),
+    *(("qwen3_moe", name) for name in OF_MIXTURES),
+    *((model, "tp2") for model in ("mixtral", "qwen2_moe", "deepseek_v2")),
+    ("olmoe", "fsdp2 x tp2"),
+    ("deepseek_v3", "ep2 x tp2"),
 ]
 MODELS |= OTHERS
-TOPOLOGIES |= BY_TOKENS | BY_MORE | BY_EXPERTS
+TOPOLOGIES |= BY_SEQUENCE | BY_TOKENS | BY_MORE | BY_EXPERTS | OF_MIXTURES
 
 
 @pytest.fixture(scope="module")
@@ -178,21 +220,30 @@ ADAPTED = {  # what a plan does to a linear layer
     "gemma2": ({"shards": 2}, {"activation_checkpointing": True}),
     "qwen3": ({"shards": 2, "tensor": 2}, {}),
     "gpt_oss": ({"shards": 2, "experts": 2}, {}),  # attention alone
+    "deepseek_v2": ({"shards": 2, "experts": 2, "tensor": 2}, {}),  # a rotary part for all heads
 }
+OF_LATENTS = LoRAConfig(
+    rank=2, alpha=4.0, target_modules=("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+)
 
 
-@pytest.mark.parametrize("kind", ADAPTED)
-def test_ranks_train_the_adapter_that_one_process_does(directory, kind, tmp_path):
-    topology, options = ADAPTED[kind]
-    expected = alone(directory(kind), STEPS, adapter=ADAPTER)
-    arguments = (topology, directory(kind), STEPS, options, torch.float64, tmp_path, False, ADAPTER)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(kind, {}) for kind in ADAPTED] + [(kind, SEQUENCE) for kind in ("llama", "olmo2")],
+)
+def test_ranks_train_the_adapter_that_one_process_does(directory, kind, options, tmp_path):
+    topology, own_options = ADAPTED[kind]
+    options = own_options | options
+    adapter = Adapter(OF_LATENTS, seed=5) if kind == "deepseek_v2" else ADAPTER
+    expected = alone(directory(kind), STEPS, adapter=adapter)
+    arguments = (topology, directory(kind), STEPS, options, torch.float64, tmp_path, False, adapter)
     world = Topology(**topology).world_size
     results = run_ranks(world, "learners.spread_cases:spread", *arguments)
     check_alike(results, topology, expected, rtol=1e-5)
     names = BlockFiles(tmp_path).blocks_by_name
     assert all("lora_" in name or name.endswith("head.weight") for name in names)
     moved = [name for name, weight in expected[1].items() if ".lora_B." in name and weight.any()]
-    assert len(moved) == (8 if kind == "gpt_oss" else 14)
+    assert len(moved) == (8 if kind in ("gpt_oss", "deepseek_v2") else 14)
 
 
 def test_an_adapter_of_stacked_experts_is_refused(directory):
@@ -219,8 +270,14 @@ def test_muon_leaves_stacked_biases_of_experts_alone(directory):
     assert "model.model.layers.0.mlp.router.weight" in matrices
 
 
-def test_ranks_with_other_experts_go_on_from_a_checkpoint(directory, tmp_path):
-    topology, later = {"shards": 4, "experts": 2}, {"shards": 4, "experts": 4}
+@pytest.mark.parametrize(
+    ("topology", "later"),
+    [
+        ({"shards": 4, "experts": 2}, {"shards": 4, "experts": 4}),
+        ({"shards": 2, "experts": 2, "tensor": 2}, {"shards": 4, "experts": 4}),
+    ],
+)
+def test_ranks_with_other_experts_go_on_from_a_checkpoint(directory, tmp_path, topology, later):
     source = directory("qwen3_moe")
     arguments = (topology, source, 2, {}, torch.float64, tmp_path, False, None, OPTIMIZER, later)
     results = run_ranks(4, "learners.spread_cases:spread", *arguments)
@@ -258,11 +315,48 @@ CHANGES = [
 ]
 
 
-def test_a_plan_that_changes_the_model_is_refused(directory):
-    rules, messages = zip(*CHANGES, strict=True)
-    for said in run_ranks(2, "learners.spread_cases:refusals", directory("qwen3"), rules):
+STACKED = "model.layers.*.mlp.experts"
+CHANGES_OF_EXPERTS = [
+    ({STACKED: None}, "gate_up_proj in the style 'packed_colwise', which is not supported: set"),
+    ({f"{STACKED}.down_proj": "colwise"}, "'colwise', which is not supported for experts: set"),
+    (
+        {f"{STACKED}.gate_up_proj": None, f"{STACKED}.down_proj": None},
+        "divides model.layers.1.mlp.experts, but none of its parameters: set",
+    ),
+    ({f"{STACKED}.down_proj": None}, "can't compute model.layers.1.mlp.experts ("),
+    # What the plan of GLM-4-MoE comes without.
+    (
+        {"model.layers.*.self_attn.q_norm": None},
+        "changes what the model computes (model.layers.0.self_attn.q_norm.weight): set learner",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("qwen3", CHANGES), ("qwen3_moe", CHANGES_OF_EXPERTS)]
+)
+def test_a_plan_that_changes_the_model_is_refused(directory, kind, changes):
+    rules, messages = zip(*changes, strict=True)
+    for said in run_ranks(2, "learners.spread_cases:refusals", directory(kind), rules):
         for error, message in zip(said, messages, strict=True):
             assert message in error
+
+
+def test_a_block_that_divided_tokens_change_is_refused(directory):
+    """Its outputs stay whole where a rank has some tokens."""
+    rules = {"model.layers.*.mlp.down_proj": "colwise_gather_output"}
+    arguments = (
+        directory("llama"),
+        [
+            rules
+            | {"model.layers.*.mlp.gate_proj": "colwise_rep"}
+            | {"model.layers.*.mlp.up_proj": "colwise_rep"}
+        ],
+        True,
+    )
+    for said in run_ranks(2, "learners.spread_cases:refusals", *arguments):
+        assert "learner.sequence_parallel, c" in said[0]
+        assert said[0].endswith("): remove learner.sequence_parallel")
 
 
 def test_a_division_by_tokens_that_changes_the_model_is_refused(directory):

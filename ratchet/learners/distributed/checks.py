@@ -58,7 +58,11 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     experts of each layer (expert parallel).
     """
     # These imports take seconds unless such a model is loaded already.
-    from ratchet.models.transformers.division import check_token_division, make_plan
+    from ratchet.models.transformers.division import (
+        check_sequence_division,
+        check_token_division,
+        make_plan,
+    )
     from ratchet.models.transformers.expert_parallel import check_experts
     from ratchet.models.transformers.policy import TransformersPolicy
 
@@ -75,15 +79,13 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
                 f"learner.{key}={value} {reason}. Set learner.{key}=1, and learner.dp_shard to the "
                 "number of ranks."
             )
-    if section.sequence_parallel:
-        raise ConfigError(
-            "learner.sequence_parallel needs Ratchet's own decoder, but transformers runs this "
-            "model. Remove learner.sequence_parallel."
-        )
     assert isinstance(model, TransformersPolicy), "any other model is a decoder"
     if section.tensor_parallel > 1:
         # Raises ModelError if the model can't be divided.
         make_plan(model, section.tensor_parallel)
+        if section.sequence_parallel:
+            # Raises ModelError for a mixture of experts.
+            check_sequence_division(model)
     if section.context_parallel > 1:
         # Raises ModelError for an architecture whose tokens can't be divided.
         check_token_division(model)

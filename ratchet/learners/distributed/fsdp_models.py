@@ -134,7 +134,12 @@ class DTensorModels:
         from ratchet.models.transformers import division
 
         if self.mesh.tensor is not None:
-            division.divide_by_plan(model, self.mesh.tensor, self.device)
+            division.divide_by_plan(
+                model,
+                self.mesh.tensor,
+                self.device,
+                sequence=self.config.sequence_parallel,
+            )
         if self.mesh.context is not None:
             division.divide_by_tokens(model, self.mesh.context)
         if self.mesh.experts is not None:

@@ -23,6 +23,7 @@ from ratchet.models.weights.weight_layout import (
     cut_blocks,
     is_tensor_parallel,
     list_pieces,
+    make_whole_piece,
 )
 from ratchet.protocols import Shard
 
@@ -143,7 +144,7 @@ def collect_param_shards(
     for name, parameter in () if head is None else head.named_parameters():
         head_name = f"head.{name}"
         param_shards.append(
-            _make_shard(head_name, parameter, _make_whole_piece(head_name, parameter), mesh, ())
+            _make_shard(head_name, parameter, (make_whole_piece(head_name, parameter),), mesh, ())
         )
     return param_shards
 
@@ -201,20 +202,20 @@ def _make_transformers_shard(
 
     name: the canonical name.
     """
-    if model.expert_division is not None and name in model.expert_division.pieces:
-        piece = model.expert_division.pieces[name]
-        return _make_shard(name, parameter, (piece,), mesh, (), is_expert=True)
     division = model.tp_division
-    if division is None or mesh.tensor is None:
-        return _make_shard(name, parameter, _make_whole_piece(name, parameter), mesh, ())
-    if (piece := division.divided_pieces.get(name)) is not None:
-        return _make_shard(name, parameter, (piece,), mesh, (), is_divided=True)
+    divided_pieces = division.divided_pieces if division is not None else {}
+    is_divided = name in divided_pieces
+    if model.expert_division is not None and name in model.expert_division.pieces:
+        pieces = model.expert_division.pieces[name]
+        return _make_shard(name, parameter, pieces, mesh, (), is_divided=is_divided, is_expert=True)
+    is_partial = division is not None and name in division.partial_gradients
     return _make_shard(
         name,
         parameter,
-        _make_whole_piece(name, parameter),
+        divided_pieces.get(name) or (make_whole_piece(name, parameter),),
         mesh,
-        (mesh.tensor,) if name in division.partial_gradients else (),
+        (mesh.tensor,) if is_partial and mesh.tensor is not None else (),
+        is_divided=is_divided,
     )
 
 
@@ -253,12 +254,6 @@ def _make_shard(
     return ParamShard(
         name, parameter, pieces, rows, copies, reduce_groups, gradient_divisor, is_owner
     )
-
-
-def _make_whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
-    """Return a single piece that covers the whole parameter."""
-    shape = tuple(parameter.shape)
-    return (WeightPiece(name, shape, (0,) * len(shape), range(shape[0])),)
 
 
 def fill_param_shards(

@@ -5,7 +5,8 @@ Each division is followed by a probe: the ranks together must compute what the w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from ratchet.models.transformers.expert_parallel import (
     find_stacked_experts,
 )
 from ratchet.models.transformers.policy import PROBE_LENGTHS, TransformersPolicy, is_close
-from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_model
+from ratchet.models.transformers.sequence_parallel import REMEDY as SEQUENCE_REMEDY
+from ratchet.models.transformers.sequence_parallel import TokenShards
+from ratchet.models.transformers.tensor_parallel import divide_model
+from ratchet.models.transformers.tp_plan import REMEDY, TPPlan
 
 PROBE_TOKENS = 7  # length of the sequence in a probe, unless it says otherwise
 # Factor on the tolerance for a divided model. It sums in another order, and the summands of a
@@ -49,32 +53,61 @@ def make_plan(policy: TransformersPolicy, ranks: int) -> TPPlan:
     return plan
 
 
-def divide_by_plan(policy: TransformersPolicy, group: Group, device: torch.device | str) -> None:
+def check_sequence_division(policy: TransformersPolicy) -> None:
+    """Raise ModelError if ranks can't divide hidden states between the blocks of a model."""
+    reason = None
+    if find_stacked_experts(policy.model):
+        reason = "is a mixture of experts"
+    elif not policy.packs:
+        reason = "can't pack sequences"
+    if reason is not None:
+        raise ModelError(
+            f"{type(policy.model).__name__} {reason}, which learner.sequence_parallel does not "
+            f"support where transformers runs the model: {SEQUENCE_REMEDY}"
+        )
+
+
+def divide_by_plan(
+    policy: TransformersPolicy,
+    group: Group,
+    device: torch.device | str,
+    *,
+    sequence: bool = False,
+) -> None:
     """Reduce a model to this rank's tensor-parallel shard, on the device.
+
+    sequence: True to divide hidden states too (sequence parallelism).
 
     Raises ModelError if the ranks together don't compute the same as the whole model.
     """
-    plan, whole_probe = make_plan(policy, group.size()), _probe(policy)
-    division = divide_model(policy.model, plan, group)
+    plan, experts = make_plan(policy, group.size()), _ExpertsProbe(policy)
+    with experts.replay_routes():
+        whole_probe = _probe(policy)
+    tokens, plan_name = None, f"the plan of {type(policy.model).__name__} for tensor parallelism"
+    remedy = REMEDY
+    if sequence:
+        check_sequence_division(policy)
+        tokens, remedy = TokenShards(group, plan, policy.layers()), SEQUENCE_REMEDY
+        plan_name = f"{plan_name}, with learner.sequence_parallel,"
+    division = divide_model(policy.model, plan, group, tokens)
     policy.tp_division = division
     nn.Module.to(policy.model, device)
-    plan_name = f"the plan of {type(policy.model).__name__} for tensor parallelism"
+    experts.check(plan_name, remedy)
     try:
-        shard_probe = _probe(policy)
+        with experts.replay_routes():
+            shard_probe = _probe(policy)
     except (AttributeError, TypeError, RuntimeError) as error:
-        raise ModelError(f"{plan_name} can't be followed ({error}): {REMEDY}") from None
+        raise ModelError(f"{plan_name} can't be followed ({error}): {remedy}") from None
     for name, computed in shard_probe.items():
         expected = whole_probe[name].to(computed)
         if name == "logits" and division.vocab_parallel is not None:
             rows = division.vocab_parallel.rows
             expected = expected[:, rows.start : rows.stop]
-        if name in division.partial_gradients:
-            computed = all_reduce_sum(computed, group)
         # The gradient of a divided parameter has only this rank's entries.
         if name not in division.divided_pieces and not is_close(
             computed, expected, policy.model.dtype, PROBE_ROUNDING
         ):
-            raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")
+            raise ModelError(f"{plan_name} changes what the model computes ({name}): {remedy}")
 
 
 def check_token_division(policy: TransformersPolicy) -> None:
@@ -119,57 +152,76 @@ def divide_by_experts(policy: TransformersPolicy, group: Group) -> None:
     same as one.
     """
     check_experts(policy.model, group.size())
-    inputs = _record_expert_inputs(policy)
-    modules = find_stacked_experts(policy.model)
-    whole_probes = {path: _probe_experts(modules[path], *inputs[path]) for path in inputs}
-    policy.expert_division = divide_experts(policy.model, group)
+    experts = _ExpertsProbe(policy)
+    divided_pieces = {} if policy.tp_division is None else policy.tp_division.divided_pieces
+    policy.expert_division = divide_experts(policy.model, group, divided_pieces)
     name = f"{type(policy.model).__name__}, whose experts are divided over ranks,"
-    for path, whole_probe in whole_probes.items():
-        try:
-            shard_probe = _probe_experts(modules[path], *inputs[path])
-        except (IndexError, TypeError, RuntimeError) as error:
-            raise ModelError(f"{name} can't compute {path} ({error}): {EXPERTS_REMEDY}") from None
-        for computed, expected in zip(shard_probe, whole_probe, strict=True):
-            if not is_close(computed, expected, policy.model.dtype, PROBE_ROUNDING):
-                raise ModelError(f"{name} computes something else ({path}): {EXPERTS_REMEDY}")
+    experts.check(name, EXPERTS_REMEDY)
 
 
-def _record_expert_inputs(policy: TransformersPolicy) -> Mapping[str, tuple[Tensor, ...]]:
-    """Return the inputs of each layer's experts in a forward of a few tokens, by module path."""
-    inputs: dict[str, tuple[Tensor, ...]] = {}
+class _ExpertsProbe:
+    """What each layer's stacked experts compute of a few tokens, before and after a division.
 
-    def make_hook(path: str) -> Any:
-        def record(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
-            inputs[path] = (*args, *named.values())
-
-        return record
-
-    hooks = [
-        module.register_forward_pre_hook(make_hook(path), with_kwargs=True)
-        for path, module in find_stacked_experts(policy.model).items()
-    ]
-    tokens = policy.make_probe_tokens(PROBE_TOKENS)
-    with torch.no_grad():
-        policy.hidden(tokens, torch.arange(PROBE_TOKENS, device=tokens.device), (PROBE_TOKENS,))
-    for hook in hooks:
-        hook.remove()
-    return inputs
-
-
-def _probe_experts(
-    module: nn.Module, hidden_Td: Tensor, experts_TK: Tensor, weights_TK: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the output of a layer's experts, and the gradients of its inputs.
-
-    The experts of each token are given: near a tie a router could choose others after a rounding
-    difference.
+    The experts of each token are those of the first forward: near a tie a router could choose
+    others after a rounding difference.
     """
-    inputs = [x.detach().clone().requires_grad_() for x in (hidden_Td, weights_TK)]
-    with torch.enable_grad():
-        output = module(inputs[0], experts_TK, inputs[1])
-        numbers = torch.arange(output.numel(), dtype=output.dtype, device=output.device)
-        loss = (output * numbers.cos().view(output.shape)).sum()
-        return output.detach(), *torch.autograd.grad(loss, inputs)
+
+    def __init__(self, policy: TransformersPolicy) -> None:
+        self._dtype = policy.model.dtype
+        self._modules = find_stacked_experts(policy.model)
+        self._inputs: dict[str, tuple[Tensor, ...]] = {}
+        tokens = policy.make_probe_tokens(PROBE_TOKENS)
+        with torch.no_grad(), self.replay_routes():
+            policy.hidden(tokens, torch.arange(PROBE_TOKENS, device=tokens.device), (PROBE_TOKENS,))
+        self._outputs = {path: self._compute(path) for path in self._inputs}
+
+    @contextmanager
+    def replay_routes(self) -> Iterator[None]:
+        """Within the context, give experts the routes of the first forward, without gradients."""
+
+        def make_hook(path: str) -> Any:
+            def replay(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> Any:
+                hidden, *routes = *args, *named.values()
+                __, *first_routes = self._inputs.setdefault(path, (hidden, *routes))
+                return (hidden, *(x.to(hidden.device) for x in first_routes)), {}
+
+            return replay
+
+        hooks = [
+            module.register_forward_pre_hook(make_hook(path), with_kwargs=True)
+            for path, module in self._modules.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def check(self, name: str, remedy: str) -> None:
+        """Raise ModelError if the experts compute something else than before.
+
+        name: the model and its division, in a message.
+        """
+        for path, outputs in self._outputs.items():
+            try:
+                found = self._compute(path)
+            except (IndexError, TypeError, RuntimeError) as error:
+                raise ModelError(f"{name} can't compute {path} ({error}): {remedy}") from None
+            for computed, expected in zip(found, outputs, strict=True):
+                if not is_close(computed, expected.to(computed), self._dtype, PROBE_ROUNDING):
+                    raise ModelError(f"{name} changes what {path} computes: {remedy}")
+
+    def _compute(self, path: str) -> tuple[Tensor, ...]:
+        """Return the output of a layer's experts, and the gradients of its inputs."""
+        module: Any = self._modules[path]
+        device = next(iter(module.parameters())).device
+        hidden_Td, experts_TK, weights_TK = (x.to(device) for x in self._inputs[path])
+        inputs = [x.detach().clone().requires_grad_() for x in (hidden_Td, weights_TK)]
+        with torch.enable_grad():
+            output = module(inputs[0], experts_TK, inputs[1])
+            numbers = torch.arange(output.numel(), dtype=output.dtype, device=output.device)
+            loss = (output * numbers.cos().view(output.shape)).sum()
+            return output.detach(), *torch.autograd.grad(loss, inputs)
 
 
 def _probe(
@@ -202,6 +254,10 @@ def _probe(
         )
     with torch.no_grad():
         outputs = {"hidden states": hidden.detach(), "logits": policy.logits(hidden)}
-    return outputs | {
-        name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None
-    }
+    found = {name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None}
+    division = policy.tp_division
+    if division is not None:
+        for name in found:
+            if name in division.partial_gradients:
+                found[name] = all_reduce_sum(found[name], division.group)
+    return outputs | found

@@ -25,7 +25,7 @@ from ratchet.models.layers.moe import ComputeExperts, mix_experts
 from ratchet.models.parallel.collectives import Group
 from ratchet.models.parallel.expert_parallel import ExpertExchange
 from ratchet.models.parallel.sharding import ShardIndex, check_even_experts
-from ratchet.models.weights.weight_layout import WeightPiece
+from ratchet.models.weights.weight_layout import WeightPiece, make_whole_piece
 
 REMEDY = "set learner.expert_parallel to 1, and learner.dp_shard to the number of ranks"
 # (hidden states [T, d], expert indices [T, K], their weights [T, K]) -> weighted sum [T, d]
@@ -37,12 +37,12 @@ class ExpertDivision:
     """The division of a model's experts over the ranks of a group.
 
     modules: the modules that hold this rank's experts.
-    pieces: this rank's piece of each parameter of these modules, by the parameter's name.
+    pieces: this rank's pieces of each parameter of these modules, by the parameter's name.
     """
 
     group: Group
     modules: tuple[nn.Module, ...]
-    pieces: Mapping[str, WeightPiece]
+    pieces: Mapping[str, tuple[WeightPiece, ...]]
 
 
 def find_stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -72,15 +72,19 @@ def check_experts(model: nn.Module, ranks: int) -> None:
         check_even_experts(ranks, _count_experts(module))
 
 
-def divide_experts(model: nn.Module, group: Group) -> ExpertDivision:
+def divide_experts(
+    model: nn.Module, group: Group, divided_pieces: Mapping[str, tuple[WeightPiece, ...]]
+) -> ExpertDivision:
     """Replace each layer's experts by this rank's, and make their modules exchange rows.
+
+    divided_pieces: the pieces of the parameters that tensor parallelism has divided, by name.
 
     Raises ModelError if the ranks can't divide the experts.
     """
     check_experts(model, group.size())
     shard_index = ShardIndex(group.rank(), group.size())
     modules = find_stacked_experts(model)
-    pieces: dict[str, WeightPiece] = {}
+    pieces: dict[str, tuple[WeightPiece, ...]] = {}
     for path, module in modules.items():
         total = _count_experts(module)
         local_experts = shard_index.range(total)
@@ -89,9 +93,9 @@ def divide_experts(model: nn.Module, group: Group) -> ExpertDivision:
             block = parameter.detach()[local_experts.start : local_experts.stop].clone()
             setattr(module, name, nn.Parameter(block, requires_grad=parameter.requires_grad))
             weight_name = f"{path}.{name}"
-            offsets = (local_experts.start, *(0,) * (parameter.dim() - 1))
-            rows = range(len(local_experts))
-            pieces[weight_name] = WeightPiece(weight_name, tuple(parameter.shape), offsets, rows)
+            whole = make_whole_piece(weight_name, parameter)
+            cut = [piece.cut(local_experts) for piece in divided_pieces.get(weight_name, (whole,))]
+            pieces[weight_name] = tuple(piece for piece in cut if piece is not None)
         experts: Any = module
         experts.num_experts = len(local_experts)
         compute = partial(ExpertExchange(group), _compute_rows(experts.forward))

@@ -30,12 +30,20 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """Consecutive rows of a parameter that are one block of a canonical weight."""
+    """Consecutive rows of a parameter, or a part of each, that are one block of a canonical weight.
 
-    name: str  # name of the canonical weight
-    shape: tuple[int, ...]  # shape of the whole weight
-    offsets: tuple[int, ...]  # where the block begins in the weight
-    rows: range  # the block's rows in the parameter
+    name: name of the canonical weight.
+    shape: shape of the whole weight.
+    offsets: where the block begins in the weight.
+    rows: the block's rows in the parameter.
+    columns: the block's entries in the parameter's second dimension; None: all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    rows: range
+    columns: range | None = None
 
     def cut(self, rows: range) -> WeightPiece | None:
         """Return the part of the piece that is in `rows` of the parameter; None if no part is.
@@ -48,6 +56,12 @@ class WeightPiece:
             return None
         offsets = (self.offsets[0] + start - self.rows.start, *self.offsets[1:])
         return replace(self, offsets=offsets, rows=range(start - rows.start, stop - rows.start))
+
+
+def make_whole_piece(name: str, weight: Tensor) -> WeightPiece:
+    """Return the piece that is a whole weight."""
+    shape = tuple(weight.shape)
+    return WeightPiece(name, shape, (0,) * len(shape), range(shape[0]))
 
 
 def list_pieces(decoder: Decoder) -> Mapping[str, tuple[WeightPiece, ...]]:
@@ -88,13 +102,10 @@ def cut_blocks(
     for piece in pieces:
         local_piece = piece if rows is None else piece.cut(rows)
         if local_piece is not None:
-            span = local_piece.rows
-            yield Shard(
-                local_piece.name,
-                local_piece.shape,
-                local_piece.offsets,
-                local[span.start : span.stop],
-            )
+            block = local[local_piece.rows.start : local_piece.rows.stop]
+            if (columns := local_piece.columns) is not None:
+                block = block[:, columns.start : columns.stop]
+            yield Shard(local_piece.name, local_piece.shape, local_piece.offsets, block)
 
 
 def is_tensor_parallel(name: str) -> bool:

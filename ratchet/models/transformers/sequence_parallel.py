@@ -1,0 +1,108 @@
+"""Sequence parallelism for dense models that transformers runs (arXiv:2205.05198).
+
+Each tensor-parallel rank keeps its share of the tokens between the modules that the plan divides:
+norms and residual sums. A block is a module with divided linear layers, such as an attention or an
+MLP. It gets all tokens, and its row-parallel layer returns this rank's. The first decoder layer
+gets this rank's tokens, and after the last one every rank has all tokens again.
+
+T = tokens, t = tokens of a rank, d = hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ratchet.models.parallel.collectives import (
+    Group,
+    gather,
+    gather_columns,
+    scatter_sum,
+    take_own_columns,
+)
+from ratchet.models.transformers.tp_plan import BY_COLUMNS, BY_ROWS, TPPlan
+
+REMEDY = "remove learner.sequence_parallel"
+
+
+class TokenShards:
+    """The division of hidden states over tensor-parallel ranks between the blocks of a model.
+
+    blocks: paths of the modules that get all tokens.
+    """
+
+    def __init__(self, group: Group, plan: TPPlan, layers: Sequence[nn.Module]) -> None:
+        """Describe a division; layers: the decoder layers."""
+        self.group = group
+        self._layers = layers
+        linear = BY_ROWS + BY_COLUMNS
+        self.blocks = frozenset(
+            path.rpartition(".")[0]
+            for path, style in plan.styles.items()
+            if style in linear and path != plan.head
+        )
+        # Number of tokens of the last forward. The backward of activation checkpointing uses it.
+        self._tokens = 0
+
+    def install(self, model: nn.Module) -> None:
+        """Let the decoder layers of a model exchange hidden states.
+
+        Row-parallel layers must call `leave`.
+        """
+
+        def take_own(_: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+            return _change_hidden(args, named, self._take_own)
+
+        def enter(_: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+            return _change_hidden(args, named, self._enter)
+
+        def finish(_: nn.Module, __: object, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return self._finish(output[0]), *output[1:]
+            return self._finish(output)
+
+        for path in self.blocks:
+            model.get_submodule(path).register_forward_pre_hook(enter, with_kwargs=True)
+        self._layers[0].register_forward_pre_hook(take_own, with_kwargs=True)
+        self._layers[-1].register_forward_hook(finish)
+
+    def list_partial(self, model: nn.Module) -> set[str]:
+        """Return the names of the parameters of which a rank has the gradient of its tokens."""
+        in_layers = {p for layer in self._layers for p in layer.parameters()}
+        return {
+            name
+            for name, parameter in model.named_parameters()
+            if parameter in in_layers
+            and not any(name.startswith(f"{block}.") for block in self.blocks)
+        }
+
+    def leave(self, x_1Td: Tensor) -> Tensor:
+        """Return this rank's tokens of the sum of all ranks' x."""
+        return scatter_sum(self._pad(x_1Td).movedim(-2, 0), self.group).movedim(0, -2)
+
+    def _enter(self, x_1td: Tensor) -> Tensor:
+        """Return all tokens. The backward sums the ranks' gradients."""
+        return gather(x_1td.movedim(-2, 0), self.group)[: self._tokens].movedim(0, -2)
+
+    def _take_own(self, x_1Td: Tensor) -> Tensor:
+        """Return this rank's tokens of hidden states that all ranks have."""
+        self._tokens = x_1Td.shape[-2]
+        return take_own_columns(self._pad(x_1Td).transpose(-2, -1), self.group).transpose(-2, -1)
+
+    def _finish(self, x_1td: Tensor) -> Tensor:
+        """Return all tokens, from which every rank computes the same."""
+        x_1Td = gather_columns(x_1td.transpose(-2, -1), self.group).transpose(-2, -1)
+        return x_1Td[..., : self._tokens, :].contiguous()
+
+    def _pad(self, x_1Td: Tensor) -> Tensor:
+        return F.pad(x_1Td, (0, 0, 0, -x_1Td.shape[-2] % self.group.size()))
+
+
+def _change_hidden(args: tuple[Any, ...], named: Mapping[str, Any], change: Any) -> Any:
+    """Return a module's arguments with its hidden states changed."""
+    if args:
+        return (change(args[0]), *args[1:]), dict(named)
+    return args, {**named, "hidden_states": change(named["hidden_states"])}
