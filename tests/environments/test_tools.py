@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -342,3 +344,44 @@ def test_an_mcp_server_offers_what_it_is_asked_for():
         mcp(only=["sub"])
     with pytest.raises(ToolUnavailable, match="can't be used"):
         tool("mcp", command=["/nonexistent/server"])
+
+
+ODD_SERVER = str(Path(__file__).with_name("odd_mcp_server.py"))
+
+
+def odd_mcp(fault, **keys):
+    return tool("mcp", command=[sys.executable, ODD_SERVER, fault], **keys)
+
+
+@pytest.mark.slow
+def test_an_mcp_servers_tools_are_listed_to_the_last_page_and_its_errors_are_answers():
+    tools = odd_mcp("pages")
+    assert [found.name for found in tools] == ["a", "b"]
+    # "closed" is the server's word here: the connection is open.
+    assert answered(Toolbox(tools), "b") == ToolAnswer("Error: the file is closed", is_error=True)
+    with pytest.raises(ToolUnavailable, match="it lists two tools called 'a'"):
+        odd_mcp("twins")
+
+
+@pytest.mark.slow
+def test_an_mcp_server_that_never_answers_is_killed():
+    before = set(psutil.Process().children())
+    with pytest.raises(ToolUnavailable, match=r"did not list its tools within 0\.2 s"):
+        odd_mcp("silence", start_s=0.2)
+    started = set(psutil.Process().children()) - before
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive
+
+
+@pytest.mark.slow
+def test_an_mcp_server_that_does_not_end_is_killed_with_the_process():
+    program = (
+        "import sys, psutil\n"
+        "from ratchet.environments.tool_use.mcp import MCPConfig, MCPServer\n"
+        "server = MCPServer(MCPConfig(command=sys.argv[1:]))\n"
+        "print(psutil.Process().children()[0].pid)\n"
+    )
+    command = [sys.executable, "-c", program, sys.executable, ODD_SERVER, "pages"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert not psutil.pid_exists(int(ended.stdout))

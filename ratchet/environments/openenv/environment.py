@@ -187,7 +187,7 @@ class OpenEnv(SeededTasks):
             raise OpenEnvError(f"{url} ended the episode of seed {task.seed} at its reset")
         if config.actions == "tools":
             listed = await self._ask({"type": "list_tools"})
-            self._tools = [_describe_tool(tool) for tool in listed.observation.get("tools", ())]
+            self._tools = _read_tools(listed.observation, url)
         self._n_turns = 0
         self._state = text = format_observation(config.prompt, answer.observation)
         return (Message("user", text),)
@@ -294,9 +294,17 @@ def format_observation(template: str, observation: Mapping[str, Any]) -> str:
     return re.sub(r"\{([^{}]*)\}", lambda match: values.get(match[1], match[0]), template)
 
 
-def _describe_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the definition of an MCP tool in the form of chat completions."""
-    return make_tool_schema(str(tool["name"]), tool.get("description"), tool.get("input_schema"))
+def _read_tools(observation: Mapping[str, Any], url: str) -> list[Mapping[str, Any]]:
+    """Return the definitions of MCP tools in the form of chat completions. Raises OpenEnvError."""
+    tools = observation.get("tools")
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in tools
+    ):
+        raise OpenEnvError(f"{url} answered list_tools with no list of tools: {tools!r:.200}")
+    return [
+        make_tool_schema(tool["name"], tool.get("description"), tool.get("input_schema"))
+        for tool in tools
+    ]
 
 
 def _format_result(result: Any) -> str:

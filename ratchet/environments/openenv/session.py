@@ -15,6 +15,7 @@ from typing import Any
 from ratchet.environments.servers.http_session import ServerFault, ask_server
 from ratchet.errors import DataError, RatchetError
 from ratchet.types import is_finite_number
+from ratchet.utils.safe_read import parse_json
 from ratchet.utils.websockets import import_websockets
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -82,6 +83,7 @@ class OpenEnvSession:
 
     async def step(self, action: Mapping[str, Any]) -> Answer:
         """Take an action. Raises OpenEnvError."""
+        await self._refuse_surplus()
         return _read_answer(await self._ask("step", action))
 
     async def close(self) -> None:
@@ -95,6 +97,20 @@ class OpenEnvSession:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send(json.dumps({"type": "close"}))
                 await self._socket.close()
+
+    async def _refuse_surplus(self) -> None:
+        """Raise OpenEnvError if the server has sent a message that answers no request.
+
+        Messages have no ids, so it would be taken for the answer to the next request, and each
+        further answer, with its reward, for that of the request before it.
+        """
+        closed = import_websockets(NEEDED_FOR).ConnectionClosed  # `_ask` reports it
+        with contextlib.suppress(TimeoutError, closed):
+            async with asyncio.timeout(0):
+                text = await self._socket.recv()
+            raise OpenEnvError(
+                f"{self._url} sent a message that answers no request: {text[:200]!r}"
+            )
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
@@ -111,7 +127,7 @@ class OpenEnvSession:
         except (OSError, import_websockets(NEEDED_FOR).WebSocketException) as error:
             raise OpenEnvError(f"{self._url} broke off during {kind}: {error!r}") from error
         try:
-            message = json.loads(text)
+            message = parse_json(text)
             answer_kind, content = message["type"], message["data"]
             content = dict(content)
         except (ValueError, LookupError, TypeError):
@@ -130,8 +146,13 @@ def _make_error(url: str, kind: str, content: Mapping[str, Any]) -> OpenEnvError
     if code == "CAPACITY_REACHED":
         return NoSessionFree(text)
     if code == "VALIDATION_ERROR" and kind == "step":
-        errors = [str(error.get("msg")) for error in content.get("errors") or ()]
-        return InvalidAction(text, "; ".join(errors)[:500] or "it does not fit the schema")
+        errors = content.get("errors")
+        reasons = [
+            str(error.get("msg"))
+            for error in (errors if isinstance(errors, list) else ())
+            if isinstance(error, dict)
+        ]
+        return InvalidAction(text, "; ".join(reasons)[:500] or "it does not fit the schema")
     return OpenEnvError(text)
 
 

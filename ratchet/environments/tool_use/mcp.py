@@ -8,10 +8,13 @@ it.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -19,6 +22,12 @@ from pydantic import Field
 from ratchet.environments.tool_use.base import ToolConfig, ToolError, ToolUnavailable
 from ratchet.errors import ConfigError, MissingDependency
 from ratchet.types import Part
+
+# Longest wait for the servers' ends when the process exits. The client asks a server to end, and
+# kills it 4 s later.
+EXIT_S = 8.0
+# Message of the client's own error for a connection that is closed. Servers may use its code too.
+CLOSED = "Connection closed"
 
 
 class MCPConfig(ToolConfig):
@@ -86,6 +95,7 @@ class _Connection:
         self._thread = threading.Thread(
             target=_serve, args=(config, self._state), name="mcp", daemon=True
         )
+        _STATES.add(self._state)
         self._thread.start()
         weakref.finalize(self, self._state.end)
         self._state.ready.wait(config.start_s)
@@ -122,34 +132,53 @@ class _State:
         self.tool_descriptions: Sequence[Any] = ()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.client: Any = None
-        self.stop: asyncio.Event | None = None
+        self.scope: Any = None  # anyio's scope of the connection
+        self.must_end = False
         self.has_ended = False  # True once the server has ended
+        self.finished = threading.Event()  # set once the thread has closed the connection
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
 
-        assert self.stop is not None
         try:
             return await self.client.call_tool(name, dict(arguments))
         except MCPError as error:
-            if "closed" in str(error).lower():
-                self._mark_ended(self.stop)
+            if error.code == CONNECTION_CLOSED and str(error) == CLOSED:
+                self._mark_ended()
                 raise ToolUnavailable(
                     f"the MCP server of tool '{name}' has ended: {error}"
                 ) from error
             raise ToolError(str(error)) from error
         except (OSError, EOFError) as error:
-            self._mark_ended(self.stop)
+            self._mark_ended()
             raise ToolUnavailable(f"the MCP server of tool '{name}' is gone: {error}") from error
 
-    def _mark_ended(self, stop: asyncio.Event) -> None:
+    def _mark_ended(self) -> None:
         self.has_ended = True
-        stop.set()
+        self.end()
 
     def end(self) -> None:
-        """Make the thread close the connection. Any thread may call this."""
-        if self.loop is not None and self.stop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.stop.set)
+        """Make the thread close the connection, even if it is still being made. Any thread may
+        call this."""
+        self.must_end = True
+        if self.loop is not None and self.scope is not None:
+            with suppress(RuntimeError):  # the loop has ended already
+                self.loop.call_soon_threadsafe(self.scope.cancel)
+
+
+_STATES: weakref.WeakSet[_State] = weakref.WeakSet()  # of all connections whose threads run
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all servers. A daemon thread ends with the process, before it could kill its server."""
+    states = list(_STATES)
+    for state in states:
+        state.end()
+    deadline = time.monotonic() + EXIT_S
+    for state in states:
+        state.finished.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _serve(config: MCPConfig, state: _State) -> None:
@@ -157,27 +186,51 @@ def _serve(config: MCPConfig, state: _State) -> None:
     try:
         asyncio.run(_keep_connection(config, state))
     except Exception as error:  # the constructor of the connection reads `failure`
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
         state.failure = state.failure or f"{type(error).__name__}: {error}"
     finally:
+        _STATES.discard(state)
+        state.finished.set()
         state.ready.set()
 
 
 async def _keep_connection(config: MCPConfig, state: _State) -> None:
-    """Start the server, list its tools, and keep the connection open until `state.stop` is set."""
+    """Start the server, list its tools, and keep the connection open until `state.end`."""
+    import anyio
     from mcp import Client, StdioServerParameters, stdio_client
 
     command, *arguments = config.command
     parameters = StdioServerParameters(
         command=command, args=arguments, env=dict(config.env) or None
     )
-    with open(os.devnull, "w", encoding="utf-8") as discarded:
+    # The client kills its server if the scope is cancelled, at whatever point it is.
+    with open(os.devnull, "w", encoding="utf-8") as discarded, anyio.CancelScope() as scope:
+        state.loop, state.scope = asyncio.get_running_loop(), scope
+        if state.must_end:
+            return
         async with Client(stdio_client(parameters, errlog=discarded)) as client:
             state.client = client
-            state.loop = asyncio.get_running_loop()
-            state.stop = asyncio.Event()
-            state.tool_descriptions = (await client.list_tools()).tools
+            state.tool_descriptions = await _list_tools(client)
             state.ready.set()
-            await state.stop.wait()
+            await anyio.sleep_forever()
+
+
+async def _list_tools(client: Any) -> list[Any]:
+    """Return the descriptions of all tools, which a server may list in several pages.
+
+    Raises ToolUnavailable if two of them share a name.
+    """
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    names = [tool.name for tool in tools]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ToolUnavailable(f"it lists two tools called '{repeated}'")
+    return tools
 
 
 class MCPTool:

@@ -1,7 +1,7 @@
 """A server that speaks OpenEnv's protocol and errs as told.
 
 A text "N" adds N to a sum that the seed begins; "7" ends the episode. The texts "error", "die",
-"nan", "silence" and "garbage" are faults. Calls of tools do the same by the tool `add`.
+"nan", "silence", "garbage", "nested" and "twice" are faults. Calls of tools do the same by the tool `add`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"
 class StubServer:
     def __init__(self, capacity=4, schema=None):
         self.capacity, self.schema = capacity, schema or SCHEMA
-        self.n_open, self.n_opened, self.resets = 0, 0, []
+        self.n_open, self.n_opened, self.resets, self.tools = 0, 0, [], [TOOL]
         self._loop = asyncio.new_event_loop()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
@@ -66,7 +66,7 @@ class StubServer:
                     continue
                 is_call = "type" in data
                 if data.get("type") == "list_tools":
-                    await self._send(connection, "observation", observation={"tools": [TOOL]},
+                    await self._send(connection, "observation", observation={"tools": self.tools},
                                      reward=None, done=False)  # fmt: skip
                     continue
                 word = data["arguments"]["number"] if is_call else data["text"]
@@ -76,6 +76,11 @@ class StubServer:
                     continue
                 if word == "garbage":
                     await connection.send("[]")
+                elif word == "nested":
+                    await connection.send("[" * 100_000)
+                elif word == "twice":
+                    await self._observe(connection, total)
+                    await self._observe(connection, total, reward=9.0, done=True)
                 elif word == "error":
                     await self._send(connection, "error", code="EXECUTION_ERROR", message="oops")
                 elif word == "nan":
@@ -87,7 +92,9 @@ class StubServer:
                     fault = {"error_type": "invalid_args", "message": "no number"}
                     await self._observe(connection, total, error=fault)
                 elif not str(word).isdigit():
-                    errors = [{"msg": "Input should be a number"}]
+                    errors = {"odd": ["x"], "none": 3}.get(
+                        word, [{"msg": "Input should be a number"}]
+                    )
                     await self._send(connection, "error", code="VALIDATION_ERROR", message="no",
                                      errors=errors)  # fmt: skip
                 else:

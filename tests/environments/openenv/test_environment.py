@@ -90,11 +90,40 @@ def test_an_episode_of_tool_calls(server):
         ("nan", "must be a finite number"),
         ("silence", "did not answer step within 0.5 s"),
         ("garbage", r"answered step with '\[\]'"),
+        ("nested", r"answered step with '\[\[\["),
     ],
 )
 def test_a_fault_of_the_server_fails_the_attempt(server, text, sentence):
     with pytest.raises(OpenEnvError, match=sentence):
         asyncio.run(play(make(server, timeout_s=0.5), say(text)))
+
+
+def test_an_answer_too_many_is_not_taken_for_the_next_one(server):
+    environment = make(server)
+
+    async def play_slowly():
+        await environment.reset(next(environment.tasks("test", seed=0)))
+        first = await environment.step(say("twice"))
+        assert (first.reward, first.done) == (0.0, False)
+        await asyncio.sleep(0.05)  # the policy samples
+        try:
+            with pytest.raises(OpenEnvError, match="sent a message that answers no request"):
+                await environment.step(say("1"))
+        finally:
+            await environment.close()
+
+    asyncio.run(play_slowly())
+
+
+def test_odd_reasons_and_tools_of_a_server_are_read_or_refused(server):
+    _, steps = asyncio.run(play(make(server), say("odd"), say("none")))
+    assert [step.messages[0].text for step in steps] == [
+        "invalid action: it does not fit the schema"
+    ] * 2
+    for tools in (5, "abc", [{"title": "add"}], None):
+        server.tools = tools
+        with pytest.raises(OpenEnvError, match="answered list_tools with no list of tools"):
+            asyncio.run(play(make(server, actions="tools")))
 
 
 def test_sessions_are_apart_and_closed(server):
