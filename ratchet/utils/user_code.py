@@ -7,7 +7,8 @@ import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -124,20 +125,74 @@ async def call_in_thread(
     return await asyncio.to_thread(call)
 
 
+# True in tasks that user code starts, as by asyncio.gather.
+is_user_task: ContextVar[bool] = ContextVar("is_user_task", default=False)
+
+
+class UserCoroutine(Coroutine[Any, Any, T]):
+    """A coroutine of user code whose SystemExit is a RuntimeError.
+
+    A SystemExit that leaves a task stops the event loop, and with it the run.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine = coroutine
+        self.__qualname__ = getattr(coroutine, "__qualname__", "user code")  # read by asyncio
+
+    def send(self, value: Any) -> Any:
+        with _exits_as_errors():
+            return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with _exits_as_errors():
+            return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        with _exits_as_errors():
+            self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._coroutine.__await__()
+
+
+@contextlib.contextmanager
+def _exits_as_errors() -> Generator[None]:
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit({error.code!r:.200}) left a task") from error
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+) -> asyncio.Task[Any]:
+    """Make a task; a factory of an event loop."""
+    if is_user_task.get() and not isinstance(coroutine, UserCoroutine):
+        coroutine = UserCoroutine(coroutine)
+    return asyncio.Task(coroutine, loop=loop, **options)
+
+
 async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
     """Await user code, and raise UserCodeFailed for anything that it raises.
 
     If user code runs as its own task, call run_guarded inside that task: a SystemExit that leaves a
-    task stops the event loop instead of reaching the awaiting code.
+    task stops the event loop instead of reaching the awaiting code. In tasks that user code starts
+    it is a RuntimeError.
 
     A cancellation of the current task is raised unchanged. A process that user code forks and that
     comes back here ends.
     """
     owner, task = os.getpid(), get_current_task()
+    loop = asyncio.get_running_loop()
+    if loop.get_task_factory() is None:
+        loop.set_task_factory(_make_task)
+    before = is_user_task.set(True)
     try:
         try:
             return await call()
         finally:
+            with contextlib.suppress(ValueError):  # it is closed from outside, in another context
+                is_user_task.reset(before)
             end_forked_copy(owner, get_qualified_name(call) or "user code")
     except UserCodeFailed:
         raise

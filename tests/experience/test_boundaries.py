@@ -307,6 +307,10 @@ async def exits():
     raise SystemExit(3)
 
 
+async def exits_in_its_own_task():  # as libraries that score by asyncio.gather
+    await asyncio.gather(exits(), asyncio.sleep(0))
+
+
 async def cancels():
     raise asyncio.CancelledError
 
@@ -332,7 +336,17 @@ async def too_large_a_metric():
 
 
 @pytest.mark.parametrize(
-    "breaks", [exits, cancels, hangs, not_a_number, silent, too_large, too_large_a_metric]
+    "breaks",
+    [
+        exits,
+        exits_in_its_own_task,
+        cancels,
+        hangs,
+        not_a_number,
+        silent,
+        too_large,
+        too_large_a_metric,
+    ],
 )
 @pytest.mark.fault("R1", "R2", "R4")
 def test_whatever_an_environment_does_costs_its_attempt_and_is_tried_again(breaks):
@@ -409,7 +423,8 @@ async def overflowing():  # the mean of two is infinite
 
 
 @pytest.mark.parametrize(
-    "breaks", [exits, hangs, too_few, no_outcome, infinite, no_part, overflowing]
+    "breaks",
+    [exits, exits_in_its_own_task, hangs, too_few, no_outcome, infinite, no_part, overflowing],
 )
 @pytest.mark.fault("R4")
 def test_whatever_a_reward_does_costs_the_attempt_it_was_asked_about(breaks):
