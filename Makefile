@@ -56,7 +56,7 @@ test-slow: ## all other tests: real engines, full recipes, kills; most of those 
 	@$(MAKE) --no-print-directory --jobs 2 slow-parts
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
-test-lowest: .venv/developer ## the fast tests of a wheel with the lowest versions that pyproject.toml allows
+test-lowest: .venv/developer ## all but the slow tests, of a wheel with the lowest versions that pyproject.toml allows
 	$(BIN)/python .ci/versions.py lowest
 
 test-newest: .venv/developer ## the same with the newest versions

@@ -1,4 +1,4 @@
-"""Runs the fast tests on a wheel installed with the lowest or the newest versions that
+"""Runs all but the slow tests on a wheel installed with the lowest or the newest versions that
 pyproject.toml allows: `python .ci/versions.py lowest|newest [arguments of pytest]`.
 
 "lowest" pins each base dependency at its floor; "newest" pins nothing. torch is the one of

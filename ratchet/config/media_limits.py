@@ -54,7 +54,10 @@ class MediaLimits(FileLimits):
         default=600.0, gt=0, description="Maximum length of an audio clip, in seconds."
     )
     timeout_s: float = Field(
-        default=20.0, gt=0, description="Time limit for fetching one address, in seconds."
+        default=20.0,
+        gt=0,
+        description="Time limit of an address, in seconds: of each wait for its server, and of "
+        "the whole body.",
     )
 
 

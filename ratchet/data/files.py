@@ -216,19 +216,28 @@ def _select_saved_rows(location: str | Path, files: Sequence[str | Path]) -> Seq
     Raises DataError for several splits, because one location is one split.
     """
     names = set(map(str, files))
-    parents = {name.rpartition("/")[0] for name in names}
+    parents = {_get_parent(name) for name in names}
     for parent in parents:
-        if f"{parent}/dataset_dict.json" in names:
-            splits = sorted(other for other in parents if other.startswith(f"{parent}/"))
+        if f"{parent}dataset_dict.json" in names:
+            splits = sorted(
+                other.rstrip("/")
+                for other in parents
+                if other != parent and other.startswith(parent)
+            )
             raise DataError(
                 f"{location}: a saved DatasetDict of several splits: name the directory of one: "
                 f"{', '.join(splits)}"
             )
-        state = f"{parent}/state.json"
-        if {state, f"{parent}/dataset_info.json"} <= names:
-            kept = {f"{parent}/{name}" for name in _read_saved_names(state)}
-            files = [f for f in files if str(f).rpartition("/")[0] != parent or str(f) in kept]
+        state = f"{parent}state.json"
+        if {state, f"{parent}dataset_info.json"} <= names:
+            kept = {f"{parent}{name}" for name in _read_saved_names(state)}
+            files = [f for f in files if _get_parent(str(f)) != parent or str(f) in kept]
     return files
+
+
+def _get_parent(name: str) -> str:
+    """Return the directory of a file, with its slash; "" for a file in the working directory."""
+    return name[: name.rfind("/") + 1]
 
 
 def _read_saved_names(state: str) -> list[str]:

@@ -154,6 +154,9 @@ class UserCoroutine(Coroutine[Any, Any, T]):
     def __await__(self) -> Generator[Any, Any, T]:
         return self._coroutine.__await__()
 
+    def __getattr__(self, name: str) -> Any:  # cr_running and others, which anyio and inspect read
+        return getattr(object.__getattribute__(self, "_coroutine"), name)
+
 
 @contextlib.contextmanager
 def _exits_as_errors() -> Generator[None]:

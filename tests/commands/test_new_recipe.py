@@ -186,7 +186,7 @@ def test_the_recipe_says_which_column_is_the_answer_or_that_none_is(here: Path):
     grpo = ["--like", "grpo", "--reward", "mine.py:right", "--model", "llama"]
     for name, row, said in (
         ("verl", verl, "prompt is the prompt, reward_model.ground_truth the answer"),
-        ("other", {"prompt": "1 + 1?", "truth": "2"}, "prompt is the prompt, no column the answer"),
+        ("other", {"prompt": "1 + 1?", "truth": "2"}, "prompt is the prompt, without an answer"),
     ):
         write_rows(here / f"{name}.jsonl", [row] * 8)
         new(name, "--data", f"{name}.jsonl", *grpo)

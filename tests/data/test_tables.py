@@ -160,9 +160,11 @@ def write_saved_dataset(path, rows=ROWS):
     (path / "dataset_info.json").write_text('{\n  "citation": ""\n}')
 
 
-def test_a_saved_dataset_is_read_from_the_files_that_it_lists(tmp_path):
+def test_a_saved_dataset_is_read_from_the_files_that_it_lists(tmp_path, monkeypatch):
     write_saved_dataset(tmp_path / "train")
     write_saved_dataset(tmp_path / "test")
+    monkeypatch.chdir(tmp_path / "train")
+    assert len(find_files(["."])) == 1
     (found,) = find_files([tmp_path / "train"])
     assert open_table(found).row(3).values == ROWS[3]
     address = f"memory://saved-{next(numbers)}"
@@ -176,6 +178,9 @@ def test_a_saved_dataset_is_read_from_the_files_that_it_lists(tmp_path):
         DataError, match=r"several splits: name the directory of one: .*/test, .*n$"
     ):
         find_files([tmp_path])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"several splits: name the directory of one: test, train$"):
+        find_files(["."])
     (tmp_path / "test" / "state.json").write_text("{}")
     with pytest.raises(DataError, match=r"test/state.json: lists no `_data_files`"):
         find_files([tmp_path / "test"])

@@ -67,6 +67,11 @@ class Troublesome:
     async def do_where(self, _):
         return says(f"{os.getpid()} {threading.get_ident()}")
 
+    async def do_fork(self, _):
+        """Comes back in two processes."""
+        child = os.fork()
+        return says(f"{os.getpid()} {'parent' if child else 'child'}")
+
     async def do_count(self, _):
         return says(str(self.turns))
 

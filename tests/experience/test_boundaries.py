@@ -5,6 +5,7 @@ import asyncio
 import copy
 import re
 
+import anyio
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from ratchet.protocols import Outputs, Step
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextOnlyMixin
 from ratchet.types import Failed, Message, Sampling, Scored, Task, Truncated
+from ratchet.utils.user_code import run_guarded
 
 EOS = 99
 SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=5)
@@ -289,6 +291,16 @@ def outcomes(manager, attempts=3, **options):
     task = Task("t", (Message("user", "12"),))
     group = asyncio.run(manager.group(task, SAMPLING, group_id="g", attempts=attempts, **options))
     return [t.outcome for t in group.trajectories]
+
+
+def test_user_code_may_cancel_a_group_of_tasks_of_anyio():
+    async def cancel():
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.sleep_forever)
+            group.cancel_scope.cancel()
+        return "done"
+
+    assert asyncio.run(run_guarded(cancel)) == "done"
 
 
 class Faulty(FakeEnvironment):

@@ -339,11 +339,12 @@ def _describe_columns(columns: Mapping[str, Any]) -> str:
     prompt = ", ".join(list_candidates("prompt", columns))
     if not prompt:
         return "text is plain text"
-    answer = ", ".join(list_candidates("answer", columns)) or find_reference(columns)[0]
-    answer = "solution" if "solution" in columns else answer
-    if not answer and "completions" not in columns:
-        answer = "no column"
-    return f"{prompt} is the prompt" + (f", {answer} the answer" if answer else "")
+    response = "solution" if "solution" in columns else ""
+    names = ["answer"] if "answer" in columns else [find_reference(columns)[0], response]
+    answer = next((name for name in names if name), ", ".join(list_candidates("answer", columns)))
+    if answer:
+        return f"{prompt} is the prompt, {answer} the answer"
+    return f"{prompt} is the prompt" + ("" if "completions" in columns else ", without an answer")
 
 
 # --- the lines

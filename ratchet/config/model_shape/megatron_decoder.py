@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ratchet.config.model_shape.decoder_config import (
     SILU,
@@ -20,6 +20,17 @@ from ratchet.errors import ModelError
 
 QWEN2_MOE, GLM4_MOE = "qwen2_moe", "glm4_moe"
 EXPERT_COUNT_KEYS = {QWEN2_MOE: "num_experts", GLM4_MOE: "n_routed_experts"}
+
+
+class Defaults(NamedTuple):
+    """What transformers 5.19 takes where a config.json lacks the key."""
+
+    rotated_share: float  # share of a head's dimensions that are rotated
+    norm_eps: float
+    max_positions: int
+
+
+DEFAULTS = {QWEN2_MOE: Defaults(1.0, 1e-6, 32768), GLM4_MOE: Defaults(0.5, 1e-5, 131072)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,9 @@ def read_megatron_decoder(
     if family not in EXPERT_COUNT_KEYS or hf.get("quantization_config") is not None:
         return None
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    rotated = rope.pop("partial_rotary_factor", hf.get("partial_rotary_factor")) or 1.0
+    defaults = DEFAULTS[family]
+    rotated = rope.pop("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    rotated = defaults.rotated_share if rotated is None else rotated
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
     if (
@@ -85,10 +98,10 @@ def read_megatron_decoder(
         n_kv_heads=hf["num_key_value_heads"],
         head_dim=head_dim,
         intermediate_size=hf["intermediate_size"],
-        max_positions=hf.get("max_position_embeddings", 4096),
+        max_positions=hf.get("max_position_embeddings", defaults.max_positions),
         family=family,
         tied=bool(hf.get("tie_word_embeddings", False)),
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        norm_eps=hf.get("rms_norm_eps", defaults.norm_eps),
         rope=rope,
         bos_id=None if bos is None else int(bos),
         eos_ids=read_ids((generation or {}).get("eos_token_id"))

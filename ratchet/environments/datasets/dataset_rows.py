@@ -183,9 +183,8 @@ class _RowParser:
         solution = self.get_text("solution")
         if solution is not None:
             messages = (Message("assistant", solution),)
-            return RowContents(
-                prompt=prompt, answer=self.parse_answer(), solution=messages, **common
-            )
+            answer = self.parse_answer() or self.parse_reference()
+            return RowContents(prompt=prompt, answer=answer, solution=messages, **common)
         answer = self.parse_answer()
         if answer is not None:
             return RowContents(prompt=prompt, answer=answer, **common)
@@ -388,12 +387,17 @@ class _RowParser:
         return self.cut_at_marker(str(value), f"column '{self.reader.column_names['answer']}'")
 
     def parse_reference(self) -> str | None:
-        """Return the answer from a column that has the name of another library."""
+        """Return the answer from a column that has the name of another library.
+
+        It is cut at the marker `answer_after` only if it has it: most references are bare answers.
+        """
         reader = self.reader
         if not reader.accepts_alternative_names or "answer" in reader.declared_usual_names:
             return None
         name, text = find_reference(self.row.values)
-        return self.cut_at_marker(text, f"column '{name}'") if text.strip() else None
+        if text and reader.answer_marker in text:
+            return self.cut_at_marker(text, f"column '{name}'")
+        return text.strip() or None
 
     def cut_at_marker(self, text: str, column: str) -> str:
         """Return the text after the marker `answer_after`, or all of it if no marker is configured.

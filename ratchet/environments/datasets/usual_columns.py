@@ -60,7 +60,7 @@ def find_reference(values: Mapping[str, Any]) -> tuple[str, str]:
         value = values.get(column)
         if key:
             value = value.get(key) if isinstance(value, Mapping) else None
-        if is_text_or_number(value):
+        if is_text_or_number(value) and str(value).strip():
             return name, str(value)
     return "", ""
 

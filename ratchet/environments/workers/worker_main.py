@@ -25,6 +25,7 @@ from ratchet.processes.frames import Connection, Frame, FrameKind
 from ratchet.protocols import Environment
 from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.utils import credentials
+from ratchet.utils.user_code import end_forked_copy
 
 
 def serve(connection: Connection) -> NoReturn:
@@ -125,9 +126,14 @@ class _AttemptThread:
         connection = self._server.connection
         if call["limit_s"] is not None:
             CURRENT_DEADLINE.set(_DriverDeadline(call["limit_s"], call_id, connection))
+        owner = os.getpid()
         try:
             kind = FrameKind.RESULT
-            answer = pack(await self._run_operation(call))
+            try:
+                value = await self._run_operation(call)
+            finally:
+                end_forked_copy(owner, "the environment")
+            answer = pack(value)
         # Every error of an environment is sent to the driver. A cancelled call is answered too,
         # because the driver waits for one answer to each call.
         except BaseException:

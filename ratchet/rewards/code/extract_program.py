@@ -44,12 +44,13 @@ def extract_program(
 def find_language(text: str, blocks: Blocks, allowed: Sequence[str] = tuple(LANGUAGE_MARKS)) -> str:
     """Return the language of the answer's last block, or of its first if `blocks` says so.
 
-    Blocks of other languages than the allowed ones do not count. Without a marked block it is the
-    first of those.
+    Blocks of other languages than the allowed ones do not count. Without a marked block it is
+    Python, or else the first of those.
     """
     marks = [mark for mark, _ in find_fenced_blocks(text)]
     languages = [language for mark in marks if (language := read_language(mark)) in allowed]
-    return str(languages[0 if blocks == "first" else -1]) if languages else allowed[0]
+    default = "python" if "python" in allowed else allowed[0]
+    return str(languages[0 if blocks == "first" else -1]) if languages else default
 
 
 def read_language(name: str) -> str | None:

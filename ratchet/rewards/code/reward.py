@@ -66,8 +66,9 @@ class CodeConfig(Section):
         ["python", "cpp", "go"],
         min_length=1,
         description="Languages that an answer's block may have with language=block; an answer in "
-        "another one earns 0. Leave out those without a compiler in the sandbox: their answers "
-        "fail instead of earning 0.",
+        "another one earns 0, and one without a marked block is Python, if that is listed, or else "
+        "the first. Leave out a language without a compiler in the sandbox: while it is listed, "
+        "its answers fail.",
     )
     compilers: dict[Literal["cpp", "go"], str] = Field(
         default_factory=dict[Literal["cpp", "go"], str],

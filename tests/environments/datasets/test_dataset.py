@@ -309,12 +309,18 @@ def test_what_other_libraries_call_the_answer_is_the_answer(tmp_path):
         ({"prompt": "1 + 1?", "answer": "two", "ground_truth": "2"}, "two"),
         ({"prompt": "1 + 1?", "ground_truth": {"inputs": [1]}}, None),  # of a program
         ({"prompt": "1 + 1?", "ground_truth": ""}, None),
+        ({**verl, "ground_truth": ""}, "2"),
+        ({"prompt": "1 + 1?", "solution": "1 and 1 are 2.", "ground_truth": "2"}, "2"),
         ({**verl, "reward_model": {"style": "model"}}, None),
     ]
     for row, answer in rows:
         environment = made(train=write(tmp_path / "rows.jsonl", [row]), test_share=0)
         (task,) = tasks(environment)
         assert task.answer == answer
+    said = {"prompt": "1 + 1?", "response": "So #### 3", "ground_truth": "2"}
+    written = write(tmp_path / "rows.jsonl", [said])
+    (task,) = tasks(made(train=written, test_share=0, answer_after="####"))
+    assert task.answer == "2"
     written = write(tmp_path / "rows.jsonl", [rows[2][0]])
     environment = made(train=written, test_share=0)
     (message,) = environment.demonstration(tasks(environment)[0])

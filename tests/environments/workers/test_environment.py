@@ -271,6 +271,19 @@ def test_what_it_raises_arrives_with_its_traceback_and_costs_no_other_attempt(sa
 
 
 @pytest.mark.medium
+def test_a_process_that_it_forks_answers_nothing():
+    async def play():
+        (player,) = copies(made(), 1)
+        await player.reset(player.local.task())
+        pid = await pid_of(player)
+        return pid, [await tell(player, "fork") for _ in range(3)], await pid_of(player)
+
+    pid, answers, last_pid = asyncio.run(play())
+    assert answers == [f"{pid} parent"] * 3
+    assert last_pid == pid
+
+
+@pytest.mark.medium
 def test_what_is_no_step_is_judged_by_the_driver():
     async def play():
         environment = made()
