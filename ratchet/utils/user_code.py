@@ -137,7 +137,6 @@ class UserCoroutine(Coroutine[Any, Any, T]):
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self._coroutine = coroutine
-        self.__qualname__ = getattr(coroutine, "__qualname__", "user code")  # read by asyncio
 
     def send(self, value: Any) -> Any:
         with _exits_as_errors():
@@ -154,7 +153,8 @@ class UserCoroutine(Coroutine[Any, Any, T]):
     def __await__(self) -> Generator[Any, Any, T]:
         return self._coroutine.__await__()
 
-    def __getattr__(self, name: str) -> Any:  # cr_running and others, which anyio and inspect read
+    # asyncio, anyio and inspect read cr_running, __qualname__ and others.
+    def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_coroutine"), name)
 
 
