@@ -10,14 +10,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ratchet.errors import ModelError
 from ratchet.models.parallel.sharding import check_even
 from ratchet.models.transformers_settings import read_setting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Each rank has some rows of the matrix, and computes the outputs of these.
 OUTPUTS = ("colwise",)
