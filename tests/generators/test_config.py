@@ -22,7 +22,7 @@ def test_nonsense_is_refused(wrong):
         EngineConfig(**wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_the_sections_need_no_torch_and_the_generators_no_transformers():
     code = (
         "import sys; import ratchet.generators.config; assert 'torch' not in sys.modules;"

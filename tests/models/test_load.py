@@ -121,7 +121,7 @@ def test_init_is_the_same_for_one_seed():
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_our_decoder_needs_no_transformers(saved):
     code = f"""
 import sys
