@@ -81,7 +81,7 @@ def _write_blocks(
         (directory / f"rank-{rank}.json").write_text(
             json.dumps({"blocks": index, "numbers": metadata}), encoding="utf-8"
         )
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"rank {rank} can't write to {directory}: {error}") from error
 
 

@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import math
-import os
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from ratchet.types import (
     is_finite_number,
 )
 from ratchet.utils.user_code import (
-    end_forked_copy,
+    end_forked_copies,
     format_user_error,
     get_current_task,
     is_closing,
@@ -84,14 +83,12 @@ class PerTrajectory(Reward):
     async def _judge_one(self, trajectory: Trajectory, task: Task) -> Outcome:
         if isinstance(trajectory.outcome, Failed | Cancelled):
             return trajectory.outcome
-        owner, running_task = os.getpid(), get_current_task()
+        running_task = get_current_task()
         try:
-            try:
+            with end_forked_copies(f"reward {self.label}"):
                 verdict = self.judge(trajectory, task)
                 if not isinstance(verdict, float) and inspect.isawaitable(verdict):
                     verdict = await verdict
-            finally:
-                end_forked_copy(owner, f"reward {self.label}")
             total, parts = self._check_verdict(verdict)
         # Users write rewards: a bug in one must cost an attempt, not the run.
         except BaseException as error:

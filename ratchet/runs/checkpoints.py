@@ -27,8 +27,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from ratchet.checkpoint.manifest import (
     Checkpoint,
     is_json_value,
@@ -111,8 +109,7 @@ class CheckpointStore:
             failpoints.point("checkpoint.after_rename")
             sync(self.root)
             failpoints.point("checkpoint.published")
-        # safetensors reports a full disk as its own error
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} can't be written to {self.root}: {error}"
             ) from error

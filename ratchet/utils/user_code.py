@@ -9,7 +9,7 @@ import os
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
@@ -66,8 +66,11 @@ def get_current_task() -> asyncio.Task[Any] | None:
 
 
 def format_user_error() -> str:
-    """Return the traceback of the exception that is being handled, without the middle of a very
-    long one: its message may be a model's answer, and each failed attempt keeps the text."""
+    """Return the traceback of the exception that is being handled.
+
+    The middle of a very long one is left out: its message may be a model's answer, and each failed
+    attempt keeps the text.
+    """
     text = traceback.format_exc()
     if len(text) <= 2 * KEPT_CHARS:
         return text
@@ -87,17 +90,24 @@ def to_future_error(error: BaseException) -> BaseException:
     return replacement
 
 
-def end_forked_copy(owner: int, code: str) -> None:
-    """End this process if user code forked it and then returned or raised in it.
+@contextlib.contextmanager
+def end_forked_copies(code: str) -> Generator[None]:
+    """End a process that user code forks within the context, and in which it returns or raises.
 
     Such a process is a copy of the whole run: it would train too, and write into the same files.
 
     Args:
-        owner: Id of the process in which the call of the user code began.
         code: The name of the user code, for the message.
     """
-    if os.getpid() == owner:
-        return
+    owner = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != owner:
+            _end_forked_copy(code)
+
+
+def _end_forked_copy(code: str) -> NoReturn:
     message = (
         f"{code} forked process {os.getpid()} and returned in it, so that process ends here: "
         "let it end by os._exit, or use subprocess or multiprocessing\n"
@@ -112,24 +122,21 @@ async def call_in_thread(
 ) -> T:
     """Call user code in a thread. Raises what it raises, but StopIteration as a RuntimeError."""
 
-    owner = os.getpid()
-
     def call() -> T:
-        try:
-            return function(*arguments, **keywords)
-        except StopIteration as error:
-            raise to_future_error(error) from error
-        finally:
-            end_forked_copy(owner, get_qualified_name(function) or "user code")
+        with end_forked_copies(get_qualified_name(function) or "user code"):
+            try:
+                return function(*arguments, **keywords)
+            except StopIteration as error:
+                raise to_future_error(error) from error
 
     return await asyncio.to_thread(call)
 
 
-# True in tasks that user code starts, as by asyncio.gather.
-is_user_task: ContextVar[bool] = ContextVar("is_user_task", default=False)
+# True where user code runs. Tasks that it starts, as by asyncio.gather, inherit it.
+_RUNS_USER_CODE: ContextVar[bool] = ContextVar("runs_user_code", default=False)
 
 
-class UserCoroutine(Coroutine[Any, Any, T]):
+class _UserCoroutine(Coroutine[Any, Any, T]):
     """A coroutine of user code whose SystemExit is a RuntimeError.
 
     A SystemExit that leaves a task stops the event loop, and with it the run.
@@ -169,9 +176,9 @@ def _exits_as_errors() -> Generator[None]:
 def _make_task(
     loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
 ) -> asyncio.Task[Any]:
-    """Make a task; a factory of an event loop."""
-    if is_user_task.get() and not isinstance(coroutine, UserCoroutine):
-        coroutine = UserCoroutine(coroutine)
+    """Return a task of a coroutine: the event loop calls this for every task."""
+    if _RUNS_USER_CODE.get():
+        coroutine = _UserCoroutine(coroutine)
     return asyncio.Task(coroutine, loop=loop, **options)
 
 
@@ -185,18 +192,14 @@ async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
     A cancellation of the current task is raised unchanged. A process that user code forks and that
     comes back here ends.
     """
-    owner, task = os.getpid(), get_current_task()
+    task = get_current_task()
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
-    before = is_user_task.set(True)
+    before = _RUNS_USER_CODE.set(True)
     try:
-        try:
+        with end_forked_copies("user code"):
             return await call()
-        finally:
-            with contextlib.suppress(ValueError):  # it is closed from outside, in another context
-                is_user_task.reset(before)
-            end_forked_copy(owner, get_qualified_name(call) or "user code")
     except UserCodeFailed:
         raise
     except BaseException as error:
@@ -205,3 +208,6 @@ async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
         text = format_user_error()
         # An exception that user code keeps and raises again gathers the frames of every attempt.
         raise UserCodeFailed(text) from error.with_traceback(None)
+    finally:
+        with contextlib.suppress(ValueError):  # it is closed from outside, in another context
+            _RUNS_USER_CODE.reset(before)

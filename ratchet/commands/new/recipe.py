@@ -339,9 +339,9 @@ def _describe_columns(columns: Mapping[str, Any]) -> str:
     prompt = ", ".join(list_candidates("prompt", columns))
     if not prompt:
         return "text is plain text"
-    response = "solution" if "solution" in columns else ""
-    names = ["answer"] if "answer" in columns else [find_reference(columns)[0], response]
-    answer = next((name for name in names if name), ", ".join(list_candidates("answer", columns)))
+    usual = next((name for name in ("answer", "solution") if name in columns), "")
+    reference = "" if usual == "answer" else find_reference(columns)[0]
+    answer = reference or usual or ", ".join(list_candidates("answer", columns))
     if answer:
         return f"{prompt} is the prompt, {answer} the answer"
     return f"{prompt} is the prompt" + ("" if "completions" in columns else ", without an answer")

@@ -449,6 +449,7 @@ def _read_experts(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
 
 
 def explain_rope(hf: Mapping[str, Any]) -> str | None:
+    """Return why the decoder has no such rotary embedding; None if it has."""
     rope = read_rope_section(hf)
     if any(isinstance(value, Mapping) for value in rope.values()):
         return "its rotary embedding differs between layers (nested rope_parameters)"

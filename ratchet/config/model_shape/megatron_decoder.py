@@ -23,7 +23,7 @@ EXPERT_COUNT_KEYS = {QWEN2_MOE: "num_experts", GLM4_MOE: "n_routed_experts"}
 
 
 class Defaults(NamedTuple):
-    """What transformers 5.19 takes where a config.json lacks the key."""
+    """Holds the values that transformers 5.19 takes where a config.json lacks the key."""
 
     rotated_share: float  # share of a head's dimensions that are rotated
     norm_eps: float
@@ -88,7 +88,6 @@ def read_megatron_decoder(
         return None
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    read_experts = _read_qwen2_moe if family == QWEN2_MOE else _read_glm4_moe
     bos = hf.get("bos_token_id")
     return MegatronDecoderConfig(
         vocab_size=hf["vocab_size"],
@@ -111,8 +110,13 @@ def read_megatron_decoder(
         expert_intermediate_size=hf["moe_intermediate_size"],
         rotary_dim=int(head_dim * rotated),
         hf=hf,
-        **read_experts(hf),
+        **read_family_fields(hf),
     )
+
+
+def read_family_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `MegatronDecoderConfig` that each family has under keys of its own."""
+    return _read_qwen2_moe(hf) if hf["model_type"] == QWEN2_MOE else _read_glm4_moe(hf)
 
 
 def _read_qwen2_moe(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,8 +159,10 @@ class _State:
         self.end()
 
     def end(self) -> None:
-        """Make the thread close the connection, even if it is still being made. Any thread may
-        call this."""
+        """Make the thread close the connection, also while it is being made.
+
+        Any thread may call this.
+        """
         self.must_end = True
         if self.loop is not None and self.scope is not None:
             with suppress(RuntimeError):  # the loop has ended already

@@ -25,7 +25,7 @@ from ratchet.processes.frames import Connection, Frame, FrameKind
 from ratchet.protocols import Environment
 from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.utils import credentials
-from ratchet.utils.user_code import end_forked_copy
+from ratchet.utils.user_code import end_forked_copies
 
 
 def serve(connection: Connection) -> NoReturn:
@@ -126,13 +126,10 @@ class _AttemptThread:
         connection = self._server.connection
         if call["limit_s"] is not None:
             CURRENT_DEADLINE.set(_DriverDeadline(call["limit_s"], call_id, connection))
-        owner = os.getpid()
         try:
             kind = FrameKind.RESULT
-            try:
+            with end_forked_copies("the environment"):
                 value = await self._run_operation(call)
-            finally:
-                end_forked_copy(owner, "the environment")
             answer = pack(value)
         # Every error of an environment is sent to the driver. A cancelled call is answered too,
         # because the driver waits for one answer to each call.

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig
-from ratchet.config.model_shape.megatron_decoder import MegatronDecoderConfig
+from ratchet.config.model_shape.megatron_decoder import (
+    EXPERT_COUNT_KEYS,
+    MegatronDecoderConfig,
+    read_family_fields,
+)
 from ratchet.errors import ModelError
 
 SIZE_KEYS = (
@@ -20,7 +24,7 @@ SIZE_KEYS = (
     "num_attention_heads",
     "intermediate_size",
 )
-# The keys that a config.json must have, of families that only the converter knows.
+# The keys that a config.json must have, of families that the built-in decoder lacks.
 REQUIRED_KEYS: Mapping[str, tuple[str, ...]] = {
     "qwen2_moe": (
         *SIZE_KEYS,
@@ -193,27 +197,17 @@ def _read_grouped_heads(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"kv_heads": kv_heads, "head": head, "queries": heads * head, "keys": kv_heads * head}
 
 
-def _from_qwen2_moe(hf: Mapping[str, Any]) -> Dimensions:
-    layers = range(hf["num_hidden_layers"])
-    dense, step = hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step", 1)
+def _from_megatron_decoder(hf: Mapping[str, Any]) -> Dimensions:
+    fields = read_family_fields(hf)
     return Dimensions(
         **_read_sizes(hf),
         **_read_grouped_heads(hf),
-        qkv_bias=bool(hf.get("qkv_bias", True)),
-        experts=hf["num_experts"],
+        qkv_bias=fields["qkv_bias"],
+        qk_norm=fields["qk_norm"],
+        experts=hf[EXPERT_COUNT_KEYS[hf["model_type"]]],
         expert_width=hf["moe_intermediate_size"],
-        shared_width=hf["shared_expert_intermediate_size"],
-        dense_layers=tuple(n for n in layers if n in dense or (n + 1) % step),
-    )
-
-
-def _from_glm4_moe(hf: Mapping[str, Any]) -> Dimensions:
-    return Dimensions(
-        **_read_sizes(hf),
-        **_read_grouped_heads(hf),
-        qkv_bias=bool(hf.get("attention_bias", False)),
-        qk_norm=bool(hf.get("use_qk_norm", False)),
-        **_read_deepseek_experts(hf, default_dense=1),
+        shared_width=fields["shared_intermediate_size"],
+        dense_layers=fields["dense_layers"],
     )
 
 
@@ -240,6 +234,7 @@ def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
         raise ModelError("Megatron's MLA has no biases: attention_bias must be false")
     heads = hf["num_attention_heads"]
     rope = hf["qk_rope_head_dim"]
+    n_dense = min(hf.get("first_k_dense_replace", 3), hf["num_hidden_layers"])
     return Dimensions(
         **_read_sizes(hf),
         kv_heads=heads,
@@ -249,28 +244,17 @@ def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
         latent_keys=hf["kv_lora_rank"] + rope,
         q_rank=hf.get("q_lora_rank") or 0,
         kv_rank=hf["kv_lora_rank"],
-        **_read_deepseek_experts(hf, default_dense=3),
+        experts=hf["n_routed_experts"],
+        expert_width=hf["moe_intermediate_size"],
+        shared_width=hf["moe_intermediate_size"] * hf.get("n_shared_experts", 1),
+        dense_layers=tuple(range(n_dense)),
     )
 
 
-def _read_deepseek_experts(hf: Mapping[str, Any], *, default_dense: int) -> dict[str, Any]:
-    """Return the sizes of experts, under DeepSeek's keys.
-
-    default_dense: the number of layers without experts, if config.json has no such key.
-    """
-    n_dense = min(hf.get("first_k_dense_replace", default_dense), hf["num_hidden_layers"])
-    return {
-        "experts": hf["n_routed_experts"],
-        "expert_width": hf["moe_intermediate_size"],
-        "shared_width": hf["moe_intermediate_size"] * hf.get("n_shared_experts", 1),
-        "dense_layers": tuple(range(n_dense)),
-    }
-
-
-# The functions that read the sizes of families which only the converter knows.
+# The functions that read the sizes of families that the built-in decoder lacks.
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Dimensions]] = {
-    "qwen2_moe": _from_qwen2_moe,
-    "glm4_moe": _from_glm4_moe,
+    "qwen2_moe": _from_megatron_decoder,
+    "glm4_moe": _from_megatron_decoder,
     "gpt_oss": _from_gpt_oss,
     "deepseek_v3": _from_deepseek,
 }

@@ -20,7 +20,7 @@ from ratchet.models.megatron.low_rank import LoRAFactors, belongs_to_expert
 from ratchet.models.model_source import ReadBlock
 from ratchet.models.parallel.megatron_sizes import MegatronSizes
 from ratchet.models.parallel.sharding import ShardIndex
-from ratchet.models.weights.weight_layout import WeightPiece
+from ratchet.models.weights.weight_layout import WeightPiece, make_whole_piece
 
 ROUTER_BIAS = ".expert_bias"  # the end of the name of a router's bias
 SCALAR = "scalar."  # prefix of the scalar head's parameters in a stage
@@ -66,7 +66,7 @@ def list_stage_parameters(
         layout = {**make_stage_layout(stage, sizes), **make_adapter_layout(stage)}
         for name, parameter in list_weights(stage):
             pieces = (
-                _make_whole_piece(f"head.{name[len(SCALAR) :]}", parameter)
+                (make_whole_piece(f"head.{name[len(SCALAR) :]}", parameter),)
                 if name.startswith(SCALAR)
                 else layout[name]
             )
@@ -103,9 +103,3 @@ def _is_owner(parameter: Tensor) -> bool:
         else parallel_state.get_data_parallel_rank(with_context_parallel=True)
     )
     return data_rank == 0 and param_is_not_tensor_parallel_duplicate(parameter)
-
-
-def _make_whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
-    """Return the single piece of a parameter that is not divided over ranks."""
-    shape = tuple(parameter.shape)
-    return (WeightPiece(name, shape, (0,) * len(shape), range(shape[0])),)

@@ -160,7 +160,7 @@ def divide_by_experts(policy: TransformersPolicy, group: Group) -> None:
 
 
 class _ExpertsProbe:
-    """What each layer's stacked experts compute of a few tokens, before and after a division.
+    """Compares what stacked experts compute of a few tokens before and after a division.
 
     The experts of each token are those of the first forward: near a tie a router could choose
     others after a rounding difference.
@@ -170,9 +170,11 @@ class _ExpertsProbe:
         self._dtype = policy.model.dtype
         self._modules = find_stacked_experts(policy.model)
         self._inputs: dict[str, tuple[Tensor, ...]] = {}
-        tokens = policy.make_probe_tokens(PROBE_TOKENS)
-        with torch.no_grad(), self.replay_routes():
-            policy.hidden(tokens, torch.arange(PROBE_TOKENS, device=tokens.device), (PROBE_TOKENS,))
+        if self._modules:
+            tokens = policy.make_probe_tokens(PROBE_TOKENS)
+            positions = torch.arange(PROBE_TOKENS, device=tokens.device)
+            with torch.no_grad(), self.replay_routes():
+                policy.hidden(tokens, positions, (PROBE_TOKENS,))
         self._outputs = {path: self._compute(path) for path in self._inputs}
 
     @contextmanager
@@ -204,10 +206,10 @@ class _ExpertsProbe:
         """
         for path, outputs in self._outputs.items():
             try:
-                found = self._compute(path)
+                outputs_now = self._compute(path)
             except (IndexError, TypeError, RuntimeError) as error:
                 raise ModelError(f"{name} can't compute {path} ({error}): {remedy}") from None
-            for computed, expected in zip(found, outputs, strict=True):
+            for computed, expected in zip(outputs_now, outputs, strict=True):
                 if not is_close(computed, expected.to(computed), self._dtype, PROBE_ROUNDING):
                     raise ModelError(f"{name} changes what {path} computes: {remedy}")
 
@@ -254,10 +256,10 @@ def _probe(
         )
     with torch.no_grad():
         outputs = {"hidden states": hidden.detach(), "logits": policy.logits(hidden)}
-    found = {name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None}
+    gradients = {name: grad for name, grad in zip(vectors, grads, strict=True) if grad is not None}
     division = policy.tp_division
     if division is not None:
-        for name in found:
+        for name, gradient in gradients.items():
             if name in division.partial_gradients:
-                found[name] = all_reduce_sum(found[name], division.group)
-    return outputs | found
+                gradients[name] = all_reduce_sum(gradient, division.group)
+    return outputs | gradients

@@ -31,7 +31,6 @@ from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
 from ratchet.models.transformers.sequence_parallel import TokenShards
 from ratchet.models.transformers.tp_plan import (
     BY_COLUMNS,
-    BY_ROWS,
     EXPERTS,
     GATHERED_OUTPUTS,
     OUTPUTS,
@@ -102,21 +101,9 @@ def divide_model(
         elif isinstance(module, nn.Embedding) and module.weight not in pieces:
             pieces |= _divide_embedding(module, shard_index, group)
         elif isinstance(module, nn.Linear) and path != plan.head:
+            pieces |= _divide_linear(module, style, shard_index, group, tokens)
             if style in BY_COLUMNS and tokens is not None and module.bias is not None:
                 partially_used.add(module.bias)  # added to this rank's tokens
-            if style in BY_ROWS:
-                pieces |= _divide_outputs(
-                    module,
-                    shard_index,
-                    group,
-                    gather_outputs=style in GATHERED_OUTPUTS,
-                    sum_gradient=tokens is None,
-                )
-            else:
-                add = _make_sum(group, tokens)
-                pieces |= _divide_inputs(
-                    module, shard_index, group, add, split_input=style in SPLIT_INPUTS
-                )
     parameters = dict(model.named_parameters())
     if len(parameters) != n_parameters:
         raise ModelError(
@@ -298,6 +285,26 @@ def _divide_experts(
     module.register_forward_pre_hook(sum_gradients, with_kwargs=True)
     module.register_forward_hook(sum_outputs)
     return pieces
+
+
+def _divide_linear(
+    linear: nn.Linear,
+    style: str,
+    shard_index: ShardIndex,
+    group: Group,
+    tokens: TokenShards | None,
+) -> CutPieces:
+    """Divide a linear layer in the style of the plan."""
+    if style in BY_COLUMNS:
+        add = _make_sum(group, tokens)
+        return _divide_inputs(linear, shard_index, group, add, split_input=style in SPLIT_INPUTS)
+    return _divide_outputs(
+        linear,
+        shard_index,
+        group,
+        gather_outputs=style in GATHERED_OUTPUTS,
+        sum_gradient=tokens is None,
+    )
 
 
 def _divide_outputs(

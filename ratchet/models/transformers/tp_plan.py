@@ -44,7 +44,7 @@ REMEDY = "set learner.tensor_parallel to 1, and learner.dp_shard to the number o
 
 
 class Cut(NamedTuple):
-    """How a parameter is cut: along `dim`, in which `packed` matrices follow each other."""
+    """Describes how a parameter is cut: along `dim`, in which `packed` matrices follow."""
 
     dim: int
     packed: int = 1
