@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import shutil
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -39,7 +37,12 @@ from ratchet.evals.oracle import ORACLE, OraclePlayer
 from ratchet.evals.paired_test import compare
 from ratchet.evals.report import REPORT, format_comparison, format_report, save_report
 from ratchet.evals.results import RESULTS, EvalResults
-from ratchet.evals.stage_evaluator import StageEvaluator, list_parts
+from ratchet.evals.stage_evaluator import (
+    EvaluationResult,
+    StageEvaluator,
+    list_answer_results,
+    list_parts,
+)
 from ratchet.executors.freeze import limit_garbage_collection, prepare_process
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
@@ -63,10 +66,6 @@ from ratchet.training.workers.judges import close_judges
 from ratchet.utils.object_store import fetch_directory, is_address
 from ratchet.utils.safe_read import read_json
 from ratchet.utils.terminal_text import make_console
-
-log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 def evaluate_target(
@@ -246,8 +245,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
         evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles, tasks)
     if evaluator is None:  # no task fits into the model
         raise ConfigError(NO_TASKS)
-    with _show_attempts(evaluator, len(tasks), spec):
-        result = asyncio.run(_run_and_close(target.policy, setup, evaluator.run()))
+    result = asyncio.run(_run_and_close(evaluator, setup, target.policy))
     sampling = make_eval_sampling(spec)
     generator = type(target.policy.generator).__name__
     if evaluation.step is not None:
@@ -339,39 +337,21 @@ def _play_messages(
         greedy=spec.evaluation.greedy,
         pass_threshold=spec.evaluation.pass_threshold,
     )
-    with _show_attempts(evaluator, len(tasks), spec):
-        results = asyncio.run(_run_evaluator(evaluator, setup))
+    (results,) = list_answer_results(asyncio.run(_run_and_close(evaluator, setup, manager)))
     report_failures(results)
     return add_metadata(results, target, model, evaluation, tasks, evaluator.sampling)
 
 
-@contextmanager
-def _show_attempts(evaluator: StageEvaluator, n_tasks: int, spec: StageSpec) -> Iterator[None]:
-    """Show a bar of the attempts that the evaluator plays."""
-    attempts_per_task = spec.evaluation.samples + spec.evaluation.greedy
-    total = n_tasks * attempts_per_task * len(evaluator.managers)
-    with show_bar("attempts", total) as advance:
-        for manager in evaluator.managers:
-            manager.on_group_end = advance
-        yield
-
-
-async def _run_evaluator(evaluator: Evaluator, setup: EnvSetup) -> EvalResults:
-    try:
-        return await evaluator.run()
-    finally:
-        await evaluator.manager.close()
-        await close_judges(setup.judges)
-
-
 async def _run_and_close(
-    policy: Policy, setup: EnvSetup, evaluation: Coroutine[Any, Any, Result]
-) -> Result:
+    evaluator: StageEvaluator, setup: EnvSetup, player: Policy | RolloutManager
+) -> EvaluationResult:
+    """Run an evaluation with a bar of what is done, and close its judges and its player."""
     try:
-        return await evaluation
+        with show_bar("evaluated", evaluator.count) as advance:
+            return await evaluator.run(advance)
     finally:
         await close_judges(setup.judges)
-        await policy.close()
+        await player.close()
 
 
 def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mapping[str, Learner]:

@@ -271,7 +271,14 @@ class GeneratorSection(Section):
         """
 
     def explain_misfit(
-        self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool
+        self,
+        *,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        n_layers: int,
+        n_experts: int,
+        on_cpu: bool,
     ) -> str | None:
         """Return the reason why the generator can't run a model of this shape; None if it can."""
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ratchet.errors import TrainingError, link_symptom
@@ -15,6 +15,7 @@ from ratchet.evals.results import (
     hash_task,
     shorten_prompt,
 )
+from ratchet.evals.stage_evaluator import ignore_progress
 from ratchet.experience.rollout.failures import describe_failures
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import Reward
@@ -51,8 +52,13 @@ class Evaluator:
     def managers(self) -> Sequence[RolloutManager]:
         return (self.manager,)
 
-    async def run(self) -> EvalResults:
+    @property
+    def count(self) -> int:
+        return len(self.tasks) * (self.samples + self.greedy)
+
+    async def run(self, advance: Callable[[int], None] = ignore_progress) -> EvalResults:
         """Play all attempts and return the results."""
+        self.manager.on_group_end = advance
         jobs = [(f"eval/{task.id}", task) for task in self.tasks]
         greedy_groups: list[Group] = []
         sampled_groups: list[Group] = []

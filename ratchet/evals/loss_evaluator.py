@@ -6,7 +6,7 @@ T = tokens, N = trainable tokens, S = sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from ratchet.algorithms.base import Algorithm, AlgoState, no_advantage
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
+from ratchet.evals.stage_evaluator import ignore_progress
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.protocols import Learner, Outputs, list_needed_outputs
@@ -93,7 +94,11 @@ class LossEvaluator:
         # quantities. The stage's name prevents this: losses of two stages can't be compared.
         self.measured_quantities = frozenset({f"loss of stage {source.name}"})
 
-    async def run(self) -> HeldOutLoss:
+    @property
+    def count(self) -> int:
+        return len(self.tasks)
+
+    async def run(self, advance: Callable[[int], None] = ignore_progress) -> HeldOutLoss:
         """Score all held-out tasks and return their loss.
 
         Raises:
@@ -111,11 +116,12 @@ class LossEvaluator:
             batch = algorithm.advantage(await fill_columns(batch, algorithm, self.roles), state)
         batch = algorithm.weigh(batch, state)
         sums = _Sums()
-        for part in batch.split(_split_groups(batch)):
+        for part in batch.split(split_groups(batch)):
             filled_part = (
                 await fill_columns(part, algorithm, self.roles) if fills_each_part else part
             )
             await self._add_part(sums, filled_part)
+            advance(part.n_groups)
         has_trained_tokens = bool(batch.trainable_T.any())
         term_metrics = {
             **sums.metrics,
@@ -198,7 +204,7 @@ class _Sums:
         }
 
 
-def _split_groups(batch: Batch) -> Iterator[list[int]]:
+def split_groups(batch: Batch) -> Iterator[list[int]]:
     """Yield the rows of consecutive whole groups, with at most MAX_PART_TOKENS tokens at a time.
 
     A group with more tokens comes alone.

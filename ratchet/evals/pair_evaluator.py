@@ -5,10 +5,14 @@ T = tokens, S = sequences, G = pairs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ratchet.data.packing import pack
+from ratchet.evals.loss_evaluator import split_groups
+from ratchet.evals.stage_evaluator import ignore_progress
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.sources.offline import PairSource
 from ratchet.protocols import Learner
@@ -50,14 +54,22 @@ class PairEvaluator:
         self.source = source
         self.tasks = tasks
 
-    async def run(self) -> PairAccuracy:
+    @property
+    def count(self) -> int:
+        return len(self.tasks)
+
+    async def run(self, advance: Callable[[int], None] = ignore_progress) -> PairAccuracy:
         """Score all pairs with the learner and return their accuracy."""
         groups = await self.source.make(
             [(f"eval/{task.id}", task) for task in self.tasks], version=0
         )
         batch = pack(groups)
-        logprobs_T = (await self.learner.score(batch, ["logprobs"]))["logprobs"].double()
-        logprobs_S = batch.sequence_sum(logprobs_T)
+        logprobs_by_part = []
+        for part in batch.split(split_groups(batch)):
+            logprobs_T = (await self.learner.score(part, ["logprobs"]))["logprobs"].double()
+            logprobs_by_part.append(part.sequence_sum(logprobs_T))
+            advance(part.n_groups)
+        logprobs_S = torch.cat(logprobs_by_part)
         # Sequences alternate between the chosen and the rejected answer of each pair.
         margins_G = logprobs_S[0::2] - logprobs_S[1::2]
         right_G = (margins_G > 0).double() + (margins_G == 0).double() / 2

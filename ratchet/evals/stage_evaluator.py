@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,11 +18,16 @@ class EvaluationResult(Protocol):
         ...
 
 
+def ignore_progress(count: int) -> None:
+    """Do nothing with the number of things that were done."""
+
+
 class StageEvaluator(Protocol):
     """An evaluator of the weights that a stage trains.
 
     Attributes:
         managers: Rollout managers to close with the run.
+        count: The number of attempts, pairs or rows that an evaluation works on.
         measured_quantities: The names of the measured quantities. If the previous stage's evaluator
             measured them too, a stage begins with the last metrics of that evaluator.
     """
@@ -31,7 +36,11 @@ class StageEvaluator(Protocol):
     def managers(self) -> Sequence[RolloutManager]: ...
     @property
     def measured_quantities(self) -> frozenset[str]: ...
-    async def run(self) -> EvaluationResult: ...
+    @property
+    def count(self) -> int: ...
+    async def run(self, advance: Callable[[int], None] = ignore_progress) -> EvaluationResult:
+        """Evaluate, and call `advance` with the number of things that were just done."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,12 @@ class CombinedEvaluator:
     def measured_quantities(self) -> frozenset[str]:
         return frozenset[str]().union(*(part.measured_quantities for part in self.parts))
 
-    async def run(self) -> CombinedResult:
-        return CombinedResult(tuple([await part.run() for part in self.parts]))
+    @property
+    def count(self) -> int:
+        return sum(part.count for part in self.parts)
+
+    async def run(self, advance: Callable[[int], None] = ignore_progress) -> CombinedResult:
+        return CombinedResult(tuple([await part.run(advance) for part in self.parts]))
 
 
 def list_parts(result: EvaluationResult) -> Sequence[EvaluationResult]:

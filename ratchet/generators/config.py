@@ -301,7 +301,14 @@ class VLLMConfig(GeneratorSection):
         check_arguments(self.arguments)
 
     def explain_misfit(
-        self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool
+        self,
+        *,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        n_layers: int,
+        n_experts: int,
+        on_cpu: bool,
     ) -> str | None:
         """Return the reason why vLLM can't run a model of this shape; None if it can."""
         ranks = self.tensor_parallel
@@ -320,6 +327,11 @@ class VLLMConfig(GeneratorSection):
                 "arguments.enable_return_routed_experts: vLLM records experts by its V2 model "
                 "runner, which needs Triton, and its builds for CPUs have none: set "
                 "generator.kind=engine, which records them too, or remove the argument"
+            )
+        if on_cpu and self.lora_rank and n_experts:
+            return (
+                f"lora_rank={self.lora_rank}: vLLM computes experts beside adapters with Triton, "
+                "and its builds for CPUs have none: set generator.kind=engine"
             )
         if n_heads % ranks or (n_kv_heads % ranks and ranks % n_kv_heads):
             return (

@@ -19,7 +19,7 @@ from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, DataError
 from ratchet.evals import loss_evaluator
 from ratchet.evals.evaluator import Evaluator
-from ratchet.evals.loss_evaluator import HeldOutLoss, LossEvaluator, _split_groups
+from ratchet.evals.loss_evaluator import HeldOutLoss, LossEvaluator, split_groups
 from ratchet.evals.stage_evaluator import CombinedEvaluator
 from ratchet.training.from_config import build_policy
 from ratchet.training.run import StageRun
@@ -181,7 +181,9 @@ def test_a_reward_adds_accuracy(llama: Path, tmp_path: Path):
     assert isinstance(answers, Evaluator)
     assert isinstance(loss, LossEvaluator)
     assert answers.tasks[0].answer in {"7" * i for i in range(1, 6)}
-    numbers = asyncio.run(run.evaluator.run()).get_metrics()
+    counts: list[int] = []
+    numbers = asyncio.run(run.evaluator.run(counts.append)).get_metrics()
+    assert sum(counts) == run.evaluator.count  # what a bar of the progress shows
     assert {"accuracy", "loss", "perplexity", "token_accuracy"} <= numbers.keys()
     assert not math.isnan(numbers["accuracy"])
 
@@ -296,7 +298,7 @@ def test_patience_ends_a_stage_whose_loss_does_not_fall(llama: Path, tmp_path: P
 
 def test_parts_are_whole_groups_within_the_limit(monkeypatch):
     monkeypatch.setattr("ratchet.evals.loss_evaluator.MAX_PART_TOKENS", 10)
-    batch = SimpleNamespace(
+    batch: Any = SimpleNamespace(
         group_S=torch.tensor([0, 0, 1, 1, 2, 3]), lengths_S=torch.tensor([3, 3, 2, 3, 12, 4])
     )
-    assert list(_split_groups(batch)) == [[0, 1], [2, 3], [4], [5]]
+    assert list(split_groups(batch)) == [[0, 1], [2, 3], [4], [5]]

@@ -79,11 +79,20 @@ def test_the_better_answer_is_the_one_that_must_score_higher():
     assert there.get_metrics()["accuracy"] != 0.5  # of 21 pairs
 
 
-def test_answers_that_nobody_judges_are_compared_by_their_likelihood(tmp_path: Path):
+def test_answers_that_nobody_judges_are_compared_by_their_likelihood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     rows = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no, not at all"} for i in range(60)]
     evaluator = made("dpo", preferences(tmp_path, rows)).evaluator
     assert isinstance(evaluator, PairEvaluator)
-    assert asyncio.run(evaluator.run()).accuracy == 1.0  # random weights prefer what is short
+    result = asyncio.run(evaluator.run())
+    assert result.accuracy == 1.0  # random weights prefer what is short
+    monkeypatch.setattr("ratchet.evals.loss_evaluator.MAX_PART_TOKENS", 100)
+    counts: list[int] = []
+    in_parts = asyncio.run(evaluator.run(counts.append))
+    assert in_parts.get_metrics() == pytest.approx(result.get_metrics(), rel=1e-5)
+    assert len(counts) > 1
+    assert sum(counts) == evaluator.count
 
 
 def test_where_something_judges_the_policy_answers_itself():

@@ -273,7 +273,9 @@ def _check_model_fits_generator(stage: StageConfig, config: RunConfig) -> Iterat
         return
     shape = {**shape, **config.model.overrides}
     sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
-    if reason := stage.generator.explain_misfit(**sizes, on_cpu=config.device == "cpu"):
+    n_experts = shape.get("n_experts", 0)
+    on_cpu = config.device == "cpu"
+    if reason := stage.generator.explain_misfit(**sizes, n_experts=n_experts, on_cpu=on_cpu):
         yield clash(
             f"generator {stage.generator.sampler.kind_name} can't run this model: {reason}",
             "generator",

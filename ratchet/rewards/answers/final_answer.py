@@ -74,6 +74,7 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
         re.compile(r"\\!|\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|(?<!\\)\$|\\\$"),
         "",
     ),
+    (re.compile(r"(?<=[0-9])\{:\}(?=[0-9])"), ":"),
     (re.compile(r"(?:\\[,;:> ]|\\quad(?![a-zA-Z])|~|\s)+"), " "),
     (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
@@ -95,12 +96,26 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
 )
 # Words whose case means nothing.
 VERDICTS = ("yes", "no", "true", "false")
-SUFFIX = re.compile(rf"(?<=[\d\s{{])((?i:[ap]\.?m)|{SCALE})$")
+# Units that answers are given in, each with its other names.
+UNIT_NAMES = """
+mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
+in inch inches; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; lb lbs pound;
+ms millisecond; s sec second; min minute; h hr hrs hour; day; week; month; year;
+ml milliliter millilitre; l liter litre
+"""
+UNITS = {
+    name + plural: names.split()[0]
+    for names in UNIT_NAMES.split(";")
+    for name in names.split()
+    for plural in (("", "s") if len(name) > 3 or name == "day" else ("",))
+}
+SUFFIX = re.compile(rf"(?<=[\d\s{{])((?i:[ap]\.?m|{'|'.join(UNITS)})|{SCALE})$")
 # A unit at the end, as in 5\text{ cm}^2, 5 km/h and 5 miles per hour.
 UNIT = re.compile(
     r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*(?:"
     rf"\\(?:text|mathrm)\{{(?!\s*{SCALE})[^{{}}0-9,]*\}}(?:\^\{{?[0-9]\}}?)?"
-    r"|(?:km|mi|cm|ft|m)/(?:h|hr|s)|[A-Za-z]{4,}\sper\s[A-Za-z]{3,})$"
+    r"|(?:km|mi|cm|ft|m)/(?:h|hr|s)|[A-Za-z]{4,}\sper\s[A-Za-z]{3,}"
+    rf"|(?<=\s)(?:{'|'.join(name for name in UNITS if len(name) > 1)}))$"
 )
 
 
@@ -184,13 +199,13 @@ def name_different_variables(a: str, b: str) -> bool:
 
 
 def end_with_different_suffixes(a: str, b: str) -> bool:
-    """True if both answers end with AM or PM, or with a word of scale, and these differ.
+    """True if both answers end with AM or PM, a word of scale or a unit, and these differ.
 
-    So "9 AM" is not "9 PM", which algebra takes for equal.
+    So "9 AM" is not "9 PM", and "5 cm" is not "5 m", which algebra takes for equal.
     """
     matches = [SUFFIX.search(text.strip(" .}$")) for text in (a, b)]
     suffixes = [match[1].casefold().replace(".", "") for match in matches if match]
-    return len(set(suffixes)) == 2
+    return len({UNITS.get(suffix, suffix) for suffix in suffixes}) == 2
 
 
 def _split_name(latex: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable
+from fractions import Fraction
 from importlib.util import find_spec
 from typing import ClassVar, Literal
 
@@ -33,6 +34,7 @@ from ratchet.rewards.answers.numeric import (
 from ratchet.rewards.base import FinalAnswer
 from ratchet.rewards.process_pool.pool import ProcessorTimeExceeded, RewardWorkers
 from ratchet.types import Task
+from ratchet.utils.arithmetic import NotAnExpression, evaluate
 
 
 class MathConfig(Section):
@@ -69,10 +71,11 @@ LEADING_WORDS = re.compile(
     r"^(?:(?!(?:sin|cos|tan|log|ln|exp|max|min|gcd|lcm|pi)\b)"
     r"[*]{0,2}[A-Za-z][A-Za-z'’]+[:,]?[*]{0,2}[:,]?\s+)+"
 )
+DECIMALS = re.compile(r"\.[0-9]*[1-9]")
 WITH_BASE = re.compile(r"[0-9A-Z]+_\{?([0-9]+)\}?")
-# Matches "5 6", which math-verify adds up to 11.
 # Matches answers to several parts, "(a) 5 (b) 6", which math-verify multiplies.
 PARTS = re.compile(r"\((?:a|i|1)\)\s*[^()\s].*\((?:b|ii|2)\)\s*[^()\s]", re.DOTALL)
+# Matches "5 6", which math-verify adds up to 11.
 SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")
 
 
@@ -169,11 +172,23 @@ def extract_formula(text: str) -> str | None:
 
 
 def _is_false_equation(answer: str) -> bool:
-    """True if an answer equates different integers, as "5=6". Algebra takes its last side."""
-    if "=" not in answer or "%" in answer:  # 1 = 100 %
+    """True if an answer equates different numbers, as "5=6" and "2+3=6".
+
+    Algebra takes its last side. A side with decimals may be rounded, as in "1/3=0.33".
+    """
+    if "=" not in answer or "%" in answer or DECIMALS.search(answer):  # 1 = 100 %
         return False
-    sides = [parse_bare_number(side) for side in normalize_spelling(answer).split("=")]
-    return len(set(sides)) > 1 and all(side is not None and side.denominator == 1 for side in sides)
+    sides = normalize_spelling(answer).split("=")
+    try:
+        return len({_evaluate_side(side) for side in sides}) > 1
+    except NotAnExpression:
+        return False
+
+
+def _evaluate_side(side: str) -> Fraction:
+    """Return the value of a number or of arithmetic. Raises NotAnExpression for other text."""
+    number = parse_bare_number(side)
+    return evaluate(side)[0] if number is None else number
 
 
 def _is_word(gold: str) -> bool:

@@ -116,6 +116,7 @@ SHAPE = {
         ({}, {"head_dim": None}, "head_dim=16"),
         ({"block_size": 48}, {}, "block_size=48"),
         (ROUTES, {}, "needs Triton"),
+        ({"lora_rank": 8}, {"num_experts": 4}, "with Triton"),
         ({"tensor_parallel": 3}, {"num_attention_heads": None}, None),
     ],
 )

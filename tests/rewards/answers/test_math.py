@@ -49,6 +49,8 @@ PLAIN_RIGHT = [
     (r"So the value is \frac{1}{2}.", "0.5"),
     (r"\boxed{1 = 100\%}", r"1 = 100\%"),
     (r"\boxed{5 km/h}", "5"),
+    (r"\boxed{5 metres}", r"5\text{ m}"),
+    (r"\boxed{7{:}30}", "7:30"),
     (r"\boxed{60 miles per hour}", r"60\text{ mph}"),
     (r"\boxed{-€5}", "-5"),
     (r"\boxed{5 euros}", "5"),
@@ -57,6 +59,7 @@ PLAIN_RIGHT = [
     (r"\boxed{5000}", r"5\text{ thousand dollars}"),
 ]
 ALGEBRA_RIGHT = [
+    (r"\boxed{2+4=6}", "6"),
     (r"\boxed{\frac{\sqrt{8}}{2}}", r"\sqrt{2}"),
     (r"\boxed{(x+1)^2}", "x^2+2x+1"),
     (r"\boxed{3, 2}", r"\{2, 3\}"),
@@ -127,6 +130,9 @@ WRONG = [
     (r"\boxed{\text{(i) } 2x,\ \text{(ii) } 3}", r"\text{(i) } 3,\ \text{(ii) } 2x"),
     (r"\boxed{10⁴}", "10"),
     (r"\boxed{5=6}", "6"),
+    (r"\boxed{2+3=6}", "6"),
+    (r"\boxed{5\text{ cm}}", r"5\text{ m}"),
+    (r"\boxed{5 minutes}", "5 hours"),
     (r"\boxed{x = 5 = 6}", "6"),
     ("The answer is -USD 5.", "5"),
     ("so x = - 5", "5"),
