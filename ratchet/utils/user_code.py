@@ -117,6 +117,34 @@ def _end_forked_copy(code: str) -> NoReturn:
     os._exit(1)  # exit handlers and open files are the run's
 
 
+@contextlib.contextmanager
+def fail_early_exits() -> Generator[None]:
+    """Turn the status of os._exit(0) in this process into 1 within the context.
+
+    User code that calls it ends the whole command, and status 0 would say that a run is finished or
+    a check passed. Forked processes keep their status.
+    """
+    owner, leave = os.getpid(), os._exit
+
+    def leave_as_failure(status: int) -> NoReturn:
+        if os.getpid() == owner and status % 256 == 0:
+            caller = traceback.extract_stack(limit=2)[0]
+            message = (
+                f"{caller.filename}:{caller.lineno} called os._exit({status}) before the command's "
+                "end, so the exit status is 1: raise an error there, or return, instead\n"
+            )
+            with contextlib.suppress(OSError):
+                os.write(2, message.encode("utf-8", "replace"))
+            status = 1
+        leave(status)
+
+    os._exit = leave_as_failure
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
 async def call_in_thread(
     function: Callable[Parameters, T], *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> T:

@@ -9,6 +9,7 @@ import json
 import sys
 
 import pytest
+from command_line import ratchet
 from rich.console import Console
 
 from ratchet.cli.main import main
@@ -242,6 +243,21 @@ def test_a_file_is_never_read_far_ahead_of_what_is_judged(tmp_path, monkeypatch)
 
     asyncio.run(stuck())
     assert len(read) == 2 * ROWS_PER_WORKER
+
+
+@pytest.mark.medium
+def test_a_reward_that_ends_the_process_does_not_end_it_with_status_0(tmp_path, monkeypatch):
+    """So an unfinished training can't look finished either: the guard is that of all commands."""
+    (tmp_path / "ending.py").write_text(
+        "import os\n\n\ndef end(trajectory, task):\n"
+        "    if os.fork() == 0:\n        os._exit(0)\n"
+        "    assert os.wait()[1] == 0\n    os._exit(0)\n"
+    )
+    (tmp_path / "rows.jsonl").write_text(json.dumps(RIGHT) + "\n")
+    monkeypatch.chdir(tmp_path)
+    ended = ratchet("score", "rows.jsonl", "--reward", "ending:end")
+    assert ended.returncode == 1
+    assert "ending.py:8 called os._exit(0) before the command's end" in ended.stderr
 
 
 def test_a_reward_that_raises_costs_its_row(tmp_path):
