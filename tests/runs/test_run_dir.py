@@ -73,28 +73,6 @@ def test_a_process_that_the_run_forked_does_not_keep_the_lock(tmp_path: Path) ->
         os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("is_deleted", [False, True])
-def test_a_changed_working_directory_is_changed_back(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    is_deleted: bool,
-) -> None:
-    """A reward may change it, and the run's path may be relative."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    run = RunDirectory(Path("run"))
-    with run.locked():
-        run.write_or_check_config(CONFIG)
-        os.chdir("elsewhere")
-        if is_deleted:
-            (tmp_path / "elsewhere").rmdir()
-        run.verify(CONFIG)
-        assert Path.cwd() == tmp_path
-        run.verify(CONFIG)
-    assert caplog.text.count("the working directory was changed to") == 1
-
-
 def test_a_reader_that_tries_the_lock_refuses_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
