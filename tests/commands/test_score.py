@@ -163,9 +163,8 @@ def test_messages_in_place_of_prompt_and_response():
 
 
 def test_tokens_that_are_not_there_are_not_counted(score):
-    (line,) = score([RIGHT], "length", "at_most=5")
-    assert line["outcome"] == "failed"
-    assert "set unit to words or characters" in line["detail"]
+    with pytest.raises(DataError, match="has no tokens to count: set unit to words or characters"):
+        score([RIGHT], "length", "at_most=5")
 
 
 class Raises:
@@ -308,6 +307,13 @@ def test_the_workers_are_the_rewards_own_where_it_has_some():
     [
         ("none.jsonl", None, "can't be read"),
         ("empty.jsonl", "", "holds no rows"),
+        (
+            "unanswered.jsonl",
+            '{"prompt": "2+2?", "completion": "4", "answer": "4"}\n',
+            "no row could be judged. line 1: .*no column 'response'.* the row has prompt, "
+            "completion, answer. Give the column of the answers the name response",
+        ),
+        ("unjudged.jsonl", '{"response": "4"}\n', "no row could be judged. line 1: .*no answer to"),
         (".", None, "is a directory"),
     ],
 )
