@@ -30,6 +30,7 @@ from ratchet.observe.sinks import Sinks
 from ratchet.observe.stall_report import log_stalls
 from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.observe.tracing.perfetto import Trace, open_trace
+from ratchet.processes.left_processes import end_left_processes
 from ratchet.protocols import Learner
 from ratchet.rewards.judge_models.base import Judges
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
@@ -149,7 +150,7 @@ class TrainingSession:
         signal_handlers = handle_stop_signals(
             stop.request, forwarded=stop.is_forwarded or env_vars.is_supervised()
         )
-        with log_file, signal_handlers, serve_status(self.directory):
+        with log_file, signal_handlers, serve_status(self.directory), end_left_processes():
             log.info("%s", self.command)
             for directory in sweep():
                 log.info("removed %s, which a killed process has left", directory)
