@@ -233,6 +233,12 @@ class RunDirectory:
         except OSError as error:
             raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
 
+    @property
+    def _place_advice(self) -> str:
+        if self.is_used:
+            return "let this user write there"
+        return "choose another --run-dir"
+
     def _open_lock(self) -> int:
         """Create the directory, and return a descriptor of its lock file.
 
@@ -247,12 +253,12 @@ class RunDirectory:
             # Other errors, such as those of a file system over a network, may pass.
             is_lasting = isinstance(error, PermissionError | FileExistsError | NotADirectoryError)
             raise (RunDirectoryUnusable if is_lasting else RunDirectoryError)(
-                f"the run directory {self.path} can't be used: {error}; choose another --run-dir"
+                f"the run directory {self.path} can't be used: {error}; {self._place_advice}"
             ) from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             os.close(descriptor)
             raise RunDirectoryUnusable(
-                f"the run directory {self.path} is read-only; choose another --run-dir"
+                f"the run directory {self.path} is read-only; {self._place_advice}"
             )
         return descriptor
 
