@@ -95,7 +95,7 @@ def test_a_program_that_gets_no_core_is_not_judged(tmp_path, proc, monkeypatch, 
 @pytest.mark.parametrize("processes", [1, 4])
 def test_other_programs_on_its_core_do_not_use_up_a_programs_time(processes: int) -> None:
     before = os.sched_getaffinity(0)
-    limits = Limits(wall_s=0.3, processes=processes)
+    limits = Limits(wall_s=0.4, processes=processes)
     with contextlib.ExitStack() as stack:
         os.sched_setaffinity(0, {max(before)})  # the processes below inherit it
         stack.callback(os.sched_setaffinity, 0, before)
