@@ -4,7 +4,6 @@ random, and what it sees."""
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,10 @@ from ratchet.data.formats.media import embed
 from ratchet.data.processor import Processor, load_processor
 from ratchet.testing.tiny_vlm import Family, TinyVLM, write_tiny_vlm
 from ratchet.types import Message, Part
+from ratchet.utils.temp_dirs import TemporaryFolder
 
 FAMILIES: tuple[Family, ...] = ("qwen2_5_vl", "qwen3_vl")
+FOLDERS: list[TemporaryFolder] = []  # removed when this process ends
 
 
 @functools.cache
@@ -26,9 +27,9 @@ def model_directory(family: Family = "qwen2_5_vl") -> Path:
     place."""
     from transformers import AutoModelForImageTextToText
 
-    directory = write_tiny_vlm(
-        Path(tempfile.mkdtemp(prefix="ratchet-vlm-")), TinyVLM(family=family, hidden=32, std=0.15)
-    )
+    folder = TemporaryFolder("vlm")
+    FOLDERS.append(folder)
+    directory = write_tiny_vlm(folder.path / family, TinyVLM(family=family, hidden=32, std=0.15))
     model = AutoModelForImageTextToText.from_pretrained(directory, local_files_only=True)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -120,13 +120,14 @@ def test_one_thread_is_chosen_unless_more_are_faster(tmp_path, monkeypatch):
     monkeypatch.setattr(threads_module, "find_thread_limit", lambda: (2, "2 usable cores"))
     model = config(tmp_path).model
     assert read_width(model) == 64
-    for alone, expected in ((1.0, 1), (1.04, 1), (1.5, 2)):
+    for alone, expected in ((1.0, 1), (1.04, 1), (1.5, 2), (0.001, 1)):
         times = {1: alone, 2: 1.0}
         monkeypatch.setattr(
             threads_module, "measure_once", lambda work, t=times: t[torch.get_num_threads()]
         )
         threads, reason = choose_threads(model)
-        assert (threads, f"{alone:.2f} times" in reason) == (expected, True)
+        assert (threads, f"{max(alone, 1 / alone):,.2f} times" in reason) == (expected, True)
+    assert reason.endswith("with 2 threads four layers take 1,000.00 times as long as with 1")
     wide = model.model_copy(update={"overrides": {"hidden_size": 4096}})
     assert choose_threads(wide) == (2, "2 usable cores")  # without a measurement
 

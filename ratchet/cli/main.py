@@ -34,6 +34,7 @@ from ratchet.cli.runs import Json, runs
 from ratchet.cli.train import Overrides, train
 from ratchet.errors import ConfigError, DataError
 from ratchet.utils import credentials, failpoints, object_store
+from ratchet.utils.user_code import fail_early_exits
 
 
 class Commands(TyperGroup):
@@ -455,7 +456,8 @@ def main() -> None:
         failpoints.arm(os.environ.get("RATCHET_FAULTS", ""))
         credentials.set_environment(os.environ)
         object_store.configure_cache(os.environ)
-        app()
+        with fail_early_exits():
+            app()
     except Exception as error:
         exit_with_error(error)  # raises an error again if it is a bug
 

@@ -96,7 +96,7 @@ def score_file(
     """Write a line of JSON for each row to stdout, or a summary. A bad row does not stop the rest.
 
     Raises ConfigError or another RatchetError if the reward can't be built, DataError if the file
-    can't be read.
+    can't be read or no row could be judged.
     """
     if isinstance(path, Path) and path.is_dir():
         raise DataError(
@@ -130,8 +130,13 @@ def make_reward_section(kind: str, overrides: Sequence[str], workers: int) -> Se
 
 async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, workers: int) -> None:
     summary = Summary()
+    first_failure: Score | None = None
+    is_judged = False
     with show_bar("rows", _count_lines(path)) as advance:
         async for score in score_rows(path, reward, workers):
+            is_failed = isinstance(score.outcome, Failed)
+            is_judged = is_judged or not is_failed
+            first_failure = score if is_failed and first_failure is None else first_failure
             if as_json:
                 sys.stdout.write(score.as_json() + "\n")
                 sys.stdout.flush()
@@ -140,6 +145,9 @@ async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, worker
             advance(1)
     if not as_json:
         summary.show(make_console())
+    if first_failure is not None and not is_judged:
+        reason = first_failure.detail.strip().rpartition("\n")[2]
+        raise DataError(f"{path}: no row could be judged. {first_failure.id}: {reason}")
 
 
 def _count_lines(path: str | Path) -> int | None:
@@ -226,7 +234,10 @@ def _make_messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
             if "response" in row
             else "there is no column 'response'"
         )
-        raise DataError(f"{problem}, and there is no column 'messages'; the row has {columns}")
+        raise DataError(
+            f"{problem}, and there is no column 'messages'; the row has {columns}. Give the column "
+            "of the answers the name response"
+        )
     prompt = row.get("prompt")
     if prompt is None:
         prompt_messages: tuple[Message, ...] = ()

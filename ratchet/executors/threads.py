@@ -111,7 +111,10 @@ def choose_threads(model: ModelConfig) -> tuple[int, str]:
         median(durations[1:]) for durations in durations_by_threads.values()
     )
     slowdown = one_thread_s / all_threads_s
-    comparison = f"with 1 thread four layers take {slowdown:.2f} times as long as with {limit}"
+    ratio, slower, faster = slowdown, "1 thread", f"{limit}"
+    if slowdown < 1:
+        ratio, slower, faster = 1 / slowdown, f"{limit} threads", "1"
+    comparison = f"with {slower} four layers take {ratio:,.2f} times as long as with {faster}"
     threads = limit if slowdown > MIN_THREAD_SPEEDUP else 1
     return threads, f"{reason}; {comparison}"
 

@@ -25,9 +25,9 @@ from ratchet.types import (
     is_finite_number,
 )
 from ratchet.utils.user_code import (
-    end_forked_copies,
     format_user_error,
     get_current_task,
+    guard_process,
     is_closing,
     is_user_error,
 )
@@ -85,7 +85,7 @@ class PerTrajectory(Reward):
             return trajectory.outcome
         running_task = get_current_task()
         try:
-            with end_forked_copies(f"reward {self.label}"):
+            with guard_process(f"reward {self.label}"):
                 verdict = self.judge(trajectory, task)
                 if not isinstance(verdict, float) and inspect.isawaitable(verdict):
                     verdict = await verdict

@@ -23,6 +23,7 @@ from ratchet.errors import (
 )
 from ratchet.observe.write_files import open_plain, replace_text
 from ratchet.utils import failpoints
+from ratchet.utils.process_settings import restore_settings
 from ratchet.utils.safe_read import read_json
 from ratchet.utils.summarize import summarize_names
 
@@ -63,8 +64,6 @@ class RunDirectory:
         self.sentinels = path / "sentinels"  # evidence of alarms
         self.status = path / ".status"  # socket address of the process while a run is under way
         self._lock = path / ".lock"
-        # The working directory when the run began; `path` may be relative to it.
-        self._working_directory = ""
         # Descriptors of the directory and its lock while this process holds it.
         self._directory_fd = self._lock_fd = -1
 
@@ -79,7 +78,6 @@ class RunDirectory:
             RunDirectoryError: The directory can't be created or written, or another run is in it.
         """
         self._lock_fd = self._open_lock()
-        self._working_directory = _get_working_directory()
         _holders.add(self)
         try:
             self._directory_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -114,7 +112,7 @@ class RunDirectory:
             RunDirectoryError: The path is gone or is another directory, another process locked it,
             or a lost file can't be restored.
         """
-        self._return_to_working_directory()
+        restore_settings()  # the path may be relative to the working directory
         if not _is_same_file(self.path, self._directory_fd):
             raise RunDirectoryError(
                 f"{self.path} was deleted, moved or replaced while this run was in it, so the run "
@@ -220,22 +218,6 @@ class RunDirectory:
                 f"{self.path} holds no readable config.yaml, so it is not a run directory: {error}"
             ) from error
 
-    def _return_to_working_directory(self) -> None:
-        """Undo a change of the working directory, by a reward or an environment say."""
-        place = _get_working_directory()
-        if place == self._working_directory or not self._working_directory:
-            return
-        try:
-            os.chdir(self._working_directory)
-        except OSError:  # it is gone, and then so is what lay in it
-            return
-        log.warning(
-            "the working directory was changed to %s, by a reward, an environment or a library, and"
-            " is %s again: let that code use absolute paths instead",
-            place or "a deleted directory",
-            self._working_directory,
-        )
-
     def close_lock_of_parent(self) -> None:
         """Close the descriptor of the lock in a forked process; the parent still holds the lock.
 
@@ -251,6 +233,12 @@ class RunDirectory:
         except OSError as error:
             raise RunDirectoryError(f"{self.config} can't be written: {error}") from error
 
+    @property
+    def _place_advice(self) -> str:
+        if self.is_used:
+            return "let this user write there"
+        return "choose another --run-dir"
+
     def _open_lock(self) -> int:
         """Create the directory, and return a descriptor of its lock file.
 
@@ -265,12 +253,12 @@ class RunDirectory:
             # Other errors, such as those of a file system over a network, may pass.
             is_lasting = isinstance(error, PermissionError | FileExistsError | NotADirectoryError)
             raise (RunDirectoryUnusable if is_lasting else RunDirectoryError)(
-                f"the run directory {self.path} can't be used: {error}; choose another --run-dir"
+                f"the run directory {self.path} can't be used: {error}; {self._place_advice}"
             ) from error
         if not os.access(self.path, os.W_OK | os.X_OK):
             os.close(descriptor)
             raise RunDirectoryUnusable(
-                f"the run directory {self.path} is read-only; choose another --run-dir"
+                f"the run directory {self.path} is read-only; {self._place_advice}"
             )
         return descriptor
 
@@ -305,14 +293,6 @@ def _release_in_forked_process() -> None:
 
 _holders: set[RunDirectory] = set()  # the directories that this process has locked
 os.register_at_fork(after_in_child=_release_in_forked_process)
-
-
-def _get_working_directory() -> str:
-    """Return the working directory; "" if it was deleted."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""
 
 
 def _lock_exclusively(descriptor: int) -> None:

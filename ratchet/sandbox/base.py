@@ -99,7 +99,8 @@ class Limits:
     """The resource limits of a program.
 
     Attributes:
-        wall_s: Wall time from start to end.
+        wall_s: Wall time from start to end. The local sandbox does not count time in which the
+            program waits for a core, because other programs use them all.
         cpu_s: Processor time of one process, rounded up to whole seconds.
         memory_mib: Address space of a process, and resident memory of all processes together.
         disk_mib: Size of the scratch directory, and of any file.
@@ -142,7 +143,7 @@ class Result:
         exit: Exit code; None if a signal or a limit ended the program.
         signal: Number of the signal that ended the program; None if it exited or met a limit.
         stdout, stderr: Outputs, cut at the output limit.
-        seconds: Wall time of the program alone, without queueing.
+        seconds: Wall time of the program alone, without queueing; as `Limits.wall_s` counts it.
         reason: Why the program ended.
     """
 

@@ -34,9 +34,10 @@ from ratchet.sandbox.base import (
     SandboxError,
     Strength,
 )
+from ratchet.sandbox.inside.zygote import MAX_STRETCH
 
 START_TIMEOUT_S = 30.0
-GRACE_S = 5.0  # seconds after the wall limit at which the fork server itself counts as broken
+GRACE_S = 5.0  # seconds after the longest wall limit; then the fork server counts as broken
 CHUNK_BYTES = 1 << 16
 # A program that was killed by SIGKILL hit the kernel's CPU limit if it used at least this share of
 # the limit. The share is below 1, because the kernel counts whole ticks: on a busy virtual machine
@@ -233,12 +234,13 @@ class ForkServerSlot:
         poll = select.poll()
         for file in (channel.fileno(), *outputs.open):
             poll.register(file, select.POLLIN)
-        deadline = time.monotonic() + limits.wall_s + GRACE_S
+        longest_s = MAX_STRETCH * limits.wall_s
+        deadline = time.monotonic() + longest_s + GRACE_S
         is_stopping = False
         while True:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise ForkServerError(f"no report {GRACE_S:g} s after the wall limit")
+                raise ForkServerError(f"no report within {longest_s + GRACE_S:g} s")
             ready = [file for file, _ in poll.poll(remaining_s * 1000)]
             for file in ready:
                 if file != channel.fileno() and not outputs.read(file):
@@ -335,6 +337,12 @@ def make_result(report: dict[str, Any], outputs: RunOutputs, limits: Limits) -> 
     elif stopped == "cancel":
         raise SandboxError(
             "the program was stopped before its end: cancelled, or the sandbox closed"
+        )
+    elif stopped == "starved":
+        raise SandboxError(
+            f"the machine is too busy to judge a program: it had used {report['seconds']:.1f} s of "
+            f"its {limits.wall_s:g} s after {MAX_STRETCH} times as long. Run fewer programs at "
+            "once, or other work elsewhere"
         )
     elif stopped:
         reason = Reason(stopped)

@@ -12,6 +12,7 @@ from ratchet.config.from_words import section_from_words
 from ratchet.config.resolve import build
 from ratchet.protocols import Reward
 from ratchet.rewards.base import as_reward
+from ratchet.rewards.weighted_sum import NOT_APPLICABLE
 from ratchet.testing.harness import (
     BrokenRule,
     DeadlineCaller,
@@ -124,8 +125,9 @@ class _RewardChecks:
         high, low, twin = await self.rewards(
             caller, [self.first_answer, self.second_answer, self.first_answer]
         )
+        is_ranked = high is not None and low is not None and high > low
         require(
-            not self.has_ranking or high > low, f"the good answer earns {high}, the bad one {low}"
+            not self.has_ranking or is_ranked, f"the good answer earns {high}, the bad one {low}"
         )
         require(twin == high, f"the same answer earns {high} and {twin} in one group")
         swapped = await self.rewards(
@@ -150,7 +152,7 @@ class _RewardChecks:
     async def check_cut_off(self, caller: DeadlineCaller) -> None:
         (cut,) = await self.score(caller, [replace(self.first_answer, outcome=Truncated(None))])
         require(
-            isinstance(cut, Truncated),
+            isinstance(cut, Truncated) or cut == NOT_APPLICABLE,
             f"a truncated trajectory must stay Truncated, not become {type(cut).__name__}",
         )
 
@@ -230,9 +232,13 @@ class _RewardChecks:
 
     async def rewards(
         self, caller: DeadlineCaller, trajectories: Sequence[Trajectory]
-    ) -> list[float]:
-        totals: list[float] = []
+    ) -> list[float | None]:
+        """Return the rewards of finished trajectories; None where the reward does not apply."""
+        totals: list[float | None] = []
         for outcome in await self.score(caller, trajectories):
+            if outcome == NOT_APPLICABLE:
+                totals.append(None)
+                continue
             hint = (
                 "; give a task that it can judge, and answers"
                 if isinstance(outcome, Failed) and self.task is SAMPLE

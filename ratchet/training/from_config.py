@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from ratchet.algorithms.base import Algorithm
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build, import_object
-from ratchet.config.schema import ModelConfig, RunConfig
+from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.data.chat.chat_templates import set_printed_date
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.template_defaults import remove_defaults
@@ -197,10 +198,8 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
     """
     for index in range(first_stage, len(config.stages)):
         stage = config.stages[index]
-        # A prompt has at least one token.
-        longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0
         algorithm = build(stage.algorithm)
-        check_roles(policy.model, policy.tokenizer, algorithm, longest=longest)
+        check_stage_roles(stage, algorithm, policy.model.vocab_size, policy.tokenizer)
         needs_media = stage.environment.needs_media
         check_media_readers(policy.renderer.processor, algorithm, needs_media=needs_media)
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
@@ -212,6 +211,15 @@ def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> 
         if stage.lora is not None:
             require_peft()
             policy.model.resolve_adapter_layers(stage.lora)
+
+
+def check_stage_roles(
+    stage: StageConfig, algorithm: Algorithm, vocab_size: int, tokenizer: Tokenizer
+) -> None:
+    """Check the models of a stage's roles; see `check_roles`."""
+    # A prompt has at least one token.
+    longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0
+    check_roles(vocab_size, tokenizer, algorithm, longest=longest)
 
 
 def build_policy(config: RunConfig) -> Policy:

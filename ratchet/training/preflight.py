@@ -38,7 +38,11 @@ from ratchet.models.load import find_model, is_hub_id, read_model_config
 from ratchet.models.policy import UNLIMITED
 from ratchet.protocols import Environment, Reward
 from ratchet.training.evaluators import explain_no_answers
-from ratchet.training.from_config import build_renderer, load_policy_processor
+from ratchet.training.from_config import (
+    build_renderer,
+    check_stage_roles,
+    load_policy_processor,
+)
 from ratchet.training.saved_weights import find_saved
 from ratchet.training.stage_from_config import build_reward, choose_eval_rewards
 from ratchet.training.workers.judges import check_judge_files, read_context
@@ -118,6 +122,8 @@ def run_preflight(config: RunConfig, *, scan: bool = True) -> PreflightReport:
             _open_judge(judge, report)
     for stage in config.stages:
         check = _StageCheck(config, stage, renderer, report, scan)
+        with report.section(f"stages.{stage.name}.algorithm"):
+            check.open_roles()
         with report.section(f"stages.{stage.name}"):
             check.open_training_data()
         with report.section(f"stages.{stage.name}.rollouts.group_filter"):
@@ -131,8 +137,11 @@ def run_preflight(config: RunConfig, *, scan: bool = True) -> PreflightReport:
 
 
 def _is_local(config: RunConfig) -> bool:
-    path = config.model.path
-    return path is None or not (is_address(path) or is_hub_id(path))
+    return config.model.path is None or not _is_remote(config.model.path)
+
+
+def _is_remote(path: str) -> bool:
+    return is_address(path) or is_hub_id(path)
 
 
 def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
@@ -215,6 +224,16 @@ class _StageCheck:
                 self._reset_and_judge(environment, task, stage.rewards)
         finally:
             asyncio.run(environment.close())
+
+    def open_roles(self) -> None:
+        """Open the tokenizers of teachers and references, and compare them with the policy's."""
+        algorithm = build(self.stage.algorithm)
+        paths = [role.path for role in algorithm.roles.values() if role.path is not None]
+        if self.renderer is None or not paths or any(map(_is_remote, paths)):
+            return
+        tokenizer = self.renderer.tokenizer
+        check_stage_roles(self.stage, algorithm, tokenizer.vocab_size, tokenizer)
+        self.report.opened.append(f"{self.stage.name}: {', '.join(paths)}")
 
     def _check_shaping_tags(self, environment: Environment) -> None:
         """Raise ConfigError for tags of `effort_length` that no task has: they shape nothing.

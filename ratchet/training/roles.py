@@ -76,7 +76,7 @@ def make_roles(
     Raises:
         ConfigError: See `check_roles`.
     """
-    check_roles(model, tokenizer, algorithm)
+    check_roles(model.vocab_size, tokenizer, algorithm)
     if ranks is None and isinstance(section, DistributedConfig):
         raise ConfigError(
             f"learner.kind={section.kind_name} trains in worker processes, but there are none. "
@@ -281,17 +281,23 @@ def _read_shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
 
 
 def check_roles(
-    model: PolicyModel, tokenizer: Tokenizer, algorithm: Algorithm, *, longest: int = 0
+    vocab_size: int, tokenizer: Tokenizer, algorithm: Algorithm, *, longest: int = 0
 ) -> None:
     """Check the models that roles load from a path, without loading their weights.
 
     A model must exist. It must have the policy's tokens and take rows of `longest` tokens (0: the
     length is not checked), unless its role is aligned: such a role has a tokenizer of its own.
 
+    Args:
+        vocab_size: The size of the policy's vocabulary.
+        tokenizer: The policy's tokenizer.
+        algorithm: Names the roles.
+        longest: The number of tokens of the longest row that must fit.
+
     Raises:
         ConfigError: A model does not fit.
     """
-    sizes = [model.vocab_size]
+    sizes = [vocab_size]
     for name, role in algorithm.roles.items():
         if role.path is None:
             continue

@@ -41,6 +41,7 @@ from ratchet.protocols import Learner, WeightSync
 from ratchet.runs.stage_progress import Progress, StopRequest
 from ratchet.types import Group
 from ratchet.utils import failpoints
+from ratchet.utils.process_settings import restore_settings
 from ratchet.utils.tracer import TRACER, span
 
 log = logging.getLogger(__name__)
@@ -238,6 +239,7 @@ class StageRun:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the step, which becomes the metric `time/<phase>_s`."""
+        restore_settings()  # threads and libraries may change them at any time
         with TRACER.phase(STEPS, name, self.steps_done + 1) as phase:
             yield
         self.metrics.add("time", {f"{name}_s": phase.seconds}, merge="sum")

@@ -30,6 +30,7 @@ from ratchet.observe.sinks import Sinks
 from ratchet.observe.stall_report import log_stalls
 from ratchet.observe.summary import RunSummary, StageSummary
 from ratchet.observe.tracing.perfetto import Trace, open_trace
+from ratchet.processes.left_processes import end_left_processes
 from ratchet.protocols import Learner
 from ratchet.rewards.judge_models.base import Judges
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
@@ -68,6 +69,7 @@ from ratchet.training.stage import Policy
 from ratchet.training.stage_from_config import build_run
 from ratchet.training.workers.judges import close_judges, make_judge_check, start_judges
 from ratchet.utils import failpoints
+from ratchet.utils.process_settings import keep_settings
 from ratchet.utils.temp_dirs import sweep
 
 log = logging.getLogger("ratchet.train")
@@ -119,6 +121,7 @@ class TrainingSession:
         self.store = store
         self.mirror = mirror
         self._plain_config = dump_plain(config)
+        self._verify_directory = partial(directory.verify, self._plain_config)
         self.changed_data = changed_data
         self.changed_recipe = changed_recipe
         self.try_s = try_s
@@ -147,7 +150,7 @@ class TrainingSession:
         signal_handlers = handle_stop_signals(
             stop.request, forwarded=stop.is_forwarded or env_vars.is_supervised()
         )
-        with log_file, signal_handlers, serve_status(self.directory):
+        with log_file, signal_handlers, serve_status(self.directory), end_left_processes():
             log.info("%s", self.command)
             for directory in sweep():
                 log.info("removed %s, which a killed process has left", directory)
@@ -189,6 +192,7 @@ class TrainingSession:
             self._check_inputs(checkpoint)
             policy = await self._start_policy(exit_stack, checkpoint)
             self._open_records(exit_stack, checkpoint)
+            exit_stack.enter_context(keep_settings())
             return await self._train_stages(policy, stop, checkpoint)
 
     def _check_inputs(self, checkpoint: Checkpoint | None) -> None:
@@ -412,9 +416,6 @@ class TrainingSession:
         await saver.restore(run, checkpoint, changed_recipe=self.changed_recipe)
         if self.changed_recipe:
             run.reopen()
-
-    def _verify_directory(self) -> None:
-        self.directory.verify(self._plain_config)
 
     def _make_profiling(
         self, index: int, policy: Policy, remaining: range, progress: Progress

@@ -28,7 +28,8 @@ POLL_S = 0.1
 class Supervisor:
     """The parent process of a run, which starts it again after a crash.
 
-    A crash is a run's end by a signal that the supervisor did not pass on, or with exit status 1.
+    A crash is a run's end by a signal that the supervisor did not pass on, with exit status 1, or
+    with exit status 0 and without a summary.
     All other ends are final: the run is done, was told to stop, or has wrong input, which the next
     start would find too. SIGINT, SIGTERM and SIGHUP are passed on; the run saves and ends.
 
@@ -90,6 +91,9 @@ class Supervisor:
         while True:
             saved_step = self._find_saved_step()
             status = self._run_once(arguments)
+            # User code ended the process, by exit() of C for example.
+            if status == 0 and not self._directory.summary.is_file():
+                status = FAILED
             if self._signal is not None or not (status < 0 or status == FAILED):
                 break
             last_step = self._find_saved_step()

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from ratchet.utils.process_settings import restore_settings
+
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
 
@@ -91,10 +93,12 @@ def to_future_error(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def end_forked_copies(code: str) -> Generator[None]:
-    """End a process that user code forks within the context, and in which it returns or raises.
+def guard_process(code: str) -> Generator[None]:
+    """Protect the process from user code that runs within the context.
 
-    Such a process is a copy of the whole run: it would train too, and write into the same files.
+    Settings of the process that it changes are restored (`restore_settings`). A process that it
+    forks and in which it returns or raises ends: it is a copy of the whole run, which would train
+    too, and write into the same files.
 
     Args:
         code: The name of the user code, for the message.
@@ -105,6 +109,7 @@ def end_forked_copies(code: str) -> Generator[None]:
     finally:
         if os.getpid() != owner:
             _end_forked_copy(code)
+        restore_settings(code)
 
 
 def _end_forked_copy(code: str) -> NoReturn:
@@ -117,13 +122,41 @@ def _end_forked_copy(code: str) -> NoReturn:
     os._exit(1)  # exit handlers and open files are the run's
 
 
+@contextlib.contextmanager
+def fail_early_exits() -> Generator[None]:
+    """Turn the status of os._exit(0) in this process into 1 within the context.
+
+    User code that calls it ends the whole command, and status 0 would say that a run is finished or
+    a check passed. Forked processes keep their status.
+    """
+    owner, leave = os.getpid(), os._exit
+
+    def leave_as_failure(status: int) -> NoReturn:
+        if os.getpid() == owner and status % 256 == 0:
+            caller = traceback.extract_stack(limit=2)[0]
+            message = (
+                f"{caller.filename}:{caller.lineno} called os._exit({status}) before the command's "
+                "end, so the exit status is 1: raise an error there, or return, instead\n"
+            )
+            with contextlib.suppress(OSError):
+                os.write(2, message.encode("utf-8", "replace"))
+            status = 1
+        leave(status)
+
+    os._exit = leave_as_failure
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
 async def call_in_thread(
     function: Callable[Parameters, T], *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> T:
     """Call user code in a thread. Raises what it raises, but StopIteration as a RuntimeError."""
 
     def call() -> T:
-        with end_forked_copies(get_qualified_name(function) or "user code"):
+        with guard_process(get_qualified_name(function) or "user code"):
             try:
                 return function(*arguments, **keywords)
             except StopIteration as error:
@@ -198,7 +231,7 @@ async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
         loop.set_task_factory(_make_task)
     before = _RUNS_USER_CODE.set(True)
     try:
-        with end_forked_copies("user code"):
+        with guard_process("user code"):
             return await call()
     except UserCodeFailed:
         raise

@@ -9,6 +9,7 @@ import json
 import sys
 
 import pytest
+from command_line import ratchet
 from rich.console import Console
 
 from ratchet.cli.main import main
@@ -162,9 +163,8 @@ def test_messages_in_place_of_prompt_and_response():
 
 
 def test_tokens_that_are_not_there_are_not_counted(score):
-    (line,) = score([RIGHT], "length", "at_most=5")
-    assert line["outcome"] == "failed"
-    assert "set unit to words or characters" in line["detail"]
+    with pytest.raises(DataError, match="has no tokens to count: set unit to words or characters"):
+        score([RIGHT], "length", "at_most=5")
 
 
 class Raises:
@@ -244,6 +244,21 @@ def test_a_file_is_never_read_far_ahead_of_what_is_judged(tmp_path, monkeypatch)
     assert len(read) == 2 * ROWS_PER_WORKER
 
 
+@pytest.mark.medium
+def test_a_reward_that_ends_the_process_does_not_end_it_with_status_0(tmp_path, monkeypatch):
+    """So an unfinished training can't look finished either: the guard is that of all commands."""
+    (tmp_path / "ending.py").write_text(
+        "import os\n\n\ndef end(trajectory, task):\n"
+        "    if os.fork() == 0:\n        os._exit(0)\n"
+        "    assert os.wait()[1] == 0\n    os._exit(0)\n"
+    )
+    (tmp_path / "rows.jsonl").write_text(json.dumps(RIGHT) + "\n")
+    monkeypatch.chdir(tmp_path)
+    ended = ratchet("score", "rows.jsonl", "--reward", "ending:end")
+    assert ended.returncode == 1
+    assert "ending.py:8 called os._exit(0) before the command's end" in ended.stderr
+
+
 def test_a_reward_that_raises_costs_its_row(tmp_path):
     first, second = collect(write_numbers(tmp_path / "rows.jsonl", 2), Raises(), 1)
     assert isinstance(first.outcome, Failed)
@@ -292,6 +307,13 @@ def test_the_workers_are_the_rewards_own_where_it_has_some():
     [
         ("none.jsonl", None, "can't be read"),
         ("empty.jsonl", "", "holds no rows"),
+        (
+            "unanswered.jsonl",
+            '{"prompt": "2+2?", "completion": "4", "answer": "4"}\n',
+            "no row could be judged. line 1: .*no column 'response'.* the row has prompt, "
+            "completion, answer. Give the column of the answers the name response",
+        ),
+        ("unjudged.jsonl", '{"response": "4"}\n', "no row could be judged. line 1: .*no answer to"),
         (".", None, "is a directory"),
     ],
 )

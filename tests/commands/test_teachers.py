@@ -99,12 +99,17 @@ def test_what_reads_rewards_still_needs_them(teacher, recipe):
             {"sampling": {"max_new_tokens": 64}},
             "reads 64 tokens, but attempts may have 65. Lower sampling.max_new_tokens",
         ),
+        (
+            {"tokenizer": {"kind": "characters", "alphabet": ALPHABET[::-1]}},
+            "another tokenizer than the policy.* Set teacher_tokens=aligned",
+        ),
     ],
 )
 def test_the_last_stages_teacher_is_refused_before_the_first_trains(
     changes, message, teacher, recipe, tmp_path
 ):
     given = dict(changes)
+    overrides = [f"tokenizer={json.dumps(given.pop('tokenizer'))}"] if "tokenizer" in given else []
     path = given.pop("teacher", teacher).replace("NONE", str(tmp_path / "none"))
     first = {
         "name": "sft",
@@ -113,5 +118,5 @@ def test_the_last_stages_teacher_is_refused_before_the_first_trains(
     }
     last = {"name": "d", "algorithm": {"kind": "distill_on_policy", "teacher": path}, **given}
     with pytest.raises(ConfigError, match=message):
-        start_run(recipe(first, last), [], tmp_path / "run", command="test")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+        start_run(recipe(first, last), overrides, tmp_path / "run", command="test")
+    assert not (tmp_path / "run").exists()  # `ratchet check` says it too

@@ -35,3 +35,11 @@ class Exhausted(Doubling):
 
     def step(self, action):
         return next(iter([]))
+
+
+class Textual(Doubling):
+    """An environment whose reward is text."""
+
+    def step(self, action):
+        text, reward, *end = super().step(action)
+        return text, str(reward), *end

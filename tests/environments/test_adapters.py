@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ratchet.environments.adapters.gem import GemConfig, GemEnvironment
 from ratchet.environments.adapters.gymnasium import GymnasiumConfig, GymnasiumEnvironment
 from ratchet.environments.adapters.verifiers import VerifiersConfig, VerifiersEnvironment
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, DataError
 from ratchet.testing import check_environment
 from ratchet.types import Message, ToolCall
 from ratchet.utils.user_code import UserCodeFailed
@@ -235,6 +235,15 @@ def test_stop_iteration_in_an_environments_thread_is_raised_and_hangs_nothing(mo
     monkeypatch.syspath_prepend(Path(__file__).parent)
     environment = GemEnvironment(GemConfig(path="doubling:Exhausted"))
     with pytest.raises(RuntimeError, match="StopIteration"):
+        play(environment, ["1"])
+
+
+def test_a_reward_that_is_text_is_no_number(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    environment = GemEnvironment(GemConfig(path="doubling:Textual"))
+    with pytest.raises(
+        DataError, match=r"step \(.*\) returned '0.0' as a reward, it must be a fin"
+    ):
         play(environment, ["1"])
 
 

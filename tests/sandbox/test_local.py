@@ -206,7 +206,7 @@ def test_processes_that_end_while_they_are_measured_leave_no_open_file(
         before = len(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as patch:
             patch.setattr(os, "read", read)
-            assert zygote.measure_resident_kib(proc) == 0
+            assert zygote.measure_resident_kib(proc, ["self", "1"]) == 0
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
         os.close(proc)

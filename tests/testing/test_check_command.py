@@ -121,12 +121,13 @@ def test_the_table_has_a_line_for_each_invariance_and_property():
 def test_reward_functions_of_other_libraries_are_checked_as_rewards(tmp_path, monkeypatch):
     (tmp_path / "library_rewards.py").write_text(
         "def of_trl(completions, **kwargs):\n    return [1.0 for _ in completions]\n\n\n"
+        "def not_applicable(completions, **kwargs):\n    return [None for _ in completions]\n\n\n"
         "def of_verl(data_source, solution_str, ground_truth, extra_info):\n    return 0.5\n\n\n"
         "def short(completions, **kwargs):\n    return [1.0]\n\n\n"
         "def number():\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("of_trl", "of_verl"):
+    for name in ("of_trl", "not_applicable", "of_verl"):
         table, holds = check_named(f"library_rewards:{name}")
         assert holds, table
         assert f"{name}: a reward" in table

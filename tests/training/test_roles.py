@@ -164,7 +164,7 @@ def test_a_teacher_of_several_tags_is_loaded_once(saved, monkeypatch):
 
 def refused(algo, message, net=None, error=ConfigError, **options):
     with pytest.raises(error, match=message):
-        check_roles(net or model(), TOKENIZER, algo, **options)
+        check_roles((net or model()).vocab_size, TOKENIZER, algo, **options)
 
 
 def test_a_teacher_that_is_not_there_is_refused(tmp_path):
@@ -181,7 +181,7 @@ def test_a_teacher_that_reads_less_than_an_attempt_is_refused(saved):
     path = saved(model(max_positions=32))
     for kind in ("distill_on_policy", "on_policy_distillation"):
         algo = algorithm(kind, teacher=path)
-        check_roles(model(), TOKENIZER, algo, longest=32)
+        check_roles(V, TOKENIZER, algo, longest=32)
         refused(
             algo,
             "reads 32 tokens, but attempts may have 33. Lower sampling.max_new_tokens",
@@ -193,7 +193,7 @@ def test_a_teacher_of_other_tokens_is_refused(saved):
     other = saved(model(), character_tokenizer("=9876543210"))
     refused(algorithm("distill_on_policy", teacher=other), "another tokenizer than the policy")
     check_roles(
-        model(),
+        V,
         TOKENIZER,
         algorithm("on_policy_distillation", teacher=other, teacher_tokens="aligned"),
     )
@@ -215,8 +215,8 @@ def test_a_large_vocabulary_is_not_compared_whole(saved):
         r"top_k=null keeps 4,097 log-probabilities for each token of a batch.*Set algorithm.top_k",
         net=large,
     )
-    check_roles(model(), TOKENIZER, whole)  # they have few tokens in common
-    check_roles(large, TOKENIZER, algorithm("distill_on_policy", teacher=path))
+    check_roles(V, TOKENIZER, whole)  # they have few tokens in common
+    check_roles(large.vocab_size, TOKENIZER, algorithm("distill_on_policy", teacher=path))
 
 
 # --- what a teacher can read

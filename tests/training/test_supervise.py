@@ -37,6 +37,8 @@ class ScriptedSupervisor(Supervisor):
         self.started += arguments
         (self._directory.path / "config.yaml").touch()
         status, self._step = self._ends.pop(0)
+        if not self._ends:  # the last start trains to the end
+            self._directory.summary.touch()
         return status
 
     def _find_saved_step(self):
@@ -57,6 +59,12 @@ def test_a_crash_starts_the_run_again(tmp_path):
     assert "exit status 1" in second
     assert "step 2" in second
     assert "restart 1 of at most 2" in second  # a new checkpoint begins the count anew
+
+
+def test_status_0_of_an_unfinished_run_is_a_crash(tmp_path):
+    supervisor = ScriptedSupervisor(tmp_path, [(0, 2), (0, 5)])
+    assert supervisor.run() == 0
+    assert supervisor.started == ["start", "resume"]
 
 
 def test_a_run_is_restarted_when_nothing_reads_the_output(tmp_path):

@@ -7,22 +7,20 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import io
 import struct
 import sys
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +32,7 @@ from ratchet.data.formats.media_checks import check_duration, check_size, choose
 from ratchet.errors import DataError, MissingDependency
 from ratchet.types import MediaKind, Part
 from ratchet.utils.object_store import PACKAGE_BY_SCHEME
+from ratchet.web.client import AnswerTooLong, NoAnswer, WholeAnswer, send_request
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 OBJECT_STORES = (*PACKAGE_BY_SCHEME, "hf", "memory")
 SHOWN_CHARS = 80
-CHUNK_BYTES = 2**16  # of a download
 # Media types by the first bytes of a file. A `data:` URL needs the media type.
 SIGNATURES = (
     (b"\x89PNG\r\n", "image/png"),
@@ -186,30 +184,37 @@ def _download(reference: str, name: str, limits: MediaLimits) -> bytes:
             f"{name}: web addresses are not fetched: set urls: true under media, or "
             "download the files"
         )
-    deadline = time.monotonic() + limits.timeout_s
     try:
-        # fetch() passes only http(s) addresses
-        with urllib.request.urlopen(reference, timeout=limits.timeout_s) as response:
-            return _read_body(response, name, limits, deadline)
-    except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
-        reason = (error.reason if isinstance(error, urllib.error.URLError) else None) or error
+        # The caller may be a coroutine, so the event loop of the request is in another thread.
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(asyncio.run, _request(reference, limits)).result()
+        if not 200 <= answer.status < 300:
+            raise NoAnswer(f"status {answer.status}")
+    except AnswerTooLong:
+        _refuse_size(name, limits)
+    except TimeoutError as error:
         raise DataError(
-            f"{name}: can't be fetched ({_get_first_line(reason)}): download it, or drop the row"
+            f"{name}: can't be fetched (it did not arrive whole within {limits.timeout_s:g} s): "
+            "download it, or drop the row"
         ) from error
+    except (NoAnswer, ValueError) as error:
+        raise DataError(
+            f"{name}: can't be fetched ({_get_first_line(error)}): download it, or drop the row"
+        ) from error
+    return answer.content
 
 
-def _read_body(response: HTTPResponse, name: str, limits: MediaLimits, deadline: float) -> bytes:
-    """Return a whole body. Raise TimeoutError at the deadline (of time.monotonic)."""
-    content = bytearray()
-    while chunk := response.read1(CHUNK_BYTES):  # what has arrived
-        content += chunk
-        if len(content) > limits.max_mib * 2**20:
-            _refuse_size(name, limits)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"it did not arrive whole within {limits.timeout_s:g} s")
-    if response.length:
-        raise HTTPException(f"{response.length:,} of its bytes did not arrive")
-    return bytes(content)
+async def _request(address: str, limits: MediaLimits) -> WholeAnswer:
+    import httpx2
+
+    async with httpx2.AsyncClient(follow_redirects=True, timeout=limits.timeout_s) as client:
+        return await send_request(
+            client,
+            "GET",
+            address,
+            timeout_s=limits.timeout_s,
+            max_bytes=int(limits.max_mib * 2**20),
+        )
 
 
 def _read_within_limit(file: IO[bytes], name: str, limits: MediaLimits) -> bytes:
@@ -220,7 +225,7 @@ def _read_within_limit(file: IO[bytes], name: str, limits: MediaLimits) -> bytes
     return content
 
 
-def _refuse_size(name: str, limits: MediaLimits) -> None:
+def _refuse_size(name: str, limits: MediaLimits) -> NoReturn:
     raise DataError(
         f"{name}: more than {limits.max_mib:g} MiB: make it smaller, or raise max_mib under media"
     )

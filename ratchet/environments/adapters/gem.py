@@ -15,6 +15,7 @@ from ratchet.environments.adapters.reset_step import (
     ResetStepEnvironment,
 )
 from ratchet.errors import ConfigError, suggest_install
+from ratchet.rewards.integrations.base import read_number
 
 # Counters of gem's ToolEnvWrapper since the beginning of the episode.
 TOOL_COUNTERS = frozenset({"tool_use_counter", "tool_success_counter"})
@@ -96,7 +97,7 @@ class GemEnvironment(ResetStepEnvironment):
         return Observation(
             text=_join_text(observation, info),
             state=str(observation),
-            reward=float(reward),
+            reward=read_number(reward, self.inner.step),
             done=bool(terminated or truncated),
             metrics={**numeric_metrics, "environment_truncated": float(truncated)},
         )

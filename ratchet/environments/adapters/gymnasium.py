@@ -14,6 +14,7 @@ from ratchet.environments.adapters.reset_step import (
     ResetStepEnvironment,
 )
 from ratchet.errors import ConfigError, MissingDependency
+from ratchet.rewards.integrations.base import read_number
 
 
 class GymnasiumConfig(ResetStepConfig):
@@ -137,7 +138,7 @@ class GymnasiumEnvironment(ResetStepEnvironment):
         return Observation(
             text=self._fill_template(self.config.reply),
             state=str(self._observation),
-            reward=float(reward),
+            reward=read_number(reward, self.inner.step),
             done=bool(terminated or truncated),
             metrics=_make_metrics(illegal=False, truncated=bool(truncated)),
         )

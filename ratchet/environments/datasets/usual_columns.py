@@ -21,6 +21,7 @@ REFERENCE_COLUMNS = ("ground_truth", "expected_answer", "reward_model.ground_tru
 # empty.
 INPUT_COLUMN = "input"
 MAX_COLUMNS = 12  # the number of columns that an error names
+MAX_NAME_CHARS = 100  # a longer name of a column is a value, in a file without names
 
 
 def summarize_columns(columns: Iterable[str]) -> str:
@@ -95,6 +96,20 @@ def explain_no_prompt(values: Mapping[str, Any]) -> str:
             f"no column 'prompt', but a list of objects in '{columns[0]}': if these are the rows, "
             "write that list alone into the file"
         )
+    if any(
+        name.isdecimal() or name.endswith("?") or len(name) > MAX_NAME_CHARS for name in columns
+    ):
+        return (
+            "no column 'prompt', and the names of the columns look like a row themselves: "
+            f"{summarize_columns(columns)}. Put a line of names before it, such as prompt,answer"
+        )
+    for name, value in values.items():
+        keys = list(value) if isinstance(value, Mapping) else []
+        if {"prompt", *ALTERNATIVE_NAMES["prompt"]} & set(keys):
+            return (
+                f"no column 'prompt', but one in the object '{name}' ({summarize_columns(keys)}): "
+                "write the keys of that object as columns"
+            )
     accepted_names = (
         *ALTERNATIVE_NAMES["prompt"],
         "messages",

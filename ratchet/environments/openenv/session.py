@@ -48,7 +48,7 @@ class Answer:
     """The server's answer to a reset or a step.
 
     Attributes:
-        reward: The reward; 0 if the server gave none.
+        reward: The reward; 0 if the server gave none. OpenEnv allows booleans: true is 1.
     """
 
     observation: Mapping[str, Any]

@@ -25,7 +25,7 @@ from ratchet.processes.frames import Connection, Frame, FrameKind
 from ratchet.protocols import Environment
 from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.utils import credentials
-from ratchet.utils.user_code import end_forked_copies
+from ratchet.utils.user_code import guard_process
 
 
 def serve(connection: Connection) -> NoReturn:
@@ -128,7 +128,7 @@ class _AttemptThread:
             CURRENT_DEADLINE.set(_DriverDeadline(call["limit_s"], call_id, connection))
         try:
             kind = FrameKind.RESULT
-            with end_forked_copies("the environment"):
+            with guard_process("the environment"):
                 value = await self._run_operation(call)
             answer = pack(value)
         # Every error of an environment is sent to the driver. A cancelled call is answered too,

@@ -18,8 +18,13 @@ from typing import Any, NoReturn
 
 from . import rootfs
 from .child import STOP_SIGNALS, GrantedIsolation, Request, become_program
+from .run_queue import RunQueueClock, open_proc
 
-MEMORY_WATCH_S = 0.02
+WATCH_S = 0.02
+# The wall limit lasts at most this many times as long on an overloaded machine. A program that has
+# not ended by then is not judged.
+MAX_STRETCH = 10
+MEASURED_S = 0.1  # waiting times of shorter programs matter to no limit
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 SI_USER = 0  # the code of a signal sent by kill(2); a sender can't forge it
 
@@ -45,6 +50,7 @@ def serve(control: int, trainer: int, granted: GrantedIsolation, proc: int | Non
     poll.register(channel, select.POLLIN)
     poll.register(trainer, select.POLLIN)
     last_pid = open_last_pid(proc)
+    scheduler_proc = open_proc(proc)
     while True:
         if any(file == trainer for file, _ in poll.poll()):
             os._exit(0)
@@ -57,7 +63,9 @@ def serve(control: int, trainer: int, granted: GrantedIsolation, proc: int | Non
                 os.pwrite(last_pid, b"1", 0)
             channel.send(
                 json.dumps(
-                    execute(channel, trainer, Request(**request), granted, files, proc)
+                    execute(
+                        channel, trainer, Request(**request), granted, files, proc, scheduler_proc
+                    )
                 ).encode()
             )
 
@@ -69,8 +77,14 @@ def execute(
     granted: GrantedIsolation,
     files: list[int],
     proc: int | None,
+    scheduler_proc: int | None,
 ) -> dict[str, Any]:
-    """Run one request in a forked process, and return the report of how it ended."""
+    """Run one request in a forked process, and return the report of how it ended.
+
+    Args:
+        scheduler_proc: Descriptor of a /proc with the statistics of the scheduler; it may be the
+            machine's.
+    """
     is_in_namespaces = granted.level >= 3  # in namespaces, with a private root directory
     if request.can_fork and proc is None:
         close_files(files)
@@ -82,20 +96,22 @@ def execute(
         rootfs.mount_scratch(request.disk_mib, granted.program_uid, executable=request.executable)
     take_outside_signal()  # clear the signals of the time before this request
     status_read_end, status = os.pipe2(os.O_CLOEXEC)
-    zygote, start = os.getpid(), time.monotonic()
+    zygote, clock = os.getpid(), RunQueueClock(scheduler_proc, time.monotonic())
     child = os.fork()
     if child == 0:
         become_program(request, granted, zygote, [*files, status])
     close_files([*files, status])
     child_pidfd = os.pidfd_open(child)
     stopped = wait_for_child(
-        channel, trainer, child_pidfd, request, proc if request.can_fork else None, start
+        channel, trainer, child_pidfd, request, proc if request.can_fork else None, clock, child
     )
+    if clock.elapsed_s > MEASURED_S:
+        clock.measure([child])
     if stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
     _, code, usage = os.wait4(child, 0)
-    seconds = time.monotonic() - start
+    seconds = clock.seconds
     if is_in_namespaces:
         kill_all_programs()
         rootfs.unmount_scratch()
@@ -149,17 +165,30 @@ def wait_for_child(
     child_pidfd: int,
     request: Request,
     proc: int | None,
-    start: float,
+    clock: RunQueueClock,
+    child: int,
 ) -> str:
-    """Wait for the child. Return the reason to stop it, or "" if it has ended."""
+    """Wait for the child. Return the reason to stop it, or "" if it has ended.
+
+    The reason "starved" means that the machine was too busy to judge the program.
+
+    Args:
+        proc: Descriptor of a private /proc, whose processes are watched; None if there is only the
+            child.
+    """
     poll = select.poll()
     for file in (child_pidfd, channel.fileno(), trainer):
         poll.register(file, select.POLLIN)
     while True:
-        remaining_s = start + request.wall_s - time.monotonic()
+        remaining_s = request.wall_s - clock.seconds
+        if remaining_s <= 0 and proc is None:
+            clock.measure([child])
+            remaining_s = request.wall_s - clock.seconds
         if remaining_s <= 0:
             return "wall"
-        wait_s = remaining_s if proc is None else min(remaining_s, MEMORY_WATCH_S)
+        if clock.elapsed_s > MAX_STRETCH * request.wall_s:
+            return "starved"
+        wait_s = max(remaining_s, WATCH_S) if proc is None else min(remaining_s, WATCH_S)
         ready_files = {file for file, _ in poll.poll(wait_s * 1000 + 1)}
         if child_pidfd in ready_files:
             return ""
@@ -170,8 +199,11 @@ def wait_for_child(
             if not message:
                 exit_with_trainer()
             return json.loads(message)["stop"]
-        if proc is not None and measure_resident_kib(proc) > request.memory_mib * 1024:
-            return "memory"
+        if proc is not None:
+            pids = [name for name in os.listdir(proc) if name.isdecimal() and name != "1"]
+            clock.measure(pids)
+            if measure_resident_kib(proc, pids) > request.memory_mib * 1024:
+                return "memory"
 
 
 def exit_with_trainer() -> NoReturn:
@@ -195,16 +227,15 @@ def kill_all_programs() -> None:
             os.waitpid(-1, 0)
 
 
-def measure_resident_kib(proc: int) -> int:
+def measure_resident_kib(proc: int, pids: list[str]) -> int:
     total = 0
-    for name in os.listdir(proc):
-        if name.isdecimal() and name != "1":
-            with contextlib.suppress(OSError):  # the process has ended, perhaps since the opening
-                file = os.open(f"{name}/statm", os.O_RDONLY, dir_fd=proc)
-                try:
-                    total += int(os.read(file, 200).split()[1])
-                finally:
-                    os.close(file)
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has ended, perhaps since the opening
+            file = os.open(f"{pid}/statm", os.O_RDONLY, dir_fd=proc)
+            try:
+                total += int(os.read(file, 200).split()[1])
+            finally:
+                os.close(file)
     return total * PAGE_KIB
 
 

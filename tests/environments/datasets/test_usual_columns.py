@@ -278,5 +278,20 @@ def test_no_row_is_held_out_where_the_share_is_0(tmp_path: Path):
 
 
 def test_an_error_names_few_of_many_columns():
-    text = explain_no_prompt([f"column_{i}" for i in range(1000)])
+    text = explain_no_prompt({f"column_{i}": "" for i in range(1000)})
     assert "column_11 and 988 more" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "fix"),
+    [
+        ({"2+2?": "3+3?", "4": "6"}, "Put a line of names before it, such as prompt,answer"),
+        (
+            {"data": {"question": "2+2?", "answer": "4"}, "id": 7},
+            "one in the object 'data' (question, answer): write the keys of that object as columns",
+        ),
+    ],
+)
+def test_columns_that_could_not_be_the_prompt_are_not_advised(values, fix):
+    """In a CSV without a line of names, and in a table whose rows lie in a column."""
+    assert fix in explain_no_prompt(values)
