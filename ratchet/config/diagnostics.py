@@ -206,7 +206,7 @@ def _write_missing_message(place: Location, tree: Node, model: type[Any]) -> str
     owner = model_at(model, place[:-1], tree)
     if owner is None or place[-1] not in owner.model_fields:
         return "is missing"
-    description = owner.model_fields[place[-1]].description
+    description = owner.describe_field(str(place[-1]))
     return "is missing" + (f" ({description.rstrip('.')})" if description else "")
 
 

@@ -298,23 +298,16 @@ class WeightSyncSection(Section):
 class JudgeSection(Section):
     """The base section of the models of a recipe's `judges`."""
 
-    name: str = Field(
-        pattern=r"^[A-Za-z_][\w-]*$",
-        description="Name of this model. A reward refers to it with its key `judge`.",
-    )
-    path: str = Field(
-        min_length=1,
-        description="Directory, address (s3://bucket/model) or Hub id of the judge's model.",
-    )
-    revision: str | None = Field(
-        None, description="Branch, tag or commit on the Hub; null: the default branch."
-    )
-    trust_remote_code: bool = Field(
-        False, description="True to let transformers run code that comes with the model."
-    )
-    template: str | None = Field(
-        None, description="Chat template; null: the template of the judge's tokenizer."
-    )
+    name: str = Field(pattern=r"^[A-Za-z_][\w-]*$")
+    """Name of this model. A reward refers to it with its key `judge`."""
+    path: str = Field(min_length=1)
+    """Directory, address (s3://bucket/model) or Hub id of the judge's model."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; null: the default branch."""
+    trust_remote_code: bool = False
+    """True to let transformers run code that comes with the model."""
+    template: str | None = None
+    """Chat template; null: the template of the judge's tokenizer."""
 
     @property
     def n_processes(self) -> int:
@@ -338,11 +331,8 @@ class JudgedSection(Section):
     judge_kind: ClassVar[str] = "language_model"
     calls_model: ClassVar[bool] = True
 
-    judge: str | None = Field(
-        None,
-        description="Name of the model in the recipe's judges that gives the reward; null: none "
-        "of them.",
-    )
+    judge: str | None = None
+    """Name of the model in the recipe's judges that gives the reward; null: none of them."""
 
 
 def list_judged(value: object) -> Iterator[JudgedSection]:

@@ -22,11 +22,9 @@ class ByTagConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.by_domain:ByTag"
 
-    domains: dict[str, Rewards] = Field(
-        min_length=1,
-        description="Rewards for each tag, written as under `rewards`. The list is empty if the "
-        'environment rewards turns. The key "*" is for all other tags.',
-    )
+    domains: dict[str, Rewards] = Field(min_length=1)
+    """Rewards for each tag, written as under `rewards`. The list is empty if the environment
+    rewards turns. The key "*" is for all other tags."""
 
     @model_validator(mode="after")
     def _check_distinct(self) -> ByTagConfig:

@@ -37,9 +37,7 @@ class CommandConfig(Section):
 
     builds: ClassVar[str] = "ratchet.experience.openai_proxy.agents:CommandAgent"
 
-    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = (
-        Field(description="The program and its arguments; no shell reads it.")
-    )
-    directory: str | None = Field(
-        None, description="Working directory of the program; null: where the run was started."
-    )
+    command: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    """The program and its arguments; no shell reads it."""
+    directory: str | None = None
+    """Working directory of the program; null: where the run was started."""

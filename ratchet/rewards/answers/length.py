@@ -17,18 +17,14 @@ class LengthConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.length:Length"
 
-    unit: Literal["tokens", "words", "characters", "lines"] = Field(
-        "tokens",
-        description="Unit of length; tokens count the whole completion, other units the last "
-        "message.",
-    )
-    at_least: int = Field(0, ge=0, description="Minimum length; shorter answers earn less.")
-    at_most: int | None = Field(
-        None, ge=0, description="Maximum length; longer answers earn less; null: no bound."
-    )
-    margin: int = Field(
-        0, ge=0, description="Distance outside a bound at which the reward reaches 0."
-    )
+    unit: Literal["tokens", "words", "characters", "lines"] = "tokens"
+    """Unit of length; tokens count the whole completion, other units the last message."""
+    at_least: int = Field(0, ge=0)
+    """Minimum length; shorter answers earn less."""
+    at_most: int | None = Field(None, ge=0)
+    """Maximum length; longer answers earn less; null: no bound."""
+    margin: int = Field(0, ge=0)
+    """Distance outside a bound at which the reward reaches 0."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> LengthConfig:

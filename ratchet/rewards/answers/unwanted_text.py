@@ -18,14 +18,10 @@ class UnwantedTextConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.unwanted_text:UnwantedText"
 
-    texts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (), description="Texts that the policy must not write; upper and lower case differ."
-    )
-    token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (),
-        description="Ids of tokens that the policy must not write. The token that ends a turn is "
-        "checked too.",
-    )
+    texts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that the policy must not write; upper and lower case differ."""
+    token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Ids of tokens that the policy must not write. The token that ends a turn is checked too."""
 
     @model_validator(mode="after")
     def _check_any_unwanted(self) -> UnwantedTextConfig:

@@ -32,38 +32,23 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
 
     placeholders: ClassVar[tuple[str, ...]] = ()
 
-    url: Url | None = Field(
-        None,
-        description="Base address of an OpenAI-compatible API, such as http://localhost:8000/v1; "
-        "null: judge names the model.",
-    )
-    model: str | None = Field(
-        None, min_length=1, description="Name of the model at the endpoint; null: none."
-    )
-    rubric: str = Field(
-        "Is the response correct, complete and clear?",
-        description="Criteria by which the judge scores or compares.",
-    )
-    temperature: Temperature = Field(
-        0.0,
-        description="Sampling temperature of the judge. Even above 0, equal questions share one "
-        "reply.",
-    )
-    max_tokens: int = Field(512, gt=0, description="Maximum number of tokens of the judge's reply.")
-    extra_body: dict[str, Any] = Field(
-        {}, description="Further keys of a request, such as {reasoning_effort: low}."
-    )
-    max_chars: int = Field(
-        20_000,
-        gt=1,
-        description="Maximum number of characters of an answer; the middle of a longer answer is "
-        "cut out.",
-    )
-    cache: Path | None = Field(
-        None,
-        description="Directory that keeps the replies after the run; null: they are kept in "
-        "memory only.",
-    )
+    url: Url | None = None
+    """Base address of an OpenAI-compatible API, such as http://localhost:8000/v1; null: judge names
+    the model."""
+    model: str | None = Field(None, min_length=1)
+    """Name of the model at the endpoint; null: none."""
+    rubric: str = "Is the response correct, complete and clear?"
+    """Criteria by which the judge scores or compares."""
+    temperature: Temperature = 0.0
+    """Sampling temperature of the judge. Even above 0, equal questions share one reply."""
+    max_tokens: int = Field(512, gt=0)
+    """Maximum number of tokens of the judge's reply."""
+    extra_body: dict[str, Any] = Field({})
+    """Further keys of a request, such as {reasoning_effort: low}."""
+    max_chars: int = Field(20_000, gt=1)
+    """Maximum number of characters of an answer; the middle of a longer answer is cut out."""
+    cache: Path | None = None
+    """Directory that keeps the replies after the run; null: they are kept in memory only."""
 
     @field_validator("prompt", check_fields=False)
     @classmethod
