@@ -37,10 +37,8 @@ class MixtureConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.mixture:mixture"
 
-    parts: Annotated[tuple[AnyEnvironment, ...], Slot("part", is_list=True)] = Field(
-        min_length=1,
-        description="Environments with their weights. Two of the same kind need different tags.",
-    )
+    parts: Annotated[tuple[AnyEnvironment, ...], Slot("part", is_list=True)] = Field(min_length=1)
+    """Environments with their weights. Two of the same kind need different tags."""
 
     @model_validator(mode="after")
     def _check_tags(self) -> MixtureConfig:

@@ -34,17 +34,12 @@ class ProgramsConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.code.programs:programs"
     default_reward: ClassVar[str] = "code"
 
-    train: DataFile | None = Field(
-        None,
-        description="File of tasks; null: tasks are generated, such as *3+2 -> def f(x): return "
-        "x*3+2.",
-    )
-    test: DataFile | None = Field(
-        None, description="File of the test split; null: a tenth of the prompts."
-    )
-    operations: int = Field(
-        2, ge=1, le=6, description="Number of operations of a generated function."
-    )
+    train: DataFile | None = None
+    """File of tasks; null: tasks are generated, such as *3+2 -> def f(x): return x*3+2."""
+    test: DataFile | None = None
+    """File of the test split; null: a tenth of the prompts."""
+    operations: int = Field(2, ge=1, le=6)
+    """Number of operations of a generated function."""
 
     @model_validator(mode="after")
     def _check_unread_keys(self) -> ProgramsConfig:

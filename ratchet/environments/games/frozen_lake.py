@@ -28,22 +28,14 @@ class FrozenLakeConfig(BoardConfig):
 
     builds: ClassVar[str] = "ratchet.environments.games.frozen_lake:FrozenLake"
 
-    size: int = Field(4, ge=2, le=20, description="Number of cells on a side.")
-    holes: float = Field(
-        0.25,
-        ge=0,
-        lt=1,
-        description="Probability that a cell is a hole. There is always a path to the goal.",
-    )
-    slip: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Probability that a step goes to a side instead of ahead (2/3 in Gymnasium).",
-    )
-    min_distance: int = Field(
-        2, ge=1, description="Minimum number of steps from the start to the goal."
-    )
+    size: int = Field(4, ge=2, le=20)
+    """Number of cells on a side."""
+    holes: float = Field(0.25, ge=0, lt=1)
+    """Probability that a cell is a hole. There is always a path to the goal."""
+    slip: float = Field(0.0, ge=0, le=1)
+    """Probability that a step goes to a side instead of ahead (2/3 in Gymnasium)."""
+    min_distance: int = Field(2, ge=1)
+    """Minimum number of steps from the start to the goal."""
 
     @model_validator(mode="after")
     def _check_distance(self) -> FrozenLakeConfig:

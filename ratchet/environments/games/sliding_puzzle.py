@@ -30,18 +30,12 @@ class SlidingPuzzleConfig(BoardConfig):
 
     builds: ClassVar[str] = "ratchet.environments.games.sliding_puzzle:SlidingPuzzle"
 
-    size: int = Field(3, ge=2, le=6, description="Number of cells on a side.")
-    shuffle_moves: int = Field(
-        10,
-        ge=1,
-        le=1000,
-        description="Maximum number of random moves from the solved board to the initial board.",
-    )
-    min_shuffle_moves: int = Field(
-        1,
-        ge=1,
-        description="Minimum number of random moves; the shortest solution may be shorter.",
-    )
+    size: int = Field(3, ge=2, le=6)
+    """Number of cells on a side."""
+    shuffle_moves: int = Field(10, ge=1, le=1000)
+    """Maximum number of random moves from the solved board to the initial board."""
+    min_shuffle_moves: int = Field(1, ge=1)
+    """Minimum number of random moves; the shortest solution may be shorter."""
 
     @model_validator(mode="after")
     def _check_moves(self) -> SlidingPuzzleConfig:

@@ -58,21 +58,18 @@ class HarborConfig(ShellConfig):
 
     builds: ClassVar[str] = "ratchet.environments.harbor.environment:Harbor"
 
-    train: Path | None = Field(None, description="Directory of task directories, or one task.")
-    test: Path | None = Field(None, description="Directory of the test split's tasks.")
-    waive: tuple[Waiver, ...] = Field(
-        (),
-        description="Requirements of tasks to ignore: image (a local sandbox runs the machine's "
-        "own programs), network (sandboxes have none), user (all commands run as one user), "
-        "unknown_keys (of task.toml).",
-    )
-    workdir: str = Field(
-        "/app", pattern="^/.", description="Working directory of tasks that name none."
-    )
-    reward: str = Field(
-        "reward",
-        description="Name of the reward if reward.json has several numbers; others are metrics.",
-    )
+    train: Path | None = None
+    """Directory of task directories, or one task."""
+    test: Path | None = None
+    """Directory of the test split's tasks."""
+    waive: tuple[Waiver, ...] = ()
+    """Requirements of tasks to ignore: image (a local sandbox runs the machine's own programs),
+    network (sandboxes have none), user (all commands run as one user), unknown_keys (of
+    task.toml)."""
+    workdir: str = Field("/app", pattern="^/.")
+    """Working directory of tasks that name none."""
+    reward: str = "reward"
+    """Name of the reward if reward.json has several numbers; others are metrics."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> HarborConfig:

@@ -52,14 +52,14 @@ class ShopConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.shop.environment:Shop"
     data_kinds: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
 
-    products: int = Field(200, ge=10, le=10_000, description="Number of products in the shop.")
-    catalogue_seed: int = Field(
-        0, description="Seed of the catalogue, which is the same for all tasks and seeds of a run."
-    )
-    page_size: int = Field(5, ge=1, le=50, description="Number of products on a page of results.")
-    max_actions: int = Field(
-        15, ge=4, le=1000, description="Number of messages after which an attempt ends unpaid."
-    )
+    products: int = Field(200, ge=10, le=10_000)
+    """Number of products in the shop."""
+    catalogue_seed: int = 0
+    """Seed of the catalogue, which is the same for all tasks and seeds of a run."""
+    page_size: int = Field(5, ge=1, le=50)
+    """Number of products on a page of results."""
+    max_actions: int = Field(15, ge=4, le=1000)
+    """Number of messages after which an attempt ends unpaid."""
 
 
 class ShopState(NamedTuple):

@@ -48,44 +48,31 @@ class ShapesConfig(EnvironmentConfig):
     data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
     needs_media: ClassVar[bool] = True
 
-    size: int = Field(48, ge=16, le=1024, description="Side of the picture, in pixels.")
-    grid: int = Field(
-        3,
-        ge=2,
-        le=8,
-        description="Number of cells on a side of the picture; each has at most one thing.",
-    )
-    things: tuple[int, int] = Field(
-        (1, 4), description="Smallest and largest number of things in a picture."
-    )
-    jitter: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Maximum distance of things from the centre of their cell, as a share of the "
-        "distance at which they touch its border.",
-    )
+    size: int = Field(48, ge=16, le=1024)
+    """Side of the picture, in pixels."""
+    grid: int = Field(3, ge=2, le=8)
+    """Number of cells on a side of the picture; each has at most one thing."""
+    things: tuple[int, int] = (1, 4)
+    """Smallest and largest number of things in a picture."""
+    jitter: float = Field(0.5, ge=0, le=1)
+    """Maximum distance of things from the centre of their cell, as a share of the distance at which
+    they touch its border."""
     shapes: Annotated[tuple[Shape, ...], AfterValidator(_check_distinct)] = Field(
-        ("circle", "square", "triangle"),
-        min_length=1,
-        description="Shapes, drawn with equal probabilities.",
+        ("circle", "square", "triangle"), min_length=1
     )
+    """Shapes, drawn with equal probabilities."""
     colours: Annotated[tuple[Colour, ...], AfterValidator(_check_distinct)] = Field(
-        ("red", "green", "blue", "yellow"),
-        min_length=1,
-        description="Colours, drawn with equal probabilities.",
+        ("red", "green", "blue", "yellow"), min_length=1
     )
+    """Colours, drawn with equal probabilities."""
     questions: Annotated[tuple[Question, ...], AfterValidator(_check_distinct)] = Field(
-        ("count", "colour", "shape", "position"),
-        min_length=1,
-        description="Kinds of questions, drawn with equal probabilities.",
+        ("count", "colour", "shape", "position"), min_length=1
     )
+    """Kinds of questions, drawn with equal probabilities."""
 
-    shuffled: bool = Field(
-        False,
-        description="Show another random picture with each question, to measure a model's accuracy "
-        "without looking.",
-    )
+    shuffled: bool = False
+    """Show another random picture with each question, to measure a model's accuracy without
+    looking."""
 
     @model_validator(mode="after")
     def _check_questions(self) -> ShapesConfig:

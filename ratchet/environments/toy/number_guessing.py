@@ -19,14 +19,12 @@ class NumberGuessingConfig(GameConfig):
 
     builds: ClassVar[str] = "ratchet.environments.toy.number_guessing:NumberGuessing"
 
-    max_moves: int = Field(6, ge=1, le=100, description="Maximum number of guesses.")
-    numbers: int = Field(50, ge=2, le=1_000_000, description="Number of possible numbers.")
-    max_low: int = Field(
-        999,
-        ge=9,
-        le=1_000_000,
-        description="Largest lower end of the range; each task draws its lower end from 0 to this.",
-    )
+    max_moves: int = Field(6, ge=1, le=100)
+    """Maximum number of guesses."""
+    numbers: int = Field(50, ge=2, le=1_000_000)
+    """Number of possible numbers."""
+    max_low: int = Field(999, ge=9, le=1_000_000)
+    """Largest lower end of the range; each task draws its lower end from 0 to this."""
 
     @model_validator(mode="after")
     def _require_enough_moves(self) -> NumberGuessingConfig:
