@@ -22,12 +22,6 @@ class Section(BaseModel):
     """One section of a recipe. An unknown key is an error that names the nearest known one.
 
     Sections never import torch. The string below a field states the field's meaning and unit.
-
-    Attributes:
-        builds: The "module:callable" that `ratchet.training.build` calls with a section chosen by
-            `kind:`. It is text, so that only the backend that a run uses is imported. A section
-            without it is built by the class or function that its kind names.
-        calls_model: True if the object that the section builds calls a service or loads a model.
     """
 
     model_config = ConfigDict(
@@ -35,7 +29,11 @@ class Section(BaseModel):
     )
 
     builds: ClassVar[str] = ""
+    """The "module:callable" that `ratchet.training.build` calls with a section chosen by `kind:`.
+    It is text, so that only the backend that a run uses is imported. A section without it is built
+    by the class or function that its kind names."""
     calls_model: ClassVar[bool] = False
+    """True if the object that the section builds calls a service or loads a model."""
 
     @property
     def kind_name(self) -> str:

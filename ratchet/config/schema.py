@@ -85,16 +85,14 @@ class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101), and the keys that all optimizers share.
 
     Steps are optimizer steps here: batches x minibatches x epochs.
-
-    Attributes:
-        needs_whole_matrices: True if a step computes with whole weight matrices, each of which a
-            divided learner gathers on one rank.
-        required_package: The package that implements the optimizer; None for PyTorch or Ratchet.
     """
 
     builds: ClassVar[str] = "ratchet.learners.optim.adamw:AdamW"
     needs_whole_matrices: ClassVar[bool] = False
+    """True if a step computes with whole weight matrices, each of which a divided learner gathers
+    on one rank."""
     required_package: ClassVar[str | None] = None
+    """The package that implements the optimizer; None for PyTorch or Ratchet."""
 
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""

@@ -35,18 +35,15 @@ KL_BY_TOKEN = "a KL penalty in the reward differs from token to token, and so do
 
 
 class Estimator(AlgorithmPart):
-    """The base class of the advantage estimators' sections.
-
-    Attributes:
-        signal: The source of the advantages: "reward" (the attempt's reward), "parts" (each part of
-            the reward by itself) or "teacher" (a teacher's log-probabilities).
-        exempt_under_kl: Further properties, besides those in `exempt`, that do not hold if a KL
-            penalty is part of the reward, with reasons. equal_rewards: equal rewards in a group
-            give advantages of 0. lone_attempt: a group of one attempt gives 0 or an error.
-    """
+    """The base class of the advantage estimators' sections."""
 
     signal: ClassVar[Literal["reward", "parts", "teacher"]] = "reward"
+    """The source of the advantages: "reward" (the attempt's reward), "parts" (each part of the
+    reward by itself) or "teacher" (a teacher's log-probabilities)."""
     exempt_under_kl: ClassVar[Mapping[str, str]] = {"equal_rewards": KL_BY_TOKEN}
+    """Further properties, besides those in `exempt`, that do not hold if a KL penalty is part of
+    the reward, with reasons. equal_rewards: equal rewards in a group give advantages of 0.
+    lone_attempt: a group of one attempt gives 0 or an error."""
 
     @property
     def estimators(self) -> tuple[Estimator, ...]:

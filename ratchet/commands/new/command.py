@@ -183,21 +183,18 @@ fi
 
 @dataclass(frozen=True)
 class RecipeRequest:
-    """The options of a new recipe for a file and a model.
-
-    Attributes:
-        like: An algorithm's kind, or the name of a recipe that comes with Ratchet.
-        data: A file, pattern, directory or address.
-        model: A Hugging Face directory, or a Hub id.
-        reward: A kind of reward, `module:function`, or `file.py:function`; None: no reward.
-        teacher: The model directory that a distillation learns from.
-    """
+    """The options of a new recipe for a file and a model."""
 
     like: str
+    """An algorithm's kind, or the name of a recipe that comes with Ratchet."""
     data: str
+    """A file, pattern, directory or address."""
     model: str
+    """A Hugging Face directory, or a Hub id."""
     reward: str | None = None
+    """A kind of reward, `module:function`, or `file.py:function`; None: no reward."""
     teacher: str | None = None
+    """The model directory that a distillation learns from."""
 
 
 def _make_module_name(name: str) -> str:

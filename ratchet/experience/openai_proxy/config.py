@@ -12,17 +12,14 @@ from ratchet.config.base import Section
 
 @dataclass(frozen=True)
 class AgentServerSettings:
-    """The settings of the server that an agent's attempts call.
-
-    Attributes:
-        ignored: Fields of requests that have no effect.
-        host: The address that the server listens on.
-        public_host: The host name in the base URL that agents get; None: `host`.
-    """
+    """The settings of the server that an agent's attempts call."""
 
     ignored: tuple[str, ...] = ()
+    """Fields of requests that have no effect."""
     host: str = "127.0.0.1"
+    """The address that the server listens on."""
     public_host: str | None = None
+    """The host name in the base URL that agents get; None: `host`."""
 
 
 LOCAL_SERVER = AgentServerSettings()

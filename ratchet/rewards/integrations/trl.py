@@ -49,14 +49,10 @@ class TRLRewardConfig(LibraryRewardConfig):
 
 @dataclass(frozen=True)
 class TRLTrainerState:
-    """The fields of TRL's `trainer_state` that Ratchet provides.
-
-    Attributes:
-        global_step: Version of the weights that began the attempt, which is the number of steps so
-            far.
-    """
+    """The fields of TRL's `trainer_state` that Ratchet provides."""
 
     global_step: int
+    """Version of the weights that began the attempt, which is the number of steps so far."""
 
 
 def build_trl_reward(config: TRLRewardConfig) -> TRLReward:

@@ -28,13 +28,10 @@ Url = Annotated[str, AfterValidator(_check_url)]
 
 
 class EndpointConfig(Section):
-    """The keys that all rewards over HTTP share.
-
-    Attributes:
-        calls_model: True, as in every reward that calls a service or loads a model.
-    """
+    """The keys that all rewards over HTTP share."""
 
     calls_model: ClassVar[bool] = True
+    """True, as in every reward that calls a service or loads a model."""
 
     api_key_env: str | None = Field(None, pattern=r"^[A-Za-z_]\w*$")
     """Environment variable that holds the API key; null: no key is sent."""
