@@ -44,15 +44,12 @@ GLOBAL_RANDOM_LOCK = threading.Lock()
 
 
 class Observation(NamedTuple):
-    """An observation after a reset or a step.
-
-    Attributes:
-        text: The message to the policy.
-        state: A key of the environment's state, which becomes the next step's `state_key`.
-    """
+    """An observation after a reset or a step."""
 
     text: str
+    """The message to the policy."""
     state: str
+    """A key of the environment's state, which becomes the next step's `state_key`."""
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = {}

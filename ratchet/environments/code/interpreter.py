@@ -84,14 +84,11 @@ ENDED = "nothing of this code was kept"
 
 
 class Cell(NamedTuple):
-    """The code of a message.
-
-    Attributes:
-        lookahead: The text after the closing tag that is part of the tag's last token.
-    """
+    """The code of a message."""
 
     code: str
     lookahead: str
+    """The text after the closing tag that is part of the tag's last token."""
 
 
 class CodeInterpreter(Environment):

@@ -45,14 +45,11 @@ class NoSessionFree(OpenEnvError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The server's answer to a reset or a step.
-
-    Attributes:
-        reward: The reward; 0 if the server gave none.
-    """
+    """The server's answer to a reset or a step."""
 
     observation: Mapping[str, Any]
     reward: float
+    """The reward; 0 if the server gave none."""
     done: bool
 
 

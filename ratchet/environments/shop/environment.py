@@ -63,20 +63,17 @@ class ShopConfig(EnvironmentConfig):
 
 
 class ShopState(NamedTuple):
-    """The page that the buyer sees.
-
-    Attributes:
-        query: The words of the last search.
-        offset: Number of results before the page.
-        product: The id of the product whose page was opened last.
-        chosen: The chosen options of that product, as pairs of name and value.
-    """
+    """The page that the buyer sees."""
 
     page: Literal["search", "results", "product", "description"] = "search"
     query: str = ""
+    """The words of the last search."""
     offset: int = 0
+    """Number of results before the page."""
     product: str = ""
+    """The id of the product whose page was opened last."""
     chosen: tuple[tuple[str, str], ...] = ()
+    """The chosen options of that product, as pairs of name and value."""
 
 
 class Shop(Procedural):

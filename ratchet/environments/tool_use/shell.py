@@ -58,17 +58,14 @@ class ShellConfig(EnvironmentConfig):
 
 @dataclass
 class Attempt:
-    """The state of one attempt.
-
-    Attributes:
-        n_commands: Number of commands so far.
-        seconds: Wall time of all commands so far.
-    """
+    """The state of one attempt."""
 
     task: Task
     session: Session
     n_commands: int = 0
+    """Number of commands so far."""
     seconds: float = 0.0
+    """Wall time of all commands so far."""
 
 
 class ShellEnvironment(Rows):

@@ -107,21 +107,18 @@ FILLED_SHARE = 0.6  # size of a thing as a share of its cell's side
 
 
 class Thing(NamedTuple):
-    """A shape in the picture.
-
-    Attributes:
-        row: Row of its cell.
-        column: Column of its cell.
-        right: Offset to the right from the centre of the cell, in pixels.
-        down: Offset down from the centre of the cell, in pixels.
-    """
+    """A shape in the picture."""
 
     shape: str
     colour: str
     row: int
+    """Row of its cell."""
     column: int
+    """Column of its cell."""
     right: int
+    """Offset to the right from the centre of the cell, in pixels."""
     down: int
+    """Offset down from the centre of the cell, in pixels."""
 
     @property
     def name(self) -> str:
@@ -129,15 +126,12 @@ class Thing(NamedTuple):
 
 
 class ShapeQuestion(NamedTuple):
-    """A question and its answer.
-
-    Attributes:
-        answers: All possible answers, including the correct one.
-    """
+    """A question and its answer."""
 
     question: str
     answer: str
     answers: Sequence[str]
+    """All possible answers, including the correct one."""
 
 
 class Shapes(SingleAnswer, Procedural):

@@ -37,20 +37,17 @@ class NumberGuessingConfig(GameConfig):
 
 
 class GuessingState(NamedTuple):
-    """The state of a game.
-
-    Attributes:
-        low: The smallest number that the hints so far allow.
-        high: The largest number that the hints so far allow.
-        secret: The number to find.
-        hint: "<" if the number is lower than the last guess, ">" if it is higher, "=" if the guess
-            was correct, "" at the start.
-    """
+    """The state of a game."""
 
     low: int
+    """The smallest number that the hints so far allow."""
     high: int
+    """The largest number that the hints so far allow."""
     secret: int
+    """The number to find."""
     hint: str = ""
+    """"<" if the number is lower than the last guess, ">" if it is higher, "=" if the guess was
+    correct, "" at the start."""
 
 
 HINTS = {"<": "lower", ">": "higher"}
