@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from experience.ledger_faults import find_ledger_faults
 from recipes.replayed import TOPOLOGIES, after_sft, assert_alike, made
 from recipes.test_generator_workers import (
     GRPO,
@@ -25,7 +26,7 @@ from ratchet.errors import ConfigError, WorkerDied
 from ratchet.executors.config import RayClusterConfig
 from ratchet.executors.freeze import freeze
 from ratchet.executors.placement import Accelerator, ClusterNode, ResourceRequest
-from ratchet.experience.sources.prompt_ledger import PromptLedger, find_ledger_faults, read_ledger
+from ratchet.experience.sources.prompt_ledger import PromptLedger, read_ledger
 from ratchet.generators.workers.pool import GeneratorPool
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.slow]
