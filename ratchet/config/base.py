@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 # The upper bound of whole numbers in fields that declare none.
@@ -68,6 +68,14 @@ class Section(BaseModel):
         """Return a field's meaning: its `description`, or the string below it; "" without both."""
         texts = (_read_field_docs(base).get(name) for base in cls.__mro__)
         return cls.model_fields[name].description or next(filter(None, texts), "")
+
+    @model_validator(mode="after")
+    def _run_check_keys(self) -> Self:
+        self.check_keys()
+        return self
+
+    def check_keys(self) -> None:
+        """Raise ValueError if keys contradict each other, or if one that is set has no effect."""
 
     @field_validator("*", mode="before")
     @classmethod

@@ -13,7 +13,6 @@ from pydantic import (
     SerializeAsAny,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from ratchet.config.base import Section
@@ -79,13 +78,11 @@ class ReplayConfig(Section):
     """How groups are drawn. spread: with a probability in proportion to the standard deviation of
     their rewards. uniform: all with the same probability."""
 
-    @model_validator(mode="after")
-    def _check_capacity(self) -> ReplayConfig:
+    def check_keys(self) -> None:
         if self.capacity < self.groups:
             raise ValueError(
                 f"capacity={self.capacity} holds fewer than groups={self.groups}: raise capacity"
             )
-        return self
 
 
 class AdaptiveConcurrencyConfig(Section):
@@ -103,13 +100,11 @@ class AdaptiveConcurrencyConfig(Section):
     """Limit on the KL divergence from sampler to learner, in nats per token (the metric
     batch/correction/kl); null: no limit."""
 
-    @model_validator(mode="after")
-    def _check_has_limit(self) -> AdaptiveConcurrencyConfig:
+    def check_keys(self) -> None:
         if self.staleness is None and self.mismatch is None:
             raise ValueError(
                 "neither staleness nor mismatch is set: set one of them, or remove adaptive"
             )
-        return self
 
 
 class RolloutsConfig(Section):
@@ -209,8 +204,7 @@ class CurriculumConfig(Section):
     full_by_step: int = Field(default=50, ge=1)
     """Step at which the available share, rising linearly from start_share, reaches 1."""
 
-    @model_validator(mode="after")
-    def _check_unread_keys(self) -> CurriculumConfig:
+    def check_keys(self) -> None:
         has_order, has_preference = self.difficulty is not None, self.prefer != "even"
         if not has_order and not has_preference:
             raise ValueError(
@@ -227,7 +221,6 @@ class CurriculumConfig(Section):
                     f"{unread[0]} has no effect without {required_key}: set {required_key}, or "
                     f"remove {unread[0]}"
                 )
-        return self
 
 
 class ParityConfig(Section):

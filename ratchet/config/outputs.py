@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot
@@ -36,14 +36,12 @@ class CheckpointConfig(Section):
     """Time limit of the process, in seconds. Before it is reached, the run saves a checkpoint and
     ends with exit status 75. null: no limit."""
 
-    @model_validator(mode="after")
-    def _check_unread_keys(self) -> CheckpointConfig:
+    def check_keys(self) -> None:
         for key in ("metric", "end_with"):
             if not self.keep_best and key in self.changed:
                 raise ValueError(
                     f"{key} is not read with keep_best=0: set keep_best, or remove {key}"
                 )
-        return self
 
 
 class RecordConfig(Section):

@@ -173,8 +173,7 @@ class EvaluationConfig(Section):
     """The stage ends after an evaluation whose metric is at least this, or at most this if lower is
     better; before its first step if the model is as good already. null: never."""
 
-    @model_validator(mode="after")
-    def _check_unread_keys(self) -> EvaluationConfig:
+    def check_keys(self) -> None:
         if not self.patience and "min_gain" in self.changed:
             raise ValueError("min_gain is not read with patience=0: set patience, or remove it")
         if not self.patience and self.stop_at is None and "metric" in self.changed:
@@ -191,7 +190,6 @@ class EvaluationConfig(Section):
             )
         if not self.greedy and not self.samples:
             raise ValueError("greedy=false and samples=0 leave no attempt: set samples")
-        return self
 
 
 def _make_section_factory(slot: str, kind: str) -> Any:
@@ -392,14 +390,12 @@ class RunConfig(Section):
         """True if learner and generator use the same accelerators in turns."""
         return self.cluster.is_colocated
 
-    @model_validator(mode="after")
-    def _check_kernels(self) -> RunConfig:
+    def check_keys(self) -> None:
         if self.kernels == "compiled" and not self.can_use_compiled_kernels:
             raise ValueError(
                 "kernels=compiled, but a distributed learner computes with PyTorch's operations: "
                 "set kernels: auto or torch"
             )
-        return self
 
 
 STAGE_KEYS = tuple(key for key in StageConfig.model_fields if key != "name")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.data.jsonl import describe_type, is_text_or_number, list_names
@@ -47,14 +47,12 @@ class KeepConfig(Section):
     max_chars: int | None = Field(None, ge=0)
     """Largest number of characters of the text, or of the JSON of another value; null: no bound."""
 
-    @model_validator(mode="after")
-    def _check_has_condition(self) -> KeepConfig:
+    def check_keys(self) -> None:
         if not self.changed - {"column"}:
             raise ValueError(
                 f"the filter of '{self.column}' has no condition: add at_least, at_most, one_of, "
                 "none_of, contains, ..."
             )
-        return self
 
     def keeps(self, values: Mapping[str, Any], where: str) -> bool:
         """True if the row is kept.

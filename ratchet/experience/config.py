@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ratchet.config.resolve import import_object
 from ratchet.config.sections import EnvironmentConfig
@@ -45,8 +45,7 @@ class MessageLogConfig(EnvironmentConfig):
             raise ValueError(f"'{path}' can't be called. Name a class or a function")
         return path
 
-    @model_validator(mode="after")
-    def _check_constructor(self) -> MessageLogConfig:
+    def check_keys(self) -> None:
         interface = import_object(self.interface)
         missing = next((name for name in REQUIRED_METHODS if not hasattr(interface, name)), None)
         if missing is not None:
@@ -58,7 +57,6 @@ class MessageLogConfig(EnvironmentConfig):
             inspect.signature(interface).bind(**self.arguments)
         except TypeError as error:
             raise ValueError(f"arguments don't fit '{self.interface}': {error}") from error
-        return self
 
 
 class AtroposConfig(EnvironmentConfig):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ratchet.config.sections import GeneratorSection
 from ratchet.generators.vllm.arguments import (
@@ -159,8 +159,7 @@ class VLLMConfig(GeneratorSection):
             raise ValueError(reason)
         return arguments
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> VLLMConfig:
+    def check_keys(self) -> None:
         parallel = [
             name
             for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")
@@ -188,7 +187,6 @@ class VLLMConfig(GeneratorSection):
                 "lora_rank: vLLM loads an adapter into only one copy of the model: set "
                 "data_parallel to 1"
             )
-        return self
 
     @property
     def request_limit(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import LearnerSection
 
@@ -131,14 +131,12 @@ class DTensorConfig(DistributedConfig):
     cpu_offload: bool = False
     """Keep weights and optimizer state in host memory between uses."""
 
-    @model_validator(mode="after")
-    def _check_attention(self) -> Self:
+    def check_keys(self) -> None:
         if self.attention == "varlen" and self.context_parallel > 1:
             raise ValueError(
                 "attention=varlen has no effect with context_parallel, whose ranks attend to parts "
                 "of sequences: set attention to auto"
             )
-        return self
 
 
 class MegatronConfig(DistributedConfig):

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import JudgedSection
 from ratchet.errors import DataError
@@ -35,8 +35,7 @@ class RewardModelConfig(JudgedSection):
     trust_remote_code: bool = False
     """True to let transformers run code that comes with the model."""
 
-    @model_validator(mode="after")
-    def _check_place(self) -> RewardModelConfig:
+    def check_keys(self) -> None:
         if self.judge is None and self.path is None:
             raise ValueError(
                 "lacks path: set path to a model's directory, or judge to a reward_model of the "
@@ -49,7 +48,6 @@ class RewardModelConfig(JudgedSection):
                 f"{unread[0]} is for a model in the reward's own process, and judge={self.judge} "
                 f"is one of the run: set {unread[0]} there, or remove judge"
             )
-        return self
 
 
 class ConversationScorer(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import resolve
@@ -82,8 +82,7 @@ class DockerSandboxConfig(Section):
             )
         return address
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> DockerSandboxConfig:
+    def check_keys(self) -> None:
         if self.certificates is not None and not self.address.startswith("https://"):
             raise ValueError(
                 f"certificates={self.certificates} is only used with https://, and the address is "
@@ -94,7 +93,6 @@ class DockerSandboxConfig(Section):
                 f"workdir={self.workdir} can't be written with read_only: set read_only: false, or "
                 "use /tmp"
             )
-        return self
 
 
 class RemoteSandboxConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
@@ -188,15 +188,13 @@ class GAE(Estimator):
     truncation ends the episode with value 0. Choose false if the limit is part of the task;
     otherwise the policy may gain by never stopping."""
 
-    @model_validator(mode="after")
-    def _check_lam(self) -> GAE:
+    def check_keys(self) -> None:
         """Raise ValueError if lam is set, but other keys set both lambdas."""
         if "lam" in self.changed and self.length_alpha is not None and self.value_lam is not None:
             raise ValueError(
                 "lam is not read with length_alpha and value_lam, which set the lambdas of policy "
                 "and critic: remove lam"
             )
-        return self
 
 
 class TurnReturns(Estimator):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.algorithms.config.base import AlgorithmConfig, Teachers, list_teacher_paths
 from ratchet.algorithms.config.sft import Train
@@ -80,15 +80,13 @@ class DistillationConfig(AlgorithmConfig):
         """The weight of an added SFT loss on the tokens that train."""
         return 0.0
 
-    @model_validator(mode="after")
-    def _check_keys_agree(self) -> DistillationConfig:
+    def check_keys(self) -> None:
         self._check_teachers()
         if self.mix is not None and self.objective not in OBJECTIVES_WITH_MIX:
             raise ValueError(
                 f"mix is not read with objective={self.objective}: remove mix, or set objective to "
                 f"one of {', '.join(OBJECTIVES_WITH_MIX)}"
             )
-        return self
 
     def _check_teachers(self) -> None:
         """Raise ValueError for a repeated teacher, and for keys that `teacher_tokens` rules out."""
@@ -142,16 +140,14 @@ class OffPolicyDistillationConfig(DistillationConfig):
     def likelihood_coef(self) -> float:
         return self.sft_coef
 
-    @model_validator(mode="after")
-    def _check_temperature_of_likelihood(self) -> OffPolicyDistillationConfig:
-        # A batch has one temperature per row, so it would also apply to the SFT loss.
+    def check_keys(self) -> None:
+        super().check_keys()
         if self.sft_coef and self.temperature != 1:
             raise ValueError(
                 f"sft_coef={self.sft_coef:g} adds an SFT loss, which needs temperature 1, but "
                 f"temperature={self.temperature:g} applies to both losses: set temperature=1, or "
                 "sft_coef=0"
             )
-        return self
 
 
 class DivergenceOnPolicyConfig(DistillationConfig):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.algorithms.config.advantages import (
     RLOO,
@@ -227,9 +227,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         alternative = ", or algorithm.old_logprobs=sampler" if has_ratio else ""
         return f"algorithm.correction={level}{alternative}"
 
-    @model_validator(mode="after")
-    def _check_keys_agree(self) -> PolicyGradientConfig:
-        """Raise ValueError if keys contradict each other, or if a key that is set has no effect."""
+    def check_keys(self) -> None:
         for check in self._checks:
             check()
         if "positive_nll_above" in self.changed and not self.positive_nll_coef:
@@ -247,7 +245,6 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "correction has no effect with old_logprobs=sampler, which makes every ratio "
                 "between learner and sampler 1: set old_logprobs=learner, or remove correction"
             )
-        return self
 
     @property
     def _checks(self) -> tuple[Callable[[], None], ...]:

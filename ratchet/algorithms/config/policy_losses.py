@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
@@ -172,8 +172,7 @@ class CorrectionConfig(AlgorithmPart):
     """Tokens that means over the batch count. all: masked tokens too, as in IcePop and masked
     importance sampling. kept: only unmasked tokens, as in rejection sampling."""
 
-    @model_validator(mode="after")
-    def _check_keys_agree(self) -> CorrectionConfig:
+    def check_keys(self) -> None:
         if self.weight == self.mask == "none":
             raise ValueError(
                 "correction with weight=none and mask=none does nothing: set weight or mask, or "
@@ -193,7 +192,6 @@ class CorrectionConfig(AlgorithmPart):
                 raise ValueError(
                     f"{key}_low={low:g} is not below {key}_high={high:g}: lower {key}_low"
                 )
-        return self
 
 
 class StaleCorrectionConfig(CorrectionConfig):
@@ -237,8 +235,7 @@ class KLConfig(Section):
     """Speed at which coef adapts to target: a step multiplies coef by at least 1 - 0.2 * rate and
     at most 1 + 0.2 * rate."""
 
-    @model_validator(mode="after")
-    def _check_keys_agree(self) -> KLConfig:
+    def check_keys(self) -> None:
         if self.coef == 0 and self.changed - {"coef"}:
             unread = min(self.changed - {"coef"})
             raise ValueError(f"{unread} is not read with coef=0: set coef, or remove {unread}")
@@ -269,7 +266,6 @@ class KLConfig(Section):
             )
         if self.target is None and "rate" in self.changed:
             raise ValueError("rate is not read without target: set target, or remove rate")
-        return self
 
 
 class RouterConfig(Section):
@@ -295,8 +291,7 @@ class RouterConfig(Section):
         """True if metrics or loss terms read the routers' outputs."""
         return self.measure or self.balance_coef > 0 or self.z_coef > 0
 
-    @model_validator(mode="after")
-    def _check_has_effect(self) -> RouterConfig:
+    def check_keys(self) -> None:
         if not self.measure and (self.balance_coef or self.z_coef):
             raise ValueError(
                 "measure=false contradicts balance_coef and z_coef, whose losses measure the "
@@ -306,4 +301,3 @@ class RouterConfig(Section):
             raise ValueError(
                 "router neither replays nor measures anything: set replay=true, or remove router"
             )
-        return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from ratchet.algorithms.config.base import AlgorithmPart
 from ratchet.config.base import Section
@@ -49,13 +49,11 @@ class OverlongPenalty(ShapingPart):
     def penalty_start(self) -> int:
         return self.max_length - self.buffer
 
-    @model_validator(mode="after")
-    def _check_buffer(self) -> OverlongPenalty:
+    def check_keys(self) -> None:
         if self.buffer > self.max_length:
             raise ValueError(
                 f"buffer={self.buffer} is more than max_length={self.max_length}: lower buffer"
             )
-        return self
 
 
 class StopProperly(ShapingPart):
@@ -126,15 +124,13 @@ class ClipRewards(ShapingPart):
     high: float | None = None
     """Highest reward; null: no bound."""
 
-    @model_validator(mode="after")
-    def _check_bounds(self) -> ClipRewards:
+    def check_keys(self) -> None:
         if self.low is None and self.high is None:
             raise ValueError(
                 "clip without low and high does nothing: set low or high, or remove clip"
             )
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ValueError(f"low={self.low:g} is not below high={self.high:g}: lower low")
-        return self
 
 
 class NormaliseRewards(ShapingPart):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.resolve import import_object
 from ratchet.environments.adapters.reset_step import (
@@ -39,14 +39,12 @@ class GemConfig(ResetStepConfig):
     """Import paths of functions (or wrapper classes) that wrap the environment, the innermost
     first, such as one that returns gem's ToolEnvWrapper."""
 
-    @model_validator(mode="after")
-    def _check_id_or_path(self) -> GemConfig:
+    def check_keys(self) -> None:
         if (self.id is None) == (self.path is None):
             raise ValueError(
                 f"id={self.id} and path={self.path}: set either id (of a gem environment) or path "
                 "(of a class)"
             )
-        return self
 
 
 class GemEnvironment(ResetStepEnvironment):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.environments.adapters.reset_step import (
     Observation,
@@ -36,8 +36,7 @@ class GymnasiumConfig(ResetStepConfig):
     calls then run one at a time, and the generator's state is saved between them. False: calls run
     concurrently in threads. Gymnasium's own environments never use it."""
 
-    @model_validator(mode="after")
-    def _check_templates_and_actions(self) -> GymnasiumConfig:
+    def check_keys(self) -> None:
         for name in ("prompt", "reply"):
             text = getattr(self, name)
             if "{observation}" not in text and "{screen}" not in text:
@@ -49,7 +48,6 @@ class GymnasiumConfig(ResetStepConfig):
             raise ValueError(
                 "actions repeat a word (case is ignored): give each action another word"
             )
-        return self
 
 
 class GymnasiumEnvironment(ResetStepEnvironment):

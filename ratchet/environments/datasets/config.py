@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ratchet.config.media_limits import FileLimits
 from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
@@ -186,8 +186,7 @@ class DatasetConfig(EnvironmentConfig):
                 )
         return columns
 
-    @model_validator(mode="after")
-    def _check_source(self) -> DatasetConfig:
+    def check_keys(self) -> None:
         try:
             preset = self.dataset_preset
         except ConfigError as error:
@@ -196,7 +195,6 @@ class DatasetConfig(EnvironmentConfig):
             raise ValueError("there is nothing to read: set train (files), hub (an id), or preset")
         if not self.scan:
             self._refuse_keys_without_scan(preset)
-        return self
 
     def _refuse_keys_without_scan(self, preset: Preset | None) -> None:
         """Raise ValueError for keys that need all rows to be read before training."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.files import DataFile
@@ -44,11 +44,9 @@ class GSM8KConfig(EnvironmentConfig):
     """Number of few-shot examples before each question. The first training rows are the
     examples."""
 
-    @model_validator(mode="after")
-    def _check_split(self) -> GSM8KConfig:
+    def check_keys(self) -> None:
         if self.test is not None and self.split_column is not None:
             raise ValueError("`test` and `split_column` both define the test split: remove one")
-        return self
 
 
 class Example(NamedTuple):

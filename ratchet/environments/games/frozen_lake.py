@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.environments.games.game import (
     OFFSETS,
@@ -37,14 +37,12 @@ class FrozenLakeConfig(BoardConfig):
     min_distance: int = Field(2, ge=1)
     """Minimum number of steps from the start to the goal."""
 
-    @model_validator(mode="after")
-    def _check_distance(self) -> FrozenLakeConfig:
+    def check_keys(self) -> None:
         if self.max_moves < self.min_distance:
             raise ValueError(
                 f"max_moves={self.max_moves} is less than min_distance={self.min_distance}: raise "
                 "max_moves"
             )
-        return self
 
 
 PLAYER, ICE, HOLE, GOAL = "P.OG"

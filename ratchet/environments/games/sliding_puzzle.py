@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.environments.games.game import (
     OFFSETS,
@@ -37,8 +37,7 @@ class SlidingPuzzleConfig(BoardConfig):
     min_shuffle_moves: int = Field(1, ge=1)
     """Minimum number of random moves; the shortest solution may be shorter."""
 
-    @model_validator(mode="after")
-    def _check_moves(self) -> SlidingPuzzleConfig:
+    def check_keys(self) -> None:
         if self.min_shuffle_moves > self.shuffle_moves:
             raise ValueError(
                 f"min_shuffle_moves={self.min_shuffle_moves} is more than "
@@ -49,7 +48,6 @@ class SlidingPuzzleConfig(BoardConfig):
                 f"max_moves={self.max_moves} can't undo shuffle_moves={self.shuffle_moves}: set "
                 f"max_moves to {self.shuffle_moves} or more"
             )
-        return self
 
 
 Board = tuple[int, ...]  # row by row; 0 is the gap

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.environments.harbor.manifest import Waiver
@@ -71,13 +71,11 @@ class HarborConfig(ShellConfig):
     reward: str = "reward"
     """Name of the reward if reward.json has several numbers; others are metrics."""
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> HarborConfig:
+    def check_keys(self) -> None:
         if self.train is None and self.test is None:
             raise ValueError("has no tasks: set train or test")
         if not isinstance(self.sandbox, LocalSandboxConfig | DockerSandboxConfig):
             raise ValueError("needs absolute paths such as /app: set sandbox.kind=local or docker")
-        return self
 
 
 class Harbor(ShellEnvironment):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.environments.adapters.seeded_tasks import SeededTasks
@@ -74,11 +74,9 @@ class OpenEnvConfig(EnvironmentConfig):
     replayable: bool = True
     """True if the same seed and the same actions give the same episode."""
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> OpenEnvConfig:
+    def check_keys(self) -> None:
         if (self.url is None) == (self.path is None):
             raise ValueError("must have either url (a running server) or path (a package)")
-        return self
 
 
 class OpenEnvServer:

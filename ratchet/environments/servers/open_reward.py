@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.chat.thinking import split_thinking
@@ -45,14 +45,12 @@ class OpenRewardConfig(EnvironmentConfig):
     replayable: bool = True
     """True if the same task and the same calls give the same episode."""
 
-    @model_validator(mode="after")
-    def _check_splits(self) -> OpenRewardConfig:
+    def check_keys(self) -> None:
         if self.test_split == self.train_split:
             raise ValueError(
                 f"test_split={self.test_split} is the training split too: set test_split to null, "
                 "which holds out a tenth of it"
             )
-        return self
 
 
 class OpenReward(Rows):

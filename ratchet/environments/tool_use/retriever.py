@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.resolve import import_object
 from ratchet.data.files import DataFile
@@ -53,13 +53,11 @@ class SearchConfig(ToolConfig):
     """Import path of a function (N texts -> [N, d] array), or a model's directory. The tool then
     searches by these embeddings too; null: by words only."""
 
-    @model_validator(mode="after")
-    def _check_corpus(self) -> Self:
+    def check_keys(self) -> None:
         if (self.corpus is None) == (self.hub is None):
             raise ValueError("the passages come from one place: set either corpus or hub")
         if self.hub is None and (self.subset is not None or self.split != "train"):
             raise ValueError("subset and split belong to hub, and corpus is set: remove them")
-        return self
 
 
 Embed = Callable[[Sequence[str]], NDArray[Any]]

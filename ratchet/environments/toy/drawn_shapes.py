@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from ratchet.config.sections import ALL_SOURCES, EnvironmentConfig
 from ratchet.data.formats.media import embed
@@ -74,8 +74,7 @@ class ShapesConfig(EnvironmentConfig):
     """Show another random picture with each question, to measure a model's accuracy without
     looking."""
 
-    @model_validator(mode="after")
-    def _check_questions(self) -> ShapesConfig:
+    def check_keys(self) -> None:
         fewest, most = self.things
         if not 1 <= fewest <= most:
             raise ValueError(f"things={[fewest, most]} must be [fewest, most], with at least 1")
@@ -100,7 +99,6 @@ class ShapesConfig(EnvironmentConfig):
                     f"questions has {kind}, but {kind}s has only one value: add one to {kind}s, or "
                     f"remove {kind} from questions"
                 )
-        return self
 
 
 FILLED_SHARE = 0.6  # size of a thing as a share of its cell's side

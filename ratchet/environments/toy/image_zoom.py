@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.sections import EnvironmentConfig
 from ratchet.data.formats.media import embed
@@ -61,14 +61,12 @@ class ImageZoomConfig(EnvironmentConfig):
     """Form of a zoom. text: a message such as `zoom 2 3`. tools: a call of the tool zoom, for a
     model whose chat template has tool calls."""
 
-    @model_validator(mode="after")
-    def _check_squares(self) -> ImageZoomConfig:
+    def check_keys(self) -> None:
         if self.squares > self.grid**2:
             raise ValueError(
                 f"squares={self.squares} don't fit into grid={self.grid}: set squares to "
                 f"{self.grid**2} or less"
             )
-        return self
 
 
 class ImageZoom(Procedural):

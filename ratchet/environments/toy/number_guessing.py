@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.environments.games.game import Game, GameConfig
 from ratchet.environments.single_turn import Problem
@@ -26,14 +26,12 @@ class NumberGuessingConfig(GameConfig):
     max_low: int = Field(999, ge=9, le=1_000_000)
     """Largest lower end of the range; each task draws its lower end from 0 to this."""
 
-    @model_validator(mode="after")
-    def _require_enough_moves(self) -> NumberGuessingConfig:
+    def check_keys(self) -> None:
         if 2**self.max_moves <= self.numbers:
             raise ValueError(
                 f"max_moves={self.max_moves} guesses tell at most {2**self.max_moves - 1} numbers "
                 f"apart, and there are numbers={self.numbers}: raise max_moves, or lower numbers"
             )
-        return self
 
 
 class GuessingState(NamedTuple):

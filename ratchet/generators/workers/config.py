@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.schema import AnyGenerator
@@ -40,8 +40,7 @@ class GeneratorWorkersConfig(GeneratorSection):
     packages clash with those of the learner; Ratchet is installed there too. null: the run's
     own."""
 
-    @model_validator(mode="after")
-    def _check_restarts(self) -> GeneratorWorkersConfig:
+    def check_keys(self) -> None:
         if self.worker_runs == "groups" and self.recovery == "restart":
             raise ValueError(
                 "worker_runs=groups can't repeat the groups of a lost worker: set recovery=none, "
@@ -52,7 +51,6 @@ class GeneratorWorkersConfig(GeneratorSection):
                 "max_restarts is only for recovery=restart: set recovery=restart, or remove "
                 "max_restarts"
             )
-        return self
 
     @property
     def sampler(self) -> GeneratorSection:

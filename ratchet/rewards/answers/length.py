@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
@@ -26,13 +26,11 @@ class LengthConfig(Section):
     margin: int = Field(0, ge=0)
     """Distance outside a bound at which the reward reaches 0."""
 
-    @model_validator(mode="after")
-    def _check_bounds(self) -> LengthConfig:
+    def check_keys(self) -> None:
         if self.at_most is not None and self.at_most < self.at_least:
             raise ValueError(
                 f"at_most={self.at_most} is below at_least={self.at_least}: no length fits"
             )
-        return self
 
 
 class Length(PerTrajectory):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Awaitable
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
@@ -39,8 +39,7 @@ class RegexConfig(Section):
     timeout_s: float = Field(2.0, gt=0)
     """Processor time limit of one answer, in seconds; beyond it the attempt fails."""
 
-    @model_validator(mode="after")
-    def _check_group(self) -> RegexConfig:
+    def check_keys(self) -> None:
         compiled = re.compile(self.pattern)
         if isinstance(self.group, str):
             is_known = self.group in compiled.groupindex
@@ -52,7 +51,6 @@ class RegexConfig(Section):
                 f"{compiled.groups}, named "
                 f"{[*compiled.groupindex]}"
             )
-        return self
 
 
 class Regex(AnswerReward):

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
@@ -83,17 +83,12 @@ class CodeConfig(Section):
     )
     """Sandbox of the programs: local, docker or remote, and its keys."""
 
-    @model_validator(mode="after")
-    def _check_tolerance(self) -> CodeConfig:
+    def check_keys(self) -> None:
         if self.tolerance is not None and self.compare == "lines":
             raise ValueError(
                 f"tolerance={self.tolerance:g} is read only with compare=tokens: set "
                 "compare=tokens, or remove tolerance"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_compiler_keys(self) -> CodeConfig:
         language = self.language
         if language != "block" and "block_languages" in self.changed:
             raise ValueError(
@@ -111,7 +106,6 @@ class CodeConfig(Section):
         if unread:
             verb = "is" if len(unread) == 1 else "are"
             raise ValueError(f"{', '.join(unread)} {verb} not read with language={language}: {fix}")
-        return self
 
     @field_validator("compilers")
     @classmethod

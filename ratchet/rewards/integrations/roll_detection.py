@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
@@ -54,15 +54,13 @@ class DetectionConfig(Section):
     answer_units: Literal["pixels", "thousand"] = "thousand"
     """Units of the answer's boxes: pixels of its picture, or 0 to 1000 as the task's boxes."""
 
-    @model_validator(mode="after")
-    def _check_weights(self) -> DetectionConfig:
+    def check_keys(self) -> None:
         weights = self.weights.values()
         if not sum(weights) > 0 or min(weights) < 0:
             raise ValueError(
                 f"weights={self.weights} must be 0 or more, and one of them above 0. Set "
                 "weights.iou_max_iou_first=1"
             )
-        return self
 
 
 IOU_THRESHOLDS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.99)

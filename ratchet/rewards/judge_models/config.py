@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.schema import AnyGenerator, Device
@@ -30,8 +30,7 @@ class LanguageModelJudgeConfig(JudgeSection):
     """Device of a judge in the run's process: cpu, cuda or cuda:N; null: the run's. The cluster
     places workers."""
 
-    @model_validator(mode="after")
-    def _check_generator(self) -> LanguageModelJudgeConfig:
+    def check_keys(self) -> None:
         if self.generator.plays_groups:
             raise ValueError(
                 "generator.worker_runs=groups plays attempts, and a judge only answers questions: "
@@ -47,7 +46,6 @@ class LanguageModelJudgeConfig(JudgeSection):
                 f"device={self.device} is for a judge in the run's process, and the cluster places "
                 "generator.kind=workers: remove device"
             )
-        return self
 
     @property
     def n_processes(self) -> int:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from ratchet.config.experience import Temperature
 from ratchet.config.sections import JudgedSection
@@ -58,8 +58,7 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
                 raise ValueError(f"prompt lacks {placeholder}: the judge would not see it")
         return prompt
 
-    @model_validator(mode="after")
-    def _check_place(self) -> ChatJudgeConfig:
+    def check_keys(self) -> None:
         if self.judge is None:
             missing = [key for key in ("url", "model") if getattr(self, key) is None]
             if missing:
@@ -67,7 +66,7 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
                     f"lacks {' and '.join(missing)}: set judge to a model of the recipe's judges, "
                     "or url and model to one at an endpoint"
                 )
-            return self
+            return
         keys = (*EndpointConfig.model_fields, "url", "model", "extra_body", "cache")
         unread = [key for key in keys if key in self.changed]
         if unread:
@@ -75,7 +74,6 @@ class ChatJudgeConfig(JudgedSection, EndpointConfig):
                 f"{unread[0]} is for a model at an endpoint, and judge={self.judge} is one of the "
                 f"run: remove {unread[0]}, or judge"
             )
-        return self
 
 
 # Values of `finish_reason` of a reply that is not whole, in OpenAI's API and servers like it.

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any, ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from ratchet.protocols import Reward
 from ratchet.rewards.base import PerTrajectory, answer_text
@@ -60,13 +60,12 @@ class JudgeConfig(ChatJudgeConfig):
             raise ValueError(f"scale {scale[0]:g} to {scale[1]:g} must rise: [lowest, highest]")
         return scale
 
-    @model_validator(mode="after")
-    def _check_verdict(self) -> JudgeConfig:
+    def check_keys(self) -> None:
+        super().check_keys()
         if self.verdict == "yes_no" and "scale" in self.changed:
             raise ValueError(
                 "scale is for verdict=score, and verdict=yes_no has none: remove scale"
             )
-        return self
 
 
 class PairwiseJudgeConfig(ChatJudgeConfig):
