@@ -78,7 +78,7 @@ def test_calls_places_and_errors(start, executor):
         [2, 2],
         [3, 3],
     ]
-    assert group.each_now("add_later", [(1,), (2,)]) == [4, 5]
+    assert group.submit_each("add_later", [(1,), (2,)]).result() == [4, 5]
     array = np.ones(300_000)
     for back in group.call_now("double", array):
         np.testing.assert_array_equal(back, array * 2)
