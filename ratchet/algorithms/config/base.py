@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.config.base import Section
 from ratchet.config.sections import AlgorithmSection
 from ratchet.utils.terminal_text import shorten_text
-
-AnySection = SerializeAsAny[Section]
 
 
 def _refuse_path_key(teacher: Any) -> Any:
