@@ -45,11 +45,14 @@ class NoSessionFree(OpenEnvError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The server's answer to a reset or a step."""
+    """The server's answer to a reset or a step.
+
+    Attributes:
+        reward: The reward; 0 if the server gave none.
+    """
 
     observation: Mapping[str, Any]
     reward: float
-    """The reward; 0 if the server gave none."""
     done: bool
 
 
